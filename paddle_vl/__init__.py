@@ -1,0 +1,32 @@
+"""Vision-language models and vision-language-action policies for PaddlePaddle.
+
+Public names are imported on first use, so `import paddle_vl` and the NumPy-only data workers never
+load Paddle.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+__version__ = "0.1.0"
+
+if find_spec("paddle") is None:
+    raise ImportError(
+        "paddle_vl needs PaddlePaddle, which is not installed. Choose one wheel:\n"
+        "  CPU: pip install 'paddle-vl[cpu]'   (paddlepaddle 3.3)\n"
+        "  GPU: pip install 'paddle-vl[gpu]'   (paddlepaddle-gpu 3.3, built for your CUDA; see\n"
+        "       https://www.paddlepaddle.org.cn/install/quick for its index)"
+    )
+
+_HOME = {
+    "Qwen3VLConfig": "paddle_vl.models.qwen3_vl.config",
+    "Qwen3VLForConditionalGeneration": "paddle_vl.models.qwen3_vl.model",
+    "Qwen3VLProcessor": "paddle_vl.data.processor",
+}
+__all__ = ["Qwen3VLConfig", "Qwen3VLForConditionalGeneration", "Qwen3VLProcessor"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'paddle_vl' has no attribute {name!r}; it offers {__all__}")
