@@ -113,7 +113,6 @@ def compute_visual_indices(
         ValueError: `part.size` does not divide B * L.
     """
     batch, length = image_mask_BL.shape
-    start, stop = part.bounds(batch * length)
     visual_BL = image_mask_BL if video_mask_BL is None else image_mask_BL | video_mask_BL
     order_BL = (_running_count(visual_BL) - 1).reshape([batch, length])
     if layout == "sequence_first":
@@ -124,8 +123,12 @@ def compute_visual_indices(
         rows_order = order_BL.reshape([-1])
     else:
         raise ValueError(f"layout is {layout!r}; use 'token_rows' or 'sequence_first'")
-    update = nonzero(rows_mask[start:stop])
-    gather = rows_order[start:stop][update]
+    # Without parts the number of rows may stay unknown, as in an export with dynamic shapes.
+    if part.size > 1:
+        start, stop = part.bounds(batch * length)
+        rows_mask, rows_order = rows_mask[start:stop], rows_order[start:stop]
+    update = nonzero(rows_mask)
+    gather = rows_order[update]
     source = None if video_mask_BL is None else _source_rows(image_mask_BL, video_mask_BL, nonzero)
     return VisualIndices(update, gather, source)
 
@@ -163,7 +166,8 @@ def host_visual_indices(
 
     Returns:
         `visual_update_indices` `[M_local]`, `visual_gather_indices` `[M_local]` and, when images
-        and videos are both present, `visual_source_indices` `[M]`; empty for an all-text batch.
+        and videos are both present, `visual_source_indices` `[M]`. An all-text batch has empty
+        index arrays: carrying them spares the model the search.
 
     Raises:
         ValueError: placeholder and row counts differ, or the part does not divide the rows.
@@ -173,11 +177,8 @@ def host_visual_indices(
     num_image_tokens = int(np.count_nonzero(image_mask_BL))
     num_video_tokens = int(np.count_nonzero(video_mask_BL))
     check_visual_counts(num_image_tokens, num_image_rows, num_video_tokens, num_video_rows)
-    part.bounds(input_ids_BL.size)
-    if num_image_rows + num_video_rows == 0:
-        return {}
     indices = compute_visual_indices(
-        image_mask_BL if num_image_rows else video_mask_BL,
+        video_mask_BL if num_video_rows and not num_image_rows else image_mask_BL,
         video_mask_BL if num_image_rows and num_video_rows else None,
         nonzero=np.flatnonzero,
         part=part,

@@ -1,0 +1,88 @@
+"""Filling a model from a checkpoint and writing it back, tensor by tensor."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import paddle
+
+from paddle_vl.models.checkpoint.rules import StoredParameter
+from paddle_vl.models.checkpoint.safetensors_io import (
+    StoredTensor,
+    TensorToWrite,
+    read_checkpoint_headers,
+    write_checkpoint,
+)
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+_STORED_DTYPES = {paddle.float32: "F32", paddle.float64: "F64", paddle.float16: "F16",
+                  paddle.bfloat16: "BF16"}  # fmt: skip
+
+
+def check_keys(
+    folder: Path, stored: dict[str, StoredTensor], placed: list[StoredParameter], ignored: set[str]
+) -> None:
+    """Compare a checkpoint's keys and shapes with a model's before anything is read.
+
+    Raises:
+        ValueError: every missing, unexpected and misshapen key, all at once.
+    """
+    wanted = {item.key: item.stored_shape for item in placed}
+    missing = sorted(set(wanted) - set(stored))
+    unexpected = sorted(set(stored) - set(wanted) - ignored)
+    misshapen = [
+        f"{key} (file {list(stored[key].shape)}, model {list(shape)})"
+        for key, shape in sorted(wanted.items())
+        if key in stored and tuple(stored[key].shape) != shape
+    ]
+    problems = [
+        f"{len(keys)} {kind}: {', '.join(keys)}"
+        for kind, keys in (
+            ("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen),
+        )
+        if keys
+    ]  # fmt: skip
+    if problems:
+        raise ValueError(
+            f"the checkpoint in {folder} does not fit the model of its config.json; "
+            + "; ".join(problems)
+        )
+
+
+def fill_parameters(placed: Iterable[StoredParameter], stored: dict[str, StoredTensor]) -> None:
+    """Give every parameter its stored value.
+
+    The parameters may still be without storage (built under `paddle.LazyGuard`): each takes over
+    the tensor made from its file, so that beside the model one tensor at most is in memory.
+    """
+    for item in placed:
+        array = item.layout.to_parameter(stored[item.key].read())
+        value = paddle.to_tensor(array)
+        del array
+        value.astype(item.parameter.dtype)._share_buffer_to(item.parameter)
+
+
+def parameter_array(item: StoredParameter) -> np.ndarray:
+    """A parameter's value in the checkpoint's layout; bfloat16 as its bits."""
+    return item.layout.to_stored(item.parameter.numpy())
+
+
+def save_parameters(
+    folder: Path, placed: Iterable[StoredParameter], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> None:
+    """Write the weights of a model folder, in shards when they exceed `max_shard_bytes`."""
+    tensors = [
+        TensorToWrite(
+            item.key,
+            item.stored_shape,
+            _STORED_DTYPES[item.parameter.dtype],
+            lambda item=item: parameter_array(item),
+        )
+        for item in placed
+    ]
+    write_checkpoint(folder, tensors, max_shard_bytes)
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model folder by key, unread."""
+    return read_checkpoint_headers(Path(folder))

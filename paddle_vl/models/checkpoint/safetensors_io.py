@@ -1,0 +1,183 @@
+"""Safetensors files, one tensor in memory at a time.
+
+The `safetensors` library maps a whole file when reading, so that the file ends up beside the model
+in resident memory, and wants every tensor at once when writing. Here a tensor is read straight into
+its own array and written straight from it. Format: 8 bytes of header length (little endian), a JSON
+header {name: {dtype, shape, data_offsets}}, the raw tensors.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_NUMPY_DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32,
+    "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
+    # NumPy has no bfloat16: its bits, as Paddle keeps them on the host.
+    "BF16": np.uint16,
+}  # fmt: skip
+_MAX_HEADER_BYTES = 100_000_000
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies on disk."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    def read(self) -> np.ndarray:
+        """The tensor as a new array; bfloat16 widened to float32.
+
+        Raises:
+            RuntimeError: the file ends before the tensor does.
+        """
+        dtype = np.dtype(_NUMPY_DTYPES[self.dtype])
+        count = self.num_bytes // dtype.itemsize
+        array = np.fromfile(self.file, dtype=dtype, count=count, offset=self.offset)
+        if array.size != count:
+            raise RuntimeError(
+                f"{self.file} ends inside a tensor: {array.size} of {count} values could be read; "
+                "the file is incomplete, fetch or save it again"
+            )
+        if self.dtype == "BF16":
+            array = (array.astype(np.uint32) << 16).view(np.float32)
+        return array.reshape(self.shape)
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Names and places of a file's tensors.
+
+    Raises:
+        RuntimeError: the file is missing, truncated, or not in the format.
+    """
+    try:
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (0,)
+            if not 2 <= length <= _MAX_HEADER_BYTES:
+                raise ValueError(f"header length {length}")
+            header = json.loads(stream.read(length))
+        begin, size = 8 + length, file.stat().st_size
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            if dtype not in _NUMPY_DTYPES:
+                raise ValueError(f"{name} has dtype {dtype}, not one of {sorted(_NUMPY_DTYPES)}")
+            num_bytes = int(np.prod(shape)) * np.dtype(_NUMPY_DTYPES[dtype]).itemsize
+            if last - first != num_bytes:
+                raise ValueError(f"{name} spans {last - first} bytes, its shape needs {num_bytes}")
+            if begin + last > size:
+                raise ValueError(f"{name} ends at byte {begin + last} of a file of {size}")
+            tensors[name] = StoredTensor(file, dtype, shape, begin + first, num_bytes)
+        return tensors
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RuntimeError(
+            f"{file} is not a complete safetensors file ({error}); fetch or save it again"
+        ) from error
+
+
+def read_checkpoint_headers(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a model folder, from its index file or its single file.
+
+    Raises:
+        RuntimeError: neither is there, or a shard is missing or does not hold what the index says.
+    """
+    index_file, single = folder / INDEX_NAME, folder / SINGLE_NAME
+    if not index_file.exists():
+        if not single.exists():
+            raise RuntimeError(
+                f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: it is not a model folder"
+            )
+        return read_header(single)
+    try:
+        weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise RuntimeError(f"{index_file} is not a shard index ({error!r})") from error
+    shards = {name: read_header(folder / name) for name in sorted(set(weight_map.values()))}
+    lost = sorted(key for key, shard in weight_map.items() if key not in shards[shard])
+    if lost:
+        raise RuntimeError(f"{index_file} names tensors that their shards do not hold: {lost}")
+    return {key: shards[shard][key] for key, shard in weight_map.items()}
+
+
+class TensorToWrite(NamedTuple):
+    """A tensor whose array is made only when its turn to be written comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    produce: Callable[[], np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape)) * np.dtype(_NUMPY_DTYPES[self.dtype]).itemsize
+
+
+def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> None:
+    """Write one file; it appears under its name only when it is complete on disk."""
+    tensors = list(tensors)
+    header: dict = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.num_bytes],
+        }
+        offset += tensor.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    partial = file.with_name(file.name + ".partial")
+    with partial.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            array = np.ascontiguousarray(tensor.produce(), dtype=_NUMPY_DTYPES[tensor.dtype])
+            if array.shape != tuple(tensor.shape):
+                raise AssertionError(f"{tensor.name}: {array.shape} announced as {tensor.shape}")
+            stream.write(array.data if array.size else b"")
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, file)
+
+
+def write_checkpoint(folder: Path, tensors: Iterable[TensorToWrite], max_shard_bytes: int) -> None:
+    """Write a model folder's weights: one file, or shards and their index when they exceed a size.
+
+    Files of an earlier save that this one does not overwrite are removed.
+    """
+    shards: list[list[TensorToWrite]] = [[]]
+    for tensor in tensors:
+        filled = sum(other.num_bytes for other in shards[-1])
+        if shards[-1] and filled + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    total = sum(tensor.num_bytes for shard in shards for tensor in shard)
+    names = [SINGLE_NAME]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        write_file(folder / name, shard)
+    index_file = folder / INDEX_NAME
+    if len(shards) > 1:
+        weight_map = {
+            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index_file.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    else:
+        index_file.unlink(missing_ok=True)
+    for stale in {*folder.glob("model-*-of-*.safetensors"), folder / SINGLE_NAME}:
+        if stale.name not in names:
+            stale.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Qwen3-VL: a vision tower with deepstack levels into a Qwen3 decoder."""

@@ -1,0 +1,270 @@
+"""Configuration of Qwen3-VL: the numbers, and the two dialects of config.json.
+
+The hub's files (transformers 4.57) say `rope_theta` and `rope_scaling`; transformers 5.x says
+`rope_parameters`. Both are read, the first is written.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+# Read or written by HF tools, without effect on this model's numbers.
+_INERT_KEYS = {
+    "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache",
+    "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "attn_implementation",
+    "_attn_implementation", "output_router_logits", "auto_map",
+}  # fmt: skip
+_TEXT_TYPES = ("qwen3_vl_text", "qwen3_vl")
+_VISION_TYPES = ("qwen3_vl_vision", "qwen3_vl")
+
+
+@dataclass(frozen=True)
+class Qwen3VLTextConfig:
+    """The decoder. Defaults are those of HF's configuration class."""
+
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 22016
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    head_dim: int = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 128000
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    rope_theta: float = 5000000.0
+    mrope_section: list[int] = field(default_factory=lambda: [24, 20, 20])
+
+    def __post_init__(self):
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"text_config: num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2 or 2 * sum(self.mrope_section) != self.head_dim:
+            raise ValueError(
+                f"text_config: mrope_section {self.mrope_section} sums to "
+                f"{sum(self.mrope_section)}; it must be half of head_dim {self.head_dim}"
+            )
+        for name, only in (("hidden_act", "silu"), ("attention_bias", False)):
+            if getattr(self, name) != only:
+                raise ValueError(
+                    f"text_config: {name} is {getattr(self, name)!r}; Qwen3-VL has {only!r} only"
+                )
+        if self.attention_dropout:
+            raise ValueError(
+                f"text_config: attention_dropout is {self.attention_dropout}; no Qwen3-VL "
+                "checkpoint uses it and this model does not have it: set it to 0"
+            )
+
+
+@dataclass(frozen=True)
+class Qwen3VLVisionConfig:
+    """The vision tower. Defaults are those of HF's configuration class."""
+
+    depth: int = 27
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    num_heads: int = 16
+    hidden_act: str = "gelu_pytorch_tanh"
+    in_channels: int = 3
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    out_hidden_size: int = 3584
+    num_position_embeddings: int = 2304
+    initializer_range: float = 0.02
+    deepstack_visual_indexes: list[int] = field(default_factory=lambda: [8, 16, 24])
+    rope_theta: float = 10000.0
+
+    def __post_init__(self):
+        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 4:
+            raise ValueError(
+                f"vision_config: hidden_size {self.hidden_size} over num_heads {self.num_heads} "
+                "must give a head width that is a multiple of 4"
+            )
+        if self.table_side**2 != self.num_position_embeddings:
+            raise ValueError(
+                f"vision_config: num_position_embeddings {self.num_position_embeddings} is not a "
+                "square number"
+            )
+        outside = [i for i in self.deepstack_visual_indexes if not 0 <= i < self.depth]
+        if outside:
+            raise ValueError(
+                f"vision_config: deepstack_visual_indexes {outside} lie outside the tower's "
+                f"{self.depth} blocks"
+            )
+
+    @property
+    def table_side(self) -> int:
+        """Rows and columns of the learned position table."""
+        return round(self.num_position_embeddings**0.5)
+
+    @property
+    def patch_dim(self) -> int:
+        """Values of one flattened patch: channels x frames x height x width."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True)
+class Qwen3VLConfig:
+    """A whole model.
+
+    Attributes:
+        tie_word_embeddings: whether the head is the embedding.
+        tie_flags_agree: False when the file's two tie flags disagree or only one is there: then
+            the presence of `lm_head.weight` in a checkpoint decides.
+    """
+
+    text_config: Qwen3VLTextConfig = field(default_factory=Qwen3VLTextConfig)
+    vision_config: Qwen3VLVisionConfig = field(default_factory=Qwen3VLVisionConfig)
+    image_token_id: int = 151655
+    video_token_id: int = 151656
+    vision_start_token_id: int = 151652
+    vision_end_token_id: int = 151653
+    tie_word_embeddings: bool = False
+    tie_flags_agree: bool = field(default=True, compare=False, repr=False)
+
+    def __post_init__(self):
+        text, vision = self.text_config, self.vision_config
+        if vision.out_hidden_size != text.hidden_size:
+            raise ValueError(
+                f"vision_config.out_hidden_size {vision.out_hidden_size} differs from "
+                f"text_config.hidden_size {text.hidden_size}: visual rows enter the decoder as is"
+            )
+        if len(vision.deepstack_visual_indexes) > text.num_hidden_layers:
+            raise ValueError(
+                f"{len(vision.deepstack_visual_indexes)} deepstack levels but only "
+                f"{text.num_hidden_layers} decoder layers to add them to"
+            )
+        for name in (
+            "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+        ):  # fmt: skip
+            if not 0 <= getattr(self, name) < text.vocab_size:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} lies outside text_config.vocab_size "
+                    f"{text.vocab_size}"
+                )
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "Qwen3VLConfig":
+        """Read `config.json` of a model folder, or a JSON file.
+
+        Raises:
+            ValueError: the file is not a dense Qwen3-VL configuration, naming what is wrong.
+        """
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
+        try:
+            return cls.from_dict(values)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Qwen3VLConfig":
+        """Build from the content of a config.json, in either dialect.
+
+        Raises:
+            ValueError: another model type, or keys that this model does not know.
+        """
+        values = dict(values)
+        model_type = values.get("model_type", "qwen3_vl")
+        if model_type != "qwen3_vl":
+            raise ValueError(f"model_type is {model_type!r}; this class reads 'qwen3_vl'")
+        text = dict(values.pop("text_config", {}))
+        vision = dict(values.pop("vision_config", {}))
+        # transformers 5.x ties by the top flag, 4.57 by the text one.
+        flags = [values.pop("tie_word_embeddings", None), text.pop("tie_word_embeddings", None)]
+        return cls(
+            text_config=_build(Qwen3VLTextConfig, _plain_text(text), "text_config", _TEXT_TYPES),
+            vision_config=_build(
+                Qwen3VLVisionConfig, _plain_vision(vision), "vision_config", _VISION_TYPES
+            ),
+            tie_word_embeddings=bool(flags[1] if flags[0] is None else flags[0]),
+            tie_flags_agree=flags[0] == flags[1],
+            **_known(cls, values, "the configuration"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of config.json in the hub's dialect, both tie flags written."""
+        text, vision = asdict(self.text_config), asdict(self.vision_config)
+        section = text.pop("mrope_section")
+        text |= {
+            "model_type": "qwen3_vl_text",
+            "rope_scaling": {
+                "rope_type": "default",
+                "mrope_section": section,
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": self.tie_word_embeddings,
+        }
+        vision.pop("rope_theta")
+        vision["model_type"] = "qwen3_vl"
+        return {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "model_type": "qwen3_vl",
+            "image_token_id": self.image_token_id,
+            "video_token_id": self.video_token_id,
+            "vision_start_token_id": self.vision_start_token_id,
+            "vision_end_token_id": self.vision_end_token_id,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "text_config": text,
+            "vision_config": vision,
+        }
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write `config.json` into a folder."""
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        (Path(path) / "config.json").write_text(text, encoding="utf-8")
+
+    def with_tie(self, tie: bool) -> "Qwen3VLConfig":
+        """The same model with the tie flag settled."""
+        return replace(self, tie_word_embeddings=tie, tie_flags_agree=True)
+
+
+def _plain_text(text: dict[str, Any]) -> dict[str, Any]:
+    """Either rotary dialect to `rope_theta` and `mrope_section`."""
+    rope = dict(text.pop("rope_parameters", None) or text.pop("rope_scaling", None) or {})
+    text.pop("rope_scaling", None)
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if kind != "default" or rope.pop("mrope_interleaved", True) is not True:
+        raise ValueError(
+            f"text_config: rotary type {kind!r} with mrope_interleaved false or scaled positions "
+            "is not Qwen3-VL's; it has rope_type 'default' and mrope_interleaved true"
+        )
+    return text | rope
+
+
+def _plain_vision(vision: dict[str, Any]) -> dict[str, Any]:
+    rope = dict(vision.pop("rope_parameters", None) or {})
+    if rope.pop("rope_type", "axial") != "axial":
+        raise ValueError("vision_config: rope_parameters.rope_type must be 'axial'")
+    return vision | rope
+
+
+def _build(cls, values: dict[str, Any], where: str, model_types: tuple[str, ...]):
+    model_type = values.get("model_type", model_types[0])
+    if model_type not in model_types:
+        raise ValueError(f"{where}: model_type is {model_type!r}; expected one of {model_types}")
+    return cls(**_known(cls, values, where))
+
+
+def _known(cls, values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The values of `cls`'s fields; an unknown key that is not inert raises."""
+    names = {f.name for f in fields(cls)} - {"tie_flags_agree"}
+    unknown = sorted(set(values) - names - _INERT_KEYS)
+    if unknown:
+        raise ValueError(
+            f"{where} has keys that this model does not know: {unknown}; remove them, or check "
+            "that the file belongs to a dense Qwen3-VL model"
+        )
+    return {name: value for name, value in values.items() if name in names}

@@ -1,0 +1,152 @@
+"""The Qwen3 decoder over token rows, with deepstack levels added after its first layers.
+
+Shapes: B batch, L padded length, T = B * L token rows, batch-major (this rank's part of them under
+sequence parallelism); D width; N query heads, K key heads, H head width; S cached and new keys.
+
+Source: Qwen3VLTextModel of HF transformers.
+"""
+
+from typing import Any
+
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLTextConfig
+from paddle_vl.models.qwen3_vl.deepstack import DeepstackLayer
+from paddle_vl.models.qwen3_vl.embedding import GPTEmbedding
+from paddle_vl.nn.activation import swiglu
+from paddle_vl.nn.attention import MASKED_SCORE, causal_attention
+from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.rope import apply_rotary
+
+
+class KeyValueCache:
+    """Keys and values of one decoder layer, grown by every call: `[B, S, K, H]` each."""
+
+    def __init__(self):
+        self.key_BSKH: Tensor | None = None
+        self.value_BSKH: Tensor | None = None
+
+    def append(self, key_BLKH: Tensor, value_BLKH: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values so far, the new ones last."""
+        if self.key_BSKH is not None:
+            key_BLKH = paddle.concat([self.key_BSKH, key_BLKH], axis=1)
+            value_BLKH = paddle.concat([self.value_BSKH, value_BLKH], axis=1)
+        self.key_BSKH, self.value_BSKH = key_BLKH, value_BLKH
+        return key_BLKH, value_BLKH
+
+
+class LanguageModel(nn.Layer):
+    """Embedding, decoder layers with deepstack adds between them, and the final norm."""
+
+    def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
+        super().__init__()
+        text = config.text_config
+        self.placement = placement
+        self.embedding = GPTEmbedding(config, placement)
+        self.layers = nn.LayerList(
+            [DecoderLayer(text, placement) for _ in range(text.num_hidden_layers)]
+        )
+        self.deepstack_layers = nn.LayerList(
+            [DeepstackLayer() for _ in config.vision_config.deepstack_visual_indexes]
+        )
+        self.norm = placement.rms_norm(text.hidden_size, text.rms_norm_eps)
+
+    def forward(
+        self, dict_args: dict[str, Any], caches: list[KeyValueCache] | None = None
+    ) -> Tensor:
+        """Token rows after the final norm, `[T, D]`.
+
+        Args:
+            dict_args: the input of `GPTEmbedding`.
+            caches: one per layer when generating; attention then sees their keys too.
+        """
+        inputs = self.embedding(dict_args)
+        x_TD = inputs["hidden_states"]
+        cos_BLH, sin_BLH = inputs["rotary_pos_emb"]
+        levels = inputs.get("deepstack_visual_emb", [])
+        key_bias_BS = None
+        if inputs.get("attention_mask") is not None:
+            key_bias_BS = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
+        for i, layer in enumerate(self.layers):
+            cache = None if caches is None else caches[i]
+            x_TD = layer(x_TD, cos_BLH, sin_BLH, key_bias_BS, cache)
+            if i < len(levels):
+                x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
+        return self.norm(self.placement.leave_rows(x_TD))
+
+
+class DecoderLayer(nn.Layer):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
+        super().__init__()
+        self.self_attn = SelfAttention(config, placement)
+        self.mlp = SwiGLUMLP(config, placement)
+        self.input_layernorm = placement.rms_norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = placement.rms_norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        cos_BLH: Tensor,
+        sin_BLH: Tensor,
+        key_bias_BS: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        x_TD = x_TD + self.self_attn(
+            self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias_BS, cache
+        )
+        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+
+
+class SelfAttention(nn.Layer):
+    """Causal attention with grouped key heads; queries and keys are normalised, then rotated."""
+
+    def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, std = config.hidden_size, config.initializer_range
+        query_width = config.num_attention_heads * config.head_dim
+        key_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = placement.column_linear(width, query_width, init_std=std)
+        self.k_proj = placement.column_linear(width, key_width, init_std=std)
+        self.v_proj = placement.column_linear(width, key_width, init_std=std)
+        self.o_proj = placement.row_linear(query_width, width, init_std=std)
+        self.q_norm = placement.rms_norm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = placement.rms_norm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        cos_BLH: Tensor,
+        sin_BLH: Tensor,
+        key_bias_BS: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        batch, length, _ = cos_BLH.shape
+        cos_BLH, sin_BLH = cos_BLH.astype(x_TD.dtype), sin_BLH.astype(x_TD.dtype)
+        heads = [batch, length, -1, self.head_dim]
+        q_BLNH = self.q_norm(self.q_proj(x_TD).reshape(heads))
+        k_BLKH = self.k_norm(self.k_proj(x_TD).reshape(heads))
+        v_BLKH = self.v_proj(x_TD).reshape(heads)
+        q_BLNH = apply_rotary(q_BLNH, cos_BLH, sin_BLH)
+        k_BLKH = apply_rotary(k_BLKH, cos_BLH, sin_BLH)
+        if cache is not None:
+            k_BLKH, v_BLKH = cache.append(k_BLKH, v_BLKH)
+        out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias_BS)
+        return self.o_proj(out_BLNH.reshape([batch * length, -1]))
+
+
+class SwiGLUMLP(nn.Layer):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
+        super().__init__()
+        width, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        self.gate_proj = placement.column_linear(width, inner, init_std=std)
+        self.up_proj = placement.column_linear(width, inner, init_std=std)
+        self.down_proj = placement.row_linear(inner, width, init_std=std)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))

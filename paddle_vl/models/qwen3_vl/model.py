@@ -1,0 +1,311 @@
+"""Qwen3-VL in reading order: tower, embedding with visual rows, decoder, head, loss.
+
+Shapes: B batch, L padded length, T = B * L token rows, P patches, M merged visual rows, D width,
+V vocabulary.
+
+Source: Qwen3VLForConditionalGeneration of HF transformers; names, checkpoints and numbers are its.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.vision_layout import vision_layout
+from paddle_vl.models.checkpoint.pretrained import (
+    DEFAULT_SHARD_BYTES,
+    check_keys,
+    checkpoint_tensors,
+    fill_parameters,
+    parameter_array,
+    save_parameters,
+)
+from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
+from paddle_vl.models.qwen3_vl.checkpoint_map import HEAD_KEY, checkpoint_rules
+from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.models.qwen3_vl.decoder import KeyValueCache, LanguageModel
+from paddle_vl.models.qwen3_vl.generate import greedy_decode
+from paddle_vl.models.qwen3_vl.vision_tower import VisionTower
+from paddle_vl.nn.loss import next_token_targets
+from paddle_vl.nn.placement import SingleDevicePlacement
+
+logger = logging.getLogger(__name__)
+Array = np.ndarray | Tensor
+
+
+@dataclass
+class Qwen3VLOutput:
+    """What a call returns.
+
+    Attributes:
+        logits: `[B, L, V]`.
+        loss: mean cross entropy over the target tokens of the batch; None without labels. A batch
+            without a single target gives 0, where HF gives NaN.
+        loss_sum: the sum that `loss` is the mean of, for whoever averages over several batches.
+        num_target_tokens: how many tokens that is; the batch's own host number when it has one.
+    """
+
+    logits: Tensor
+    loss: Tensor | None = None
+    loss_sum: Tensor | None = None
+    num_target_tokens: int | Tensor | None = None
+
+
+class Qwen3VLForConditionalGeneration(nn.Layer):
+    """The whole model. Build it with `from_pretrained` or `from_config`."""
+
+    def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement | None = None):
+        super().__init__()
+        self.config = config
+        self.placement = placement or SingleDevicePlacement()
+        text = config.text_config
+        self.visual = VisionTower(config.vision_config, self.placement)
+        self.language_model = LanguageModel(config, self.placement)
+        tied = self.language_model.embedding.embed_tokens.weight
+        self.lm_head = self.placement.vocab_head(
+            text.hidden_size,
+            text.vocab_size,
+            text.initializer_range,
+            tied if config.tie_word_embeddings else None,
+        )
+
+    def forward(
+        self,
+        input_ids: Array,
+        attention_mask: Array | None = None,
+        position_ids: Array | None = None,
+        labels: Array | None = None,
+        pixel_values: Array | None = None,
+        image_grid_thw: Array | None = None,
+        pixel_values_videos: Array | None = None,
+        video_grid_thw: Array | None = None,
+        visual_update_indices: Array | None = None,
+        visual_gather_indices: Array | None = None,
+        visual_source_indices: Array | None = None,
+        num_target_tokens: int | None = None,
+        has_left_padding: bool | None = None,
+        caches: list[KeyValueCache] | None = None,
+    ) -> Qwen3VLOutput:
+        """Run the model on a batch: HF's minimal set, or the collator's full one.
+
+        Args:
+            input_ids: `[B, L]` int64 with placeholders for visual tokens.
+            attention_mask: `[B, L]`, 1 at real tokens; with caches `[B, S]` over all keys so far.
+            position_ids: `[3, B, L]`; computed on the host from ids and grids when left out.
+            labels: `[B, L]` int64, not shifted, -100 ignored.
+            pixel_values: `[P, patch_dim]` patches of all images; `pixel_values_videos` of videos.
+            image_grid_thw: `[n, 3]` patches per image; `video_grid_thw` per video. Kept on the
+                host: a Paddle tensor here costs a transfer.
+            visual_update_indices, visual_gather_indices, visual_source_indices: the collator's
+                index arrays, see `paddle_vl.batch.visual_index`; computed when left out.
+            num_target_tokens: how many labels count, when the host knows it.
+            has_left_padding: False when no real token follows padding: causality then hides the
+                padding and no mask is applied.
+            caches: one per decoder layer when generating.
+
+        Raises:
+            ValueError: placeholders, grids and patches do not agree.
+        """
+        image_grid_thw, video_grid_thw = _host(image_grid_thw), _host(video_grid_thw)
+        if position_ids is None:
+            position_ids, _ = self.position_ids(
+                input_ids, attention_mask, image_grid_thw, video_grid_thw
+            )
+        mask_is_needed = attention_mask is not None and has_left_padding is not False
+        dict_args = {
+            "input_ids": _device(input_ids),
+            "position_ids": _device(position_ids),
+            "attention_mask": _device(attention_mask) if mask_is_needed else None,
+            "visual_update_indices": _device(visual_update_indices),
+            "visual_gather_indices": _device(visual_gather_indices),
+            "visual_source_indices": _device(visual_source_indices),
+        }
+        dict_args |= self.encode_visual(
+            _device(pixel_values), image_grid_thw, _device(pixel_values_videos), video_grid_thw
+        )
+        hidden_TD = self.language_model(dict_args, caches)
+        logits_TV = self.lm_head(hidden_TD)
+        output = Qwen3VLOutput(logits_TV.reshape([*dict_args["input_ids"].shape, -1]))
+        if labels is not None:
+            targets_T = next_token_targets(_device(labels))
+            output.loss_sum, count = self.placement.token_loss(logits_TV, targets_T)
+            known = num_target_tokens is not None
+            output.num_target_tokens = num_target_tokens if known else count
+            output.loss = output.loss_sum / (
+                max(num_target_tokens, 1) if known else count.clip(min=1.0)
+            )
+        return output
+
+    def encode_visual(
+        self,
+        pixel_values: Tensor | None,
+        image_grid_thw: np.ndarray | None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: np.ndarray | None = None,
+    ) -> dict[str, Any]:
+        """Run the tower once over images and videos together.
+
+        Returns:
+            `image_embeds`, `deepstack_image_embeds` and the same for videos, as `GPTEmbedding`
+            takes them; nothing for an all-text batch, so that the tower gets no gradient, as in HF.
+
+        Raises:
+            ValueError: pixels without their grid or the reverse, or of another number of patches.
+        """
+        merge = self.config.vision_config.spatial_merge_size
+        kinds = [
+            (kind, pixels, _checked_grid(kind, pixels, grid))
+            for kind, pixels, grid in (
+                ("image", pixel_values, image_grid_thw),
+                ("video", pixel_values_videos, video_grid_thw),
+            )
+            if pixels is not None or grid is not None
+        ]
+        if not kinds:
+            return {}
+        layout = vision_layout(
+            np.concatenate([grid for _, _, grid in kinds]),
+            table_side=self.config.vision_config.table_side,
+            merge=merge,
+        )
+        patches = [pixels for _, pixels, _ in kinds]
+        features = self.visual(patches[0] if len(kinds) == 1 else paddle.concat(patches), layout)
+        rows = [int(grid.prod(axis=1).sum()) // merge**2 for _, _, grid in kinds]
+        embeds = {}
+        for i, (kind, _, _) in enumerate(kinds):
+            embeds[f"{kind}_embeds"] = _part(features.merged, rows, i)
+            embeds[f"deepstack_{kind}_embeds"] = [_part(x, rows, i) for x in features.levels]
+        return embeds
+
+    def position_ids(
+        self,
+        input_ids: Array,
+        attention_mask: Array | None = None,
+        image_grid_thw: Array | None = None,
+        video_grid_thw: Array | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Positions `[3, B, L]` and rope deltas `[B]`, see `paddle_vl.batch.positions`."""
+        return mrope_position_ids(
+            _host(input_ids),
+            _host(attention_mask),
+            _host(image_grid_thw),
+            _host(video_grid_thw),
+            image_token_id=self.config.image_token_id,
+            video_token_id=self.config.video_token_id,
+            spatial_merge_size=self.config.vision_config.spatial_merge_size,
+        )
+
+    def generate(self, **batch: Any) -> np.ndarray:
+        """Greedy answers, see `paddle_vl.models.qwen3_vl.generate.greedy_decode`."""
+        return greedy_decode(self, **batch)
+
+    @property
+    def vision_blocks(self) -> list[nn.Layer]:
+        """Units of the tower that recompute and sharding work on."""
+        return list(self.visual.blocks)
+
+    @property
+    def decoder_layers(self) -> list[nn.Layer]:
+        """Units of the decoder that recompute and sharding work on."""
+        return list(self.language_model.layers)
+
+    @classmethod
+    def from_config(
+        cls, config: Qwen3VLConfig, placement: SingleDevicePlacement | None = None
+    ) -> "Qwen3VLForConditionalGeneration":
+        """A model with fresh weights, drawn from Paddle's global random state."""
+        return cls(config, placement)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        dtype: str = "float32",
+        placement: SingleDevicePlacement | None = None,
+    ) -> "Qwen3VLForConditionalGeneration":
+        """Load a model folder in HF's layout, one tensor at a time.
+
+        Raises:
+            ValueError: keys are missing, unexpected or misshapen, all named at once.
+            RuntimeError: files are missing or damaged.
+        """
+        path = Path(path)
+        config = Qwen3VLConfig.from_pretrained(path)
+        stored = checkpoint_tensors(path)
+        if not config.tie_flags_agree:
+            config = config.with_tie(HEAD_KEY not in stored)
+            logger.info(
+                "%s: the tie_word_embeddings flags disagree or one is missing; %s is %s, so the head is %s",
+                path / "config.json",
+                HEAD_KEY,
+                "absent" if config.tie_word_embeddings else "present",
+                "tied" if config.tie_word_embeddings else "not tied",
+            )
+        default_dtype = paddle.get_default_dtype()
+        paddle.set_default_dtype(dtype)
+        try:
+            with paddle.LazyGuard():
+                model = cls(config, placement)
+        finally:
+            paddle.set_default_dtype(default_dtype)
+        placed = model.stored_parameters()
+        check_keys(path, stored, placed, {HEAD_KEY} if config.tie_word_embeddings else set())
+        fill_parameters(placed, stored)
+        return model
+
+    def save_pretrained(
+        self, path: str | Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    ) -> None:
+        """Write `config.json` (hub dialect) and the weights under HF's key names."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(path)
+        save_parameters(path, self.stored_parameters(), max_shard_bytes)
+
+    def stored_parameters(self) -> list[StoredParameter]:
+        """Every parameter once, with its checkpoint key and layout."""
+        return place_parameters(self.named_parameters(), checkpoint_rules(self.config))
+
+    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter once, under its HF key."""
+        return ((item.key, item.parameter) for item in self.stored_parameters())
+
+    def hf_state_dict(self) -> dict[str, np.ndarray]:
+        """All weights as arrays under their HF keys, in HF's layout."""
+        return {item.key: parameter_array(item) for item in self.stored_parameters()}
+
+
+def _host(array: Array | None) -> np.ndarray | None:
+    return array.numpy() if isinstance(array, Tensor) else array
+
+
+def _device(array: Array | None) -> Tensor | None:
+    return paddle.to_tensor(array) if isinstance(array, np.ndarray) else array
+
+
+def _part(x: Tensor, rows: list[int], i: int) -> Tensor:
+    """The i-th of consecutive groups of rows."""
+    return x if len(rows) == 1 else x[sum(rows[:i]) : sum(rows[: i + 1])]
+
+
+def _checked_grid(kind: str, pixels: Tensor | None, grid: np.ndarray | None) -> np.ndarray:
+    names = ("pixel_values", "image_grid_thw")
+    if kind == "video":
+        names = ("pixel_values_videos", "video_grid_thw")
+    if pixels is None or grid is None:
+        absent, present = names if pixels is None else names[::-1]
+        raise ValueError(f"the batch has {present} without {absent}: give both or neither")
+    grid = np.asarray(grid, dtype=np.int64).reshape(-1, 3)
+    patches = int(grid.prod(axis=1).sum())
+    if pixels.shape[0] != patches:
+        raise ValueError(
+            f"{names[0]} has {pixels.shape[0]} patches but {names[1]} {grid.tolist()} describes "
+            f"{patches}: they belong to different batches"
+        )
+    return grid

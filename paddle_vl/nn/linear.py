@@ -1,0 +1,103 @@
+"""Linear projections and embeddings of one device.
+
+Weights are `[in, out]`, as everywhere in Paddle; checkpoints hold them transposed.
+"""
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+from paddle.autograd import PyLayer
+from paddle.nn.initializer import Constant, Normal
+
+from paddle_vl.nn.backend import column_sum, is_eager_cpu
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight + bias` with weight `[in, out]`.
+
+    On the CPU the bias is added in place and its gradient is a product with ones: Paddle's own sum
+    over rows takes longer than the matrix product beside it.
+    """
+    if bias is None:
+        return paddle.matmul(x, weight)
+    if is_eager_cpu(x):
+        return _BiasedLinear.apply(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+class _BiasedLinear(PyLayer):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        ctx.needs = (not x.stop_gradient, not weight.stop_gradient, not bias.stop_gradient)
+        return paddle.matmul(x, weight).add_(bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensor()
+        needs_x, needs_weight, needs_bias = ctx.needs
+        grad_NO = grad.reshape([-1, grad.shape[-1]])
+        grad_x = paddle.matmul(grad, weight, transpose_y=True) if needs_x else None
+        grad_weight = None
+        if needs_weight:
+            x_NI = x.reshape([-1, x.shape[-1]])
+            grad_weight = paddle.matmul(x_NI, grad_NO, transpose_x=True)
+        return grad_x, grad_weight, column_sum(grad_NO) if needs_bias else None
+
+
+class Linear(nn.Layer):
+    """`y = x @ weight + bias`, weights drawn from a normal of width `init_std`, bias zero."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, init_std: float = 0.02):
+        super().__init__()
+        self.weight = self.create_parameter(
+            [in_features, out_features], default_initializer=Normal(std=init_std)
+        )
+        self.bias = (
+            self.create_parameter([out_features], default_initializer=Constant(0.0))
+            if bias
+            else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Layer):
+    """A table `[num, dim]` read by row."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, init_std: float = 0.02):
+        super().__init__()
+        self.weight = self.create_parameter(
+            [num_embeddings, embedding_dim], default_initializer=Normal(std=init_std)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class VocabHead(nn.Layer):
+    """Logits over the vocabulary; the weight is `[vocab, dim]` so that it can be the embedding's.
+
+    Args:
+        tied_weight: the embedding's parameter to use instead of one of its own.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        vocab_size: int,
+        init_std: float = 0.02,
+        tied_weight: Tensor | None = None,
+    ):
+        super().__init__()
+        if tied_weight is None:
+            self.weight = self.create_parameter(
+                [vocab_size, embedding_dim], default_initializer=Normal(std=init_std)
+            )
+        else:
+            # A plain attribute would register the parameter a second time.
+            object.__setattr__(self, "weight", tied_weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return paddle.matmul(x, self.weight, transpose_y=True)

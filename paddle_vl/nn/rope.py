@@ -1,0 +1,97 @@
+"""Rotary position embedding: angles of the vision tower and of the decoder, and the rotation.
+
+Shapes: T rows (of any leading dims), N heads, H head width, P patches. Angles are float32; the
+rotation pairs channel i with channel i + H/2 (the "rotate half" rule of HF).
+"""
+
+import numpy as np
+import paddle
+from paddle import Tensor
+from paddle.autograd import PyLayer
+
+from paddle_vl.nn.backend import is_eager_cpu
+
+
+def inverse_frequencies(num: int, theta: float) -> np.ndarray:
+    """`theta^(-k / num)` for k in [0, num): float32 `[num]`."""
+    return (1.0 / theta ** (np.arange(num, dtype=np.float32) / num)).astype(np.float32)
+
+
+def interleaved_mrope_axis(num_slots: int, mrope_section: list[int]) -> np.ndarray:
+    """Which position axis (0 time, 1 height, 2 width) each frequency slot reads: `[num_slots]`.
+
+    Slot k reads height when k mod 3 is 1 and k < 3 * section[1], width when k mod 3 is 2 and
+    k < 3 * section[2], time otherwise. Sections [4, 2, 2] over 8 slots: T H W T H W T T.
+    Source: apply_interleaved_mrope of HF transformers' Qwen3-VL.
+    """
+    slot = np.arange(num_slots)
+    axis = np.zeros(num_slots, dtype=np.int64)
+    for dim in (1, 2):
+        axis[(slot % 3 == dim) & (slot < 3 * mrope_section[dim])] = dim
+    return axis
+
+
+def mrope_cos_sin(position_ids_3BL: Tensor, head_dim: int, theta: float, mrope_section: list[int]):
+    """Cosine and sine tables of the decoder, each `[B, L, H]` float32.
+
+    Args:
+        position_ids_3BL: int64 positions on the time, height and width axes.
+    """
+    slots = head_dim // 2
+    frequency_S = paddle.to_tensor(inverse_frequencies(slots, theta))
+    axis = interleaved_mrope_axis(slots, mrope_section)
+    # One-hot rows pick each slot's axis: no gather along a dim of three, and it exports.
+    pick_3S = paddle.to_tensor(np.eye(3, dtype=np.float32)[axis].T.copy())
+    position_BL3 = position_ids_3BL.transpose([1, 2, 0]).astype("float32")
+    angle_BLS = sum(
+        position_BL3[:, :, dim : dim + 1] * (pick_3S[dim] * frequency_S) for dim in range(3)
+    )
+    return _cos_sin_of_halves(angle_BLS)
+
+
+def vision_cos_sin(coordinates_P2: Tensor, head_dim: int, theta: float = 10000.0):
+    """Cosine and sine tables of the tower from patch (row, column), each `[P, H]` float32."""
+    frequency = paddle.to_tensor(inverse_frequencies(head_dim // 4, theta))
+    angle_P2F = coordinates_P2.astype("float32").unsqueeze(-1) * frequency
+    return _cos_sin_of_halves(angle_P2F.reshape([-1, head_dim // 2]))
+
+
+def _cos_sin_of_halves(angle: Tensor) -> tuple[Tensor, Tensor]:
+    angle = paddle.concat([angle, angle], axis=-1)
+    return paddle.cos(angle), paddle.sin(angle)
+
+
+def apply_rotary(x_TNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+    """Rotate every head: `x * cos + rotate_half(x) * sin`, in the dtype of the tables, cast back.
+
+    Leading dims may be any number, the same for `x` (before N) and the tables (before H).
+    """
+    cos, sin = cos_TH.unsqueeze(-2), sin_TH.unsqueeze(-2)
+    if paddle.in_dynamic_mode():
+        return _Rotary.apply(x_TNH, cos, sin)
+    return (x_TNH * cos + rotate_half(x_TNH) * sin).astype(x_TNH.dtype)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """`[-x2, x1]` for the halves `[x1, x2]` of the last dim."""
+    half = x.shape[-1] // 2
+    if is_eager_cpu(x):
+        # A product with a signed permutation: exact, and faster than splitting and joining.
+        swap = np.zeros((2 * half, 2 * half), dtype=np.float32)
+        swap[np.arange(half) + half, np.arange(half)] = -1.0
+        swap[np.arange(half), np.arange(half) + half] = 1.0
+        return paddle.matmul(x, paddle.to_tensor(swap, dtype=x.dtype))
+    return paddle.concat([-x[..., half:], x[..., :half]], axis=-1)
+
+
+class _Rotary(PyLayer):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return (x * cos + rotate_half(x) * sin).astype(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensor()
+        # The transpose of rotate_half is its negative.
+        return (grad * cos - rotate_half(grad * sin)).astype(grad.dtype), None, None
