@@ -1,0 +1,50 @@
+# Sourced by the scripts of this folder: the checkout's own virtual environment.
+#
+#   ensure_environment EXTRAS    e.g. ensure_environment cpu,dev
+#
+# Creates .venv in the checkout when it is absent and installs `paddle-vl[EXTRAS]` into it, editable,
+# when setup.py or pyproject.toml changed since the last time. PYTHON names the interpreter to use.
+# Afterwards VENV_PYTHON is the environment's interpreter.
+
+REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV="$REPOSITORY/.venv"
+VENV_PYTHON="$VENV/bin/python"
+
+_is_recent_python() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
+}
+
+_find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        _is_recent_python "$PYTHON" && { echo "$PYTHON"; return; }
+        echo "PYTHON=$PYTHON is not a working Python 3.10 or newer" >&2
+        return 1
+    fi
+    for candidate in python3 python3.12 python3.11 python3.10 python; do
+        _is_recent_python "$candidate" && { echo "$candidate"; return; }
+    done
+    echo "no Python 3.10 or newer found; install one, or name it: PYTHON=/path/to/python bash $0" >&2
+    return 1
+}
+
+ensure_environment() {
+    local extras=$1 python stamp state
+    if ! _is_recent_python "$VENV_PYTHON" || ! "$VENV_PYTHON" -m pip --version >/dev/null 2>&1; then
+        python=$(_find_python) || return 1
+        echo "creating $VENV with $("$python" --version)"
+        if ! "$python" -m venv --clear "$VENV"; then
+            echo "$python cannot create a virtual environment (on Debian and Ubuntu: apt-get" \
+                "install python3-venv)" >&2
+            return 1
+        fi
+    fi
+    stamp="$VENV/installed-$extras"
+    state=$(cat "$REPOSITORY/setup.py" "$REPOSITORY/pyproject.toml" | cksum)
+    if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$state" ]; then
+        echo "installing paddle-vl[$extras] into $VENV"
+        "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check \
+            -e "$REPOSITORY[$extras]" || return 1
+        echo "$state" >"$stamp"
+    fi
+}
