@@ -103,7 +103,9 @@ def main() -> None:
         times.append((forward - begin, backward - forward, end - backward, end - begin))
         losses.append(output.loss.item())
     timed = times[2:]
-    forward, backward, update, step = (statistics.median(column) for column in zip(*timed))
+    forward, backward, update, step = (
+        statistics.median(column) for column in zip(*timed, strict=True)
+    )
     tokens = batch["input_ids"].size
     gflops = matmul_gflops()
     print(f"loss          {losses[0]:.5f} -> {losses[-1]:.5f} in {len(losses)} steps")

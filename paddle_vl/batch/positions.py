@@ -53,8 +53,14 @@ def mrope_position_ids(
         ("video", video_token_id, _split_frames(_as_grid(video_grid_thw))),
     ):
         rows_V = np.flatnonzero((input_ids_BL == token_id) & real_BL)
-        _place_items(kind, rows_V, frames // [1, spatial_merge_size, spatial_merge_size],
-                     input_ids_BL.shape[1], advance_T, offset_3T)  # fmt: skip
+        _place_items(
+            kind,
+            rows_V,
+            frames // [1, spatial_merge_size, spatial_merge_size],
+            input_ids_BL.shape[1],
+            advance_T,
+            offset_3T,
+        )
     advance_BL = advance_T.reshape(input_ids_BL.shape)
     begin_BL = advance_BL.cumsum(axis=1) - advance_BL
     position_ids = (begin_BL + offset_3T.reshape(3, *input_ids_BL.shape)) * real_BL

@@ -50,6 +50,9 @@ class RowPart(NamedTuple):
         return self.rank * rows, (self.rank + 1) * rows
 
 
+ALL_ROWS = RowPart()
+
+
 class VisualIndices(NamedTuple):
     """The index tensors of one step, all 1-D int64.
 
@@ -93,7 +96,7 @@ def compute_visual_indices(
     video_mask_BL: Array | None,
     *,
     nonzero: Callable[[Array], Array],
-    part: RowPart = RowPart(),
+    part: RowPart = ALL_ROWS,
     layout: Layout = "token_rows",
 ) -> VisualIndices:
     """The one formula. No loop over samples, no host read, no boolean indexing.
@@ -154,7 +157,7 @@ def host_visual_indices(
     video_token_id: int,
     num_image_rows: int = 0,
     num_video_rows: int = 0,
-    part: RowPart = RowPart(),
+    part: RowPart = ALL_ROWS,
     layout: Layout = "token_rows",
 ) -> dict[str, np.ndarray]:
     """The collator's call: index arrays under their batch keys.

@@ -1,1 +1,1 @@
-"""Building blocks of one device: norms, rotary, attention, linears, losses. No rank is known here."""
+"""Building blocks of one device: norms, rotary, attention, linears, losses. They know no rank."""

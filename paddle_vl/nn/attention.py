@@ -54,7 +54,8 @@ def causal_attention(
         .reshape([batch * key_heads, length * groups, width])
     )
     k_ZSH, v_ZSH = (
-        x.transpose([0, 2, 1, 3]).reshape([batch * key_heads, keys, width]) for x in (k_BSKH, v_BSKH)
+        x.transpose([0, 2, 1, 3]).reshape([batch * key_heads, keys, width])
+        for x in (k_BSKH, v_BSKH)
     )
     blocks = _causal_blocks(length, keys, groups)
     key_bias_Z1S = None
@@ -197,4 +198,6 @@ def _rows(x_ZRH: Tensor, block: _Block) -> Tensor:
 
 def _pad_keys(x_ZSH: Tensor, num_keys: int) -> Tensor:
     batch, keys, width = x_ZSH.shape
-    return paddle.concat([x_ZSH, paddle.zeros([batch, num_keys - keys, width], x_ZSH.dtype)], axis=1)
+    return paddle.concat(
+        [x_ZSH, paddle.zeros([batch, num_keys - keys, width], x_ZSH.dtype)], axis=1
+    )

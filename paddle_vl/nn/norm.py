@@ -50,7 +50,7 @@ class _RMSNorm(PyLayer):
 
 
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    """`weight * (x - mean) / sqrt(var + epsilon) + bias`, the variance over C without correction."""
+    """`weight * (x - mean) / sqrt(var + epsilon) + bias`, the variance being that over C."""
     if paddle.in_dynamic_mode():
         return _LayerNorm.apply(x, weight_C, bias_C, epsilon)
     return (_standardise(x, epsilon)[0] * weight_C + bias_C).astype(x.dtype)

@@ -15,8 +15,12 @@ from paddle_vl.models.checkpoint.safetensors_io import (
 )
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-_STORED_DTYPES = {paddle.float32: "F32", paddle.float64: "F64", paddle.float16: "F16",
-                  paddle.bfloat16: "BF16"}  # fmt: skip
+_STORED_DTYPES = {
+    paddle.float32: "F32",
+    paddle.float64: "F64",
+    paddle.float16: "F16",
+    paddle.bfloat16: "BF16",
+}
 
 
 def check_keys(
@@ -38,10 +42,12 @@ def check_keys(
     problems = [
         f"{len(keys)} {kind}: {', '.join(keys)}"
         for kind, keys in (
-            ("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen),
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("misshapen", misshapen),
         )
         if keys
-    ]  # fmt: skip
+    ]
     if problems:
         raise ValueError(
             f"the checkpoint in {folder} does not fit the model of its config.json; "

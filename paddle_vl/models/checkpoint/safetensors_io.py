@@ -18,11 +18,18 @@ import numpy as np
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _NUMPY_DTYPES = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32,
-    "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
     # NumPy has no bfloat16: its bits, as Paddle keeps them on the host.
     "BF16": np.uint16,
-}  # fmt: skip
+}
 _MAX_HEADER_BYTES = 100_000_000
 
 

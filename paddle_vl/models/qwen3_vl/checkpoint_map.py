@@ -17,13 +17,17 @@ def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
     )
     embed_tokens = "embed_tokens.weight"
     return (
-        Rule("visual.patch_embed.weight", "model.visual.patch_embed.proj.weight",
-             PatchKernel(kernel)),
+        Rule(
+            "visual.patch_embed.weight", "model.visual.patch_embed.proj.weight", PatchKernel(kernel)
+        ),
         Rule("visual.patch_embed.bias", "model.visual.patch_embed.proj.bias", Same()),
         Rule("visual.pos_embed.weight", "model.visual.pos_embed.weight", Same()),
         Rule("visual.*", "model.visual.*", LinearWeights()),
-        Rule(f"language_model.embedding.{embed_tokens}", f"model.language_model.{embed_tokens}",
-             Same()),
+        Rule(
+            f"language_model.embedding.{embed_tokens}",
+            f"model.language_model.{embed_tokens}",
+            Same(),
+        ),
         Rule("language_model.*", "model.language_model.*", LinearWeights()),
         Rule(HEAD_KEY, HEAD_KEY, Same()),
-    )  # fmt: skip
+    )

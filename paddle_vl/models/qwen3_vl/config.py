@@ -11,10 +11,21 @@ from typing import Any
 
 # Read or written by HF tools, without effect on this model's numbers.
 _INERT_KEYS = {
-    "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache",
-    "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "attn_implementation",
-    "_attn_implementation", "output_router_logits", "auto_map",
-}  # fmt: skip
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_name_or_path",
+    "use_cache",
+    "model_type",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "attn_implementation",
+    "_attn_implementation",
+    "output_router_logits",
+    "auto_map",
+}
 _TEXT_TYPES = ("qwen3_vl_text", "qwen3_vl")
 _VISION_TYPES = ("qwen3_vl_vision", "qwen3_vl")
 
@@ -142,8 +153,11 @@ class Qwen3VLConfig:
                 f"{text.num_hidden_layers} decoder layers to add them to"
             )
         for name in (
-            "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-        ):  # fmt: skip
+            "image_token_id",
+            "video_token_id",
+            "vision_start_token_id",
+            "vision_end_token_id",
+        ):
             if not 0 <= getattr(self, name) < text.vocab_size:
                 raise ValueError(
                     f"{name} {getattr(self, name)} lies outside text_config.vocab_size "

@@ -3,7 +3,7 @@
 Shapes: B batch, L prompt length, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ def greedy_decode(
     max_new_tokens: int,
     eos_token_ids: list[int],
     min_new_tokens: int = 0,
+    on_logits: Callable[[np.ndarray], None] | None = None,
     **visual: Any,
 ) -> np.ndarray:
     """The most likely next token, again and again, until every row has ended.
@@ -33,6 +34,7 @@ def greedy_decode(
         max_new_tokens: the most tokens to append.
         eos_token_ids: tokens that end a row; its later columns repeat the first of them.
         min_new_tokens: before this many, ending tokens are not chosen.
+        on_logits: called with the float32 logits `[B, V]` of every step, before any is ruled out.
         visual: pixel values and grids as the model takes them.
 
     Returns:
@@ -48,6 +50,8 @@ def greedy_decode(
     ended_B = np.zeros(len(input_ids), dtype=bool)
     logits_BV = next(steps)
     while True:
+        if on_logits is not None:
+            on_logits(logits_BV)
         if len(columns) < min_new_tokens:
             logits_BV = logits_BV.copy()
             logits_BV[:, eos_token_ids] = -np.inf
@@ -74,7 +78,9 @@ def greedy_steps(
     """
     input_ids = np.asarray(input_ids, dtype=np.int64)
     mask_BS = (
-        np.ones_like(input_ids) if attention_mask is None else np.asarray(attention_mask).astype(int)
+        np.ones_like(input_ids)
+        if attention_mask is None
+        else np.asarray(attention_mask).astype(int)
     )
     if not mask_BS[:, -1].all():
         rows = np.flatnonzero(mask_BS[:, -1] == 0).tolist()

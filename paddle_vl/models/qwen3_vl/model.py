@@ -241,7 +241,8 @@ class Qwen3VLForConditionalGeneration(nn.Layer):
         if not config.tie_flags_agree:
             config = config.with_tie(HEAD_KEY not in stored)
             logger.info(
-                "%s: the tie_word_embeddings flags disagree or one is missing; %s is %s, so the head is %s",
+                "%s: the tie_word_embeddings flags disagree or one is missing; "
+                "%s is %s, so the head is %s",
                 path / "config.json",
                 HEAD_KEY,
                 "absent" if config.tie_word_embeddings else "present",
@@ -259,9 +260,7 @@ class Qwen3VLForConditionalGeneration(nn.Layer):
         fill_parameters(placed, stored)
         return model
 
-    def save_pretrained(
-        self, path: str | Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES
-    ) -> None:
+    def save_pretrained(self, path: str | Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
         """Write `config.json` (hub dialect) and the weights under HF's key names."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""Comparison of a model with golden tensors computed by its reference implementation."""

@@ -1,0 +1,322 @@
+"""Golden cases of Qwen3-VL: forward and backward, generation, training trajectories, processor.
+
+Tolerances are those of the golden README, for float32: activations and logits 2e-5 absolute, loss
+5e-6, gradients 2e-5 of the largest entry of each tensor, a trajectory's drift 1e-4 relative.
+"""
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import paddle
+
+from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.vision_layout import vision_layout
+from paddle_vl.batch.visual_index import host_visual_indices
+from paddle_vl.nn.rope import vision_cos_sin
+from parity.comparison import CaseReport
+from parity.golden import GoldenCase, GoldenFolders
+from parity.qwen_vl_processor import compare_processor
+
+ACTIVATION, LOSS, GRADIENT, DRIFT = 2e-5, 5e-6, 2e-5, 1e-4
+
+
+def run_cases(golden: GoldenFolders, cases: list[GoldenCase], scale: float, dtype: str):
+    """Yield a report for every case, several for one that covers several models."""
+    for case in cases:
+        if case.kind == "processor":
+            yield from compare_processor(case, scale)
+        elif case.kind == "trajectory":
+            yield from _run_trajectories(golden, case, scale, dtype)
+        else:
+            report = CaseReport(case.name, scale)
+            report.unsupported = _unsupported(golden, case)
+            if not report.unsupported:
+                model = _load(golden, case.meta["model"], dtype)
+                if case.kind == "generation":
+                    config = _config(golden, case.meta["model"])
+                    _run_generation(model, case, report, config["text_config"]["eos_token_id"])
+                else:
+                    _run_forward(model, case, report)
+            yield report
+
+
+def _config(golden: GoldenFolders, name: str) -> dict:
+    return json.loads((golden.model(name) / "config.json").read_text(encoding="utf-8"))
+
+
+def _load(golden: GoldenFolders, name: str, dtype: str) -> Qwen3VLForConditionalGeneration:
+    return Qwen3VLForConditionalGeneration.from_pretrained(golden.model(name), dtype=dtype)
+
+
+def _unsupported(golden: GoldenFolders, case: GoldenCase) -> str:
+    """What this package lacks for a case, empty when nothing."""
+    config = _config(golden, case.meta["model"])
+    if config.get("model_type") != "qwen3_vl":
+        return f"model type {config.get('model_type')} (mixture of experts)"
+    if "in.cu_seqlens" in case.tensors:
+        return "several samples packed in one row"
+    if case.meta.get("extra_forward_kwargs"):
+        return f"forward arguments {case.meta['extra_forward_kwargs']}"
+    return ""
+
+
+def _run_forward(
+    model: Qwen3VLForConditionalGeneration, case: GoldenCase, report: CaseReport
+) -> None:
+    tensors, inputs = case.tensors, case.inputs()
+    real_BL = inputs["attention_mask"].astype(bool)
+    host = _host_batch(model, inputs)
+    compared = {name for name in tensors if name.startswith("in.")}
+
+    def compare(group: str, name: str, found, rows=None) -> None:
+        if name in tensors:
+            compared.add(name)
+            wanted = tensors[name]
+            if rows is not None:
+                found, wanted = np.asarray(found)[rows], wanted[rows]
+            report.absolute(group, name, found, wanted, ACTIVATION)
+
+    if "in.position_ids" in tensors:
+        report.exact(
+            "positions",
+            "in.position_ids",
+            host["position_ids"][:, real_BL],
+            tensors["in.position_ids"][-3:][:, real_BL],
+        )
+    if "rope_deltas" in tensors:
+        compared.add("rope_deltas")
+        deltas = model.position_ids(*_of(inputs, _POSITION_INPUTS))[1]
+        report.exact("positions", "rope_deltas", deltas, tensors["rope_deltas"].reshape(-1))
+    for kind, pixels, grid in (
+        ("vis_image", "pixel_values", "image_grid_thw"),
+        ("vis_video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        if pixels in inputs:
+            for name, value in _tower_quantities(model, inputs[pixels], inputs[grid]):
+                compare("levels" if "deepstack" in name else "tower", f"{kind}.{name}", value)
+
+    with _Recording(model) as recorded:
+        output = model(**inputs)
+    if "visual_pos_masks" in tensors:
+        compared.add("visual_pos_masks")
+        masks = recorded.get("visual_pos_masks", np.zeros_like(real_BL))
+        report.exact("positions", "visual_pos_masks", masks, tensors["visual_pos_masks"])
+    for name, value in recorded.items():
+        is_level = name.startswith("lm.deepstack_visual_embeds")
+        group = "levels" if is_level else "embeds" if "embeds" in name else "layers"
+        compare(group, name, value, None if is_level else real_BL)
+    compare("logits", "logits", output.logits.astype("float32").numpy(), real_BL)
+    carried = model(**host)
+    report.absolute(
+        "carried",
+        "logits, indices carried",
+        carried.logits.numpy()[real_BL],
+        tensors["logits"][real_BL],
+        ACTIVATION,
+    )
+    compared.add("loss")
+    report.absolute("loss", "loss", output.loss.item(), tensors["loss"].item(), LOSS)
+    report.absolute(
+        "loss", "loss, indices carried", carried.loss.item(), tensors["loss"].item(), LOSS
+    )
+    for name in sorted(set(tensors) - compared):
+        report.fail("coverage", name, "the case holds it and it was not compared")
+    output.loss.backward()
+    _compare_gradients(model, case, report)
+
+
+def _compare_gradients(model, case: GoldenCase, report: CaseReport) -> None:
+    """Every gradient, and that exactly the parameters without one in the case have none here."""
+    without, squares = [], 0.0
+    for item in model.stored_parameters():
+        if item.parameter.grad is None:
+            without.append(item.key)
+            continue
+        found = item.layout.to_stored(item.parameter.grad.astype("float32").numpy())
+        squares += float(np.square(found, dtype=np.float64).sum())
+        if item.key in case.gradients:
+            report.relative("grads", item.key, found, case.gradients[item.key], GRADIENT)
+        else:
+            report.fail("grads", item.key, "has a gradient, none in the case")
+    known = {item.key for item in model.stored_parameters()}
+    for key in sorted(set(case.gradients) & set(without) | set(case.gradients) - known):
+        report.fail("grads", key, "has no gradient, one in the case")
+    if sorted(without) != sorted(case.meta["params_without_grad"]):
+        report.fail("grads", "params_without_grad", f"without a gradient here: {sorted(without)}")
+    norm = case.meta["grad_global_norm"]
+    report.relative("grads", "global norm", squares**0.5, norm, GRADIENT)
+
+
+_POSITION_INPUTS = ("input_ids", "attention_mask", "image_grid_thw", "video_grid_thw")
+
+
+def _of(inputs: dict, names: tuple[str, ...]) -> list:
+    return [inputs.get(name) for name in names]
+
+
+def _host_batch(model, inputs: dict[str, np.ndarray]) -> dict:
+    """The same batch with everything that a collator adds."""
+    config = model.config
+    ids = {"image_token_id": config.image_token_id, "video_token_id": config.video_token_id}
+    merge = config.vision_config.spatial_merge_size
+    rows = {
+        f"num_{kind}_rows": int(inputs[f"{kind}_grid_thw"].prod(axis=1).sum()) // merge**2
+        for kind in ("image", "video")
+        if f"{kind}_grid_thw" in inputs
+    }
+    position_ids, _ = mrope_position_ids(
+        *_of(inputs, _POSITION_INPUTS), spatial_merge_size=merge, **ids
+    )
+    mask = inputs["attention_mask"]
+    return inputs | {
+        "position_ids": position_ids,
+        **host_visual_indices(inputs["input_ids"], **rows, **ids),
+        "num_target_tokens": int((inputs["labels"][:, 1:] != -100).sum()),
+        "has_left_padding": bool((np.diff(mask, axis=1) > 0).any()),
+    }
+
+
+def _tower_quantities(model, pixels: np.ndarray, grid: np.ndarray) -> Iterator[tuple]:
+    """Names and values inside the tower for one modality."""
+    tower, config = model.visual, model.config.vision_config
+    layout = vision_layout(grid, table_side=config.table_side, merge=config.spatial_merge_size)
+    values: dict[str, np.ndarray] = {}
+    hooks = [tower.patch_embed.register_forward_post_hook(_keep(values, "patch_embed"))]
+    hooks.append(tower.blocks[0].register_forward_pre_hook(_keep_input(values, "block_in")))
+    for i, block in enumerate(tower.blocks):
+        hooks.append(block.register_forward_post_hook(_keep(values, f"block_out.{i}")))
+    try:
+        with paddle.no_grad():
+            features = tower(paddle.to_tensor(pixels), layout)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    cos_sin = vision_cos_sin(
+        paddle.to_tensor(layout.coordinates),
+        config.hidden_size // config.num_heads,
+        config.rope_theta,
+    )
+    values["rope_cos"], values["rope_sin"] = (x.numpy() for x in cos_sin)
+    values["merged"] = features.merged.astype("float32").numpy()
+    for n, level in enumerate(features.levels):
+        values[f"deepstack.{n}"] = level.astype("float32").numpy()
+    yield from values.items()
+
+
+def _keep(values: dict, name: str, view=lambda x: x):
+    def hook(layer, inputs, output):
+        values[name] = view(output.astype("float32").numpy())
+
+    return hook
+
+
+def _keep_input(values: dict, name: str):
+    def hook(layer, inputs):
+        values[name] = inputs[0].astype("float32").numpy()
+
+    return hook
+
+
+class _Recording(dict):
+    """The decoder's intermediate values by their golden names, while the block is entered."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.language_model = model.language_model
+        self.hooks = []
+
+    def __enter__(self):
+        language_model, shape = self.language_model, []
+
+        def keep_embedding(layer, inputs, output):
+            cos, sin = output["rotary_pos_emb"]
+            shape[:] = cos.shape[:2]
+            self["lm.rope_cos"], self["lm.rope_sin"] = cos.numpy(), sin.numpy()
+            self["lm.inputs_embeds"] = rows(output["hidden_states"].astype("float32").numpy())
+            for n, level in enumerate(output.get("deepstack_visual_emb", [])):
+                self[f"lm.deepstack_visual_embeds.{n}"] = level.astype("float32").numpy()
+            if "visual_pos_masks" in output:
+                self["visual_pos_masks"] = output["visual_pos_masks"].numpy()
+
+        def rows(x_TD):
+            return x_TD.reshape(*shape, -1)
+
+        def keep_layer(i):
+            def hook(layer, inputs, output):
+                # A level, when there is one, replaces the second of these with its own output.
+                self[f"lm.layer_out.{i}"] = rows(output.astype("float32").numpy())
+                self[f"lm.layer_ds.{i}"] = self[f"lm.layer_out.{i}"]
+
+            return hook
+
+        self.hooks.append(language_model.embedding.register_forward_post_hook(keep_embedding))
+        for i, layer in enumerate(language_model.layers):
+            attention = _keep(self, f"lm.attn_out.{i}", rows)
+            self.hooks.append(layer.self_attn.register_forward_post_hook(attention))
+            self.hooks.append(layer.register_forward_post_hook(keep_layer(i)))
+        for i, layer in enumerate(language_model.deepstack_layers):
+            self.hooks.append(
+                layer.register_forward_post_hook(_keep(self, f"lm.layer_ds.{i}", rows))
+            )
+        self.hooks.append(
+            language_model.norm.register_forward_post_hook(_keep(self, "lm.norm_out", rows))
+        )
+        return self
+
+    def __exit__(self, *exception):
+        for hook in self.hooks:
+            hook.remove()
+
+
+def _run_generation(model, case: GoldenCase, report: CaseReport, eos: int) -> None:
+    """Greedy tokens, the logits of every step, and the positions that lead to them.
+
+    The reference decoded with its end token suppressed, so that all rows run to the end.
+    """
+    tensors, inputs = case.tensors, case.inputs()
+    wanted = tensors["generated"]
+    logits: list[np.ndarray] = []
+    found = model.generate(
+        **inputs,
+        max_new_tokens=wanted.shape[1],
+        min_new_tokens=wanted.shape[1],
+        eos_token_ids=[eos],
+        on_logits=logits.append,
+    )
+    report.exact("tokens", "generated", found, wanted)
+    report.absolute(
+        "logits", "step_logits", np.stack(logits, axis=1), tensors["step_logits"], ACTIVATION
+    )
+    position_ids, deltas_B = model.position_ids(*_of(inputs, _POSITION_INPUTS))
+    real_BL = inputs["attention_mask"].astype(bool)
+    report.exact(
+        "positions",
+        "prefill_position_ids",
+        position_ids[:, real_BL],
+        tensors["prefill_position_ids"][1:][:, real_BL],
+    )
+    report.exact("positions", "rope_deltas", deltas_B, tensors["rope_deltas"].reshape(-1))
+    steps = tensors["decode_position_ids"].shape[-1]
+    decode_BS = (real_BL.sum(axis=1) + deltas_B)[:, None] + np.arange(steps)
+    decode_3BS = np.broadcast_to(decode_BS, (3, *decode_BS.shape))
+    report.exact("positions", "decode_position_ids", decode_3BS, tensors["decode_position_ids"][1:])
+
+
+def _run_trajectories(golden: GoldenFolders, case: GoldenCase, scale: float, dtype: str):
+    """Train every model of the case and compare loss and gradient norm step by step."""
+    from parity.qwen_vl_training import train_steps
+
+    batch = golden.case(case.meta["batch_from"]).inputs()
+    for name, wanted in case.meta["steps"].items():
+        report = CaseReport(f"{case.name}[{name}]", scale)
+        config = _config(golden, name)
+        if config.get("model_type") != "qwen3_vl":
+            report.unsupported = f"model type {config.get('model_type')} (mixture of experts)"
+        else:
+            steps = train_steps(_load(golden, name, dtype), batch, len(wanted))
+            for i, (found, step) in enumerate(zip(steps, wanted, strict=True)):
+                report.relative("loss", f"step {i}", found[0], step["loss"], DRIFT)
+                report.relative("grad_norm", f"step {i}", found[1], step["grad_norm"], DRIFT)
+        yield report

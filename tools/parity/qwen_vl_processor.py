@@ -1,0 +1,92 @@
+"""The processor case: resize rules, pixels to the bit, frame sampling and timestamps."""
+
+from collections.abc import Iterator
+
+from paddle_vl.data.vision.image_processor import ImageProcessor
+from paddle_vl.data.vision.resize_rule import smart_resize, smart_resize_video
+from paddle_vl.data.vision.video_frames import (
+    patch_timestamps,
+    process_frames,
+    sample_frame_indices,
+    timestamp_text,
+)
+from parity.comparison import CaseReport
+from parity.golden import GoldenCase
+
+# The case's video was resized by torchvision; PIL rounds up to one step of 8 bits differently.
+ONE_PIXEL_STEP = 2 / 255 + 1e-6
+
+
+def compare_processor(case: GoldenCase, scale: float) -> Iterator[CaseReport]:
+    """One report for images, one for videos."""
+    tables, tensors = case.meta, case.tensors
+    images = CaseReport(f"{case.name}/images", scale)
+    for *arguments, wanted in tables["image_smart_resize"]["rows"]:
+        images.exact("resize", str(arguments), *_outcome(smart_resize, arguments, wanted))
+    settings = tables["image"]["config"]
+    pictures = [tensors[f"image.{i}.rgb_uint8"] for i in range(len(tables["image"]["grid"]))]
+    found = ImageProcessor.from_dict(settings)(pictures)
+    images.exact(
+        "grids", "image_grid_thw", found["image_grid_thw"], tensors["image.image_grid_thw"]
+    )
+    images.exact("pixels", "pil", found["pixel_values"], tensors["image.pil.pixel_values"])
+    found = ImageProcessor.from_dict(settings | {"do_resize": False})(pictures[2:3])
+    images.exact(
+        "grids", "noresize", found["image_grid_thw"], tensors["image.noresize.image_grid_thw"]
+    )
+    images.exact(
+        "pixels", "noresize", found["pixel_values"], tensors["image.noresize.pixel_values"]
+    )
+    yield images
+
+    videos = CaseReport(f"{case.name}/videos", scale)
+    table = tables["video_smart_resize"]
+    for *arguments, wanted in table["rows"]:
+        frames, height, width, low, high = arguments
+        arguments = [frames, height, width, table["factor"], low, high, table["temporal_factor"]]
+        videos.exact("resize", str(arguments), *_outcome(_video_resize, arguments, wanted))
+    size = tables["video"]["size"]
+    found = process_frames(
+        tensors["video.rgb_uint8"],
+        min_pixels=size["shortest_edge"],
+        max_pixels=size["longest_edge"],
+        **{k: v for k, v in settings.items() if k != "size"},
+    )
+    videos.exact(
+        "grids", "video_grid_thw", found["video_grid_thw"], tensors["video.video_grid_thw"]
+    )
+    videos.absolute(
+        "pixels",
+        "pixel_values_videos",
+        found["pixel_values_videos"],
+        tensors["video.pixel_values_videos"],
+        ONE_PIXEL_STEP,
+    )
+    for row in tables["frame_sampling"]:
+        indices = sample_frame_indices(
+            row["total_num_frames"],
+            row["fps"],
+            target_fps=row["target_fps"],
+            min_frames=row["min_frames"],
+            max_frames=row["max_frames"],
+        )
+        times = patch_timestamps(indices, row["fps"])
+        name = f"{row['total_num_frames']} frames at {row['fps']} fps"
+        videos.exact("frames", name, indices, row["indices"])
+        videos.absolute("times", name, times, row["timestamps"], 1e-6)
+        videos.exact("times", f"{name}, text", [timestamp_text(t) for t in times], row["text"])
+    yield videos
+
+
+def _video_resize(frames, height, width, factor, low, high, temporal_factor):
+    return smart_resize_video(
+        frames, height, width, factor, low, high, temporal_factor=temporal_factor
+    )
+
+
+def _outcome(function, arguments: list, wanted) -> tuple[list, list]:
+    """What a call gave and what was wanted, an expected ValueError included."""
+    try:
+        return list(function(*arguments)), wanted if isinstance(wanted, list) else [wanted]
+    except ValueError:
+        return ["ValueError"], wanted if isinstance(wanted, list) else [wanted]
