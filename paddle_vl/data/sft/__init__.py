@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: conversations, the chat template, the dataset over JSONL files."""

@@ -1,0 +1,1 @@
+"""Images and video frames to patches."""
