@@ -1,0 +1,1 @@
+"""The settings of a run: their schema, reading a YAML file, and the rules across settings."""

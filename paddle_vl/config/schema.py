@@ -1,0 +1,172 @@
+"""Every setting of a run, its type, default, unit and meaning.
+
+The models are frozen and strict: no unknown key, no silent conversion. What several settings must
+satisfy together is in `paddle_vl.config.validate`.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """What is trained."""
+
+    pretrained: str | None = Field(
+        None, description="folder of an HF checkpoint to start from; either this or model.config"
+    )
+    config: str | dict[str, Any] | None = Field(
+        None,
+        description="a config.json, or its content inline, to start from random weights; token ids "
+        "that are left out come from the processor's tokenizer",
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="type of weights and activations; bfloat16 keeps float32 master weights in the "
+        "optimizer and needs a GPU",
+    )
+    freeze: list[str] = Field(
+        [],
+        description="patterns (*, ?) over HF parameter names whose parameters are not trained, "
+        'e.g. ["model.visual.*"]',
+    )
+
+
+class DataConfig(_Section):
+    """What it is trained on."""
+
+    train: list[str] = Field(
+        min_length=1, description="JSONL files of conversations; image paths relative to the file"
+    )
+    eval: list[str] = Field([], description="JSONL files for the evaluation loss")
+    processor: str | None = Field(
+        None,
+        description="folder with tokenizer.json and preprocessor_config.json; default "
+        "model.pretrained",
+    )
+    max_length: int = Field(2048, ge=2, description="longest sample, in tokens, visual ones too")
+    on_bad_sample: Literal["fail", "skip"] = Field(
+        "fail", description="stop at a sample that cannot be used, or skip and count it"
+    )
+    min_pixels: int | None = Field(
+        None, ge=1, description="smallest image area, in pixels; default: the processor's"
+    )
+    max_pixels: int | None = Field(
+        None, ge=1, description="largest image area, in pixels; default: the processor's"
+    )
+    padding_side: Literal["right", "left"] = Field(
+        "right", description="where shorter samples of a batch are filled up"
+    )
+    pad_to_multiple_of: int = Field(
+        1, ge=1, description="padded length is a multiple of this many tokens"
+    )
+    num_workers: int = Field(
+        0, ge=0, description="processes that prepare samples; 0 prepares them in the training one"
+    )
+    prefetch_batches: int = Field(
+        2, ge=1, description="batches prepared ahead of the training step"
+    )
+
+
+class ParallelConfig(_Section):
+    """How many processes share the work along each axis; 1 is off."""
+
+    dp_degree: int = Field(1, ge=1, description="processes with different samples")
+    mp_degree: int = Field(1, ge=1, description="processes that share every matrix (tensor)")
+    pp_degree: int = Field(1, ge=1, description="processes that share the layers (pipeline)")
+    sharding_degree: int = Field(1, ge=1, description="processes that share optimizer state")
+
+
+class TrainConfig(_Section):
+    """How it is trained. A step is one optimizer update."""
+
+    output_dir: str = Field(
+        min_length=1, description="folder for checkpoints, metrics.jsonl, curve and final model"
+    )
+    max_steps: int | None = Field(
+        None, ge=1, description="steps to train; either this or num_train_epochs"
+    )
+    num_train_epochs: float | None = Field(
+        None, gt=0, description="passes over data.train, a fraction is allowed"
+    )
+    per_device_train_batch_size: int = Field(8, ge=1, description="samples per micro-batch")
+    per_device_eval_batch_size: int = Field(8, ge=1, description="samples per evaluation batch")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per step")
+    learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
+    lr_scheduler_type: Literal["cosine", "constant"] = Field(
+        "cosine", description="learning rate after warmup"
+    )
+    warmup_steps: int = Field(0, ge=0, description="steps of linear increase from 0")
+    min_lr_ratio: float = Field(
+        0.0, ge=0, le=1, description="where the cosine ends, as a part of learning_rate"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
+    weight_decay_exclude: list[str] = Field(
+        ["*norm*", "*.bias"],
+        description="patterns over HF parameter names without weight decay; [] decays all",
+    )
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
+    adam_epsilon: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    max_grad_norm: float = Field(
+        1.0, ge=0, description="global gradient norm above which gradients are scaled down; 0: off"
+    )
+    seed: int = Field(
+        42, ge=0, lt=2**32, description="seed of initial weights, sample order and all randomness"
+    )
+    recompute: Literal["none", "full"] = Field(
+        "none",
+        description="full: every layer forgets its activations and runs again in the backward pass",
+    )
+    eval_steps: int | None = Field(
+        None, ge=1, description="steps between evaluation losses; null: at the end only"
+    )
+    save_steps: int | None = Field(
+        500, ge=1, description="steps between checkpoints; null: at the end only"
+    )
+    save_total_limit: int | None = Field(
+        None, ge=1, description="checkpoints kept, the newest ones; null: all"
+    )
+    max_nonfinite_steps: int = Field(
+        10, ge=1, description="skipped updates (loss or gradient not finite) in a row that end it"
+    )
+    resume_from_checkpoint: str = Field(
+        "none",
+        min_length=1,
+        description="none: a new run in an unused output_dir; auto: from output_dir's newest "
+        "checkpoint, or new when there is none; or the path of a checkpoint",
+    )
+
+
+class LoggingConfig(_Section):
+    """What is told on the way."""
+
+    logging_steps: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
+    progress_bar: bool = Field(True, description="a bar on the terminal")
+    report_to: list[Literal["visualdl", "tensorboard"]] = Field(
+        [], description="further writers, each needs its pip extra"
+    )
+
+
+class RunConfig(_Section):
+    """One run."""
+
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    train: TrainConfig
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+
+def setting_descriptions() -> dict[str, tuple[str, str]]:
+    """`section.name` of every setting to its default ("required" if none) and its description."""
+    described = {}
+    for section, section_field in RunConfig.model_fields.items():
+        for name, field in section_field.annotation.model_fields.items():
+            default = "required" if field.is_required() else repr(field.default)
+            described[f"{section}.{name}"] = (default, field.description)
+    return described

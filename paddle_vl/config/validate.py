@@ -1,0 +1,159 @@
+"""Rules that several settings, or a setting and the machine, must satisfy together.
+
+A rule is a function that yields a message for everything it finds wrong. `CONFIG_RULES` need the
+settings alone and run when a file is loaded; `LAUNCH_RULES` look at the files, the device and the
+processes and run before anything is built.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from paddle_vl.config.schema import RunConfig
+
+Problems = Iterator[str]
+_RUN_FILES = re.compile(r"checkpoint-\d+|final|metrics\.jsonl")
+
+
+class Launch(NamedTuple):
+    """The machine a run starts on: Paddle's device name and the number of processes."""
+
+    device: str
+    num_processes: int
+
+
+def rule_problems(config: RunConfig) -> list[str]:
+    """What is wrong with the settings themselves."""
+    return [problem for rule in CONFIG_RULES for problem in rule(config)]
+
+
+def launch_problems(config: RunConfig, launch: Launch) -> list[str]:
+    """What keeps this configuration from running here."""
+    return [problem for rule in LAUNCH_RULES for problem in rule(config, launch)]
+
+
+def one_model_source(config: RunConfig) -> Problems:
+    model = config.model
+    if (model.pretrained is None) == (model.config is None):
+        found = "neither is" if model.pretrained is None else "both are"
+        yield (
+            f"{found} set of model.pretrained and model.config: set model.pretrained to start from "
+            "a checkpoint, or model.config to start from random weights"
+        )
+
+
+def one_length(config: RunConfig) -> Problems:
+    train = config.train
+    if (train.max_steps is None) == (train.num_train_epochs is None):
+        found = "neither is" if train.max_steps is None else "both are"
+        yield f"{found} set of train.max_steps and train.num_train_epochs: set one"
+
+
+def processor_is_known(config: RunConfig) -> Problems:
+    if config.data.processor is None and config.model.pretrained is None:
+        yield (
+            "data.processor is not set and there is no model.pretrained to take it from: set "
+            "data.processor to a folder with tokenizer.json and preprocessor_config.json"
+        )
+
+
+def warmup_fits(config: RunConfig) -> Problems:
+    train = config.train
+    if train.max_steps is not None and train.warmup_steps > train.max_steps:
+        yield (
+            f"train.warmup_steps {train.warmup_steps} exceeds train.max_steps {train.max_steps}: "
+            "the learning rate would never reach train.learning_rate"
+        )
+
+
+def floor_needs_cosine(config: RunConfig) -> Problems:
+    train = config.train
+    if train.min_lr_ratio and train.lr_scheduler_type == "constant":
+        yield (
+            f"train.min_lr_ratio {train.min_lr_ratio} has no effect on a constant schedule: set "
+            "train.lr_scheduler_type=cosine or remove it"
+        )
+
+
+def evaluation_has_data(config: RunConfig) -> Problems:
+    if config.train.eval_steps is not None and not config.data.eval:
+        yield (
+            f"train.eval_steps is {config.train.eval_steps} but data.eval lists no file: name the "
+            "evaluation files or remove train.eval_steps"
+        )
+
+
+def pixel_bounds_are_ordered(config: RunConfig) -> Problems:
+    low, high = config.data.min_pixels, config.data.max_pixels
+    if low is not None and high is not None and low > high:
+        yield f"data.min_pixels {low} exceeds data.max_pixels {high}"
+
+
+def degrees_match_processes(config: RunConfig, launch: Launch) -> Problems:
+    degrees = config.parallel.model_dump()
+    product = 1
+    for degree in degrees.values():
+        product *= degree
+    if product != launch.num_processes:
+        arithmetic = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+        yield (
+            f"parallel: {arithmetic} = {product}, but the run has {launch.num_processes} "
+            f"process{'es' if launch.num_processes > 1 else ''}: the product must equal it"
+        )
+
+
+def dtype_runs_on_device(config: RunConfig, launch: Launch) -> Problems:
+    if config.model.compute_dtype == "bfloat16" and launch.device.startswith("cpu"):
+        yield (
+            "model.compute_dtype is bfloat16 but the device is the CPU, where Paddle has no "
+            "bfloat16 kernels: set model.compute_dtype=float32 or run on a GPU"
+        )
+
+
+def files_exist(config: RunConfig, launch: Launch) -> Problems:
+    model, data = config.model, config.data
+    for name, files in (("data.train", data.train), ("data.eval", data.eval)):
+        for i, file in enumerate(files):
+            if not Path(file).is_file():
+                yield _absent(f"{name}[{i}]", file, "file")
+    for name, folder in (
+        ("model.pretrained", model.pretrained), ("data.processor", data.processor),
+    ):  # fmt: skip
+        if folder is not None and not Path(folder).is_dir():
+            yield _absent(name, folder, "folder")
+    if isinstance(model.config, str) and not Path(model.config).is_file():
+        yield _absent("model.config", model.config, "file")
+
+
+def output_is_unused(config: RunConfig, launch: Launch) -> Problems:
+    output = Path(config.train.output_dir)
+    if config.train.resume_from_checkpoint != "none" or not output.is_dir():
+        return
+    found = sorted(path.name for path in output.iterdir() if _RUN_FILES.fullmatch(path.name))
+    if found:
+        yield (
+            f"train.output_dir {output} already holds a run ({', '.join(found)}): continue it with "
+            "train.resume_from_checkpoint=auto, or choose another folder"
+        )
+
+
+def _absent(name: str, path: str, kind: str) -> str:
+    return f"{name}: no {kind} {path} (paths are relative to the current directory, {Path.cwd()})"
+
+
+CONFIG_RULES = (
+    one_model_source,
+    one_length,
+    processor_is_known,
+    warmup_fits,
+    floor_needs_cosine,
+    evaluation_has_data,
+    pixel_bounds_are_ordered,
+)
+LAUNCH_RULES = (
+    degrees_match_processes,
+    dtype_runs_on_device,
+    files_exist,
+    output_is_unused,
+)

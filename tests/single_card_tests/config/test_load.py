@@ -1,0 +1,177 @@
+"""Reading a run's configuration.
+
+Guarantees: numbers are read as people write them; every unknown key, wrong type, duplicate key and
+broken rule is reported, all together, with its place and the nearest valid name; overrides win over
+the file; what is saved reads back equal; every setting is described and read by the package.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import paddle_vl
+from paddle_vl.config.load import load_run_config, save_run_config
+from paddle_vl.config.schema import RunConfig, setting_descriptions
+
+MINIMAL = """\
+model:
+  pretrained: some/model
+data:
+  train: [train.jsonl]
+train:
+  output_dir: runs/a
+  max_steps: 4
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def _write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return _write
+
+
+def problems(path: Path, *overrides: str) -> str:
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        load_run_config(path, overrides)
+    return str(caught.value)
+
+
+def test_minimal_file_has_defaults(write):
+    config = load_run_config(write(MINIMAL))
+    assert config.train.max_steps == 4
+    assert config.data.padding_side == "right"
+    assert config.parallel.dp_degree == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-4", 1e-4), ("2.5E-5", 2.5e-5), ("1", 1.0), (".5", 0.5), ("3e2", 300.0)]
+)
+def test_learning_rate_is_read_as_a_number(write, text, value):
+    from_file = load_run_config(write(MINIMAL + f"  learning_rate: {text}\n"))
+    from_line = load_run_config(write(MINIMAL), [f"train.learning_rate={text}"])
+    assert from_file.train.learning_rate == from_line.train.learning_rate == value
+
+
+def test_unknown_key_names_place_and_nearest_setting(write):
+    message = problems(write(MINIMAL + "  learing_rate: 1e-4\n"))
+    assert "run.yaml:8: train.learing_rate is not a setting" in message
+    assert "did you mean train.learning_rate?" in message
+
+
+def test_setting_in_the_wrong_section_is_found(write):
+    message = problems(write(MINIMAL), "train.num_workers=2")
+    assert "command line: train.num_workers is not a setting" in message
+    assert "did you mean data.num_workers?" in message
+
+
+def test_key_without_a_near_name_lists_its_section(write):
+    message = problems(write(MINIMAL), "parallel.qqq=2")
+    assert "parallel has dp_degree, mp_degree, pp_degree, sharding_degree" in message
+
+
+def test_unknown_section_lists_the_sections(write):
+    assert "the sections are model, data, parallel, train, logging" in problems(
+        write(MINIMAL + "optim: {}\n")
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.max_steps='4'", 'train.max_steps is "4"; it should be a valid integer'),
+        ("train.max_steps=4.0", "train.max_steps is 4.0; it should be a valid integer"),
+        ("train.seed=true", "train.seed is true; it should be a valid integer"),
+        ("data.train=a.jsonl", 'data.train is "a.jsonl"; it should be a valid list'),
+        ("data.train=[1]", "data.train[0] is 1; it should be a valid string"),
+        ("model.config=3", "model.config is 3; it should be a valid string or it should be"),
+        ("train.learning_rate=.nan", "train.learning_rate is NaN; it should be a finite number"),
+        ("train.recompute=some", "it should be 'none' or 'full'"),
+        ("train.max_steps=0", "train.max_steps is 0; it should be greater than or equal to 1"),
+        ("train.max_steps.x=1", "train.max_steps.x lies inside train.max_steps, which is 4"),
+        ("max_steps", "'max_steps' is not an override; write section.name=value"),
+    ],
+)
+def test_wrong_value_is_named(write, override, part):
+    message = problems(write(MINIMAL), override)
+    assert message.startswith("command line: ")
+    assert part in message
+
+
+def test_missing_setting_is_named_with_its_meaning(write):
+    message = problems(write(MINIMAL.replace("  output_dir: runs/a\n", "")))
+    assert "run.yaml:5: train.output_dir is missing (folder for checkpoints" in message
+
+
+def test_duplicate_key_is_refused(write):
+    message = problems(write(MINIMAL + "  max_steps: 8\n"))
+    assert "run.yaml:8: train.max_steps is set a second time (first in line 7)" in message
+
+
+def test_all_problems_are_reported_together(write):
+    message = problems(write(MINIMAL + "  sed: 1\n  warmup_steps: x\n  max_steps: 9\n"), "a=1")
+    assert message.startswith("4 problems in the configuration:")
+    for part in ("train.sed", "train.warmup_steps", "train.max_steps is set a second", "a is not"):
+        assert part in message
+
+
+def test_last_override_of_a_name_holds(write):
+    config = load_run_config(write(MINIMAL), ["train.max_steps=5", "train.max_steps=6"])
+    assert config.train.max_steps == 6
+
+
+def test_override_reaches_into_an_inline_model_configuration(write):
+    text = MINIMAL.replace("pretrained: some/model", "config: {text_config: {hidden_size: 8}}")
+    config = load_run_config(
+        write(text), ["model.config.text_config.hidden_size=16", "data.processor=p"]
+    )
+    assert config.model.config == {"text_config": {"hidden_size": 16}}
+
+
+def test_empty_section_can_be_overridden(write):
+    config = load_run_config(write(MINIMAL + "logging:\n"), ["logging.logging_steps=3"])
+    assert config.logging.logging_steps == 3
+
+
+def test_saved_configuration_reads_back_equal(write, tmp_path):
+    config = load_run_config(write(MINIMAL), ["train.learning_rate=1e-5", "train.eval_steps=null"])
+    save_run_config(config, tmp_path / "config.yaml")
+    assert load_run_config(tmp_path / "config.yaml") == config
+
+
+def test_broken_files_are_reported(write, tmp_path):
+    assert "is not valid YAML" in problems(write("model: [\n"))
+    assert "a configuration has the sections" in problems(write("- 1\n"))
+    with pytest.raises(RuntimeError, match=r"none\.yaml cannot be read"):
+        load_run_config(tmp_path / "none.yaml")
+
+
+def test_every_setting_has_a_description():
+    descriptions = setting_descriptions()
+    assert len(descriptions) > 40
+    assert all(text and len(text) > 8 for _, text in descriptions.values())
+
+
+def test_every_setting_is_read_somewhere():
+    """A setting that no code outside the schema mentions as an attribute is dead."""
+    package = Path(paddle_vl.__file__).parent
+    read = set()
+    for path in package.rglob("*.py"):
+        if path.name != "schema.py":
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    # The degrees are multiplied together by validate.py, whatever their names.
+    degrees = {"dp_degree", "mp_degree", "pp_degree", "sharding_degree"}
+    names = {name.partition(".")[2] for name in setting_descriptions()}
+    assert names - read == degrees
+
+
+def test_configuration_is_frozen(write):
+    config = load_run_config(write(MINIMAL))
+    assert isinstance(config, RunConfig)
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.max_steps = 3

@@ -1,0 +1,97 @@
+"""Rules across settings.
+
+Guarantees: each rule fires on the one combination it forbids and names the values, and a sound
+configuration passes all of them.
+"""
+
+import pytest
+
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.config.validate import Launch, launch_problems, rule_problems
+
+CPU = Launch("cpu", 1)
+
+
+def make(**changes: object) -> RunConfig:
+    """A sound configuration with `section__name` values changed."""
+    values = {
+        "model": {"pretrained": "m"},
+        "data": {"train": ["t.jsonl"]},
+        "train": {"output_dir": "out", "max_steps": 10},
+    }
+    for name, value in changes.items():
+        section, _, leaf = name.partition("__")
+        values.setdefault(section, {})[leaf] = value
+    return RunConfig.model_validate(values)
+
+
+@pytest.fixture
+def existing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "t.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+def test_sound_configuration_passes(existing):
+    assert rule_problems(make()) == []
+    assert launch_problems(make(), CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"model__config": "c.json"}, "both are set of model.pretrained and model.config"),
+        ({"model__pretrained": None}, "neither is set of model.pretrained and model.config"),
+        ({"train__num_train_epochs": 1.0}, "both are set of train.max_steps and"),
+        ({"train__max_steps": None}, "neither is set of train.max_steps and"),
+        ({"train__warmup_steps": 11}, "train.warmup_steps 11 exceeds train.max_steps 10"),
+        (
+            {"train__min_lr_ratio": 0.1, "train__lr_scheduler_type": "constant"},
+            "train.min_lr_ratio 0.1 has no effect",
+        ),
+        ({"train__eval_steps": 5}, "train.eval_steps is 5 but data.eval lists no file"),
+        ({"data__min_pixels": 9, "data__max_pixels": 4}, "data.min_pixels 9 exceeds"),
+        (
+            {"model__pretrained": None, "model__config": {}},
+            "data.processor is not set and there is no model.pretrained",
+        ),
+    ],
+)
+def test_rule_fires(changes, part):
+    assert any(part in problem for problem in rule_problems(make(**changes)))
+
+
+def test_degrees_must_multiply_to_the_processes(existing):
+    config = make(parallel__mp_degree=2, parallel__dp_degree=3)
+    assert launch_problems(config, Launch("cpu", 6)) == []
+    (problem,) = launch_problems(config, CPU)
+    assert (
+        "dp_degree 3 x mp_degree 2 x pp_degree 1 x sharding_degree 1 = 6, but the run has 1 process"
+        in problem
+    )
+
+
+def test_bfloat16_is_refused_on_the_cpu_only(existing):
+    config = make(model__compute_dtype="bfloat16")
+    (problem,) = launch_problems(config, CPU)
+    assert "no bfloat16 kernels" in problem
+    assert launch_problems(config, Launch("gpu:0", 1)) == []
+
+
+def test_absent_files_are_all_named(existing):
+    config = make(data__train=["t.jsonl", "u.jsonl"], data__eval=["e.jsonl"], data__processor="p")
+    found = "\n".join(launch_problems(config, CPU))
+    for part in ("data.train[1]: no file u.jsonl", "data.eval[0]: no file", "data.processor: no"):
+        assert part in found
+    assert "data.train[0]" not in found
+
+
+@pytest.mark.parametrize("name", ["checkpoint-4", "metrics.jsonl", "final"])
+def test_new_run_refuses_a_used_output_folder(existing, name):
+    (existing / "out").mkdir()
+    assert launch_problems(make(), CPU) == []
+    (existing / "out" / name).mkdir()
+    (problem,) = launch_problems(make(), CPU)
+    assert f"already holds a run ({name})" in problem
+    assert launch_problems(make(train__resume_from_checkpoint="auto"), CPU) == []
