@@ -50,9 +50,6 @@ class RowPart(NamedTuple):
         return self.rank * rows, (self.rank + 1) * rows
 
 
-ALL_ROWS = RowPart()
-
-
 class VisualIndices(NamedTuple):
     """The index tensors of one step, all 1-D int64.
 
@@ -96,7 +93,7 @@ def compute_visual_indices(
     video_mask_BL: Array | None,
     *,
     nonzero: Callable[[Array], Array],
-    part: RowPart = ALL_ROWS,
+    part: RowPart | None = None,
     layout: Layout = "token_rows",
 ) -> VisualIndices:
     """The one formula. No loop over samples, no host read, no boolean indexing.
@@ -108,7 +105,7 @@ def compute_visual_indices(
         image_mask_BL: bool, True at image placeholders.
         video_mask_BL: bool, True at video placeholders; None when the batch can have none.
         nonzero: 1-D bool array to the 1-D int64 positions of its True entries.
-        part: the slice of rows to index; the whole by default.
+        part: the slice of rows to index; None for all of them.
         layout: `token_rows` orders rows batch-major (`b * L + l`); `sequence_first` orders them
             `l * B + b`, the layout of PaddleFleet's `[S, B, H]` hidden states.
 
@@ -127,7 +124,7 @@ def compute_visual_indices(
     else:
         raise ValueError(f"layout is {layout!r}; use 'token_rows' or 'sequence_first'")
     # Without parts the number of rows may stay unknown, as in an export with dynamic shapes.
-    if part.size > 1:
+    if part is not None and part.size > 1:
         start, stop = part.bounds(batch * length)
         rows_mask, rows_order = rows_mask[start:stop], rows_order[start:stop]
     update = nonzero(rows_mask)
@@ -157,7 +154,7 @@ def host_visual_indices(
     video_token_id: int,
     num_image_rows: int = 0,
     num_video_rows: int = 0,
-    part: RowPart = ALL_ROWS,
+    part: RowPart | None = None,
     layout: Layout = "token_rows",
 ) -> dict[str, np.ndarray]:
     """The collator's call: index arrays under their batch keys.

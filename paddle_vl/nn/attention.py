@@ -84,11 +84,11 @@ def segment_attention(
     if len(segments) == 1:
         return _equal_segments(q_PNH, k_PNH, v_PNH, *segments[0])
     sizes = [count * length for count, length in segments]
-    runs = zip(*(paddle.split(x, sizes, axis=0) for x in (q_PNH, k_PNH, v_PNH)), strict=True)
+    q_runs, k_runs, v_runs = (paddle.split(x, sizes, axis=0) for x in (q_PNH, k_PNH, v_PNH))
     return paddle.concat(
         [
-            _equal_segments(q, k, v, count, length)
-            for (q, k, v), (count, length) in zip(runs, segments, strict=True)
+            _equal_segments(q_runs[i], k_runs[i], v_runs[i], *segment)
+            for i, segment in enumerate(segments)
         ],
         axis=0,
     )

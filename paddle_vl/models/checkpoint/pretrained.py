@@ -65,7 +65,9 @@ def fill_parameters(placed: Iterable[StoredParameter], stored: dict[str, StoredT
         array = item.layout.to_parameter(stored[item.key].read())
         value = paddle.to_tensor(array)
         del array
-        value.astype(item.parameter.dtype)._share_buffer_to(item.parameter)
+        if value.dtype != item.parameter.dtype:
+            value = value.astype(item.parameter.dtype)
+        value._share_buffer_to(item.parameter)
 
 
 def parameter_array(item: StoredParameter) -> np.ndarray:

@@ -96,7 +96,9 @@ class GPTEmbedding(nn.Layer):
         if hidden is None:
             hidden = self.embed_tokens(dict_args["input_ids"])
         hidden = hidden.reshape([-1, hidden.shape[-1]])
-        self.placement.row_part.bounds(hidden.shape[0])
+        part = self.placement.row_part
+        if part.size > 1:
+            part.bounds(hidden.shape[0])
         return self.placement.enter_rows(hidden)
 
     def _masks(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,5 +204,5 @@ def _in_one(image: Tensor | None, video: Tensor | None) -> Tensor:
 
 def _levels_in_one(image: list[Tensor] | None, video: list[Tensor] | None) -> list[Tensor]:
     if image and video:
-        return [_in_one(a, b) for a, b in zip(image, video, strict=True)]
+        return [_in_one(image[g], video[g]) for g in range(len(image))]
     return list(image or video or [])

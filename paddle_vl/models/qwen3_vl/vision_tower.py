@@ -82,8 +82,8 @@ class PositionTable(nn.Layer):
         tap_weights_4P = paddle.to_tensor(layout.tap_weights)
         table = self.weight.astype("float32")
         value_PU = sum(
-            F.embedding(rows_P, table) * weight_P.unsqueeze(-1)
-            for rows_P, weight_P in zip(tap_rows_4P, tap_weights_4P, strict=True)
+            F.embedding(tap_rows_4P[tap], table) * tap_weights_4P[tap].unsqueeze(-1)
+            for tap in range(4)
         )
         return value_PU.astype(self.weight.dtype)
 
