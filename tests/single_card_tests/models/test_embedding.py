@@ -12,6 +12,7 @@ from paddle.static import InputSpec
 
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
 from paddle_vl.models.qwen3_vl.embedding import GPTEmbedding
+from paddle_vl.nn.placement import SingleDevicePlacement
 from tests.tiny import (
     IMAGE,
     VIDEO,
@@ -35,7 +36,7 @@ TEXT = token_rows([1, 2, 3], [4, 5], length=8)
 
 def build(placement=None) -> GPTEmbedding:
     paddle.seed(0)
-    return GPTEmbedding(tiny_config(), placement or MockedSequenceParallel(0, 1))
+    return GPTEmbedding(tiny_config(), placement or SingleDevicePlacement())
 
 
 def visual_args(ids_BL: np.ndarray, seed: int = 0) -> dict:
@@ -214,7 +215,7 @@ class Traced(paddle.nn.Layer):
 
 @pytest.mark.parametrize(
     ("placement", "batch", "length"),
-    [(MockedSequenceParallel(0, 1), None, None), (MockedSequenceParallel(1, 4), 3, 16)],
+    [(None, None, None), (MockedSequenceParallel(1, 4), 3, 16)],
     ids=["plain-dynamic-shapes", "mp-rank"],
 )
 def test_indices_survive_full_graph_tracing(placement, batch, length):
