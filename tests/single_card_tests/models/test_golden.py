@@ -1,0 +1,104 @@
+"""Equality with the PyTorch original: every quantity and every gradient of the golden cases.
+
+Pinned here: what `tools/check_parity.py` compares, under both settings of Paddle's stride kernels,
+and that the tool notices: a wrong weight, an unsupported model, an uncompared tensor, no case.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from parity.comparison import CaseReport
+from parity.golden import GoldenFolders
+from parity.qwen_vl import run_cases
+from tests.tiny import GOLDEN
+
+ROOT = Path(__file__).parents[3]
+CASES = GOLDEN / "qwen_vl"
+NAMES = [
+    "gen_one_image", "multi_image_right_pad", "processor", "some_without_image", "text_only",
+    "tied_one_image",
+]  # fmt: skip
+
+
+def reports(folder: Path, name: str) -> list[CaseReport]:
+    golden = GoldenFolders([folder, CASES])
+    cases = [case for case in golden.cases if case.name == name and folder in case.folder.parents]
+    return list(run_cases(golden, cases, 1.0, "float32"))
+
+
+@pytest.mark.parametrize("strides", [True, False], ids=["strides", "no-strides"])
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_case(name, strides):
+    kept = paddle.get_flags("FLAGS_use_stride_kernel")
+    paddle.set_flags({"FLAGS_use_stride_kernel": strides})
+    try:
+        found = reports(CASES, name)
+    finally:
+        paddle.set_flags(kept)
+    assert found
+    for report in found:
+        assert report.passed, "\n".join([report.line(), *report.failure_lines()])
+
+
+@pytest.mark.parametrize("model", ["dense_untied", "dense_tied"])
+def test_golden_training_trajectory(model):
+    (report,) = [r for r in reports(CASES, "train_traj") if r.name == f"train_traj[{model}]"]
+    assert report.passed, "\n".join([report.line(), *report.failure_lines(20)])
+
+
+def test_a_mixture_of_experts_is_reported_as_not_supported():
+    golden = GoldenFolders([CASES])
+    golden.models["moe"] = golden.models["dense_untied"]
+    unsupported = [r for r in reports_of_moe(golden) if r.unsupported]
+    assert [report.name for report in unsupported] == ["train_traj[moe]"]
+    assert not unsupported[0].passed
+
+
+def reports_of_moe(golden: GoldenFolders):
+    import parity.qwen_vl as family
+
+    plain = family._config
+
+    def config(golden, name):
+        return plain(golden, name) | ({"model_type": "qwen3_vl_moe"} if name == "moe" else {})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family, "_config", config)
+        yield from run_cases(golden, [golden.case("train_traj")], 1.0, "float32")
+
+
+def test_a_wrong_tensor_and_an_uncompared_one_fail(tmp_path):
+    shutil.copytree(CASES / "text_only", tmp_path / "text_only")
+    file = tmp_path / "text_only" / "tensors.safetensors"
+    tensors = load_file(file)
+    tensors["lm.attn_out.2"] = tensors["lm.attn_out.2"] + np.float32(1e-3)
+    tensors["lm.something_new"] = tensors["logits"]
+    save_file(tensors, file)
+    (report,) = reports(tmp_path, "text_only")
+    assert [quantity.name for quantity in report.failures] == ["lm.attn_out.2", "lm.something_new"]
+
+
+def run_tool(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "tools" / "check_parity.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_command_prints_a_line_per_case_and_exits_zero():
+    done = run_tool("qwen_vl", str(CASES), "--case", "text_only")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert lines[0].startswith("PASS text_only")
+    assert lines[-1] == "1 passed, 0 failed"
+
+
+def test_the_command_exits_one_without_a_case(tmp_path):
+    done = run_tool("qwen_vl", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "0 passed, 0 failed"

@@ -1,0 +1,94 @@
+"""Causal and segment attention.
+
+Pinned here: values and gradients of the CPU implementation, and of the one that a GPU or a traced
+program takes, against softmax over a dense mask; grouped key heads, cached keys, masked keys, rows
+longer than a query block. The oracle repeats key heads and masks densely, in double precision.
+"""
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.nn import attention
+from paddle_vl.nn.attention import MASKED_SCORE, causal_attention, segment_attention
+
+CPU, KERNEL = "cpu", "kernel"
+
+
+@pytest.fixture(params=[CPU, KERNEL])
+def _implementation(request, monkeypatch):
+    if request.param == KERNEL:
+        monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
+
+
+def draw(*shape, seed):
+    value = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return paddle.to_tensor(value, stop_gradient=False)
+
+
+def dense(q, k, v, allowed):
+    """Softmax over a dense `[B, 1, L, S]` mask, key heads repeated."""
+    q, k, v = (x.astype("float64").transpose([0, 2, 1, 3]) for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, axis=1) for x in (k, v))
+    scores = paddle.matmul(q, k, transpose_y=True) * q.shape[-1] ** -0.5
+    scores = paddle.where(paddle.to_tensor(allowed), scores, paddle.full_like(scores, -1e30))
+    out = paddle.matmul(paddle.nn.functional.softmax(scores), v)
+    return out.transpose([0, 2, 1, 3]).astype("float32")
+
+
+def assert_same(found, wanted, inputs, rows=None):
+    """Equal values and gradients, on the rows asked for."""
+    keep = np.ones(found.shape[:2], bool) if rows is None else rows
+    weight = np.random.default_rng(5).normal(size=found.shape) * keep[..., None, None]
+    weight = paddle.to_tensor(weight.astype(np.float32))
+    np.testing.assert_allclose(found.numpy()[keep], wanted.numpy()[keep], atol=3e-6)
+    pairs = [paddle.grad((out * weight).sum(), inputs) for out in (found, wanted)]
+    for mine, plain in zip(*pairs, strict=True):
+        np.testing.assert_allclose(mine.numpy(), plain.numpy(), atol=1e-5)
+
+
+@pytest.mark.usefixtures("_implementation")
+@pytest.mark.parametrize("length", [1, 7, 300])
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_causal_attention_equals_a_dense_mask(length, heads, key_heads):
+    q = draw(2, length, heads, 8, seed=1)
+    k, v = (draw(2, length, key_heads, 8, seed=s) for s in (2, 3))
+    allowed = np.tril(np.ones((length, length), bool))[None, None]
+    assert_same(causal_attention(q, k, v), dense(q, k, v, allowed), [q, k, v])
+
+
+@pytest.mark.usefixtures("_implementation")
+@pytest.mark.parametrize("length", [1, 3, 150])
+def test_queries_after_cached_keys_see_all_of_them(length):
+    q = draw(2, length, 4, 8, seed=1)
+    k, v = (draw(2, length + 9, 2, 8, seed=s) for s in (2, 3))
+    allowed = np.tril(np.ones((length, length + 9), bool), 9)[None, None]
+    assert_same(causal_attention(q, k, v), dense(q, k, v, allowed), [q, k, v])
+
+
+@pytest.mark.usefixtures("_implementation")
+@pytest.mark.parametrize("length", [6, 200])
+def test_masked_keys_are_not_seen_and_a_row_of_masked_keys_is_finite(length):
+    q = draw(2, length, 4, 8, seed=1)
+    k, v = (draw(2, length, 2, 8, seed=s) for s in (2, 3))
+    keep_BS = np.ones((2, length), bool)
+    keep_BS[1, : length // 2] = False
+    bias = paddle.to_tensor(np.where(keep_BS, 0.0, MASKED_SCORE).astype(np.float32))
+    allowed = np.tril(np.ones((length, length), bool))[None, None] & keep_BS[:, None, None]
+    found = causal_attention(q, k, v, bias)
+    assert np.isfinite(found.numpy()).all()
+    assert_same(found, dense(q, k, v, allowed), [q, k, v], rows=keep_BS)
+
+
+@pytest.mark.usefixtures("_implementation")
+@pytest.mark.parametrize("segments", [((1, 12),), ((3, 4),), ((2, 4), (1, 6), (3, 2))])
+def test_segments_see_themselves_only(segments):
+    lengths = [length for count, length in segments for _ in range(count)]
+    rows = sum(lengths)
+    q, k, v = (draw(rows, 2, 8, seed=s) for s in (1, 2, 3))
+    label = np.repeat(np.arange(len(lengths)), lengths)
+    allowed = (label[:, None] == label[None, :])[None, None]
+    wanted = dense(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), allowed)
+    found = segment_attention(q, k, v, segments).unsqueeze(0)
+    assert_same(found, wanted, [q, k, v])

@@ -1,0 +1,160 @@
+"""Norms, rotary, linears, activations and losses.
+
+Pinned here: each block's value and every gradient against the plain formula left to autograd, with
+Paddle's stride kernels on and off; no gradient for frozen weights; the loss as a sum and a count.
+The oracle is the textbook formula in a few differentiable operations, none of them used by the
+blocks' own backward passes.
+"""
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+
+from paddle_vl.nn.activation import activation, swiglu
+from paddle_vl.nn.linear import Linear, VocabHead, linear
+from paddle_vl.nn.loss import next_token_targets, token_loss
+from paddle_vl.nn.norm import layer_norm, rms_norm
+from paddle_vl.nn.rope import (
+    apply_rotary,
+    interleaved_mrope_axis,
+    inverse_frequencies,
+    mrope_cos_sin,
+)
+
+TOLERANCE = 2e-6
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["strides", "no-strides"])
+def _stride_kernels(request):
+    kept = paddle.get_flags("FLAGS_use_stride_kernel")
+    paddle.set_flags({"FLAGS_use_stride_kernel": request.param})
+    yield
+    paddle.set_flags(kept)
+
+
+def draw(*shape, seed=0):
+    value = np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
+    return paddle.to_tensor(value, stop_gradient=False)
+
+
+def assert_same(function, formula, *inputs):
+    """Equal values and equal gradients of a weighted sum, for every input."""
+    found, wanted = function(*inputs), formula(*inputs)
+    np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=TOLERANCE, rtol=TOLERANCE)
+    weight = draw(*found.shape, seed=9).detach()
+    pairs = [paddle.grad((out * weight).sum(), inputs) for out in (found, wanted)]
+    for mine, plain in zip(*pairs, strict=True):
+        np.testing.assert_allclose(mine.numpy(), plain.numpy(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 4, 8)])
+def test_rms_norm_equals_its_formula(shape):
+    def formula(x, weight):
+        return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    assert_same(lambda x, w: rms_norm(x, w, 1e-6), formula, draw(*shape), draw(8))
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
+def test_layer_norm_equals_paddles(shape):
+    assert_same(
+        lambda x, w, b: layer_norm(x, w, b, 1e-6),
+        lambda x, w, b: F.layer_norm(x, [8], w, b, 1e-6),
+        draw(*shape),
+        draw(8),
+        draw(8, seed=1),
+    )
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
+def test_linear_equals_its_formula(shape):
+    assert_same(linear, lambda x, w, b: paddle.matmul(x, w) + b, draw(*shape), draw(8, 5), draw(5))
+
+
+def test_frozen_weights_get_no_gradient_and_pass_it_on():
+    layer = Linear(8, 5, bias=True)
+    layer.weight.stop_gradient = layer.bias.stop_gradient = True
+    x = draw(6, 8)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is None
+    assert x.grad is not None
+    weight = draw(8)
+    weight.stop_gradient = True
+    rms_norm(x, weight, 1e-6).sum().backward()
+    assert weight.grad is None
+
+
+def test_an_input_without_gradient_still_trains_the_weights():
+    x, layer = draw(6, 8).detach(), Linear(8, 5, bias=True)
+    layer(x).sum().backward()
+    np.testing.assert_allclose(
+        layer.weight.grad.numpy(), np.tile(x.numpy().sum(0)[:, None], (1, 5)), rtol=1e-5
+    )
+    assert layer.bias.grad.numpy().tolist() == [6.0] * 5
+
+
+def test_rotary_equals_rotate_half():
+    cos, sin = draw(2, 5, 8).detach(), draw(2, 5, 8, seed=1).detach()
+
+    def formula(x):
+        rotated = paddle.concat([-x[..., 4:], x[..., :4]], axis=-1)
+        return x * cos.unsqueeze(2) + rotated * sin.unsqueeze(2)
+
+    assert_same(lambda x: apply_rotary(x, cos, sin), formula, draw(2, 5, 3, 8))
+
+
+def test_interleaved_axes_of_the_specification():
+    assert "".join("THW"[axis] for axis in interleaved_mrope_axis(8, [4, 2, 2])) == "THWTHWTT"
+    published = "".join("THW"[axis] for axis in interleaved_mrope_axis(64, [24, 20, 20]))
+    assert published == "THW" * 20 + "TTTT"
+
+
+def test_each_slot_rotates_by_its_own_axis():
+    position_3BL = np.array([[[1, 10]], [[2, 20]], [[3, 30]]])
+    cos, sin = mrope_cos_sin(paddle.to_tensor(position_3BL), 16, 100.0, [4, 2, 2])
+    frequency = inverse_frequencies(8, 100.0)
+    axis = interleaved_mrope_axis(8, [4, 2, 2])
+    angle = position_3BL[axis, 0].T * frequency
+    np.testing.assert_allclose(cos[0].numpy(), np.cos(np.tile(angle, 2)), atol=1e-5)
+    np.testing.assert_allclose(sin[0].numpy(), np.sin(np.tile(angle, 2)), atol=1e-5)
+
+
+def test_swiglu_equals_its_formula():
+    assert_same(swiglu, lambda gate, up: F.silu(gate) * up, draw(6, 8), draw(6, 8, seed=1))
+
+
+def test_the_tanh_and_the_exact_gelu_are_told_apart():
+    x = draw(100)
+    difference = activation("gelu")(x) - activation("gelu_pytorch_tanh")(x)
+    assert 1e-5 < float(difference.abs().max()) < 1e-2
+
+
+def test_an_unknown_activation_is_named():
+    with pytest.raises(ValueError, match="'relu6'.*gelu_pytorch_tanh"):
+        activation("relu6")
+
+
+def test_targets_are_labels_moved_left_within_each_sample():
+    labels = paddle.to_tensor([[1, 2, 3], [4, -100, 6]])
+    assert next_token_targets(labels).numpy().tolist() == [2, 3, -100, -100, 6, -100]
+
+
+def test_loss_is_the_sum_over_targets_and_their_count():
+    logits, targets = draw(5, 7), paddle.to_tensor([3, -100, 0, -100, 6])
+
+    def formula(logits):
+        chosen = F.log_softmax(logits)[paddle.to_tensor([0, 2, 4]), paddle.to_tensor([3, 0, 6])]
+        return -chosen.sum()
+
+    assert_same(lambda x: token_loss(x, targets)[0], formula, logits)
+    assert float(token_loss(logits, targets)[1]) == 3.0
+
+
+def test_a_tied_head_adds_no_parameter_and_sends_its_gradient_to_the_embedding():
+    table = draw(7, 4)
+    head = VocabHead(4, 7, tied_weight=table)
+    assert head.parameters() == []
+    head(draw(3, 4)).sum().backward()
+    assert table.grad is not None
