@@ -1,0 +1,1 @@
+"""Everything that knows about ranks, and what goes through paddle.distributed."""

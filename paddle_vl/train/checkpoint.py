@@ -1,0 +1,146 @@
+"""Checkpoints of a run: written completely or not at all, found, loaded and pruned.
+
+    output_dir/
+      config.yaml                 resolved configuration
+      metrics.jsonl loss.png      see paddle_vl.train.metrics
+      checkpoint-STEP/            model and processor files of HF, so that it loads as a model,
+        optimizer.safetensors     `HF name/state` arrays
+        trainer_state.json        step, counters, data position, random states
+        config.yaml               configuration it was trained with
+      final/                      the trained model, without training state
+
+A folder is filled under a name that starts with `.partial-`, flushed to disk, and renamed.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite, read_header, write_file
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "trainer_state.json"
+_PARTIAL = ".partial-"
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoint_name(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Make `target` hold what `fill` writes into the folder it is given; an older one is replaced.
+
+    Whenever the process ends on the way, `target` is the complete old folder, or absent, or the
+    complete new one.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(_PARTIAL + target.name)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    fill(partial)
+    for path in [*partial.rglob("*"), partial]:
+        _flush_to_disk(path)
+    if target.exists():
+        remove_folder(target)
+    partial.rename(target)
+    _flush_to_disk(target.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder so that an interruption does not leave a half-empty one under its name."""
+    doomed = folder.with_name(f"{_PARTIAL}removed-{folder.name}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_partial_folders(output_dir: Path) -> None:
+    """Clear away what an interrupted save or removal left."""
+    for path in output_dir.glob(_PARTIAL + "*"):
+        logger.warning("removing %s, left by an interrupted save", path)
+        shutil.rmtree(path)
+
+
+def complete_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of the usable checkpoints, oldest first."""
+    found = []
+    for path in output_dir.glob("checkpoint-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and not missing_files(path):
+            found.append((int(match.group(1)), path))
+    return sorted(found)
+
+
+def missing_files(checkpoint: Path) -> list[str]:
+    """Files without which a checkpoint cannot be resumed from."""
+    return [
+        name
+        for name in ("config.json", "config.yaml", OPTIMIZER_FILE, STATE_FILE)
+        if not (checkpoint / name).is_file()
+    ]
+
+
+def prune_checkpoints(output_dir: Path, limit: int | None) -> None:
+    """Delete the oldest checkpoints beyond `limit`; the newest complete one always stays."""
+    if limit is not None:
+        for _, path in complete_checkpoints(output_dir)[: -max(limit, 1)]:
+            remove_folder(path)
+
+
+def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write float32 arrays as a safetensors file."""
+    write_file(
+        path,
+        [
+            TensorToWrite(name, array.shape, "F32", lambda array=array: array)
+            for name, array in arrays.items()
+        ],
+    )
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Read what `save_arrays` wrote.
+
+    Raises:
+        RuntimeError: the file is missing or damaged.
+    """
+    return {name: stored.read() for name, stored in read_header(path).items()}
+
+
+def save_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the trainer's own state."""
+    text = json.dumps(state, indent=None, allow_nan=False) + "\n"
+    (folder / STATE_FILE).write_text(text, encoding="utf-8")
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """Read the trainer's own state.
+
+    Raises:
+        RuntimeError: the file is missing or damaged.
+    """
+    path = folder / STATE_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise RuntimeError(f"{path} cannot be read ({error}); resume from another one") from error
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,126 @@
+"""AdamW over named parameters: gradient norm, clipping, and a state that is saved by HF name.
+
+Paddle names optimizer state after counters that differ from process to process, so the state is
+read and written here through the parameter it belongs to.
+"""
+
+import numpy as np
+import paddle
+from paddle import Tensor
+from paddle.base import framework
+
+from paddle_vl.config.schema import TrainConfig
+from paddle_vl.train.freeze import NamedParameters, matching_names
+
+# Paddle's names of the state it keeps for a parameter; the powers of beta advance with its updates.
+_STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
+_MASTER = "master_weight"
+
+
+class Optimizer:
+    """AdamW with global-norm clipping.
+
+    Args:
+        parameters: HF names and parameters to train. Those of a half type get a float32 master
+            weight, which is what the updates go to.
+        train: the optimizer's settings.
+        decayed: names with weight decay, see `decayed_names`.
+    """
+
+    def __init__(self, parameters: NamedParameters, train: TrainConfig, decayed: set[str]):
+        self.parameters = parameters
+        self.max_grad_norm = train.max_grad_norm
+        tensors = [parameter for _, parameter in parameters]
+        with_decay = {parameter.name for name, parameter in parameters if name in decayed}
+        self._adamw = paddle.optimizer.AdamW(
+            learning_rate=train.learning_rate,
+            beta1=train.adam_beta1,
+            beta2=train.adam_beta2,
+            epsilon=train.adam_epsilon,
+            parameters=tensors,
+            weight_decay=train.weight_decay,
+            apply_decay_param_fun=with_decay.__contains__,
+            multi_precision=True,
+        )
+        # Paddle makes state at the first step; a checkpoint is loaded before that.
+        self._adamw._create_accumulators(framework.default_main_program().global_block(), tensors)
+
+    @paddle.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """Float32 norm over the gradients of all trained parameters, before clipping."""
+        squares = [grad.astype("float32").square().sum() for grad in self._gradients()]
+        if not squares:
+            raise RuntimeError(
+                "no trained parameter has a gradient: the loss does not depend on any of them; "
+                "check model.freeze against what the batches contain"
+            )
+        return paddle.stack(squares).sum().sqrt()
+
+    @paddle.no_grad()
+    def clip_gradients(self, norm: float) -> None:
+        """Scale gradients of a global `norm` above max_grad_norm down to it.
+
+        Source: torch.nn.utils.clip_grad_norm_, whose factor is max_norm / (norm + 1e-6).
+        """
+        factor = self.max_grad_norm / (norm + 1e-6)
+        if self.max_grad_norm and factor < 1.0:
+            for grad in self._gradients():
+                grad.scale_(factor)
+
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter that has a gradient."""
+        self._adamw.set_lr(learning_rate)
+        self._adamw.step()
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients, without the zero fill that Paddle's default makes."""
+        self._adamw.clear_grad(set_to_zero=False)
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """Copies of all state as `HF name/state`; moments in the layout of the parameter here."""
+        return {name: tensor.numpy() for name, tensor in self._state_tensors().items()}
+
+    def load_state_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+        """Restore what `state_arrays` returned, bit for bit.
+
+        Raises:
+            ValueError: every missing, unexpected or misshapen entry, all at once.
+        """
+        tensors = self._state_tensors()
+        problems = [f"missing {name}" for name in sorted(tensors.keys() - arrays.keys())]
+        problems += [f"unexpected {name}" for name in sorted(arrays.keys() - tensors.keys())]
+        problems += [
+            f"{name} is {list(arrays[name].shape)}, not {list(tensor.shape)}"
+            for name, tensor in tensors.items()
+            if name in arrays and list(arrays[name].shape) != list(tensor.shape)
+        ]
+        if problems:
+            raise ValueError(
+                "the saved optimizer state belongs to other trained parameters: "
+                + "; ".join(problems)
+            )
+        for name, tensor in tensors.items():
+            tensor.set_value(arrays[name])
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for _, parameter in self.parameters if parameter.grad is not None]
+
+    def _state_tensors(self) -> dict[str, Tensor]:
+        tensors = {}
+        for name, parameter in self.parameters:
+            for state in _STATES:
+                tensors[f"{name}/{state}"] = self._adamw._get_accumulator_master(state, parameter)
+            if parameter.name in self._adamw._master_weights:
+                tensors[f"{name}/{_MASTER}"] = self._adamw._master_weights[parameter.name]
+        return tensors
+
+
+def decayed_names(parameters: NamedParameters, exclude: list[str]) -> set[str]:
+    """Names of the model's parameters that weight decay applies to.
+
+    Args:
+        parameters: those of the whole model, frozen ones too.
+        exclude: patterns of train.weight_decay_exclude.
+    """
+    names = {name for name, _ in parameters}
+    return names - matching_names(exclude, names, "train.weight_decay_exclude")

@@ -1,0 +1,35 @@
+"""The progress bar of a run: step, time left, loss, learning rate and speed."""
+
+import sys
+
+from tqdm import tqdm
+
+
+class ProgressBar:
+    """A bar on stderr; in a file or pipe a line every half minute.
+
+    Args:
+        is_shown: False shows nothing.
+    """
+
+    def __init__(self, num_steps: int, first_step: int, is_shown: bool):
+        self._bar = tqdm(
+            total=num_steps,
+            initial=first_step,
+            desc="train",
+            unit="step",
+            disable=not is_shown,
+            dynamic_ncols=True,
+            mininterval=0.2 if sys.stderr.isatty() else 30.0,
+        )
+
+    def advance(self, loss: float, learning_rate: float, tokens_per_second: float) -> None:
+        """One step further."""
+        self._bar.set_postfix_str(
+            f"loss {loss:.4f}, lr {learning_rate:.2e}, {tokens_per_second:.0f} tokens/s",
+            refresh=False,
+        )
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()

@@ -1,0 +1,103 @@
+"""Continuing a run: which checkpoint, what may have changed in its configuration, what must not."""
+
+from pathlib import Path
+from typing import Any
+
+from paddle_vl.config.load import read_yaml
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.train.checkpoint import complete_checkpoints, missing_files
+
+# Settings, or sections of them, that give the saved weights, optimizer state, data position or
+# random state their meaning.
+FIXED = (
+    "model.pretrained",
+    "model.config",
+    "model.compute_dtype",
+    "model.freeze",
+    "data.train",
+    "data.processor",
+    "data.max_length",
+    "data.on_bad_sample",
+    "data.min_pixels",
+    "data.max_pixels",
+    "parallel",
+    "train.seed",
+    "train.per_device_train_batch_size",
+    "train.gradient_accumulation_steps",
+)
+# Where a run writes and how it was started say nothing about the run itself.
+_NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
+
+
+def checkpoint_to_resume(config: RunConfig) -> Path | None:
+    """The checkpoint that train.resume_from_checkpoint asks for; None for a fresh start.
+
+    Raises:
+        RuntimeError: the named one is not complete, or output_dir holds newer ones than it.
+    """
+    wanted, output_dir = config.train.resume_from_checkpoint, Path(config.train.output_dir)
+    if wanted == "none":
+        return None
+    existing = complete_checkpoints(output_dir)
+    if wanted == "auto":
+        return existing[-1][1] if existing else None
+    checkpoint = Path(wanted)
+    if missing := missing_files(checkpoint):
+        raise RuntimeError(
+            f"train.resume_from_checkpoint {checkpoint} is not a complete checkpoint: it has no "
+            f"{', '.join(missing)}"
+        )
+    inside = checkpoint.resolve().parent == output_dir.resolve()
+    newer = [path.name for _, path in existing]
+    if inside:
+        newer = newer[newer.index(checkpoint.name) + 1 :] if checkpoint.name in newer else []
+    if newer:
+        raise RuntimeError(
+            f"train.resume_from_checkpoint is {checkpoint} but train.output_dir {output_dir} also "
+            f"holds {', '.join(newer)}, which this run would contradict: delete or move them, or "
+            "choose another train.output_dir"
+        )
+    return checkpoint
+
+
+def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
+    """What differs from the configuration of the checkpoint, as `key: old -> new`.
+
+    Raises:
+        ValueError: a setting that must not change did, with all of those.
+    """
+    saved, _, _ = read_yaml(checkpoint / "config.yaml")
+    old, new = flatten(saved), flatten(config.model_dump())
+    changes = {
+        key: f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key) and not _lies_in(key, _NOT_COMPARED)
+    }
+    fixed = [text for key, text in changes.items() if _lies_in(key, FIXED)]
+    if fixed:
+        raise ValueError(
+            f"{checkpoint} cannot be continued with another "
+            + "; ".join(fixed)
+            + " (old -> new): restore the old values, or start a new run in another "
+            "train.output_dir"
+        )
+    return list(changes.values())
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping with dotted keys."""
+    flat = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _lies_in(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in names)
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "not set"

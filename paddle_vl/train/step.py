@@ -1,0 +1,72 @@
+"""One training step: gradients over the micro-batches, then one update or none."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paddle import Tensor, nn
+
+from paddle_vl.train.optimizer import Optimizer
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        loss: mean cross entropy over the target tokens of all its micro-batches.
+        grad_norm: global gradient norm before clipping.
+        num_target_tokens: how many tokens the loss is the mean of.
+        is_skipped: True when loss or norm was not finite, and nothing was updated.
+    """
+
+    loss: float
+    grad_norm: float
+    num_target_tokens: int
+    is_skipped: bool
+
+
+def train_step(
+    model: nn.Layer, optimizer: Optimizer, micro_batches: Sequence[Batch], learning_rate: float
+) -> StepResult:
+    """Train on the micro-batches as if they were one batch.
+
+    Every micro-batch counts by its number of target tokens, not equally.
+
+    Args:
+        micro_batches: batches as the collator makes them, `num_target_tokens` included.
+        learning_rate: of this update.
+
+    Raises:
+        ValueError: no micro-batch has a target token, so that there is no loss.
+    """
+    total = sum(batch["num_target_tokens"] for batch in micro_batches)
+    if total == 0:
+        raise ValueError(
+            f"the {len(micro_batches)} micro-batch(es) of this step have no target token, every "
+            "label is -100: nothing can be learned from them; check that the samples have "
+            "assistant turns within data.max_length"
+        )
+    loss = accumulate_gradients(model, micro_batches, total)
+    loss, norm = float(loss), float(optimizer.gradient_norm())
+    is_finite = math.isfinite(loss) and math.isfinite(norm)
+    if is_finite:
+        optimizer.clip_gradients(norm)
+        optimizer.step(learning_rate)
+    optimizer.clear_gradients()
+    return StepResult(loss, norm, total, not is_finite)
+
+
+def accumulate_gradients(
+    model: nn.Layer, micro_batches: Sequence[Batch], num_target_tokens: int
+) -> Tensor:
+    """Add up the gradients of the mean loss over all micro-batches, and return that loss."""
+    total = None
+    for batch in micro_batches:
+        loss = model(**batch).loss_sum / num_target_tokens
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    return total

@@ -1,0 +1,44 @@
+"""Hand-made batches for the tiny model, as a collator would give them."""
+
+import numpy as np
+
+from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.visual_index import host_visual_indices
+from tests.tiny import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows
+
+
+def image_batch(texts: list[list[int]], prompt_lengths: list[int], seed: int = 0) -> dict:
+    """One image of 4 tokens in front of every text; labels start after `prompt_lengths` of it."""
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    rows = [[VISION_START, ("image", 4), VISION_END, *text] for text in texts]
+    input_ids = token_rows(*rows)
+    mask = np.zeros_like(input_ids)
+    labels = np.full_like(input_ids, -100)
+    for i, (text, prompt) in enumerate(zip(texts, prompt_lengths, strict=True)):
+        length = 6 + len(text)
+        mask[i, :length] = 1
+        labels[i, 6 + prompt : length] = input_ids[i, 6 + prompt : length]
+    pixels, grids = patches([[1, 4, 4]] * len(texts), seed)
+    position_ids, _ = mrope_position_ids(input_ids, mask, grids, **ids)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "labels": labels,
+        "position_ids": position_ids,
+        "pixel_values": pixels,
+        "image_grid_thw": grids,
+        "num_target_tokens": int((labels[:, 1:] != -100).sum()),
+        "has_left_padding": False,
+        **host_visual_indices(input_ids, num_image_rows=4 * len(texts), **ids),
+    }
+
+
+def split_batch(texts: list[list[int]], prompt_lengths: list[int]) -> list[dict]:
+    """The samples of `image_batch` as micro-batches of one, with the same pixels."""
+    whole = image_batch(texts, prompt_lengths)
+    parts = []
+    for i in range(len(texts)):
+        part = image_batch(texts[i : i + 1], prompt_lengths[i : i + 1])
+        part["pixel_values"] = whole["pixel_values"][16 * i : 16 * (i + 1)]
+        parts.append(part)
+    return parts

@@ -1,0 +1,198 @@
+"""Checkpoints on disk, without a model.
+
+Guarantees: a save that is interrupted anywhere leaves the complete earlier checkpoint and nothing
+under the new name; leftovers are cleared; pruning keeps the newest complete checkpoints; random
+states and arrays round-trip; resuming finds the right checkpoint and refuses changed settings.
+"""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.config.load import save_run_config
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.train import checkpoint as checkpoints
+from paddle_vl.train.random_state import random_state, restore_random_state, seed_everything
+from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
+
+
+def make_config(output_dir, **changes) -> RunConfig:
+    values = {
+        "model": {"config": {"text_config": {"hidden_size": 8, "vocab_size": 64}}},
+        "data": {"train": ["t.jsonl"], "processor": "p"},
+        "train": {"output_dir": str(output_dir), "max_steps": 10, "resume_from_checkpoint": "auto"},
+    }
+    for name, value in changes.items():
+        section, _, leaf = name.partition("__")
+        values.setdefault(section, {})[leaf] = value
+    return RunConfig.model_validate(values)
+
+
+def fill_completely(folder):
+    (folder / "config.json").write_text("{}")
+    save_run_config(make_config("out"), folder / "config.yaml")
+    checkpoints.save_arrays(folder / checkpoints.OPTIMIZER_FILE, {"a": np.ones(2, np.float32)})
+    checkpoints.save_state(folder, {"step": 1})
+
+
+def save(output_dir, step):
+    checkpoints.write_folder(output_dir / f"checkpoint-{step}", fill_completely)
+    return output_dir / f"checkpoint-{step}"
+
+
+def names(output_dir):
+    return sorted(path.name for path in output_dir.iterdir())
+
+
+def test_interrupted_save_leaves_the_earlier_checkpoint_only(tmp_path):
+    save(tmp_path, 2)
+
+    def fail_midway(folder):
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.write_folder(tmp_path / "checkpoint-4", fail_midway)
+    assert [step for step, _ in checkpoints.complete_checkpoints(tmp_path)] == [2]
+    assert not (tmp_path / "checkpoint-4").exists()
+    checkpoints.remove_partial_folders(tmp_path)
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_interruption_before_the_rename_leaves_the_earlier_checkpoint_only(tmp_path, monkeypatch):
+    save(tmp_path, 2)
+    monkeypatch.setattr(checkpoints.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        save(tmp_path, 4)
+    assert [step for step, _ in checkpoints.complete_checkpoints(tmp_path)] == [2]
+
+
+def test_interrupted_removal_leaves_no_half_empty_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+
+    def remove_part(folder):
+        (folder / "config.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", remove_part)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.prune_checkpoints(tmp_path, 1)
+    assert not (tmp_path / "checkpoint-2").exists()
+    checkpoints.remove_partial_folders(tmp_path)
+    assert names(tmp_path) == ["checkpoint-4"]
+
+
+def test_pruning_counts_complete_checkpoints_by_step(tmp_path):
+    for step in (2, 10, 9):
+        save(tmp_path, step)
+    (save(tmp_path, 30) / checkpoints.STATE_FILE).unlink()
+    checkpoints.prune_checkpoints(tmp_path, None)
+    assert len(names(tmp_path)) == 4
+    checkpoints.prune_checkpoints(tmp_path, 1)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-30"]
+
+
+def test_folder_of_the_same_name_is_replaced(tmp_path):
+    path = save(tmp_path, 2)
+    (path / "old").write_text("x")
+    save(tmp_path, 2)
+    assert "old" not in names(path)
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_arrays_round_trip(tmp_path):
+    arrays = {
+        "a/b": np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32),
+        "c": np.array([np.nextafter(np.float32(1), np.float32(2))]),
+    }
+    checkpoints.save_arrays(tmp_path / "x", arrays)
+    loaded = checkpoints.load_arrays(tmp_path / "x")
+    assert loaded.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(loaded[name], array)
+
+
+def test_damaged_state_is_reported(tmp_path):
+    (tmp_path / checkpoints.STATE_FILE).write_text('{"step": ')
+    with pytest.raises(RuntimeError, match=r"trainer_state\.json cannot be read"):
+        checkpoints.load_state(tmp_path)
+
+
+def test_random_state_round_trips_through_json():
+    def draw():
+        return random.random(), np.random.normal(), paddle.randn([2]).tolist()
+
+    seed_everything(3)
+    first = draw()
+    state = json.loads(json.dumps(random_state()))
+    expected = [draw(), draw()]
+    restore_random_state(state)
+    assert [draw(), draw()] == expected
+    seed_everything(3)
+    assert draw() == first
+
+
+def test_auto_takes_the_newest_complete_checkpoint(tmp_path):
+    config = make_config(tmp_path)
+    assert checkpoint_to_resume(config) is None
+    save(tmp_path, 9)
+    newest = save(tmp_path, 10)
+    (save(tmp_path, 11) / checkpoints.OPTIMIZER_FILE).unlink()
+    assert checkpoint_to_resume(config) == newest
+    assert checkpoint_to_resume(make_config(tmp_path, train__resume_from_checkpoint="none")) is None
+
+
+def test_named_checkpoint_must_be_complete_and_the_newest_of_its_folder(tmp_path):
+    older, newer = save(tmp_path, 2), save(tmp_path, 4)
+
+    def resume_from(path, output_dir=tmp_path):
+        return checkpoint_to_resume(
+            make_config(output_dir, train__resume_from_checkpoint=str(path))
+        )
+
+    assert resume_from(newer) == newer
+    assert resume_from(older, tmp_path / "other") == older
+    with pytest.raises(RuntimeError, match=r"also holds checkpoint-4, which this run"):
+        resume_from(older)
+    shutil.rmtree(newer)
+    assert resume_from(older) == older
+    (older / checkpoints.STATE_FILE).unlink()
+    with pytest.raises(RuntimeError, match="not a complete checkpoint: it has no trainer_state"):
+        resume_from(older)
+
+
+def test_allowed_changes_are_reported(tmp_path):
+    saved = save(tmp_path, 2)
+    changed = make_config("elsewhere", train__learning_rate=1e-3, logging__logging_steps=2)
+    assert changed_settings(saved, make_config("out")) == []
+    assert changed_settings(saved, changed) == [
+        "train.learning_rate: 5e-05 -> 0.001",
+        "logging.logging_steps: 10 -> 2",
+    ]
+
+
+def test_forbidden_changes_are_refused_with_old_and_new_value(tmp_path):
+    saved = save(tmp_path, 2)
+    changed = make_config(
+        "out",
+        model__config={"text_config": {"hidden_size": 16, "vocab_size": 64}},
+        train__seed=7,
+        train__per_device_train_batch_size=4,
+        train__learning_rate=1.0,
+    )
+    with pytest.raises(ValueError, match="cannot be continued") as caught:
+        changed_settings(saved, changed)
+    message = str(caught.value)
+    for part in (
+        "model.config.text_config.hidden_size: 8 -> 16",
+        "train.seed: 42 -> 7",
+        "train.per_device_train_batch_size: 8 -> 4",
+    ):
+        assert part in message
+    assert "learning_rate" not in message

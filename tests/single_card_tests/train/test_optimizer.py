@@ -1,0 +1,140 @@
+"""The optimizer and which parameters it trains.
+
+Guarantees: frozen parameters get neither gradients nor state; a pattern that fits nothing is
+refused; clipping is torch's formula over trained parameters only; weight decay leaves out what the
+patterns say; the state round-trips bit for bit under HF names.
+"""
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.config.schema import TrainConfig
+from paddle_vl.train.freeze import freeze_parameters
+from paddle_vl.train.optimizer import Optimizer, decayed_names
+from paddle_vl.train.step import accumulate_gradients, train_step
+from tests.single_card_tests.train.batches import image_batch
+from tests.tiny import tiny_model
+
+
+def build(model, freeze=(), **settings):
+    train = TrainConfig(output_dir="o", **settings)
+    named = list(model.hf_named_parameters())
+    trained = freeze_parameters(named, freeze)
+    return Optimizer(trained, train, decayed_names(named, train.weight_decay_exclude))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return image_batch([[1, 2, 3, 4, 5], [6, 7, 8]], [2, 1])
+
+
+def test_frozen_parameters_get_no_gradient_state_or_update(batch):
+    model = tiny_model()
+    optimizer = build(model, ["model.visual.*", "*.layers.0.mlp.*"])
+    before = model.hf_state_dict()
+    train_step(model, optimizer, [batch], 0.01)
+    changed = {
+        name for name, value in model.hf_state_dict().items() if (value != before[name]).any()
+    }
+    names = {name for name, _ in model.hf_named_parameters()}
+    frozen = {name for name in names if name.startswith("model.visual.") or "layers.0.mlp" in name}
+    assert changed == names - frozen
+    assert {name.partition("/")[0] for name in optimizer.state_arrays()} == names - frozen
+
+
+def test_pattern_that_fits_nothing_names_the_nearest():
+    named = list(tiny_model().hf_named_parameters())
+    with pytest.raises(ValueError, match=r"'model\.visul\.\*' fits none of .*model\.visual"):
+        freeze_parameters(named, ["model.visul.*"])
+    with pytest.raises(ValueError, match="weight_decay_exclude: the pattern 'bias'"):
+        decayed_names(named, ["bias"])
+
+
+def test_freezing_everything_is_refused():
+    with pytest.raises(ValueError, match="nothing to train"):
+        freeze_parameters(list(tiny_model().hf_named_parameters()), ["*"])
+
+
+def test_default_decay_leaves_out_norms_and_biases():
+    named = list(tiny_model().hf_named_parameters())
+    decayed = decayed_names(named, TrainConfig(output_dir="o").weight_decay_exclude)
+    assert decayed == {name for name, p in named if len(p.shape) > 1}
+    assert decayed_names(named, []) == {name for name, _ in named}
+
+
+def test_weight_decay_moves_only_decayed_parameters():
+    """With zero gradients AdamW's update is the decay alone: p * (1 - rate * decay)."""
+    model = tiny_model()
+    optimizer = build(model, weight_decay=0.5)
+    before = model.hf_state_dict()
+    for _, parameter in optimizer.parameters:
+        (parameter * 0.0).sum().backward()
+    optimizer.step(0.1)
+    after = model.hf_state_dict()
+    for name, parameter in model.hf_named_parameters():
+        factor = 0.95 if len(parameter.shape) > 1 else 1.0
+        np.testing.assert_allclose(after[name], before[name] * factor, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("max_norm", [0.25, 1e6, 0.0])
+def test_clipping_is_torchs_formula_over_trained_parameters(batch, max_norm):
+    model = tiny_model()
+    optimizer = build(model, ["model.visual.*"], max_grad_norm=max_norm)
+    accumulate_gradients(model, [batch], batch["num_target_tokens"])
+    before = {name: p.grad.numpy().copy() for name, p in optimizer.parameters}
+    expected = np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in before.values()))
+    norm = optimizer.gradient_norm()
+    assert norm.dtype == paddle.float32
+    assert float(norm) == pytest.approx(expected, rel=1e-6)
+    optimizer.clip_gradients(float(norm))
+    factor = min(1.0, max_norm / (expected + 1e-6)) if max_norm else 1.0
+    for name, parameter in optimizer.parameters:
+        np.testing.assert_allclose(
+            parameter.grad.numpy(), before[name] * factor, rtol=1e-5, err_msg=name
+        )
+
+
+def test_state_round_trips_bit_for_bit(batch):
+    """One step, a move of weights and state to other objects, one step: equal to two steps."""
+    model = tiny_model()
+    optimizer = build(model, weight_decay=0.1)
+    train_step(model, optimizer, [batch], 0.01)
+    other = tiny_model(seed=5)
+    other.set_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    moved = build(other, weight_decay=0.1)
+    moved.load_state_arrays(optimizer.state_arrays())
+    train_step(model, optimizer, [batch], 0.01)
+    train_step(other, moved, [batch], 0.01)
+    for name, value in model.hf_state_dict().items():
+        np.testing.assert_array_equal(other.hf_state_dict()[name], value, err_msg=name)
+    for name, value in optimizer.state_arrays().items():
+        np.testing.assert_array_equal(moved.state_arrays()[name], value, err_msg=name)
+
+
+def test_half_precision_parameters_keep_float32_master_weights_and_state():
+    weight = paddle.ones([3, 2]).astype("bfloat16")
+    parameter = paddle.base.framework.EagerParamBase.from_tensor(weight, name="half_weight")
+    optimizer = Optimizer([("a.weight", parameter)], TrainConfig(output_dir="o"), set())
+    state = optimizer.state_arrays()
+    assert set(state) == {
+        f"a.weight/{name}"
+        for name in ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc", "master_weight")
+    }
+    assert all(array.dtype == np.float32 for array in state.values())
+    state["a.weight/master_weight"] = state["a.weight/master_weight"] + np.float32(1e-4)
+    optimizer.load_state_arrays(state)
+    np.testing.assert_array_equal(
+        optimizer.state_arrays()["a.weight/master_weight"], state["a.weight/master_weight"]
+    )
+
+
+def test_state_of_other_parameters_is_refused_naming_all():
+    optimizer = build(tiny_model())
+    state = optimizer.state_arrays()
+    state["x/moment1"] = state.pop("lm_head.weight/moment1")
+    state["lm_head.weight/moment2"] = np.zeros(3, np.float32)
+    with pytest.raises(ValueError, match="other trained parameters") as caught:
+        optimizer.load_state_arrays(state)
+    for part in ("missing lm_head.weight/moment1", "unexpected x/moment1", "moment2 is [3], not"):
+        assert part in str(caught.value)
