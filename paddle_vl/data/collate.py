@@ -1,0 +1,108 @@
+"""Samples to one batch: padding, positions, visual indices and the count of targets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.visual_index import RowPart, host_visual_indices
+
+PaddingSide = Literal["left", "right"]
+
+IGNORED_LABEL = -100
+
+_VISUAL_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
+
+def pad_rows(rows: Sequence[np.ndarray], length: int, value: int, side: PaddingSide) -> np.ndarray:
+    """Rows of different lengths as one `[B, length]` int64 array, filled up with `value`."""
+    padded = np.full((len(rows), length), value, dtype=np.int64)
+    for target, row in zip(padded, rows, strict=True):
+        if side == "left":
+            target[length - len(row) :] = row
+        else:
+            target[: len(row)] = row
+    return padded
+
+
+@dataclass(frozen=True)
+class VLCollator:
+    """Makes the batch of `DESIGN.md` section 4 from samples of `Qwen3VLProcessor.encode_sample`.
+
+    Attributes:
+        pad_token_id, image_token_id, video_token_id: token ids.
+        spatial_merge_size: patches per side of a visual token.
+        padding_side: where padding goes.
+        pad_to_multiple_of: the padded length is a multiple of it.
+        part: the rows of this model-parallel rank, for the visual indices.
+    """
+
+    pad_token_id: int
+    image_token_id: int
+    video_token_id: int
+    spatial_merge_size: int = 2
+    padding_side: PaddingSide = "right"
+    pad_to_multiple_of: int = 1
+    part: RowPart = RowPart()
+
+    def __call__(self, samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
+        """Collate samples.
+
+        Args:
+            samples: input_ids and labels `[L]`; optionally pixel_values and image_grid_thw, and
+                pixel_values_videos and video_grid_thw.
+
+        Returns:
+            input_ids, attention_mask, labels `[B, L]` and position_ids `[3, B, L]`, all int64; the
+            visual arrays of the samples that have any, concatenated; visual_update_indices,
+            visual_gather_indices and, with images and videos, visual_source_indices;
+            num_target_tokens and has_left_padding as Python values.
+
+        Raises:
+            ValueError: no sample, placeholders that do not match the grids, or B * L that `part`
+                does not divide.
+        """
+        if not samples:
+            raise ValueError("cannot collate a batch without samples")
+        ids = [sample["input_ids"] for sample in samples]
+        longest = max(len(row) for row in ids)
+        length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        side = self.padding_side
+        batch: dict[str, Any] = {
+            "input_ids": pad_rows(ids, length, self.pad_token_id, side),
+            "attention_mask": pad_rows([np.ones_like(row) for row in ids], length, 0, side),
+            "labels": pad_rows([s["labels"] for s in samples], length, IGNORED_LABEL, side),
+        }
+        for key in _VISUAL_KEYS:
+            arrays = [sample[key] for sample in samples if key in sample]
+            if arrays:
+                batch[key] = np.concatenate(arrays)
+        batch.update(
+            host_visual_indices(
+                batch["input_ids"],
+                image_token_id=self.image_token_id,
+                video_token_id=self.video_token_id,
+                num_image_rows=self._num_rows(batch.get("image_grid_thw")),
+                num_video_rows=self._num_rows(batch.get("video_grid_thw")),
+                part=self.part,
+            )
+        )
+        batch["position_ids"], _ = mrope_position_ids(
+            batch["input_ids"],
+            batch["attention_mask"],
+            batch.get("image_grid_thw"),
+            batch.get("video_grid_thw"),
+            image_token_id=self.image_token_id,
+            video_token_id=self.video_token_id,
+            spatial_merge_size=self.spatial_merge_size,
+        )
+        batch["num_target_tokens"] = int(np.count_nonzero(batch["labels"][:, 1:] != IGNORED_LABEL))
+        batch["has_left_padding"] = bool((batch["attention_mask"][:, 0] == 0).any())
+        return batch
+
+    def _num_rows(self, grid_thw: np.ndarray | None) -> int:
+        if grid_thw is None:
+            return 0
+        return int(grid_thw.prod(axis=1).sum()) // self.spatial_merge_size**2

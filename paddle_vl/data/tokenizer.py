@@ -1,0 +1,155 @@
+"""Text to token ids and back, on the `tokenizers` library; and a small trained vocabulary.
+
+Any HF `tokenizer.json` is read. Special tokens are found by name, never by position.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+TOKENIZER_FILE = "tokenizer.json"
+
+# How Qwen2 and later cut text before BPE: contractions, words with one leading mark, single
+# digits, punctuation, line breaks, spaces.
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class TextTokenizer:
+    """A tokenizer file and the name to use for it in messages."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str = "the tokenizer"):
+        # A file may carry padding or truncation settings; cutting text silently is not wanted.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self.name = name
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike) -> "TextTokenizer":
+        """Read a `tokenizer.json`, given as a file or by its directory.
+
+        Raises:
+            RuntimeError: there is no such file, or it is not a tokenizer.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / TOKENIZER_FILE
+        if not path.is_file():
+            raise RuntimeError(
+                f"there is no tokenizer file {path}: a directory with HF's {TOKENIZER_FILE} is "
+                "needed; copy it from the checkpoint, or train one with train_bpe"
+            )
+        text = path.read_text(encoding="utf-8")
+        # The library reports a bad file by a bare Exception without its name.
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise RuntimeError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(content, dict) or "model" not in content:
+            raise RuntimeError(f"{path} is not a tokenizer file: it has no 'model' entry")
+        return cls(Tokenizer.from_str(text), name=str(path))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text. Special tokens that occur in it become their ids; none is added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; special tokens are left out unless asked for."""
+        return self._tokenizer.decode(
+            [int(token_id) for token_id in ids], skip_special_tokens=skip_special_tokens
+        )
+
+    def token_id(self, token: str) -> int:
+        """Id of one token by its name.
+
+        Raises:
+            ValueError: the vocabulary has no such token.
+        """
+        token_id = self._tokenizer.token_to_id(token)
+        if token_id is None:
+            raise ValueError(
+                f"{self.name} has no token {token!r}, which Qwen3-VL's chat template needs; "
+                "use the checkpoint's own tokenizer, or pass the token to train_bpe"
+            )
+        return token_id
+
+    def token(self, token_id: int) -> str:
+        """Name of one token id."""
+        return self._tokenizer.id_to_token(token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Id to name of every token that the file marks as special, by id."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {i: str(token.content) for i, token in sorted(added.items()) if token.special}
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Write `tokenizer.json`."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._tokenizer.save(str(directory / TOKENIZER_FILE))
+
+
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]
+) -> TextTokenizer:
+    """Train a byte-level BPE tokenizer in the style of Qwen2.
+
+    NFC normalisation, Qwen2's split, then bytes: any text can be encoded, and there is no unknown
+    token. Special tokens take the last ids. The same texts give the same tokenizer.
+
+    Args:
+        texts: what to learn merges from.
+        vocab_size: largest number of ids, special tokens included; texts with little to merge
+            give fewer (see `TextTokenizer.vocab_size`).
+        special_tokens: names, in the order of their ids.
+
+    Raises:
+        ValueError: the vocabulary cannot hold 256 bytes and the special tokens.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + len(special_tokens):
+        raise ValueError(
+            f"vocab_size {vocab_size} is too small: {len(alphabet)} bytes and "
+            f"{len(special_tokens)} special tokens need {len(alphabet) + len(special_tokens)}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(special_tokens),
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special_tokens]
+    )
+    return TextTokenizer(tokenizer)
