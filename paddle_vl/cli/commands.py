@@ -1,0 +1,191 @@
+"""The subcommands of `paddle-vl`: arguments, help, and the call into the package."""
+
+import argparse
+import textwrap
+from pathlib import Path
+
+MODEL_HELP = (
+    "a model folder (config.json, weights, processor files), or a run's output_dir, of which the "
+    "final model is taken, or its newest checkpoint while there is none"
+)
+
+
+def add_train(subparsers: argparse._SubParsersAction) -> None:
+    """`paddle-vl train CONFIG [section.name=value ...]`"""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model as a YAML file says",
+        description="Train a model as a YAML file says.",
+        epilog=_train_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with the run's settings")
+    parser.add_argument(
+        "overrides",
+        metavar="section.name=value",
+        nargs="*",
+        help="setting to use instead of the file's, the value in YAML",
+    )
+    parser.set_defaults(run=train)
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train; a run that was stopped by a signal ends with 128 + its number."""
+    from paddle_vl.config.load import load_run_config
+
+    config = load_run_config(options.config, options.overrides)
+
+    from paddle_vl.compat import configure_cpu_runtime
+
+    configure_cpu_runtime()
+    from paddle_vl.train.build import build_trainer
+
+    signal_number = build_trainer(config).run()
+    return 0 if signal_number is None else 128 + signal_number
+
+
+def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
+    """`paddle-vl evaluate MODEL --data FILE`"""
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="loss and exact answers of a model on a data file",
+        description="Print the mean loss over the answers' tokens, and how many greedy answers "
+        "equal the expected ones, for every value of the records' field `task`. Every assistant "
+        "turn is one answer, given the true turns before it.",
+        epilog="example:\n  paddle-vl evaluate runs/digits --data data/test.jsonl "
+        "--predictions answers.jsonl",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL_OR_RUN_DIR", help=MODEL_HELP)
+    parser.add_argument(
+        "--data", metavar="FILE", nargs="+", required=True, help="JSONL files of conversations"
+    )
+    _add_max_new_tokens(parser, 64)
+    parser.add_argument(
+        "--batch-size", type=_positive, default=8, metavar="N", help="samples at once (default 8)"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=_positive,
+        default=2048,
+        metavar="N",
+        help="longest sample, in tokens (default 2048)",
+    )
+    parser.add_argument(
+        "--limit", type=_positive, metavar="N", help="use the first N samples (default: all)"
+    )
+    parser.add_argument(
+        "--predictions",
+        metavar="OUT.jsonl",
+        help="write one line per answer: sample, task, prompt, expected, answer, is_exact",
+    )
+    parser.set_defaults(run=evaluate)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Print loss and exact answers."""
+    from paddle_vl.compat import configure_cpu_runtime
+
+    configure_cpu_runtime()
+    from paddle_vl.train.build import build_evaluation
+    from paddle_vl.train.checkpoint import model_folder
+    from paddle_vl.train.evaluate import evaluation_report, write_predictions
+
+    evaluation = build_evaluation(
+        model_folder(Path(options.model)),
+        options.data,
+        batch_size=options.batch_size,
+        max_length=options.max_length,
+        limit=options.limit,
+    )
+    loss, num_targets = evaluation.loss()
+    answers = evaluation.answers(options.max_new_tokens)
+    print(evaluation_report(loss, num_targets, answers))
+    if options.predictions:
+        write_predictions(answers, Path(options.predictions))
+        print(f"answers written to {options.predictions}")
+    return 0
+
+
+def add_generate(subparsers: argparse._SubParsersAction) -> None:
+    """`paddle-vl generate --model DIR --image FILE --prompt TEXT`"""
+    parser = subparsers.add_parser(
+        "generate",
+        help="ask a model about images",
+        description="Print a model's greedy answer to one question, about any number of images.",
+        epilog="example:\n  paddle-vl generate --model runs/digits --image a.png --image b.png "
+        '--prompt "Which digit is larger?"',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="DIR", required=True, help=MODEL_HELP)
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a picture; repeat it for several, in the order of the <image> tags of the prompt, or "
+        "in front of a prompt without tags",
+    )
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the question")
+    _add_max_new_tokens(parser, 128)
+    parser.set_defaults(run=generate)
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Print one answer."""
+    from paddle_vl.compat import configure_cpu_runtime
+
+    configure_cpu_runtime()
+    from paddle_vl.infer.chat import Chat
+    from paddle_vl.train.checkpoint import model_folder
+
+    chat = Chat.from_pretrained(model_folder(Path(options.model)))
+    prompt = options.prompt
+    if "<image>" not in prompt:
+        prompt = "<image>" * len(options.image) + prompt
+    message = {"role": "user", "content": prompt}
+    print(chat.ask([message], options.image, options.max_new_tokens))
+    return 0
+
+
+def _add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_positive,
+        default=default,
+        metavar="N",
+        help=f"longest answer, in tokens (default {default})",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _train_epilog() -> str:
+    from paddle_vl.config.schema import setting_descriptions
+
+    lines = [
+        "examples:",
+        "  paddle-vl train run.yaml",
+        "  paddle-vl train run.yaml train.learning_rate=1e-4 'data.train=[a.jsonl, b.jsonl]'",
+        "  paddle-vl train run.yaml train.resume_from_checkpoint=auto",
+        "",
+        "Paths are relative to the current directory; image paths in a data file to that file.",
+        "",
+        "train.output_dir receives:",
+        "  config.yaml        the resolved settings, usable as CONFIG",
+        "  metrics.jsonl      one line per report; loss.png is its curve",
+        "  checkpoint-STEP/   everything to continue from, also loads as a model",
+        "  final/             the trained model in HF's layout, for evaluate and generate",
+        "Ctrl-C or SIGTERM finishes the step, saves a checkpoint and exits with 130 or 143.",
+        "",
+        "settings (default):",
+    ]
+    for name, (default, description) in setting_descriptions().items():
+        lines.append(f"  {name} ({'null' if default == 'None' else default})")
+        lines += textwrap.wrap(description, 90, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""`paddle-vl`: the subcommands, their arguments, and how errors reach the terminal.
+
+Nothing heavy is imported before a subcommand runs, so that `--help` answers at once.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from paddle_vl.cli import commands
+
+DEBUG_VARIABLE = "PADDLE_VL_DEBUG"
+PACKAGE = Path(__file__).resolve().parents[1]
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Returns:
+        The exit code: 0; 1 for an error in settings, data or files; 128 + signal number for a
+        training that was asked to stop and saved itself. Wrong arguments end in argparse, with 2.
+    """
+    options = build_parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, RuntimeError, OSError) as error:
+        if os.environ.get(DEBUG_VARIABLE) == "1" or not _is_meant_for_users(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _is_meant_for_users(error: Exception) -> bool:
+    """Whether the message says all: the system's about a file, or one that this package raised.
+
+    What another package raises is a fault in a call to it, and needs its traceback.
+    """
+    if isinstance(error, OSError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(PACKAGE)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line with all its subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="paddle-vl",
+        description="Train, evaluate and ask Qwen3-VL models with PaddlePaddle.",
+        epilog=textwrap.dedent(f"""\
+            examples:
+              paddle-vl train configs/my_run.yaml train.learning_rate=1e-4
+              paddle-vl evaluate runs/my_run --data data/test.jsonl
+              paddle-vl generate --model runs/my_run --image cat.png --prompt "What is this?"
+
+            `paddle-vl COMMAND --help` explains each. {DEBUG_VARIABLE}=1 shows the traceback of an
+            error."""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands.add_train(subparsers)
+    commands.add_evaluate(subparsers)
+    commands.add_generate(subparsers)
+    return parser

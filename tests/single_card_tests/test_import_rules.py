@@ -1,0 +1,129 @@
+"""What may import what.
+
+Guarantees: parts of the package import each other in the allowed directions only; Paddle stays out
+of NumPy-only parts and paddle.distributed inside parallel/; importing the whole package loads
+neither torch nor transformers; the worker's parts load without Paddle.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paddle_vl
+
+PACKAGE = Path(paddle_vl.__file__).parent
+ALLOWED = {
+    "config": set(),
+    "batch": set(),
+    "compat": set(),
+    "nn": {"batch", "compat"},
+    "models": {"nn", "batch", "config", "compat"},
+    "data": {"batch", "config"},
+    "parallel": {"nn", "batch", "config", "compat"},
+    "train": {"models", "data", "parallel", "nn", "batch", "config", "compat"},
+    "infer": {"models", "data", "nn", "batch", "config", "compat"},
+    "cli": {"train", "infer", "models", "data", "parallel", "nn", "batch", "config", "compat"},
+    # Names that are looked up on first use; the command.
+    "__init__": set(),
+    "__main__": {"cli"},
+}
+# Beyond the direction: models, data and parallel meet in this one training file.
+MEETING_PLACE = "train/build.py"
+WITHOUT_PADDLE = ("config", "batch", "data")
+FOREIGN = ("torch", "transformers", "lerobot", "paddlenlp", "paddleformers")
+
+
+def modules() -> list[str]:
+    return [path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def imported_names(module: str) -> set[str]:
+    """Dotted names that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def uses_distributed_attribute(module: str) -> bool:
+    """Whether the code says `paddle.distributed` without importing it."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "distributed"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "paddle"
+        for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8")))
+    )
+
+
+def part(dotted_or_path: str) -> str:
+    return dotted_or_path.removeprefix("paddle_vl.").replace("/", ".").split(".")[0]
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_follow_the_allowed_directions(module):
+    own = part(module)
+    assert own in ALLOWED, f"{module}: say in ALLOWED what the new part may import"
+    imported = {part(name) for name in imported_names(module) if name.startswith("paddle_vl.")}
+    # `from paddle_vl import Name` goes through the lazy names and would hide a direction.
+    assert imported <= ALLOWED[own] | {own}
+
+
+@pytest.mark.parametrize("module", modules())
+def test_paddle_and_its_distributed_part_stay_where_they_belong(module):
+    names = imported_names(module)
+    own = part(module)
+    if own in WITHOUT_PADDLE:
+        assert not {name for name in names if name.split(".")[0] == "paddle"}
+    if own != "parallel":
+        assert not {name for name in names if name.startswith("paddle.distributed")}
+        assert not uses_distributed_attribute(module)
+    assert not {name for name in names if name.split(".")[0] in FOREIGN}
+
+
+def test_models_and_data_meet_in_one_training_file():
+    """Elsewhere in train/ the model is whatever has the methods; only its file format is shared."""
+    for module in modules():
+        if part(module) == "train" and module != MEETING_PLACE:
+            imported = {name for name in imported_names(module) if name.startswith("paddle_vl.")}
+            assert not {
+                name
+                for name in imported
+                if part(name) in ("models", "data")
+                and not name.startswith("paddle_vl.models.checkpoint.")
+            }, module
+
+
+def loaded_by_importing(names: list[str]) -> set[str]:
+    """Top-level packages in a fresh process after importing the modules."""
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "print(' '.join({name.split('.')[0] for name in sys.modules}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.split())
+
+
+def dotted(module: str) -> str:
+    name = "paddle_vl." + module.removesuffix(".py").replace("/", ".")
+    return name.removesuffix(".__init__")
+
+
+def test_whole_package_loads_without_torch_and_transformers():
+    names = [dotted(module) for module in modules() if module != "__main__.py"]
+    assert loaded_by_importing(names) & set(FOREIGN) == set()
+
+
+def test_worker_parts_load_without_paddle():
+    names = [dotted(module) for module in modules() if part(module) in WITHOUT_PADDLE]
+    assert "paddle" not in loaded_by_importing(names)
