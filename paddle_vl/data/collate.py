@@ -13,6 +13,8 @@ PaddingSide = Literal["left", "right"]
 
 IGNORED_LABEL = -100
 
+WHOLE_BATCH = RowPart()
+
 _VISUAL_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
@@ -29,7 +31,7 @@ def pad_rows(rows: Sequence[np.ndarray], length: int, value: int, side: PaddingS
 
 @dataclass(frozen=True)
 class VLCollator:
-    """Makes the batch of `DESIGN.md` section 4 from samples of `Qwen3VLProcessor.encode_sample`.
+    """Makes the model's batch from samples of `Qwen3VLProcessor.encode_sample`.
 
     Attributes:
         pad_token_id, image_token_id, video_token_id: token ids.
@@ -45,7 +47,7 @@ class VLCollator:
     spatial_merge_size: int = 2
     padding_side: PaddingSide = "right"
     pad_to_multiple_of: int = 1
-    part: RowPart = RowPart()
+    part: RowPart = WHOLE_BATCH
 
     def __call__(self, samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Collate samples.

@@ -1,0 +1,224 @@
+"""Batches in a reproducible order, prepared ahead by worker processes; resumable at any batch."""
+
+from collections import Counter, deque
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from paddle_vl.data.sample_order import SampleOrder
+from paddle_vl.data.worker_pool import (
+    Collator,
+    LoadedBatch,
+    SampleSource,
+    WorkerPool,
+    load_batch,
+)
+
+
+class PrefetchLoader:
+    """An iterator over batches; the stream depends on neither workers nor prefetching.
+
+        with PrefetchLoader(dataset, collator, batch_size=8, shuffle=True, seed=1, drop_last=True,
+                            num_workers=2) as loader:
+            for batch in loader: ...
+
+    For training: `shuffle=True, drop_last=True` and no `num_epochs` gives batches without end, all
+    of the same size; `len(loader)` is the number in an epoch. For evaluation: `shuffle=False,
+    drop_last=False, num_epochs=1` gives every sample once, and begins anew at the next `iter`.
+
+    Bad samples: where the dataset skips them, `drop_last=True` puts the next good sample in file
+    order in their place, so that every rank keeps its number of batches, and `drop_last=False`
+    leaves them out, so that nothing counts twice.
+
+    Attributes:
+        epoch: of the next batch.
+        batches_consumed: batches of that epoch already handed out.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleSource,
+        collator: Collator,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        num_workers: int = 0,
+        prefetch_batches: int = 2,
+        rank: int = 0,
+        size: int = 1,
+    ):
+        """Set up; processes start at the first batch.
+
+        Args:
+            batch_size: samples of a batch on one data-parallel rank.
+            num_epochs: passes over the data; None for no end.
+            num_workers: processes; 0 prepares batches in this one when they are asked for.
+            prefetch_batches: batches asked of the workers ahead of use; at least one per worker.
+            rank, size: this data-parallel rank, and their number.
+
+        Raises:
+            ValueError: the samples do not fill one batch, or a number is out of range.
+        """
+        for name, value, least in (
+            ("num_workers", num_workers, 0),
+            ("prefetch_batches", prefetch_batches, 1),
+            ("num_epochs", 1 if num_epochs is None else num_epochs, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; at least {least} is needed")
+        self._dataset = dataset
+        self._collator = collator
+        self._order = SampleOrder(len(dataset), batch_size, shuffle, seed, drop_last, rank, size)
+        self._num_epochs = num_epochs
+        self._num_workers = num_workers
+        self._max_pending = max(prefetch_batches, num_workers)
+        self._pool: WorkerPool | None = None
+        self._pending: deque[Future[LoadedBatch]] = deque()
+        self._skipped: Counter[str] = Counter()
+        self._move_to(0, 0)
+
+    def __len__(self) -> int:
+        """Batches per epoch, the same on every rank."""
+        return self._order.batches_per_epoch
+
+    def __iter__(self) -> "PrefetchLoader":
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """The next batch of the stream.
+
+        Raises:
+            BadSampleError: a bad sample that is not to be skipped, as `file:line: reason`.
+            RuntimeError: a worker process died.
+            ValueError: every sample of an epoch was bad.
+        """
+        while self._num_epochs is None or self.epoch < self._num_epochs:
+            batch = self._advance()
+            if batch is not None:
+                return batch
+        self._move_to(0, 0)
+        raise StopIteration
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Kind of fault to the number of bad samples skipped: when opening, and so far.
+
+        Samples that are passed over in several epochs count in each.
+        """
+        return dict(self._dataset.skipped + self._skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch handed out; JSON values, the same on every rank."""
+        return {
+            "epoch": self.epoch,
+            "batches_consumed": self.batches_consumed,
+            "skipped": dict(self._skipped),
+            "stream": self._stream(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position; the batches are those of the run that was not interrupted.
+
+        Raises:
+            ValueError: the data or the settings give another stream; every difference is named.
+        """
+        here = self._stream()
+        differing = [
+            f"{name} was {state['stream'].get(name)} and is {value}"
+            for name, value in here.items()
+            if state["stream"].get(name) != value
+        ]
+        if differing:
+            raise ValueError(
+                f"cannot continue in the data: {'; '.join(differing)}. The order of samples would "
+                "differ; restore the data and settings of the run, or start a new one"
+            )
+        self._skipped = Counter(state["skipped"])
+        self._move_to(state["epoch"], state["batches_consumed"])
+
+    def close(self) -> None:
+        """End the worker processes. The loader can be used again, and starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        self._move_to(self.epoch, self.batches_consumed)
+
+    def __enter__(self) -> "PrefetchLoader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _advance(self) -> dict[str, Any] | None:
+        """Consume one batch: the batch, or None where all of its samples were left out."""
+        loaded = self._load_inline() if self._num_workers == 0 else self._load_from_workers()
+        self._skipped.update(loaded.skipped)
+        self._has_batch = self._has_batch or loaded.batch is not None
+        self.batches_consumed += 1
+        if self.batches_consumed == len(self):
+            if not self._has_batch and self._order.rank == 0:
+                raise ValueError(
+                    f"every sample of epoch {self.epoch} is bad: {self.skipped}; see "
+                    "data.on_bad_sample: fail for the first reason"
+                )
+            self.epoch, self.batches_consumed, self._has_batch = self.epoch + 1, 0, False
+        return loaded.batch
+
+    def _load_inline(self) -> LoadedBatch:
+        numbers = self._order.batch(self.epoch, self.batches_consumed)
+        return load_batch(self._dataset, self._collator, numbers, self._order.drop_last)
+
+    def _load_from_workers(self) -> LoadedBatch:
+        try:
+            self._request()
+            loaded = self._pending[0].result()
+            self._pending.popleft()
+            self._request()
+        except BrokenProcessPool as error:
+            self.close()
+            raise RuntimeError(
+                f"a data worker process died while preparing batch {self.batches_consumed} of "
+                f"epoch {self.epoch}. Its own message, if any, is above; without one it was most "
+                "likely killed for memory: lower data.num_workers or data.prefetch_batches. "
+                "data.num_workers=0 prepares batches in this process"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+        return loaded
+
+    def _request(self) -> None:
+        """Ask the workers for batches up to the limit."""
+        if self._pool is None:
+            self._pool = WorkerPool(self._dataset, self._collator, self._num_workers)
+        while len(self._pending) < self._max_pending:
+            epoch, number = divmod(self._requested, len(self))
+            if self._num_epochs is not None and epoch >= self._num_epochs:
+                return
+            numbers = self._order.batch(epoch, number)
+            self._pending.append(self._pool.submit(numbers, self._order.drop_last))
+            self._requested += 1
+
+    def _move_to(self, epoch: int, batches_consumed: int) -> None:
+        for future in self._pending:
+            future.cancel()
+        self._pending.clear()
+        self.epoch = epoch
+        self.batches_consumed = batches_consumed
+        self._requested = epoch * len(self) + batches_consumed
+        self._has_batch = batches_consumed > 0
+
+    def _stream(self) -> dict[str, Any]:
+        """What the order of samples follows from."""
+        return {
+            "num_samples": self._order.num_samples,
+            "fingerprint": self._dataset.fingerprint,
+            "batch_size": self._order.batch_size,
+            "shuffle": self._order.shuffle,
+            "seed": self._order.seed,
+            "drop_last": self._order.drop_last,
+            "size": self._order.size,
+        }

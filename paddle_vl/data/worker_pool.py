@@ -1,0 +1,135 @@
+"""Processes that prepare batches. They import NumPy and this package's data code, never Paddle."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from paddle_vl.data.bad_sample import BadSampleError
+
+# Bad samples in a row after which a batch is given up: the data or a setting is wrong then, and
+# decoding all of it to find out could take hours.
+MAX_BAD_IN_A_ROW = 1000
+
+Sample = dict[str, np.ndarray]
+Collator = Callable[[Sequence[Sample]], dict[str, Any]]
+
+
+class SampleSource(Protocol):
+    """What a loader needs of a dataset. It must pickle, and not be defined in `__main__`."""
+
+    on_bad_sample: str
+    skipped: Counter[str]
+    fingerprint: int
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Sample: ...
+
+
+class LoadedBatch(NamedTuple):
+    """A collated batch, or None where every sample was left out; and what was skipped, by kind."""
+
+    batch: dict[str, Any] | None
+    skipped: Counter[str]
+
+
+def load_batch(
+    dataset: SampleSource, collator: Collator, numbers: np.ndarray, replace_bad: bool
+) -> LoadedBatch:
+    """Load and collate the samples with these numbers.
+
+    Where the dataset says that bad samples are skipped, one is replaced by the next good sample in
+    file order (`replace_bad`, so that the batch keeps its size) or left out.
+
+    Raises:
+        BadSampleError: a bad sample that is not to be skipped, or too many of them in a row.
+    """
+    skipped: Counter[str] = Counter()
+    samples = []
+    for number in numbers.tolist():
+        attempts = min(len(dataset), MAX_BAD_IN_A_ROW) if replace_bad else 1
+        for step in range(attempts):
+            try:
+                samples.append(dataset[(number + step) % len(dataset)])
+                break
+            except BadSampleError as error:
+                if dataset.on_bad_sample == "fail":
+                    raise
+                skipped[error.kind] += 1
+                last_error = error
+        else:
+            if replace_bad:
+                raise BadSampleError(
+                    last_error.kind,
+                    f"{attempts} samples in a row are bad, so none was found to replace one; the "
+                    f"last is: {last_error.reason}",
+                    last_error.place,
+                )
+    return LoadedBatch(collator(samples) if samples else None, skipped)
+
+
+class WorkerPool:
+    """Worker processes, started when they are first needed."""
+
+    def __init__(self, dataset: SampleSource, collator: Collator, num_workers: int):
+        # "spawn": a forked copy of a process with Paddle's threads in it can hang.
+        self._executor = ProcessPoolExecutor(
+            num_workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(dataset, collator),
+        )
+
+    def submit(self, numbers: np.ndarray, replace_bad: bool) -> "Future[LoadedBatch]":
+        """Have a worker run `load_batch`."""
+        with _main_script_hidden():
+            return self._executor.submit(_load_in_worker, numbers, replace_bad)
+
+    def close(self) -> None:
+        """Drop what is not begun, and wait for the workers to end."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _main_script_hidden() -> Iterator[None]:
+    """Keep new processes from importing the main script, as "spawn" otherwise does.
+
+    The script may import Paddle at its top, or lack the `if __name__ == "__main__"` guard.
+    """
+    main = sys.modules["__main__"]
+    hidden = {key: main.__dict__.pop(key) for key in ("__file__", "__spec__") if hasattr(main, key)}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
+
+
+_worker_state: tuple[SampleSource, Collator]
+
+
+def _start_worker(dataset: SampleSource, collator: Collator) -> None:
+    global _worker_state
+    _worker_state = (dataset, collator)
+    # Ctrl-C reaches the whole group; the main process decides, and closes the pool.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed main process cannot close its pool; workers would wait for work forever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _load_in_worker(numbers: np.ndarray, replace_bad: bool) -> LoadedBatch:
+    return load_batch(*_worker_state, numbers, replace_bad)
