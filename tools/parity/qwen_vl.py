@@ -18,6 +18,7 @@ from paddle_vl.nn.rope import vision_cos_sin
 from parity.comparison import CaseReport
 from parity.golden import GoldenCase, GoldenFolders
 from parity.qwen_vl_processor import compare_processor
+from parity.qwen_vl_training import train_steps
 
 ACTIVATION, LOSS, GRADIENT, DRIFT = 2e-5, 5e-6, 2e-5, 1e-4
 
@@ -306,8 +307,6 @@ def _run_generation(model, case: GoldenCase, report: CaseReport, eos: int) -> No
 
 def _run_trajectories(golden: GoldenFolders, case: GoldenCase, scale: float, dtype: str):
     """Train every model of the case and compare loss and gradient norm step by step."""
-    from parity.qwen_vl_training import train_steps
-
     batch = golden.case(case.meta["batch_from"]).inputs()
     for name, wanted in case.meta["steps"].items():
         report = CaseReport(f"{case.name}[{name}]", scale)

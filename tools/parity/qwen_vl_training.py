@@ -1,26 +1,25 @@
 """The golden training trajectory: AdamW on one batch, decay on every parameter, clipping at 1."""
 
-import paddle
-from paddle_vl.train.optimizer import clip_by_global_norm
+from paddle_vl.config.schema import TrainConfig
+from paddle_vl.train.optimizer import Optimizer, decayed_names
+from paddle_vl.train.step import train_step
 
-_SETTINGS = {
-    "learning_rate": 1e-3,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "epsilon": 1e-8,
-    "weight_decay": 0.1,
-}
+_SETTINGS = TrainConfig(
+    output_dir="unused",
+    learning_rate=1e-3,
+    adam_beta2=0.95,
+    weight_decay=0.1,
+    weight_decay_exclude=[],
+    max_grad_norm=1.0,
+)
 
 
 def train_steps(model, batch: dict, num_steps: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm before clipping of each step."""
-    optimizer = paddle.optimizer.AdamW(parameters=model.parameters(), **_SETTINGS)
-    found = []
-    for _ in range(num_steps):
-        loss = model(**batch).loss
-        loss.backward()
-        norm = clip_by_global_norm(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.clear_grad(set_to_zero=False)
-        found.append((loss.item(), float(norm.item())))
-    return found
+    """Loss and gradient norm before clipping of each step, by the package's own training step."""
+    parameters = list(model.hf_named_parameters())
+    optimizer = Optimizer(parameters, _SETTINGS, decayed_names(parameters, []))
+    batch = batch | {"num_target_tokens": int((batch["labels"][:, 1:] != -100).sum())}
+    steps = [
+        train_step(model, optimizer, [batch], _SETTINGS.learning_rate) for _ in range(num_steps)
+    ]
+    return [(step.loss, step.grad_norm) for step in steps]
