@@ -1,0 +1,110 @@
+"""Chat template: the ids of a conversation, its targets, and no way to forge control tokens.
+
+Pinned: the exact rendering of ChatML with images; no default system message; targets are the
+answers and their end token, nothing else; the ids that training sees before an answer are those
+that generation starts from; special tokens in text are refused by name; the Jinja template for
+HF's users renders the same text.
+"""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.sft.conversation import parse_record
+from paddle_vl.data.sft.template import CONTROL_TOKENS, JINJA_TEMPLATE, ChatTemplate
+from paddle_vl.data.tokenizer import train_bpe
+from tests.single_card_tests.data.chat_builders import (
+    TEXTS,
+    assistant,
+    tiny_tokenizer,
+    user,
+)
+
+TOKENIZER = tiny_tokenizer()
+TEMPLATE = ChatTemplate(TOKENIZER)
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHAT = [SYSTEM, user("<image>What is this?"), assistant("A cat."), user("Sure?"), assistant("Yes")]
+
+
+def encode(messages, num_image_tokens=(), images=(), **options):
+    conversation = parse_record({"messages": messages, "images": list(images)})
+    return TEMPLATE.encode(conversation, num_image_tokens, **options)
+
+
+def as_text(ids):
+    return TOKENIZER.decode(ids, skip_special_tokens=False)
+
+
+def test_conversation_renders_as_chatml_with_images():
+    assert as_text(encode(CHAT, [2], ["a.png"]).input_ids) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"
+        "What is this?<|im_end|>\n"
+        "<|im_start|>assistant\nA cat.<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n"
+        "<|im_start|>assistant\nYes<|im_end|>\n"
+    )
+
+
+def test_there_is_no_default_system_message():
+    prompt = encode([user("Hi")], add_generation_prompt=True).input_ids
+    assert as_text(prompt) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_targets_are_the_answers_and_their_end_tokens():
+    chat = encode(CHAT, [2], ["a.png"])
+    targets = [label for label in chat.labels if label != -100]
+    assert as_text(targets) == "A cat.<|im_end|>Yes<|im_end|>"
+    aligned = zip(chat.input_ids, chat.labels, strict=True)
+    assert all(label in (-100, token_id) for token_id, label in aligned)
+
+
+@given(st.text(max_size=8), st.text(max_size=8))
+def test_training_sees_the_ids_that_generation_starts_from(text, answer):
+    prompt = encode([user(text)], add_generation_prompt=True).input_ids
+    sample = encode([user(text), assistant(answer)])
+    assert sample.input_ids[: len(prompt)] == prompt
+    assert sample.labels[: len(prompt)] == [-100] * len(prompt)
+    answered = [*TOKENIZER.encode(answer), TOKENIZER.token_id("<|im_end|>")]
+    assert sample.labels[len(prompt) : -1] == answered
+    assert sample.labels[-1] == -100
+
+
+def test_text_between_control_tokens_is_tokenised_as_one():
+    """As HF does: the line break after the role joins one at the start of the text."""
+    ids = encode([user([{"type": "text", "text": "\nA"}, {"type": "text", "text": " cat"}])])
+    im_start, im_end = (TOKENIZER.token_id(f"<|im_{end}|>") for end in ("start", "end"))
+    expected = [im_start, *TOKENIZER.encode("user\n\nA cat"), im_end, *TOKENIZER.encode("\n")]
+    assert ids.input_ids == expected
+
+
+@pytest.mark.parametrize("token", CONTROL_TOKENS)
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_special_token_in_text_is_refused_by_name(token, role):
+    with pytest.raises(BadSampleError) as info:
+        encode([{"role": role, "content": f"see {token} here"}])
+    assert token in str(info.value)
+    assert info.value.kind == "special_token"
+
+
+def test_tokenizer_without_a_control_token_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"<\|video_pad\|>"):
+        ChatTemplate(train_bpe(TEXTS, 300, CONTROL_TOKENS[:-1]))
+
+
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_jinja_template_renders_the_same_text(add_generation_prompt):
+    sandbox = pytest.importorskip("jinja2.sandbox")
+    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    parts = [
+        {"type": "text", "text": "Look: "},
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": " what?\n "},
+    ]
+    messages = [SYSTEM, user(parts), assistant("A cat."), user("Sure?"), assistant("Yes")]
+    expected = encode(messages, [1], add_generation_prompt=add_generation_prompt).input_ids
+    text = environment.from_string(JINJA_TEMPLATE).render(
+        messages=messages, add_generation_prompt=add_generation_prompt
+    )
+    assert text == as_text(expected)
