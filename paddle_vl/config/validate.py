@@ -103,6 +103,14 @@ def degrees_match_processes(config: RunConfig, launch: Launch) -> Problems:
         )
 
 
+def one_process(config: RunConfig, launch: Launch) -> Problems:
+    if launch.num_processes > 1:
+        yield (
+            f"the run was launched with {launch.num_processes} processes; training runs in one "
+            "process only: start it without a launcher"
+        )
+
+
 def dtype_runs_on_device(config: RunConfig, launch: Launch) -> Problems:
     if config.model.compute_dtype == "bfloat16" and launch.device.startswith("cpu"):
         yield (
@@ -153,6 +161,7 @@ CONFIG_RULES = (
 )
 LAUNCH_RULES = (
     degrees_match_processes,
+    one_process,
     dtype_runs_on_device,
     files_exist,
     output_is_unused,

@@ -92,6 +92,23 @@ def missing_files(checkpoint: Path) -> list[str]:
     ]
 
 
+def model_folder(path: Path) -> Path:
+    """The model that a path names: itself, or a run's final model, or its newest checkpoint.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    candidates = [path, path / "final"]
+    candidates += [folder for _, folder in reversed(complete_checkpoints(path))]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise RuntimeError(
+        f"{path} is neither a model folder (it has no config.json) nor the output_dir of a run "
+        "(it has neither final/ nor a complete checkpoint)"
+    )
+
+
 def prune_checkpoints(output_dir: Path, limit: int | None) -> None:
     """Delete the oldest checkpoints beyond `limit`; the newest complete one always stays."""
     if limit is not None:

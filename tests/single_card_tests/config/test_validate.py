@@ -7,7 +7,12 @@ configuration passes all of them.
 import pytest
 
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.config.validate import Launch, launch_problems, rule_problems
+from paddle_vl.config.validate import (
+    Launch,
+    degrees_match_processes,
+    launch_problems,
+    rule_problems,
+)
 
 CPU = Launch("cpu", 1)
 
@@ -64,12 +69,17 @@ def test_rule_fires(changes, part):
 
 def test_degrees_must_multiply_to_the_processes(existing):
     config = make(parallel__mp_degree=2, parallel__dp_degree=3)
-    assert launch_problems(config, Launch("cpu", 6)) == []
+    assert list(degrees_match_processes(config, Launch("cpu", 6))) == []
     (problem,) = launch_problems(config, CPU)
     assert (
         "dp_degree 3 x mp_degree 2 x pp_degree 1 x sharding_degree 1 = 6, but the run has 1 process"
         in problem
     )
+
+
+def test_several_processes_are_refused(existing):
+    (problem,) = launch_problems(make(parallel__dp_degree=2), Launch("cpu", 2))
+    assert "launched with 2 processes; training runs in one process only" in problem
 
 
 def test_bfloat16_is_refused_on_the_cpu_only(existing):

@@ -1,0 +1,139 @@
+"""Evaluation: mean loss over a dataset, and exact answers by greedy decoding."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import nn
+
+NO_TASK = "(no task)"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer beside the expected one.
+
+    Attributes:
+        sample: `file:line` of the conversation.
+        task: its field `task`, `NO_TASK` without one.
+        prompt: text of the turn that is answered.
+        is_exact: whether answer and expected text are equal, outer spaces aside.
+    """
+
+    sample: str
+    task: str
+    prompt: str
+    expected: str
+    answer: str
+    is_exact: bool
+
+
+def mean_loss(model: nn.Layer, batches: Iterable[dict[str, Any]]) -> tuple[float, int]:
+    """Mean cross entropy over all target tokens of all batches, and their number.
+
+    Raises:
+        ValueError: no batch has a target token.
+    """
+    total, count = 0.0, 0
+    was_training = model.training
+    model.eval()
+    try:
+        with paddle.no_grad():
+            for batch in batches:
+                total += float(model(**batch).loss_sum)
+                count += batch["num_target_tokens"]
+    finally:
+        if was_training:
+            model.train()
+    if count == 0:
+        raise ValueError("the evaluation data has no target token: there is no loss to report")
+    return total / count, count
+
+
+def greedy_answers(
+    model: nn.Layer,
+    processor: Any,
+    dataset: Any,
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> list[Answer]:
+    """Answer every assistant turn anew, given the true turns before it.
+
+    Args:
+        processor: a `Qwen3VLProcessor`.
+        dataset: a `MessagesDataset`.
+        batch_size: turns that are answered together.
+    """
+    questions = _questions(dataset)
+    answers = []
+    while group := list(islice(questions, batch_size)):
+        inputs = processor.encode_prompts([conversation for _, conversation, _ in group])
+        new_ids = model.generate(
+            **inputs, max_new_tokens=max_new_tokens, eos_token_ids=processor.eos_token_ids
+        )
+        for (sample, conversation, expected), ids in zip(group, new_ids, strict=True):
+            answer = processor.decode(ids).strip()
+            answers.append(
+                Answer(
+                    sample=sample,
+                    task=str(conversation.extra.get("task", NO_TASK)),
+                    prompt=conversation.turns[-1].text if conversation.turns else "",
+                    expected=expected,
+                    answer=answer,
+                    is_exact=answer == expected,
+                )
+            )
+    return answers
+
+
+class FirstSamples:
+    """The first samples of a dataset, as a dataset."""
+
+    def __init__(self, dataset: Any, limit: int):
+        self._dataset, self._limit = dataset, limit
+
+    def __len__(self) -> int:
+        return min(self._limit, len(self._dataset))
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._dataset[number]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
+def _questions(dataset: Any) -> Iterator[tuple[str, Any, str]]:
+    """Place, conversation up to an assistant turn, and the text of that turn."""
+    for number in range(len(dataset)):
+        conversation = dataset.conversation(number)
+        for i, turn in enumerate(conversation.turns):
+            if turn.role == "assistant":
+                so_far = replace(conversation, turns=conversation.turns[:i])
+                yield dataset.place(number), so_far, turn.text.strip()
+
+
+def evaluation_report(loss: float, num_targets: int, answers: list[Answer]) -> str:
+    """The numbers as a small table, exact answers by task."""
+    by_task: dict[str, list[bool]] = {}
+    for answer in answers:
+        by_task.setdefault(answer.task, []).append(answer.is_exact)
+    rows = sorted(by_task.items()) if len(by_task) > 1 else []
+    rows.append(("all answers", [answer.is_exact for answer in answers]))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"loss per answer token: {loss:.4f} ({num_targets} tokens)", "exact answers:"]
+    for name, exact in rows:
+        share = sum(exact) / len(exact)
+        lines.append(f"  {name:{width}}  {share:7.2%}  ({sum(exact)} of {len(exact)})")
+    return "\n".join(lines)
+
+
+def write_predictions(answers: list[Answer], path: Path) -> None:
+    """Write one JSON line per answer."""
+    with path.open("w", encoding="utf-8") as stream:
+        for answer in answers:
+            stream.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")

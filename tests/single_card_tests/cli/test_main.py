@@ -1,0 +1,186 @@
+"""The command line.
+
+Guarantees: help answers without loading Paddle and explains every setting; user errors are one line
+and exit code 1, faults of the program keep their traceback; train, evaluate and generate work
+together on a run folder; a stopped training exits with 128 + the signal's number.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from paddle_vl.cli import commands
+from paddle_vl.cli.main import main
+from paddle_vl.config.schema import setting_descriptions
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    return write_tiny_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def trained(run_file):
+    """The run folder after `paddle-vl train`."""
+    assert main(["train", str(run_file)]) == 0
+    return run_file.with_name("out")
+
+
+def run_module(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "paddle_vl", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["generate"]])
+def test_help_answers_without_loading_paddle(command):
+    program = (
+        "import sys\nfrom paddle_vl.cli.main import main\n"
+        f"try:\n    main({[*command, '--help']!r})\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "assert 'paddle' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "example" in result.stdout
+
+
+def test_train_help_explains_every_setting(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name, (default, description) in setting_descriptions().items():
+        shown = "null" if default == "None" else default
+        assert f"{name} ({shown}) {description}" in text
+
+
+def test_wrong_arguments_exit_with_2(capsys):
+    for arguments in ([], ["fly"], ["evaluate", "m"], ["generate", "--model", "m", "--prompt"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    with pytest.raises(SystemExit):
+        main(["evaluate", "m", "--data", "d", "--batch-size", "0"])
+    assert "0 is not at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "none.yaml"], "error: configuration none.yaml cannot be read: No such file"),
+        (["evaluate", "nowhere", "--data", "d"], "error: nowhere is neither a model folder"),
+        (["generate", "--model", "nowhere", "--prompt", "x"], "error: nowhere is neither"),
+    ],
+)
+def test_user_errors_are_one_message(arguments, message, capsys):
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(message)
+    assert "Traceback" not in captured.err
+
+
+def test_setting_error_exits_1_and_debug_shows_the_traceback(run_file):
+    arguments = ("train", str(run_file), "train.learing_rate=1")
+    plain = run_module(*arguments, PADDLE_VL_DEBUG="0")
+    assert plain.returncode == 1
+    assert "error: command line: train.learing_rate is not a setting" in plain.stderr
+    assert "Traceback" not in plain.stderr
+    debug = run_module(*arguments, PADDLE_VL_DEBUG="1")
+    assert debug.returncode == 1
+    assert "Traceback" in debug.stderr
+
+
+def test_faults_of_the_program_keep_their_traceback(monkeypatch):
+    def fault(options):
+        json.loads("{")
+
+    monkeypatch.setattr(commands, "train", fault)
+    with pytest.raises(json.JSONDecodeError):
+        main(["train", "x.yaml"])
+
+
+def test_interrupt_outside_training_exits_with_130(monkeypatch, capsys):
+    def interrupt(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "train", interrupt)
+    assert main(["train", "x.yaml"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_evaluate_prints_loss_and_exact_answers_by_task(trained, run_file, tmp_path, capsys):
+    data, out = str(run_file.with_name("test.jsonl")), tmp_path / "answers.jsonl"
+    assert main(
+        ["evaluate", str(trained), "--data", data, "--max-new-tokens", "4", "--batch-size", "2",
+         "--predictions", str(out)]
+    ) == 0  # fmt: skip
+    text = capsys.readouterr().out
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    # 5 conversations, one of them with two answers.
+    assert len(answers) == 6
+    assert answers[0] == {
+        "sample": f"{data}:1", "task": "colour", "prompt": "Which colour?", "expected": "red",
+        "answer": answers[0]["answer"], "is_exact": answers[0]["answer"] == "red",
+    }  # fmt: skip
+    assert [a["prompt"] for a in answers if a["task"] == "chat"][-1] == "Sure?"
+    exact = sum(answer["is_exact"] for answer in answers)
+    assert f"({exact} of 6)" in text
+    assert "loss per answer token: " in text
+    assert "chat" in text
+
+
+def test_evaluation_limit_takes_the_first_samples(trained, run_file, tmp_path, capsys):
+    data = str(run_file.with_name("test.jsonl"))
+    arguments = ["evaluate", str(trained), "--data", data, "--max-new-tokens", "1", "--limit", "1"]
+    assert main(arguments) == 0
+    assert "of 1)" in capsys.readouterr().out
+
+
+def test_evaluation_loss_is_that_of_the_training(run_file, tmp_path, capsys):
+    data = run_file.with_name("test.jsonl")
+    overrides = [f"train.output_dir={tmp_path}", f"data.eval=[{data}]", "train.max_steps=1"]
+    assert main(["train", str(run_file), *overrides]) == 0
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert main(["evaluate", str(tmp_path), "--data", str(data), "--max-new-tokens", "1"]) == 0
+    assert f"loss per answer token: {line['eval_loss']:.4f}" in capsys.readouterr().out
+
+
+def test_generate_answers_about_images(trained, run_file, capsys):
+    images = [str(run_file.parent / "images" / f"{n}.png") for n in (0, 1)]
+    common = ["generate", "--model", str(trained), "--max-new-tokens", "3"]
+    one = ["--image", images[0]]
+    assert main([*common, *one, "--prompt", "Which colour?"]) == 0
+    in_front = capsys.readouterr().out
+    assert main([*common, *one, "--prompt", "<image>Which colour?"]) == 0
+    assert capsys.readouterr().out == in_front
+    assert main([*common, *one, "--image", images[1], "--prompt", "<image>a<image>"]) == 0
+    capsys.readouterr()
+    assert main([*common, *one, "--prompt", "<image> and <image>?"]) == 1
+    assert "2 image place(s)" in capsys.readouterr().err
+
+
+def test_used_output_folder_is_refused(trained, run_file, capsys):
+    assert main(["train", str(run_file)]) == 1
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_stopped_training_exits_with_the_signal(run_file, tmp_path, monkeypatch):
+    from paddle_vl.train import trainer as trainer_module
+
+    plain = trainer_module.train_step
+
+    def step_with_signal(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*arguments)
+
+    monkeypatch.setattr(trainer_module, "train_step", step_with_signal)
+    assert main(["train", str(run_file), f"train.output_dir={tmp_path}"]) == 143
+    assert (tmp_path / "checkpoint-1").is_dir()

@@ -1,0 +1,250 @@
+"""Whole runs of a tiny model on files.
+
+Guarantees: two seeded runs are bit-identical; a run that was cut off and resumed is bit-identical
+to one that was not, in every weight, the optimizer state and the metrics; a signal saves and stops;
+non-finite updates stop the run and leave the last good checkpoint; the output folder holds what the
+help says.
+"""
+
+import json
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.train import trainer as trainer_module
+from paddle_vl.train.build import build_trainer
+from paddle_vl.train.checkpoint import model_folder
+from paddle_vl.train.step import StepResult
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run"))
+
+
+def build(run_file: Path, output_dir: Path, *overrides: str):
+    config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
+    return build_trainer(config)
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """Lines of metrics.jsonl without the one quantity that is a time."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def assert_same_run(one: Path, other: Path, checkpoint: str = "checkpoint-4") -> None:
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        expected, found = load_file(one / checkpoint / name), load_file(other / checkpoint / name)
+        assert expected.keys() == found.keys()
+        for key, array in expected.items():
+            np.testing.assert_array_equal(found[key], array, err_msg=key)
+    state, other_state = (
+        json.loads((folder / checkpoint / "trainer_state.json").read_text())
+        for folder in (one, other)
+    )
+    assert state == other_state
+    assert metrics_of(one) == metrics_of(other)
+
+
+@pytest.fixture(scope="module")
+def whole_run(run_file, tmp_path_factory) -> Path:
+    """Four steps without a break, a checkpoint every second step, with evaluation."""
+    output_dir = tmp_path_factory.mktemp("whole") / "out"
+    data = run_file.with_name("test.jsonl")
+    trainer = build(run_file, output_dir, *evaluated(data))
+    assert trainer.run() is None
+    return output_dir
+
+
+def evaluated(data: Path) -> list[str]:
+    return [f"data.eval=[{data}]", "train.eval_steps=2", "train.save_steps=2"]
+
+
+def test_output_folder_holds_what_the_help_says(whole_run):
+    assert sorted(path.name for path in whole_run.iterdir()) == [
+        "checkpoint-2", "checkpoint-4", "config.yaml", "final", "loss.png", "metrics.jsonl",
+    ]  # fmt: skip
+    final = {path.name for path in (whole_run / "final").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= final
+    assert "optimizer.safetensors" not in final
+    assert model_folder(whole_run) == whole_run / "final"
+    assert load_run_config(whole_run / "config.yaml").train.max_steps == 4
+
+
+def test_metrics_have_every_quantity(whole_run):
+    lines = [json.loads(line) for line in (whole_run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.0, 0.01, 0.0075, 0.0025])
+    assert set(lines[1]) == {
+        "step", "epoch", "loss", "learning_rate", "grad_norm", "tokens_per_second",
+        "target_tokens", "skipped_updates", "skipped_samples", "eval_loss",
+    }  # fmt: skip
+    assert "eval_loss" not in lines[0]
+    assert lines[3]["epoch"] == pytest.approx(4 * 4 / 12, abs=1e-4)
+    assert lines[3]["eval_loss"] < lines[1]["eval_loss"]
+    assert all(line["tokens_per_second"] > 0 for line in lines)
+
+
+def test_two_seeded_runs_are_bit_identical(whole_run, run_file, tmp_path):
+    build(run_file, tmp_path, *evaluated(run_file.with_name("test.jsonl"))).run()
+    assert_same_run(whole_run, tmp_path)
+
+
+def test_another_seed_gives_another_run(whole_run, run_file, tmp_path):
+    build(run_file, tmp_path, "train.seed=6", "train.max_steps=1").run()
+    assert metrics_of(tmp_path)[0]["loss"] != metrics_of(whole_run)[0]["loss"]
+
+
+def test_resumed_run_is_bit_identical(whole_run, run_file, tmp_path):
+    """A crash after the metrics line of step 3: its checkpoint is that of step 2."""
+    shutil.copytree(whole_run / "checkpoint-2", tmp_path / "checkpoint-2")
+    lines = (whole_run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]) + '{"step": 4, "lo')
+    (tmp_path / ".partial-checkpoint-4").mkdir()
+    resumed = build(
+        run_file,
+        tmp_path,
+        *evaluated(run_file.with_name("test.jsonl")),
+        "train.resume_from_checkpoint=auto",
+        "data.num_workers=1",
+    )
+    assert resumed.step == 2
+    resumed.run()
+    assert_same_run(whole_run, tmp_path)
+    assert not (tmp_path / ".partial-checkpoint-4").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_the_resumed_run_is_bit_identical(run_file, tmp_path, monkeypatch, number):
+    """The signal arrives within step 3, between two reports of two steps each."""
+    settings = ["logging.logging_steps=2", "train.save_steps=null"]
+    build(run_file, tmp_path / "whole", *settings).run()
+    plain = trainer_module.train_step
+
+    def step_with_signal(model, optimizer, *arguments):
+        step_with_signal.calls += 1
+        if step_with_signal.calls == 3:
+            os.kill(os.getpid(), number)
+        return plain(model, optimizer, *arguments)
+
+    step_with_signal.calls = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "train_step", step_with_signal)
+        assert build(run_file, tmp_path / "cut", *settings).run() == number
+    assert not (tmp_path / "cut" / "final").exists()
+    assert model_folder(tmp_path / "cut") == tmp_path / "cut" / "checkpoint-3"
+    resume = "train.resume_from_checkpoint=auto"
+    assert build(run_file, tmp_path / "cut", *settings, resume).run() is None
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_resuming_reports_and_refuses_changes(whole_run, run_file, tmp_path, caplog):
+    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
+    settings = [*evaluated(run_file.with_name("test.jsonl")), "train.resume_from_checkpoint=auto"]
+    with caplog.at_level(logging.INFO):
+        trainer = build(run_file, tmp_path, *settings, "train.max_steps=6")
+    assert "changed since checkpoint-4: train.max_steps: 4 -> 6" in caplog.text
+    assert (trainer.step, trainer.num_steps) == (4, 6)
+    with pytest.raises(ValueError, match=r"train\.gradient_accumulation_steps: 2 -> 1"):
+        build(run_file, tmp_path, *settings, "train.gradient_accumulation_steps=1")
+
+
+def test_nonfinite_updates_stop_the_run_and_keep_the_last_good_checkpoint(
+    run_file, tmp_path, monkeypatch
+):
+    """Skipped updates may be saved, but never at the cost of the last checkpoint before them."""
+    plain = trainer_module.train_step
+
+    def step_that_breaks(model, optimizer, *arguments):
+        step_that_breaks.calls += 1
+        if step_that_breaks.calls > 2:
+            return StepResult(float("nan"), float("inf"), 3, True)
+        return plain(model, optimizer, *arguments)
+
+    step_that_breaks.calls = 0
+    monkeypatch.setattr(trainer_module, "train_step", step_that_breaks)
+    trainer = build(
+        run_file, tmp_path, "train.max_steps=20", "train.max_nonfinite_steps=3",
+        "train.save_steps=1", "train.save_total_limit=1",
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"3 updates in a row were skipped, the last at step 5"):
+        trainer.run()
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert not (tmp_path / "checkpoint-1").exists()
+    assert not (tmp_path / "final").exists()
+    lines = metrics_of(tmp_path)
+    assert [line["skipped_updates"] for line in lines] == [0, 0, 1, 2]
+    assert lines[3]["loss"] is None
+
+
+def test_finite_update_between_resets_the_count(run_file, tmp_path, monkeypatch):
+    plain = trainer_module.train_step
+
+    def every_other_step_breaks(model, optimizer, *arguments):
+        every_other_step_breaks.calls += 1
+        if every_other_step_breaks.calls % 2:
+            return StepResult(float("nan"), float("nan"), 3, True)
+        return plain(model, optimizer, *arguments)
+
+    every_other_step_breaks.calls = 0
+    monkeypatch.setattr(trainer_module, "train_step", every_other_step_breaks)
+    assert build(run_file, tmp_path, "train.max_nonfinite_steps=2").run() is None
+
+
+def test_old_checkpoints_are_pruned(run_file, tmp_path):
+    build(run_file, tmp_path, "train.save_steps=1", "train.save_total_limit=2").run()
+    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert names == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_epochs_and_frozen_parts_from_the_configuration(run_file, tmp_path):
+    """12 samples in steps of 2 x 2: one and a half passes are 4.5 steps, so 5."""
+    trainer = build(
+        run_file, tmp_path, "train.max_steps=null", "train.num_train_epochs=1.5",
+        'model.freeze=["model.visual.*"]', "train.recompute=full",
+    )  # fmt: skip
+    assert trainer.num_steps == 5
+    before = trainer.model.hf_state_dict()
+    trainer.run()
+    for name, value in trainer.model.hf_state_dict().items():
+        assert (value == before[name]).all() == name.startswith("model.visual."), name
+    with pytest.raises(ValueError, match="exceeds the 3 steps that"):
+        build(
+            run_file, tmp_path / "b", "train.max_steps=null", "train.num_train_epochs=1.0",
+            "train.warmup_steps=4",
+        )  # fmt: skip
+
+
+def test_model_that_does_not_fit_its_processor_is_refused(run_file, tmp_path):
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        build(
+            run_file, tmp_path,
+            "model.config.image_token_id=7", "model.config.vision_config.patch_size=8",
+        )  # fmt: skip
+    for part in (
+        "image_token_id is 7 in the model and 278 in the tokenizer",
+        "vision_config.patch_size is 8 in the model and 4 in the image processor",
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(ValueError, match="model.config: text_config.vocab_size is 270 but the"):
+        build(run_file, tmp_path, "model.config.text_config.vocab_size=270")
+
+
+def test_training_can_start_from_a_pretrained_folder(whole_run, run_file, tmp_path):
+    start = load_file(whole_run / "final" / "model.safetensors")
+    trainer = build(
+        run_file, tmp_path, "model.config=null", f"model.pretrained={whole_run / 'final'}",
+        "data.processor=null", "data.max_pixels=64",
+    )  # fmt: skip
+    for name, value in trainer.model.hf_state_dict().items():
+        np.testing.assert_array_equal(value, start[name], err_msg=name)
+    assert next(trainer.data)["image_grid_thw"].tolist() == [[1, 2, 2]] * 2

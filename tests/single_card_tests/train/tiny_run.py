@@ -1,0 +1,86 @@
+"""A complete tiny run on disk: pictures of one colour, questions, processor, settings."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from paddle_vl.data.processor import Qwen3VLProcessor
+from paddle_vl.data.sft.template import CONTROL_TOKENS
+from paddle_vl.data.tokenizer import train_bpe
+from paddle_vl.data.vision.image_processor import ImageProcessor
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
+MODEL = {
+    "text_config": {
+        "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+        "initializer_range": 0.1,
+    },
+    "vision_config": {
+        "depth": 2, "hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
+        "out_hidden_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        "initializer_range": 0.1,
+    },
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def write_tiny_run(folder: Path, num_samples: int = 12) -> Path:
+    """Write pictures, train.jsonl, test.jsonl, processor/ and run.yaml; return the last."""
+    (folder / "images").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    records = []
+    for number in range(num_samples):
+        name = list(COLOURS)[number % 3]
+        pixels = np.array(COLOURS[name]) + rng.integers(-20, 20, (12, 12, 3))
+        file = f"images/{number}.png"
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / file)
+        question = "<image>Which colour?" + " Please." * (number % 4)
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": name},
+        ]
+        if number % 4 == 1:
+            messages += [
+                {"role": "user", "content": "Sure?"},
+                {"role": "assistant", "content": "yes"},
+            ]
+        task = "chat" if len(messages) > 2 else "colour"
+        records.append({"messages": messages, "images": [file], "task": task})
+    write_records(folder / "train.jsonl", records)
+    write_records(folder / "test.jsonl", records[:5])
+    images = ImageProcessor(
+        min_pixels=64, max_pixels=256, patch_size=4, temporal_patch_size=2, merge_size=2,
+        image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5),
+    )  # fmt: skip
+    tokenizer = train_bpe(["Which colour? red green blue yes"], 280, CONTROL_TOKENS)
+    Qwen3VLProcessor(tokenizer, images).save_pretrained(folder / "processor")
+    settings = {
+        "model": {"config": MODEL},
+        "data": {
+            "train": [str(folder / "train.jsonl")],
+            "processor": str(folder / "processor"),
+            "max_length": 128,
+        },
+        "train": {
+            "output_dir": str(folder / "out"),
+            "max_steps": 4,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 0.01,
+            "warmup_steps": 1,
+            "seed": 5,
+        },
+        "logging": {"logging_steps": 1, "progress_bar": False},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+def write_records(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
