@@ -4,6 +4,7 @@ Pinned here: what `tools/check_parity.py` compares, under both settings of Paddl
 and that the tool notices: a wrong weight, an unsupported model, an uncompared tensor, no case.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -53,25 +54,21 @@ def test_golden_training_trajectory(model):
     assert report.passed, "\n".join([report.line(), *report.failure_lines(20)])
 
 
-def test_a_mixture_of_experts_is_reported_as_not_supported():
-    golden = GoldenFolders([CASES])
-    golden.models["moe"] = golden.models["dense_untied"]
-    unsupported = [r for r in reports_of_moe(golden) if r.unsupported]
-    assert [report.name for report in unsupported] == ["train_traj[moe]"]
-    assert not unsupported[0].passed
-
-
-def reports_of_moe(golden: GoldenFolders):
-    import parity.qwen_vl as family
-
-    plain = family._config
-
-    def config(golden, name):
-        return plain(golden, name) | ({"model_type": "qwen3_vl_moe"} if name == "moe" else {})
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family, "_config", config)
-        yield from run_cases(golden, [golden.case("train_traj")], 1.0, "float32")
+def test_what_is_not_supported_is_reported_and_fails(tmp_path):
+    shutil.copytree(CASES / "models" / "dense_tied", tmp_path / "models" / "moe")
+    config_file = tmp_path / "models" / "moe" / "config.json"
+    values = json.loads(config_file.read_text()) | {"model_type": "qwen3_vl_moe"}
+    config_file.write_text(json.dumps(values))
+    for name, model in (("on_experts", "moe"), ("on_nothing", "absent")):
+        case = Path(shutil.copytree(CASES / "text_only", tmp_path / name))
+        meta = json.loads((case / "meta.json").read_text()) | {"model": model}
+        (case / "meta.json").write_text(json.dumps(meta))
+    (report,) = reports(tmp_path, "on_experts")
+    assert "mixture of experts" in report.line()
+    assert not report.passed
+    (report,) = reports(tmp_path, "on_nothing")
+    assert "model absent is in none of the folders" in report.line()
+    assert not report.passed
 
 
 def test_a_wrong_tensor_and_an_uncompared_one_fail(tmp_path):
