@@ -9,6 +9,7 @@ import os
 import sys
 import textwrap
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = build_parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    # Said by every import of Paddle; nothing is compiled here.
+    warnings.filterwarnings("ignore", message="No ccache found")
     try:
         return options.run(options)
     except KeyboardInterrupt:
