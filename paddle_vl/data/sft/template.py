@@ -124,6 +124,10 @@ class ChatTemplate:
         return [self.ids[VISION_START], *pads, self.ids[VISION_END]]
 
     def _encode_text(self, text: str) -> list[int]:
+        if not _is_unicode(text):
+            raise BadSampleError(
+                "bad_text", "the text contains half of a surrogate pair, which is no character"
+            )
         ids = self._tokenizer.encode(text)
         forged = self._forbidden.keys() & set(ids)
         if forged:
@@ -155,3 +159,8 @@ def _text_runs(turn: Turn) -> list[str | None]:
         else:
             runs[-1] += part
     return runs
+
+
+def _is_unicode(text: str) -> bool:
+    """False for what JSON's escapes can spell and UTF-8 cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

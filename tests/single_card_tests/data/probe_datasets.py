@@ -1,0 +1,51 @@
+"""Datasets that show what a loader does with them; importable by worker processes."""
+
+import os
+import sys
+from collections import Counter
+
+import numpy as np
+
+from paddle_vl.data.bad_sample import BadSampleError
+
+
+class NumberDataset:
+    """Sample i holds the number i; the listed ones are bad."""
+
+    fingerprint = 1
+
+    def __init__(self, size: int, bad=(), on_bad_sample: str = "fail"):
+        self.size = size
+        self.bad = frozenset(bad)
+        self.on_bad_sample = on_bad_sample
+        self.skipped = Counter()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, number: int) -> dict:
+        if number in self.bad:
+            raise BadSampleError("bad_kind", "this one is bad", f"data.jsonl:{number + 1}")
+        return {"number": np.array([number])}
+
+
+class DyingDataset(NumberDataset):
+    """Ends its process at sample 3."""
+
+    def __getitem__(self, number: int) -> dict:
+        if number == 3:
+            os._exit(1)
+        return super().__getitem__(number)
+
+
+class ProcessDataset(NumberDataset):
+    """Tells about the process it runs in."""
+
+    def __getitem__(self, number: int) -> dict:
+        loaded = "paddle" in sys.modules
+        return {"number": np.array([os.getpid(), loaded, hasattr(sys.modules["__main__"], "MARK")])}
+
+
+def stack_numbers(samples: list) -> dict:
+    """A collator."""
+    return {"numbers": np.concatenate([sample["number"] for sample in samples]).tolist()}

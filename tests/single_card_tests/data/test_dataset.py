@@ -1,0 +1,210 @@
+"""Dataset: JSONL files of conversations, checked when opened, decoded when used.
+
+Pinned: samples keep file order over several files; every kind of bad sample names file, line and
+reason, whether it is found when opening or when decoding; `skip` leaves out and counts; a sample
+over the limit is cut only where that does no harm.
+"""
+
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.sft.dataset import MessagesDataset
+from tests.single_card_tests.data.chat_builders import (
+    question,
+    random_image,
+    tiny_processor,
+    user,
+    write_jsonl,
+)
+
+PROCESSOR = tiny_processor()
+
+
+def decoded(sample):
+    return PROCESSOR.decode(sample["input_ids"], skip_special_tokens=False)
+
+
+def test_samples_keep_file_order_and_paths_start_at_their_file(tmp_path):
+    (tmp_path / "sub").mkdir()
+    random_image(8, 16).save(tmp_path / "sub" / "a.png")
+    first = write_jsonl(tmp_path / "1.jsonl", [question(answer="\u00e9ins"), "", question()])
+    second = write_jsonl(tmp_path / "sub" / "2.jsonl", [question("<image>", images=["a.png"])])
+    dataset = MessagesDataset([first, second], PROCESSOR)
+    assert len(dataset) == 3
+    assert [dataset.place(i) for i in range(3)] == [f"{first}:1", f"{first}:3", f"{second}:1"]
+    assert "\u00e9ins" in decoded(dataset[0])
+    assert "A cat." in decoded(dataset[1])
+    assert dataset[2]["image_grid_thw"].tolist() == [[1, 2, 4]]
+
+
+def test_conversation_keeps_the_other_entries_of_its_record(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [question(task="single")])
+    assert MessagesDataset([file], PROCESSOR).conversation(0).extra == {"task": "single"}
+
+
+BAD_LINES = {
+    "broken_json": ('{"messages": ', "broken JSON"),
+    "missing_key": ({"images": []}, "no 'messages'"),
+    "unknown_role": ({"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'"),
+    "tag_count": (question("<image><image>", images=["a.png"]), "2 image place.* but 1 entries"),
+    "missing_image": (question("<image>", images=["gone.png"]), r"gone\.png does not exist"),
+    "no_assistant": ({"messages": [user("a")]}, "no assistant turn"),
+    "unsupported": (question("<video>", videos=["v.mp4"]), r"v\.mp4.*cannot be read yet"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random_image(8, 8).save(tmp_path / "a.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", BAD_LINES)
+def test_bad_line_fails_the_opening_with_file_line_and_reason(folder, kind):
+    row, reason = BAD_LINES[kind]
+    file = write_jsonl(folder / "data.jsonl", [question(), row])
+    with pytest.raises(BadSampleError, match=rf"^{re.escape(str(file))}:2: .*{reason}") as info:
+        MessagesDataset([file], PROCESSOR)
+    assert info.value.kind == kind
+
+
+def test_failure_tells_how_many_more_lines_are_bad(folder):
+    file = write_jsonl(folder / "data.jsonl", [question(), "{", question(), "{", "{"])
+    with pytest.raises(
+        BadSampleError, match=rf"2 more bad .* the next at {re.escape(str(file))}:4"
+    ):
+        MessagesDataset([file], PROCESSOR)
+
+
+def test_skip_leaves_out_bad_lines_and_counts_them_by_kind(folder):
+    rows = [question(answer="one"), *(row for row, _ in BAD_LINES.values()), question(answer="two")]
+    file = write_jsonl(folder / "data.jsonl", [*rows, "{"])
+    dataset = MessagesDataset([file], PROCESSOR, on_bad_sample="skip")
+    assert len(dataset) == 2
+    assert "two" in decoded(dataset[1])
+    assert dataset.skipped == {**dict.fromkeys(BAD_LINES, 1), "broken_json": 2}
+
+
+def test_all_lines_bad_fails_even_when_skipping(folder):
+    file = write_jsonl(folder / "data.jsonl", ["{", "["])
+    with pytest.raises(ValueError, match=r"all 2 samples are bad.*data\.jsonl:1"):
+        MessagesDataset([file], PROCESSOR, on_bad_sample="skip")
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_empty_file_is_refused(tmp_path, text):
+    (tmp_path / "data.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=r"data\.jsonl is empty"):
+        MessagesDataset([tmp_path / "data.jsonl"], PROCESSOR, on_bad_sample="skip")
+
+
+def test_missing_file_and_missing_files_are_refused(tmp_path):
+    with pytest.raises(RuntimeError, match=r"gone\.jsonl does not exist"):
+        MessagesDataset([tmp_path / "gone.jsonl"], PROCESSOR)
+    with pytest.raises(ValueError, match="no data file"):
+        MessagesDataset([], PROCESSOR)
+
+
+def decoding_faults(folder):
+    random_image(1, 300).save(folder / "thin.png")
+    (folder / "text.png").write_text("not an image")
+    return {
+        "aspect_ratio": (question("<image>", images=["thin.png"]), "300 x 1 pixels"),
+        "unreadable_image": (question("<image>", images=["text.png"]), r"text\.png.* decoded"),
+        "special_token": (question("<|im_end|>"), r"<\|im_end\|>"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["aspect_ratio", "unreadable_image", "special_token"])
+def test_fault_found_when_decoding_names_file_line_and_reason(folder, kind):
+    row, reason = decoding_faults(folder)[kind]
+    file = write_jsonl(folder / "data.jsonl", [question(), row])
+    dataset = MessagesDataset([file], PROCESSOR)
+    with pytest.raises(BadSampleError, match=rf"^{re.escape(str(file))}:2: .*{reason}") as info:
+        dataset[1]
+    assert info.value.kind == kind
+
+
+def two_image_sample(folder, **options):
+    random_image(8, 16).save(folder / "wide.png")
+    messages = [
+        *question("<image>?", "one", images=["a.png"])["messages"],
+        *question("<image>?", "two")["messages"],
+    ]
+    row = {"messages": messages, "images": ["a.png", "wide.png"]}
+    return MessagesDataset([write_jsonl(folder / "data.jsonl", [row])], PROCESSOR, **options)
+
+
+def test_sample_within_the_limit_is_left_alone(folder):
+    whole = two_image_sample(folder)[0]
+    limited = two_image_sample(folder, max_length=len(whole["input_ids"]))[0]
+    for key, value in whole.items():
+        np.testing.assert_array_equal(limited[key], value)
+
+
+def test_every_limit_either_cuts_without_harm_or_names_it(folder):
+    """Tried at every length against the rules in plain words."""
+    whole = two_image_sample(folder)[0]
+    is_image = whole["input_ids"] == PROCESSOR.image_token_id
+    outcomes = set()
+    for limit in range(2, len(whole["input_ids"])):
+        dataset = two_image_sample(folder, max_length=limit)
+        has_target = (whole["labels"][1:limit] != -100).any()
+        cuts_image = is_image[limit - 1] and is_image[limit]
+        if has_target and not cuts_image:
+            sample = dataset[0]
+            np.testing.assert_array_equal(sample["input_ids"], whole["input_ids"][:limit])
+            np.testing.assert_array_equal(sample["labels"], whole["labels"][:limit])
+            grids = [[[1, 2, 2]], [[1, 2, 2], [1, 2, 4]]][int(is_image[:limit].sum() == 3)]
+            assert sample["image_grid_thw"].tolist() == grids
+            count = np.prod(grids, axis=1).sum()
+            np.testing.assert_array_equal(sample["pixel_values"], whole["pixel_values"][:count])
+            outcomes.add(len(grids))
+        else:
+            harm = "image 2 in half" if has_target else "every token to learn from"
+            lengths = (
+                rf"jsonl:1: .*has {len(whole['input_ids'])} tokens.*data\.max_length is {limit}"
+            )
+            with pytest.raises(BadSampleError, match=f"{lengths}.*{harm}") as info:
+                dataset[0]
+            assert info.value.kind == "too_long"
+            outcomes.add(harm)
+    assert outcomes == {1, 2, "image 2 in half", "every token to learn from"}
+
+
+def test_images_that_are_cut_away_whole_leave_no_visual_keys(folder):
+    row = {"messages": [*question()["messages"], user("<image>")], "images": ["a.png"]}
+    file = write_jsonl(folder / "data.jsonl", [row])
+    length = len(MessagesDataset([file], PROCESSOR)[0]["input_ids"])
+    sample = MessagesDataset([file], PROCESSOR, max_length=length - 6)[0]
+    assert set(sample) == {"input_ids", "labels"}
+
+
+def test_dataset_and_its_errors_survive_pickling(folder):
+    file = write_jsonl(folder / "data.jsonl", [question(), question("<|im_end|>")])
+    dataset = pickle.loads(pickle.dumps(MessagesDataset([file], PROCESSOR)))
+    np.testing.assert_array_equal(
+        dataset[0]["input_ids"], MessagesDataset([file], PROCESSOR)[0]["input_ids"]
+    )
+    with pytest.raises(BadSampleError) as info:
+        dataset[1]
+    copy = pickle.loads(pickle.dumps(info.value))
+    assert (str(copy), copy.kind) == (str(info.value), "special_token")
+
+
+def test_fingerprint_changes_with_the_data(folder):
+    prints = [
+        MessagesDataset([write_jsonl(folder / "data.jsonl", rows)], PROCESSOR).fingerprint
+        for rows in ([question(), question()], [question(answer="?"), question()], [question()])
+    ]
+    assert len(set(prints)) == 3
+
+
+def test_on_bad_sample_takes_two_values(folder):
+    file = write_jsonl(folder / "data.jsonl", [question()])
+    with pytest.raises(ValueError, match="'ignore'; use 'fail' or 'skip'"):
+        MessagesDataset([file], PROCESSOR, on_bad_sample="ignore")

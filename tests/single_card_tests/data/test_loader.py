@@ -1,0 +1,220 @@
+"""Loader: one stream of batches, whatever prepares it and wherever it is resumed.
+
+Pinned: the stream does not depend on workers or prefetching; from every saved position it goes on
+as it would have; a bad sample's error arrives with its place, from a worker too; skipped samples
+are replaced or left out and counted, and no data is bad enough to loop forever; a dead worker is
+reported; workers load neither Paddle nor the main script; closing ends them.
+"""
+
+import itertools
+import json
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.collate import VLCollator
+from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.data.sft.dataset import MessagesDataset
+from tests.single_card_tests.data.chat_builders import (
+    question,
+    random_image,
+    tiny_processor,
+    write_jsonl,
+)
+from tests.single_card_tests.data.probe_datasets import (
+    DyingDataset,
+    NumberDataset,
+    stack_numbers,
+)
+
+TRAIN = {"shuffle": True, "drop_last": True, "seed": 5}
+EVALUATE = {"shuffle": False, "drop_last": False, "num_epochs": 1}
+
+
+def loader(dataset, batch_size=3, **options):
+    return PrefetchLoader(dataset, stack_numbers, batch_size, **options)
+
+
+def take(batches, count):
+    return [batch["numbers"] for batch in itertools.islice(batches, count)]
+
+
+EXPECTED = take(loader(NumberDataset(10), **TRAIN), 12)
+
+
+def test_training_stream_is_shuffled_and_without_end():
+    assert {len(batch) for batch in EXPECTED} == {3}
+    epochs = np.reshape(EXPECTED, (4, 9)).tolist()
+    assert all(len(set(epoch)) == 9 for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_evaluation_gives_every_sample_once_and_can_be_repeated():
+    batches = loader(NumberDataset(5), **EVALUATE)
+    for _ in range(2):
+        assert take(batches, None) == [[0, 1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(1, 1), (2, 5)])
+def test_stream_depends_neither_on_workers_nor_on_prefetching(num_workers, prefetch):
+    options = {"num_workers": num_workers, "prefetch_batches": prefetch}
+    with loader(NumberDataset(10), **TRAIN, **options) as batches:
+        assert take(batches, 12) == EXPECTED
+
+
+@pytest.mark.parametrize("stop", range(8))
+def test_stream_goes_on_from_every_position(stop):
+    interrupted = loader(NumberDataset(10), **TRAIN)
+    take(interrupted, stop)
+    state = json.loads(json.dumps(interrupted.state_dict()))
+    resumed = loader(NumberDataset(10), **TRAIN)
+    resumed.load_state_dict(state)
+    assert (resumed.epoch, resumed.batches_consumed) == divmod(stop, 3)
+    assert take(resumed, 12 - stop) == EXPECTED[stop:]
+
+
+def test_position_counts_batches_handed_out_not_those_prefetched():
+    options = {"num_workers": 1, "prefetch_batches": 4}
+    with loader(NumberDataset(10), **TRAIN, **options) as batches:
+        take(batches, 2)
+        state = batches.state_dict()
+        take(batches, 3)
+        batches.load_state_dict(state)
+        assert take(batches, 10) == EXPECTED[2:]
+
+
+def test_other_data_or_settings_cannot_be_resumed_and_are_all_named():
+    state = loader(NumberDataset(10), **TRAIN).state_dict()
+    other = loader(NumberDataset(11), batch_size=2, **TRAIN)
+    with pytest.raises(
+        ValueError, match=r"num_samples was 10 and is 11; batch_size was 3 and is 2"
+    ):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_bad_sample_fails_with_its_place(num_workers):
+    with loader(NumberDataset(5, bad=[3]), **EVALUATE, num_workers=num_workers) as batches:
+        assert take(batches, 1) == [[0, 1, 2]]
+        with pytest.raises(BadSampleError, match=r"^data\.jsonl:4: this one is bad$"):
+            next(batches)
+
+
+def test_skipped_samples_are_replaced_in_training_so_that_batches_stay_full():
+    whole = take(loader(NumberDataset(10), **TRAIN), 6)
+    dataset = NumberDataset(10, bad=[3, 4], on_bad_sample="skip")
+    batches = loader(dataset, **TRAIN)
+    replaced = [[5 if number in (3, 4) else number for number in batch] for batch in whole]
+    assert take(batches, 6) == replaced
+    passed_over = sum({3: 2, 4: 1}.get(number, 0) for batch in whole for number in batch)
+    assert batches.skipped == {"bad_kind": passed_over}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_skipped_samples_are_left_out_of_an_evaluation(num_workers):
+    dataset = NumberDataset(9, bad=[1, 3, 4, 5], on_bad_sample="skip")
+    with loader(dataset, **EVALUATE, num_workers=num_workers) as batches:
+        assert take(batches, None) == [[0, 2], [6, 7, 8]]
+        assert batches.skipped == {"bad_kind": 4}
+
+
+def test_skipped_counts_are_those_of_the_batches_handed_out_and_are_resumed():
+    dataset = NumberDataset(6, bad=[0, 3], on_bad_sample="skip")
+    dataset.skipped["broken_json"] = 7
+    options = {**EVALUATE, "num_workers": 1, "prefetch_batches": 2}
+    with loader(dataset, **options) as batches:
+        take(batches, 1)
+        assert batches.skipped == {"broken_json": 7, "bad_kind": 1}
+        state = batches.state_dict()
+    resumed = loader(dataset, **EVALUATE)
+    resumed.load_state_dict(state)
+    assert take(resumed, None) == [[4, 5]]
+    assert resumed.skipped == {"broken_json": 7, "bad_kind": 2}
+
+
+def test_all_samples_bad_fails_in_training_and_evaluation():
+    dataset = NumberDataset(6, bad=range(6), on_bad_sample="skip")
+    with pytest.raises(BadSampleError, match=r"data\.jsonl:.*6 samples in a row are bad"):
+        next(loader(dataset, **TRAIN))
+    with pytest.raises(ValueError, match="every sample of epoch 0 is bad.*'bad_kind': 6"):
+        next(loader(dataset, **EVALUATE))
+
+
+def test_dead_worker_is_reported():
+    with (
+        loader(DyingDataset(6), **EVALUATE, num_workers=1) as batches,
+        pytest.raises(RuntimeError, match=r"worker process died.*data\.num_workers"),
+    ):
+        take(batches, None)
+
+
+def test_workers_load_neither_paddle_nor_the_main_script(tmp_path):
+    """The script has no guard and pretends to have imported Paddle."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, types\n"
+        "from tests.single_card_tests.data.probe_datasets import ProcessDataset\n"
+        "from tests.single_card_tests.data.test_loader import EVALUATE, loader\n"
+        "MARK = True\n"
+        "sys.modules['paddle'] = types.ModuleType('paddle')\n"
+        "with loader(ProcessDataset(2), batch_size=1, num_workers=1, **EVALUATE) as batches:\n"
+        "    for (pid, has_paddle, has_main) in [batch['numbers'] for batch in batches]:\n"
+        "        print(pid != os.getpid(), has_paddle, has_main)\n"
+        "print(__file__ == sys.argv[0])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert result.stdout.split() == ["True", "0", "0"] * 2 + ["True"], result.stderr
+
+
+def test_closing_ends_the_workers():
+    before = set(multiprocessing.active_children())
+    with loader(NumberDataset(10), **TRAIN, num_workers=1) as batches:
+        take(batches, 1)
+        assert set(multiprocessing.active_children()) - before
+    assert not set(multiprocessing.active_children()) - before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_workers", -1), ("prefetch_batches", 0), ("num_epochs", 0)]
+)
+def test_number_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        loader(NumberDataset(3), **{**TRAIN, name: value})
+
+
+def test_ranks_together_see_the_batches_of_one_process():
+    ranks = [
+        take(loader(NumberDataset(9), batch_size=2, **TRAIN, rank=rank, size=2), 4)
+        for rank in range(2)
+    ]
+    one = take(loader(NumberDataset(9), batch_size=4, **TRAIN), 4)
+    together = [sorted(a + b) for a, b in zip(*ranks, strict=True)]
+    assert together == [sorted(batch) for batch in one]
+
+
+def test_conversations_give_the_same_batches_in_workers(tmp_path):
+    rows = []
+    for number in range(4):
+        random_image(8, 8 * (1 + number % 2), seed=number).save(tmp_path / f"{number}.png")
+        rows.append(question("<image>?", images=[f"{number}.png"]))
+    processor = tiny_processor()
+    dataset = MessagesDataset([write_jsonl(tmp_path / "a.jsonl", rows)], processor)
+    collator = VLCollator(
+        processor.pad_token_id, processor.image_token_id, processor.video_token_id
+    )
+    inline = list(PrefetchLoader(dataset, collator, 2, **EVALUATE))
+    with PrefetchLoader(dataset, collator, 2, **EVALUATE, num_workers=1) as batches:
+        for expected, batch in zip(inline, batches, strict=True):
+            assert expected.keys() == batch.keys()
+            for key, value in expected.items():
+                np.testing.assert_array_equal(batch[key], value)
