@@ -17,11 +17,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from paddle import Tensor
 
 from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite, read_header, write_file
 
@@ -116,24 +117,35 @@ def prune_checkpoints(output_dir: Path, limit: int | None) -> None:
             remove_folder(path)
 
 
-def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write float32 arrays as a safetensors file."""
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write float32 tensors as a safetensors file, one copy at a time in memory."""
     write_file(
         path,
         [
-            TensorToWrite(name, array.shape, "F32", lambda array=array: array)
-            for name, array in arrays.items()
+            TensorToWrite(name, tuple(tensor.shape), "F32", tensor.numpy)
+            for name, tensor in tensors.items()
         ],
     )
 
 
-def load_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Read what `save_arrays` wrote.
+class StoredArrays(Mapping[str, np.ndarray]):
+    """The arrays of a safetensors file, read from it when they are asked for.
 
     Raises:
         RuntimeError: the file is missing or damaged.
     """
-    return {name: stored.read() for name, stored in read_header(path).items()}
+
+    def __init__(self, path: Path):
+        self._stored = read_header(path)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._stored[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:

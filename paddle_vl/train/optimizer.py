@@ -4,6 +4,8 @@ Paddle names optimizer state after counters that differ from process to process,
 read and written here through the parameter it belongs to.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import paddle
 from paddle import Tensor
@@ -76,36 +78,8 @@ class Optimizer:
         """Drop the gradients, without the zero fill that Paddle's default makes."""
         self._adamw.clear_grad(set_to_zero=False)
 
-    def state_arrays(self) -> dict[str, np.ndarray]:
-        """Copies of all state as `HF name/state`; moments in the layout of the parameter here."""
-        return {name: tensor.numpy() for name, tensor in self._state_tensors().items()}
-
-    def load_state_arrays(self, arrays: dict[str, np.ndarray]) -> None:
-        """Restore what `state_arrays` returned, bit for bit.
-
-        Raises:
-            ValueError: every missing, unexpected or misshapen entry, all at once.
-        """
-        tensors = self._state_tensors()
-        problems = [f"missing {name}" for name in sorted(tensors.keys() - arrays.keys())]
-        problems += [f"unexpected {name}" for name in sorted(arrays.keys() - tensors.keys())]
-        problems += [
-            f"{name} is {list(arrays[name].shape)}, not {list(tensor.shape)}"
-            for name, tensor in tensors.items()
-            if name in arrays and list(arrays[name].shape) != list(tensor.shape)
-        ]
-        if problems:
-            raise ValueError(
-                "the saved optimizer state belongs to other trained parameters: "
-                + "; ".join(problems)
-            )
-        for name, tensor in tensors.items():
-            tensor.set_value(arrays[name])
-
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for _, parameter in self.parameters if parameter.grad is not None]
-
-    def _state_tensors(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All state by `HF name/state`, the live tensors; moments have the parameter's layout."""
         tensors = {}
         for name, parameter in self.parameters:
             for state in _STATES:
@@ -113,6 +87,31 @@ class Optimizer:
             if parameter.name in self._adamw._master_weights:
                 tensors[f"{name}/{_MASTER}"] = self._adamw._master_weights[parameter.name]
         return tensors
+
+    def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Set all state, bit for bit; every array is asked for once, when its turn comes.
+
+        Raises:
+            ValueError: every missing and unexpected entry, or every misshapen one.
+        """
+        tensors = self.state_tensors()
+        problems = [f"missing {name}" for name in sorted(tensors.keys() - arrays.keys())]
+        problems += [f"unexpected {name}" for name in sorted(arrays.keys() - tensors.keys())]
+        if not problems:
+            for name, tensor in tensors.items():
+                array = arrays[name]
+                if list(array.shape) == list(tensor.shape):
+                    tensor.set_value(array)
+                else:
+                    problems.append(f"{name} is {list(array.shape)}, not {list(tensor.shape)}")
+        if problems:
+            raise ValueError(
+                "the saved optimizer state belongs to other trained parameters: "
+                + "; ".join(problems)
+            )
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for _, parameter in self.parameters if parameter.grad is not None]
 
 
 def decayed_names(parameters: NamedParameters, exclude: list[str]) -> set[str]:

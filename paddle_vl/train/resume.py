@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.config.load import read_yaml
+from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.train.checkpoint import complete_checkpoints, missing_files
 
@@ -66,8 +66,8 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
     Raises:
         ValueError: a setting that must not change did, with all of those.
     """
-    saved, _, _ = read_yaml(checkpoint / "config.yaml")
-    old, new = flatten(saved), flatten(config.model_dump())
+    saved = load_run_config(checkpoint / "config.yaml")
+    old, new = flatten(saved.model_dump()), flatten(config.model_dump())
     changes = {
         key: f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
         for key in dict.fromkeys([*old, *new])

@@ -77,9 +77,7 @@ class Trainer:
     def restore(self, folder: Path) -> None:
         """Continue where a checkpoint was written; the model has its weights already."""
         state = checkpoints.load_state(folder)
-        self.optimizer.load_state_arrays(
-            checkpoints.load_arrays(folder / checkpoints.OPTIMIZER_FILE)
-        )
+        self.optimizer.load_state(checkpoints.StoredArrays(folder / checkpoints.OPTIMIZER_FILE))
         self.step = self._last_saved = state["step"]
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         self.meter.load_state_dict(state["meter"])
@@ -182,7 +180,8 @@ class Trainer:
     def _fill_checkpoint(self, folder: Path) -> None:
         self.save_model(folder)
         save_run_config(self.config, folder / "config.yaml")
-        checkpoints.save_arrays(folder / checkpoints.OPTIMIZER_FILE, self.optimizer.state_arrays())
+        tensors = self.optimizer.state_tensors()
+        checkpoints.save_tensors(folder / checkpoints.OPTIMIZER_FILE, tensors)
         checkpoints.save_state(
             folder,
             {

@@ -206,6 +206,44 @@ def test_old_checkpoints_are_pruned(run_file, tmp_path):
     assert names == ["checkpoint-3", "checkpoint-4"]
 
 
+@pytest.mark.parametrize(("setting", "calls"), [("none", 1), ("full", 2)])
+def test_recompute_setting_runs_layers_again(run_file, tmp_path, setting, calls):
+    trainer = build(
+        run_file, tmp_path, f"train.recompute={setting}", "train.max_steps=1",
+        "train.gradient_accumulation_steps=1",
+    )  # fmt: skip
+    counted = []
+    for layer in (trainer.model.decoder_layers[1].mlp, trainer.model.vision_blocks[0].mlp):
+        layer.register_forward_pre_hook(lambda *_: counted.append(1))
+    trainer.run()
+    assert len(counted) == 2 * calls
+
+
+def test_batch_settings_reach_the_batches(run_file, tmp_path):
+    trainer = build(
+        run_file, tmp_path, "data.padding_side=left", "data.pad_to_multiple_of=32",
+        "train.per_device_train_batch_size=6",
+    )  # fmt: skip
+    batch = next(trainer.data)
+    assert batch["input_ids"].shape[0] == 6
+    assert batch["input_ids"].shape[1] % 32 == 0
+    assert batch["has_left_padding"]
+
+
+def test_skipped_samples_are_counted(run_file, tmp_path):
+    """One broken line among the good ones: an error by default, counted when told to skip."""
+    data = tmp_path / "data.jsonl"
+    lines = run_file.with_name("train.jsonl").read_text().splitlines()
+    folder = run_file.parent
+    lines = [line.replace("images/", f"{folder}/images/") for line in lines]
+    data.write_text("\n".join([*lines[:5], '{"messages": ', *lines[5:]]) + "\n")
+    settings = [f"data.train=[{data}]", "train.max_steps=1"]
+    with pytest.raises(ValueError, match=r"data\.jsonl:6: broken JSON"):
+        build(run_file, tmp_path / "out", *settings)
+    build(run_file, tmp_path / "out", *settings, "data.on_bad_sample=skip").run()
+    assert metrics_of(tmp_path / "out")[0]["skipped_samples"] == 1
+
+
 def test_epochs_and_frozen_parts_from_the_configuration(run_file, tmp_path):
     """12 samples in steps of 2 x 2: one and a half passes are 4.5 steps, so 5."""
     trainer = build(

@@ -1,0 +1,51 @@
+"""Evaluation.
+
+Guarantees: the loss is one mean over all target tokens, however they are batched; the model's mode
+is left as it was; the report counts exact answers per task.
+"""
+
+import pytest
+
+from paddle_vl.train.evaluate import Answer, FirstSamples, evaluation_report, mean_loss
+from tests.single_card_tests.train.batches import image_batch, split_batch
+from tests.tiny import tiny_model
+
+TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_loss_is_one_mean_over_all_targets(training):
+    model = tiny_model()
+    expected = float(model(**image_batch(TEXTS, PROMPTS)).loss)
+    model.train() if training else model.eval()
+    loss, count = mean_loss(model, split_batch(TEXTS, PROMPTS))
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert count == 8
+    assert model.training is training
+
+
+def test_data_without_targets_is_refused():
+    with pytest.raises(ValueError, match="no target token"):
+        mean_loss(tiny_model(), [image_batch([[1, 2]], [2])])
+
+
+def answer(task: str, is_exact: bool) -> Answer:
+    return Answer("f:1", task, "p", "a", "a" if is_exact else "b", is_exact)
+
+
+def test_report_counts_exact_answers_per_task():
+    answers = [answer("name", True), answer("add", False), answer("name", False)]
+    text = evaluation_report(0.5, 12, answers)
+    assert text.splitlines() == [
+        "loss per answer token: 0.5000 (12 tokens)",
+        "exact answers:",
+        "  add            0.00%  (0 of 1)",
+        "  name          50.00%  (1 of 2)",
+        "  all answers   33.33%  (1 of 3)",
+    ]
+
+
+def test_first_samples_are_a_dataset_of_the_first():
+    first = FirstSamples([10, 20, 30], 2)
+    assert (len(first), first[1], len(FirstSamples([1], 2))) == (2, 20, 1)
+    assert first.index(30) == 2
