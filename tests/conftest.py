@@ -2,9 +2,20 @@
 
 import os
 
+import paddle
+import pytest
+
 from paddle_vl.compat import amd_instruction_set
 
 # Read by Paddle's matrix library at its first product; without it tests run several times longer
 # on AMD processors.
 if (instructions := amd_instruction_set()) is not None:
     os.environ.setdefault("MKL_DEBUG_CPU_TYPE", instructions)
+
+
+@pytest.fixture(autouse=True)
+def _keep_process_settings():
+    """Commands choose Paddle's transpose kernels for the whole process; a test must not."""
+    kept = paddle.get_flags("FLAGS_use_stride_kernel")
+    yield
+    paddle.set_flags(kept)

@@ -22,7 +22,8 @@ def tiny_config(**text_overrides) -> Qwen3VLConfig:
     }  # fmt: skip
     vision = {
         "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
-        "out_hidden_size": text_overrides.get("hidden_size", 16), "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
+        "out_hidden_size": text_overrides.get("hidden_size", 16), "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
     }  # fmt: skip
     return Qwen3VLConfig.from_dict(
         {

@@ -150,6 +150,7 @@ class _SoftmaxAttention(PyLayer):
     @staticmethod
     def forward(ctx, q_ZRH, k_ZSH, v_ZSH, blocks, key_bias_Z1S):
         ctx.blocks, ctx.scale = blocks, q_ZRH.shape[-1] ** -0.5
+        ctx.needs = [not x.stop_gradient for x in (q_ZRH, k_ZSH, v_ZSH)]
         q_ZRH = q_ZRH * ctx.scale
         probabilities, outputs = [], []
         for block in blocks:
@@ -188,7 +189,9 @@ class _SoftmaxAttention(PyLayer):
             grad_k = block_k if grad_k is None else block_k + _pad_keys(grad_k, block.num_keys)
             grad_v = block_v if grad_v is None else block_v + _pad_keys(grad_v, block.num_keys)
         grad_q = grads_q[0] if len(grads_q) == 1 else paddle.concat(grads_q, axis=1)
-        return grad_q * ctx.scale, grad_k, grad_v
+        grads = (grad_q * ctx.scale, grad_k, grad_v)
+        # Paddle wants None, and nothing else, for an input that takes no gradient.
+        return tuple(grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
 
 
 def _rows(x_ZRH: Tensor, block: _Block) -> Tensor:

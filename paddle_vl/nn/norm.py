@@ -34,16 +34,20 @@ class _RMSNorm(PyLayer):
     def forward(ctx, x, weight, epsilon):
         quotient, inverse = _rms_quotient(x, epsilon)
         ctx.save_for_backward(quotient, inverse, weight)
+        ctx.needs = (not x.stop_gradient, not weight.stop_gradient)
         return quotient.astype(x.dtype) * weight
 
     @staticmethod
     def backward(ctx, grad):
         quotient, inverse, weight = ctx.saved_tensor()
         channels = grad.shape[-1]
+        needs_x, needs_weight = ctx.needs
         grad_weight = None
-        if not weight.stop_gradient:
+        if needs_weight:
             product = (grad * quotient.astype(grad.dtype)).reshape([-1, channels])
             grad_weight = column_sum(product)
+        if not needs_x:
+            return None, grad_weight
         scaled = (grad * weight).astype("float32")
         mean = row_sum(scaled * quotient) / channels
         return ((scaled - quotient * mean) * inverse).astype(grad.dtype), grad_weight
@@ -69,7 +73,7 @@ class _LayerNorm(PyLayer):
     def forward(ctx, x, weight, bias, epsilon):
         standard, inverse = _standardise(x, epsilon)
         ctx.save_for_backward(standard, inverse, weight)
-        ctx.needs = (not weight.stop_gradient, not bias.stop_gradient)
+        ctx.needs = tuple(not tensor.stop_gradient for tensor in (x, weight, bias))
         return (standard * weight).add_(bias).astype(x.dtype)
 
     @staticmethod
@@ -78,13 +82,15 @@ class _LayerNorm(PyLayer):
         dtype, channels = grad.dtype, grad.shape[-1]
         grad = grad.astype("float32")
         grad_NC = grad.reshape([-1, channels])
-        needs_weight, needs_bias = ctx.needs
+        needs_x, needs_weight, needs_bias = ctx.needs
         grad_weight = (
             column_sum(grad_NC * standard.reshape([-1, channels])).astype(weight.dtype)
             if needs_weight
             else None
         )
         grad_bias = column_sum(grad_NC).astype(weight.dtype) if needs_bias else None
+        if not needs_x:
+            return None, grad_weight, grad_bias
         scaled = grad * weight
         mean = row_sum(scaled) / channels
         projection = row_sum(scaled * standard) / channels

@@ -92,3 +92,14 @@ def test_segments_see_themselves_only(segments):
     wanted = dense(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), allowed)
     found = segment_attention(q, k, v, segments).unsqueeze(0)
     assert_same(found, wanted, [q, k, v])
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2])
+def test_inputs_without_gradient_get_none_and_the_others_theirs(trained):
+    inputs = [draw(1, 5, 2, 8, seed=s) for s in (1, 2, 3)]
+    wanted = paddle.grad(causal_attention(*inputs).sum(), inputs)[trained]
+    for i, x in enumerate(inputs):
+        x.stop_gradient = i != trained
+    causal_attention(*inputs).sum().backward()
+    np.testing.assert_array_equal(inputs[trained].grad.numpy(), wanted.numpy())
+    assert [x.grad is None for x in inputs] == [i != trained for i in range(3)]

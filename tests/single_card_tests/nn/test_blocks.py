@@ -95,6 +95,14 @@ def test_an_input_without_gradient_still_trains_the_weights():
     assert layer.bias.grad.numpy().tolist() == [6.0] * 5
 
 
+def test_norms_train_their_weights_on_an_input_without_gradient():
+    x, weight, bias = draw(6, 8).detach(), draw(8), draw(8, seed=1)
+    rms_norm(x, weight, 1e-6).sum().backward()
+    layer_norm(x, draw(8), bias, 1e-6).sum().backward()
+    assert weight.grad is not None
+    assert bias.grad.numpy().tolist() == [6.0] * 8
+
+
 def test_rotary_equals_rotate_half():
     cos, sin = draw(2, 5, 8).detach(), draw(2, 5, 8, seed=1).detach()
 
