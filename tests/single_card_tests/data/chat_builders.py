@@ -52,6 +52,6 @@ def question(text: str = "What is this?", answer: str = "A cat.", **entries) -> 
 
 def write_jsonl(path: Path, rows: list) -> Path:
     """A JSONL file; a row that is a string is written as it is."""
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return path

@@ -9,6 +9,8 @@ reported; workers load neither Paddle nor the main script; closing ends them.
 import itertools
 import json
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +176,35 @@ def test_workers_load_neither_paddle_nor_the_main_script(tmp_path):
         env={"PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert result.stdout.split() == ["True", "0", "0"] * 2 + ["True"], result.stderr
+
+
+def test_workers_end_with_a_main_process_that_is_killed():
+    """They hold its output open: the run returns when the last of them has ended."""
+    program = (
+        "import os, signal\n"
+        "from tests.single_card_tests.data.test_loader import NumberDataset, TRAIN, loader\n"
+        "batches = loader(NumberDataset(10), **TRAIN, num_workers=1)\n"
+        "next(batches)\n"
+        "print('loaded', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        env={"PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert (result.stdout, result.returncode) == ("loaded\n", -signal.SIGKILL)
+
+
+def test_interrupting_the_group_leaves_workers_to_the_main_process():
+    before = set(multiprocessing.active_children())
+    with loader(NumberDataset(10), **TRAIN, num_workers=1, prefetch_batches=1) as batches:
+        first = take(batches, 1)
+        for worker in set(multiprocessing.active_children()) - before:
+            os.kill(worker.pid, signal.SIGINT)
+        assert first + take(batches, 5) == EXPECTED[:6]
 
 
 def test_closing_ends_the_workers():

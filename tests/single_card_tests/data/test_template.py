@@ -72,11 +72,22 @@ def test_training_sees_the_ids_that_generation_starts_from(text, answer):
 
 
 def test_text_between_control_tokens_is_tokenised_as_one():
-    """As HF does: the line break after the role joins one at the start of the text."""
-    ids = encode([user([{"type": "text", "text": "\nA"}, {"type": "text", "text": " cat"}])])
-    im_start, im_end = (TOKENIZER.token_id(f"<|im_{end}|>") for end in ("start", "end"))
-    expected = [im_start, *TOKENIZER.encode("user\n\nA cat"), im_end, *TOKENIZER.encode("\n")]
-    assert ids.input_ids == expected
+    """As HF does: the line break after the role joins one at the start of the text, and parts of
+    text join each other."""
+    tokenizer = train_bpe(["user\n\nA cat"] * 3, 300, CONTROL_TOKENS)
+    parts = [{"type": "text", "text": text} for text in ("\nA c", "at")]
+    ids = ChatTemplate(tokenizer).encode(parse_record({"messages": [user(parts)]}), ()).input_ids
+    im_start, im_end = (tokenizer.token_id(f"<|im_{end}|>") for end in ("start", "end"))
+    whole = tokenizer.encode("user\n\nA cat")
+    assert ids == [im_start, *whole, im_end, *tokenizer.encode("\n")]
+    apart = ("user\n", "\nA c", "at")
+    assert whole != [token_id for text in apart for token_id in tokenizer.encode(text)]
+
+
+def test_special_token_of_the_tokenizer_that_the_template_does_not_use_is_refused_too():
+    template = ChatTemplate(train_bpe(TEXTS, 300, [*CONTROL_TOKENS, "<|box|>"]))
+    with pytest.raises(BadSampleError, match=r"<\|box\|>"):
+        template.encode(parse_record({"messages": [user("a <|box|>")]}), ())
 
 
 @pytest.mark.parametrize("token", CONTROL_TOKENS)
