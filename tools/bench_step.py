@@ -1,33 +1,32 @@
 """Time one training step (forward, backward, optimizer) of a mid-size Qwen3-VL on this machine.
 
     python tools/bench_step.py
-    python tools/bench_step.py --default-runtime     # without the CPU settings that commands make
+    OMP_NUM_THREADS=2 python tools/bench_step.py --default-runtime    # Paddle's CPU settings as are
+    python tools/bench_step.py --against PYTHON    # HF transformers on torch, in turn with this
 
 Float32, two threads, batch already on the device, two warm-up and ten timed steps, medians. Beside
-the times it prints the speed of a plain matrix product, measured in the same run: the ratio of a
-step to its matrix products alone holds when the machine is slower for a while.
+the times it prints the speed of a plain matrix product, measured in the same run, to tell a slow
+moment of the machine from slow code.
 """
 
 import argparse
 import json
-import os
 import resource
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
-THREADS = "2"
-for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(variable, THREADS)
+import numpy as np
+import paddle
 
-import numpy as np  # noqa: E402
-import paddle  # noqa: E402
+from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.visual_index import host_visual_indices
+from paddle_vl.compat import configure_cpu_runtime
 
-from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration  # noqa: E402
-from paddle_vl.batch.positions import mrope_position_ids  # noqa: E402
-from paddle_vl.batch.visual_index import host_visual_indices  # noqa: E402
-from paddle_vl.compat import configure_cpu_runtime  # noqa: E402
-
+THREADS = 2
 CONFIG = Path(__file__).parents[1] / "configs" / "bench" / "qwen3_vl_step.json"
 FIRST_PAD = 11
 
@@ -72,17 +71,8 @@ def matmul_gflops() -> float:
     return 2 * 2048 * 768 * 768 / statistics.median(times) / 1e9
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=CONFIG, help="model, batch and optimizer")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps (default 10)")
-    parser.add_argument(
-        "--default-runtime", action="store_true", help="leave Paddle's CPU settings as they are"
-    )
-    args = parser.parse_args()
-    settings = json.loads(args.config.read_text(encoding="utf-8"))
-    if not args.default_runtime:
-        configure_cpu_runtime()
+def measure(settings: dict, steps: int) -> dict[str, float]:
+    """Medians in seconds, losses, and peak memory of this process in MiB."""
     paddle.seed(0)
     config = Qwen3VLConfig.from_dict(settings["model"])
     model = Qwen3VLForConditionalGeneration.from_config(config)
@@ -91,7 +81,7 @@ def main() -> None:
     )
     batch = build_batch(config, settings["batch"])
     times, losses = [], []
-    for _ in range(2 + args.steps):
+    for _ in range(2 + steps):
         begin = time.perf_counter()
         output = model(**batch)
         forward = time.perf_counter()
@@ -102,21 +92,72 @@ def main() -> None:
         end = time.perf_counter()
         times.append((forward - begin, backward - forward, end - backward, end - begin))
         losses.append(output.loss.item())
-    timed = times[2:]
-    forward, backward, update, step = (
-        statistics.median(column) for column in zip(*timed, strict=True)
+    names = ("forward", "backward", "optimizer", "step")
+    columns = zip(*times[2:], strict=True)
+    return {
+        name: statistics.median(column) for name, column in zip(names, columns, strict=True)
+    } | {
+        "tokens": batch["input_ids"].size,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "gflops": matmul_gflops(),
+        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def compare(python: str, config: Path, steps: int, pairs: int = 3) -> None:
+    """Alternate with the reference, a fresh process each, and print the ratio of every pair."""
+    mine = [sys.executable, __file__, "--config", str(config), "--steps", str(steps), "--json"]
+    reference = Path(__file__).with_name("bench_step_hf.py")
+    theirs = [python, str(reference), str(config), str(steps), str(THREADS)]
+    ratios = []
+    for _ in range(pairs):
+        found = [
+            json.loads(
+                subprocess.run(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+                ).stdout.splitlines()[-1]
+            )
+            for command in (mine, theirs)
+        ]
+        ratios.append(found[0]["step"] / found[1]["step"])
+        print(
+            f"step {found[0]['step']:.3f} s here, {found[1]['step']:.3f} s reference, "
+            f"ratio {ratios[-1]:.2f}; peak RSS {found[0]['peak_rss_mib']:.0f} and "
+            f"{found[1]['peak_rss_mib']:.0f} MiB",
+            flush=True,
+        )
+    print(f"median ratio  {statistics.median(ratios):.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=CONFIG, help="model, batch and optimizer")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps (default 10)")
+    parser.add_argument(
+        "--default-runtime", action="store_true", help="leave Paddle's CPU settings as they are"
     )
-    tokens = batch["input_ids"].size
-    gflops = matmul_gflops()
-    print(f"loss          {losses[0]:.5f} -> {losses[-1]:.5f} in {len(losses)} steps")
-    print(f"step          {step:.3f} s  (min {min(t[3] for t in timed):.3f})")
-    print(f"  forward     {forward:.3f} s")
-    print(f"  backward    {backward:.3f} s")
-    print(f"  optimizer   {update:.3f} s")
-    print(f"tokens/s      {tokens / step:.0f}")
-    print(f"matmul        {gflops:.0f} GFLOP/s in this run")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"peak RSS      {peak:.0f} MiB")
+    parser.add_argument(
+        "--against", metavar="PYTHON", help="an interpreter with torch and transformers"
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    args = parser.parse_args()
+    if args.against:
+        compare(args.against, args.config, args.steps)
+        return
+    if not args.default_runtime:
+        configure_cpu_runtime(THREADS)
+    found = measure(json.loads(args.config.read_text(encoding="utf-8")), args.steps)
+    if args.json:
+        print(json.dumps(found))
+        return
+    print(f"loss          {found['first_loss']:.5f} -> {found['last_loss']:.5f}")
+    print(f"step          {found['step']:.3f} s")
+    for part in ("forward", "backward", "optimizer"):
+        print(f"  {part:<11} {found[part]:.3f} s")
+    print(f"tokens/s      {found['tokens'] / found['step']:.0f}")
+    print(f"matmul        {found['gflops']:.0f} GFLOP/s in this run")
+    print(f"peak RSS      {found['peak_rss_mib']:.0f} MiB")
 
 
 if __name__ == "__main__":

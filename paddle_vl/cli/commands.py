@@ -1,6 +1,7 @@
 """The subcommands of `paddle-vl`: arguments, help, and the call into the package."""
 
 import argparse
+import os
 import textwrap
 from pathlib import Path
 
@@ -35,9 +36,7 @@ def train(options: argparse.Namespace) -> int:
 
     config = load_run_config(options.config, options.overrides)
 
-    from paddle_vl.compat import configure_cpu_runtime
-
-    configure_cpu_runtime()
+    _configure_runtime()
     from paddle_vl.train.build import build_trainer
 
     signal_number = build_trainer(config).run()
@@ -84,9 +83,7 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Print loss and exact answers."""
-    from paddle_vl.compat import configure_cpu_runtime
-
-    configure_cpu_runtime()
+    _configure_runtime()
     from paddle_vl.train.build import build_evaluation
     from paddle_vl.train.checkpoint import model_folder
     from paddle_vl.train.evaluate import evaluation_report, write_predictions
@@ -133,9 +130,7 @@ def add_generate(subparsers: argparse._SubParsersAction) -> None:
 
 def generate(options: argparse.Namespace) -> int:
     """Print one answer."""
-    from paddle_vl.compat import configure_cpu_runtime
-
-    configure_cpu_runtime()
+    _configure_runtime()
     from paddle_vl.infer.chat import Chat
     from paddle_vl.train.checkpoint import model_folder
 
@@ -146,6 +141,20 @@ def generate(options: argparse.Namespace) -> int:
     message = {"role": "user", "content": prompt}
     print(chat.ask([message], options.image, options.max_new_tokens))
     return 0
+
+
+def _configure_runtime() -> None:
+    """Process settings, before anything is built: all cores, unless somebody chose how many.
+
+    Paddle writes its default of one thread into the variable when it is imported, so this looks
+    before that.
+    """
+    is_chosen = "OMP_NUM_THREADS" in os.environ or int(os.environ.get("PADDLE_TRAINERS_NUM", 1)) > 1
+    num_threads = None if is_chosen else len(os.sched_getaffinity(0))
+
+    from paddle_vl.compat import configure_cpu_runtime
+
+    configure_cpu_runtime(num_threads)
 
 
 def _add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:

@@ -2,24 +2,20 @@
 
 Guarantees: accumulation over unequal micro-batches equals one large batch, loss and every gradient;
 a non-finite step changes nothing; a step without targets is refused; recomputation changes no
-gradient; the reference trajectory of HF on torch is reproduced.
+gradient. The trajectory of HF on torch through the same step is among the golden cases.
 """
-
-import json
 
 import numpy as np
 import paddle
 import pytest
-from safetensors.numpy import load_file
 
-from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.freeze import freeze_parameters
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.step import accumulate_gradients, train_step
 from tests.single_card_tests.train.batches import image_batch, split_batch
-from tests.tiny import GOLDEN, tiny_model
+from tests.tiny import tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
 
@@ -127,37 +123,3 @@ def test_recomputation_leaves_evaluation_alone():
     with paddle.no_grad():
         model(**image_batch(TEXTS, PROMPTS))
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "loss_tolerance", "norm_tolerance"),
-    [("dense_untied", 1e-5, 1e-5), ("dense_tied", 1e-4, 1e-3)],
-)
-def test_reference_trajectory_is_reproduced(kind, loss_tolerance, norm_tolerance):
-    """Ten AdamW steps of HF on torch, every parameter decayed, norm clipped at 1.
-
-    The tied model amplifies rounding: weights changed by 1e-7 of themselves move its last norms by
-    up to 4e-4, those of the untied model by 3e-6.
-    """
-    folder = GOLDEN / "qwen_vl"
-    expected = json.loads((folder / "train_traj" / "traj.json").read_text())["steps"][kind]
-    tensors = load_file(folder / "multi_image_right_pad" / "tensors.safetensors")
-    keys = ("input_ids", "attention_mask", "labels", "pixel_values", "image_grid_thw")
-    batch = {key: tensors[f"in.{key}"] for key in keys}
-    batch["num_target_tokens"] = int((batch["labels"][:, 1:] != -100).sum())
-    model = Qwen3VLForConditionalGeneration.from_pretrained(folder / "models" / kind)
-    optimizer = build(
-        model,
-        weight_decay=0.1,
-        weight_decay_exclude=[],
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-    )
-    results = [train_step(model, optimizer, [batch], 1e-3) for _ in expected]
-    for name, tolerance in (("loss", loss_tolerance), ("grad_norm", norm_tolerance)):
-        np.testing.assert_allclose(
-            [getattr(result, name) for result in results],
-            [step[name] for step in expected],
-            rtol=tolerance,
-            err_msg=name,
-        )
