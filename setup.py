@@ -17,6 +17,7 @@ EXTRAS = {
     "digits": ["scikit-learn>=1.3"],
     "dev": [
         "hypothesis>=6.90",
+        "jinja2>=3.1",
         "psutil>=5.9",
         "pytest>=8.0",
         "pytest-xdist>=3.5",

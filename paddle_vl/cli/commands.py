@@ -74,6 +74,9 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
         "--limit", type=_positive, metavar="N", help="use the first N samples (default: all)"
     )
     parser.add_argument(
+        "--show", type=_positive, metavar="N", help="print N of the answers, spread over the data"
+    )
+    parser.add_argument(
         "--predictions",
         metavar="OUT.jsonl",
         help="write one line per answer: sample, task, prompt, expected, answer, is_exact",
@@ -86,7 +89,7 @@ def evaluate(options: argparse.Namespace) -> int:
     _configure_runtime()
     from paddle_vl.train.build import build_evaluation
     from paddle_vl.train.checkpoint import model_folder
-    from paddle_vl.train.evaluate import evaluation_report, write_predictions
+    from paddle_vl.train.evaluate import evaluation_report, shown_answers, write_predictions
 
     evaluation = build_evaluation(
         model_folder(Path(options.model)),
@@ -98,6 +101,8 @@ def evaluate(options: argparse.Namespace) -> int:
     loss, num_targets = evaluation.loss()
     answers = evaluation.answers(options.max_new_tokens)
     print(evaluation_report(loss, num_targets, answers))
+    if options.show:
+        print(shown_answers(answers, options.show))
     if options.predictions:
         write_predictions(answers, Path(options.predictions))
         print(f"answers written to {options.predictions}")

@@ -96,15 +96,15 @@ class FirstSamples:
 
     def __init__(self, dataset: Any, limit: int):
         self._dataset, self._limit = dataset, limit
+        self.conversation, self.place = dataset.conversation, dataset.place
+        self.on_bad_sample, self.fingerprint = dataset.on_bad_sample, dataset.fingerprint
+        self.skipped = dataset.skipped
 
     def __len__(self) -> int:
         return min(self._limit, len(self._dataset))
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         return self._dataset[number]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
 
 
 def _questions(dataset: Any) -> Iterator[tuple[str, Any, str]]:
@@ -129,6 +129,16 @@ def evaluation_report(loss: float, num_targets: int, answers: list[Answer]) -> s
     for name, exact in rows:
         share = sum(exact) / len(exact)
         lines.append(f"  {name:{width}}  {share:7.2%}  ({sum(exact)} of {len(exact)})")
+    return "\n".join(lines)
+
+
+def shown_answers(answers: list[Answer], limit: int) -> str:
+    """Up to `limit` answers, evenly spread over the data, a line each."""
+    step = max(1, len(answers) // limit)
+    lines = ["some answers:"]
+    for answer in answers[::step][:limit]:
+        verdict = "right" if answer.is_exact else f"expected {answer.expected!r}"
+        lines.append(f"  {answer.sample}  {answer.prompt!r} -> {answer.answer!r}  ({verdict})")
     return "\n".join(lines)
 
 

@@ -120,9 +120,10 @@ def test_evaluate_prints_loss_and_exact_answers_by_task(trained, run_file, tmp_p
     data, out = str(run_file.with_name("test.jsonl")), tmp_path / "answers.jsonl"
     assert main(
         ["evaluate", str(trained), "--data", data, "--max-new-tokens", "4", "--batch-size", "2",
-         "--predictions", str(out)]
+         "--show", "3", "--predictions", str(out)]
     ) == 0  # fmt: skip
     text = capsys.readouterr().out
+    assert sum(" -> " in line for line in text.splitlines()) == 3
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     # 5 conversations, one of them with two answers.
     assert len(answers) == 6
