@@ -96,15 +96,18 @@ class FirstSamples:
 
     def __init__(self, dataset: Any, limit: int):
         self._dataset, self._limit = dataset, limit
-        self.conversation, self.place = dataset.conversation, dataset.place
-        self.on_bad_sample, self.fingerprint = dataset.on_bad_sample, dataset.fingerprint
-        self.skipped = dataset.skipped
 
     def __len__(self) -> int:
         return min(self._limit, len(self._dataset))
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         return self._dataset[number]
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy in a worker is asked for its state before it has a dataset.
+        if name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
 
 def _questions(dataset: Any) -> Iterator[tuple[str, Any, str]]:

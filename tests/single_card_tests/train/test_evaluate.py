@@ -4,6 +4,8 @@ Guarantees: the loss is one mean over all target tokens, however they are batche
 is left as it was; the report counts exact answers per task.
 """
 
+import pickle
+
 import pytest
 
 from paddle_vl.train.evaluate import Answer, FirstSamples, evaluation_report, mean_loss
@@ -49,3 +51,8 @@ def test_first_samples_are_a_dataset_of_the_first():
     first = FirstSamples([10, 20, 30], 2)
     assert (len(first), first[1], len(FirstSamples([1], 2))) == (2, 20, 1)
     assert first.index(30) == 2
+
+
+def test_first_samples_survive_the_way_to_a_worker():
+    copy = pickle.loads(pickle.dumps(FirstSamples([1, 2, 3], 2)))
+    assert (len(copy), copy[1], copy.count(3)) == (2, 2, 1)
