@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = build_parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     # Said by every import of Paddle; nothing is compiled here.
     warnings.filterwarnings("ignore", message="No ccache found")
     try:

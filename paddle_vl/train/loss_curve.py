@@ -25,7 +25,9 @@ def draw_loss_curve(lines: list[dict[str, Any]], path: Path) -> None:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     axes.set_xlabel("step")
     axes.set_ylabel("loss per target token")
-    axes.grid(alpha=0.3)
+    # The fall of the first steps would otherwise press the rest of the curve flat.
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3, which="both")
     if axes.lines:
         axes.legend()
     figure.savefig(path, dpi=160)
