@@ -208,6 +208,13 @@ def test_a_configuration_that_cannot_be_is_refused_by_name(place, key, value, me
     assert str(tmp_path / "config.json") in str(error.value)
 
 
+def test_what_hf_writes_without_effect_is_read_over():
+    values = tiny_config().to_dict() | {"torch_dtype": "bfloat16", "id2label": {"0": "a"}}
+    values["text_config"] |= {"use_cache": True, "pruned_heads": {}, "dtype": "bfloat16"}
+    values["vision_config"] |= {"return_dict": True}
+    assert Qwen3VLConfig.from_dict(values) == tiny_config()
+
+
 _MEMORY_PROBE = """
 import sys
 import paddle
