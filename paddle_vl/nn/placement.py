@@ -1,15 +1,22 @@
 """The seam between a model and its parallelism.
 
 A model builds every layer that a parallel run would cut through a placement, and marks where token
-rows enter and leave the region that sequence parallelism splits. It knows no rank beyond that.
+rows enter the region that sequence parallelism cuts and where a product over all features begins.
+It knows no rank beyond that.
 """
 
+from collections.abc import Callable
+
+import numpy as np
 from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.linear import Embedding, Linear, VocabHead
 from paddle_vl.nn.loss import token_loss
-from paddle_vl.nn.norm import LayerNorm, RMSNorm
+from paddle_vl.nn.norm import RMSNorm
+
+# Pixels and grid of some items to merged rows `[M, D]` and levels, G times `[M, D]`.
+Encoder = Callable[[Tensor, np.ndarray], tuple[Tensor, list[Tensor]]]
 
 
 class SingleDevicePlacement:
@@ -18,9 +25,13 @@ class SingleDevicePlacement:
     Attributes:
         mp_group: the model-parallel group whose `rank` and `nranks` cut the token rows under
             sequence parallelism, as a `paddle.distributed` group has them; None on one device.
+        splits_parameters: whether a parameter here may be a part of the model's.
+        writes_files: whether this rank writes what several hold together.
     """
 
     mp_group = None
+    splits_parameters = False
+    writes_files = True
 
     @property
     def row_part(self) -> RowPart:
@@ -30,16 +41,14 @@ class SingleDevicePlacement:
         return RowPart(self.mp_group.rank, self.mp_group.nranks)
 
     def column_linear(
-        self, in_features: int, out_features: int, bias: bool = False, init_std: float = 0.02
+        self, in_features: int, out_features: int, init_std: float = 0.02, num_heads: int = 0
     ) -> nn.Layer:
-        """A linear whose output features a parallel placement splits over ranks."""
-        return Linear(in_features, out_features, bias, init_std)
+        """A linear whose output features may be split over ranks, heads kept whole."""
+        return Linear(in_features, out_features, False, init_std)
 
-    def row_linear(
-        self, in_features: int, out_features: int, bias: bool = False, init_std: float = 0.02
-    ) -> nn.Layer:
-        """A linear whose input features arrive split, and whose output is summed over ranks."""
-        return Linear(in_features, out_features, bias, init_std)
+    def row_linear(self, in_features: int, out_features: int, init_std: float = 0.02) -> nn.Layer:
+        """A linear whose input features may arrive split; its output is whole again."""
+        return Linear(in_features, out_features, False, init_std)
 
     def vocab_embedding(self, vocab_size: int, dim: int, init_std: float = 0.02) -> nn.Layer:
         """The token embedding, `[vocab, dim]`."""
@@ -52,19 +61,46 @@ class SingleDevicePlacement:
         return VocabHead(dim, vocab_size, init_std, tied_weight)
 
     def rms_norm(self, size: int, epsilon: float) -> nn.Layer:
+        """The norm of a token row."""
         return RMSNorm(size, epsilon)
 
-    def layer_norm(self, size: int, epsilon: float) -> nn.Layer:
-        return LayerNorm(size, epsilon)
+    def head_norm(self, size: int, epsilon: float) -> nn.Layer:
+        """The norm of a query or key head, one weight for all heads."""
+        return RMSNorm(size, epsilon)
 
     def enter_rows(self, x_TD: Tensor) -> Tensor:
         """All T token rows to this rank's part of them."""
         return x_TD
 
-    def leave_rows(self, x_TD: Tensor) -> Tensor:
-        """This rank's part of the token rows to all of them."""
+    def enter_columns(self, x_TD: Tensor) -> Tensor:
+        """This rank's token rows to all of them, in front of column linears or the head."""
         return x_TD
+
+    def encode_visual(
+        self, encode: Encoder, pixels: Tensor, grid_thw: np.ndarray, **sizes: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the tower over all items, in order.
+
+        Args:
+            sizes: `merge`, `width` and `num_levels` of what comes out.
+        """
+        return encode(pixels, grid_thw)
+
+    def mark_tower(self, parameters: list[Tensor]) -> None:
+        """Told once which parameters are the vision tower's."""
 
     def token_loss(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
         """Summed cross entropy and target count, see `paddle_vl.nn.loss.token_loss`."""
         return token_loss(logits_TV, targets_T)
+
+    def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """Shape of a parameter before it was split over ranks."""
+        return tuple(parameter.shape)
+
+    def own_part(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
+        """What this rank holds of a parameter's whole value."""
+        return whole
+
+    def whole_value(self, parameter: Tensor) -> np.ndarray:
+        """A parameter's whole value; where ranks hold parts, all of them call this together."""
+        return parameter.numpy()

@@ -62,7 +62,7 @@ def fill_parameters(placed: Iterable[StoredParameter], stored: dict[str, StoredT
     the tensor made from its file, so that beside the model one tensor at most is in memory.
     """
     for item in placed:
-        array = item.layout.to_parameter(stored[item.key].read())
+        array = item.from_stored(stored[item.key].read())
         value = paddle.to_tensor(array)
         del array
         if value.dtype != item.parameter.dtype:
@@ -71,14 +71,36 @@ def fill_parameters(placed: Iterable[StoredParameter], stored: dict[str, StoredT
 
 
 def parameter_array(item: StoredParameter) -> np.ndarray:
-    """A parameter's value in the checkpoint's layout; bfloat16 as its bits."""
-    return item.layout.to_stored(item.parameter.numpy())
+    """A parameter's whole value in the checkpoint's layout; bfloat16 as its bits.
+
+    Where ranks hold parts of it, all of them call this together.
+    """
+    return item.layout.to_stored(item.placement.whole_value(item.parameter))
+
+
+def draw_parts(whole: Iterable[StoredParameter], parts: Iterable[StoredParameter]) -> None:
+    """Fill a rank's parameters with its parts of a whole model's fresh weights.
+
+    Both models were built under `paddle.LazyGuard`. The whole one's parameters are drawn one by
+    one, in order, and dropped again, so the weights are those of a single device with the same
+    seed, and one whole tensor at most is in memory.
+    """
+    for full, part in zip(whole, parts, strict=True):
+        full.parameter.initialize()
+        array = full.parameter.astype("float32").numpy()
+        full.parameter._clear_data()
+        value = paddle.to_tensor(part.placement.own_part(part.parameter, array))
+        value.astype(part.parameter.dtype)._share_buffer_to(part.parameter)
 
 
 def save_parameters(
     folder: Path, placed: Iterable[StoredParameter], max_shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> None:
-    """Write the weights of a model folder, in shards when they exceed `max_shard_bytes`."""
+    """Write the weights of a model folder, in shards when they exceed `max_shard_bytes`.
+
+    Where ranks hold parts, all of them call this together and one writes, tensor by tensor.
+    """
+    placed = list(placed)
     tensors = [
         TensorToWrite(
             item.key,
@@ -88,7 +110,11 @@ def save_parameters(
         )
         for item in placed
     ]
-    write_checkpoint(folder, tensors, max_shard_bytes)
+    if all(item.placement.writes_files for item in placed):
+        write_checkpoint(folder, tensors, max_shard_bytes)
+        return
+    for tensor in tensors:
+        tensor.produce()
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 from paddle import Tensor
 
+from paddle_vl.nn.placement import SingleDevicePlacement
+
 
 class ArrayLayout(Protocol):
     """A reversible change of layout between checkpoint and parameter."""
@@ -84,14 +86,22 @@ class StoredParameter:
     key: str
     parameter: Tensor
     layout: ArrayLayout
+    placement: SingleDevicePlacement
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        return self.layout.stored_shape(tuple(self.parameter.shape))
+        """Shape in the checkpoint, where the parameter is whole."""
+        return self.layout.stored_shape(self.placement.whole_shape(self.parameter))
+
+    def from_stored(self, stored: np.ndarray) -> np.ndarray:
+        """The checkpoint's array as this rank's parameter has it."""
+        return self.placement.own_part(self.parameter, self.layout.to_parameter(stored))
 
 
 def place_parameters(
-    named_parameters: Iterable[tuple[str, Tensor]], rules: tuple[Rule, ...]
+    named_parameters: Iterable[tuple[str, Tensor]],
+    rules: tuple[Rule, ...],
+    placement: SingleDevicePlacement,
 ) -> list[StoredParameter]:
     """Every parameter with its checkpoint key, in the model's order.
 
@@ -105,5 +115,5 @@ def place_parameters(
             raise ValueError(f"no checkpoint rule covers parameter {name}")
         wildcard = re.fullmatch(re.escape(rule.parameter).replace(r"\*", "(.*)"), name)
         key = rule.key.replace("*", wildcard.group(1)) if wildcard.groups() else rule.key
-        placed.append(StoredParameter(key, parameter, rule.layout))
+        placed.append(StoredParameter(key, parameter, rule.layout, placement))
     return placed

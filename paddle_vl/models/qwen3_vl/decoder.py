@@ -37,12 +37,14 @@ class KeyValueCache:
 
 
 class LanguageModel(nn.Layer):
-    """Embedding, decoder layers with deepstack adds between them, and the final norm."""
+    """Embedding, decoder layers with deepstack adds between them, and the final norm.
+
+    Rows stay this rank's own from the embedding on; attention and MLP see all of them.
+    """
 
     def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
         super().__init__()
         text = config.text_config
-        self.placement = placement
         self.embedding = GPTEmbedding(config, placement)
         self.layers = nn.LayerList(
             [DecoderLayer(text, placement) for _ in range(text.num_hidden_layers)]
@@ -55,7 +57,7 @@ class LanguageModel(nn.Layer):
     def forward(
         self, dict_args: dict[str, Any], caches: list[KeyValueCache] | None = None
     ) -> Tensor:
-        """Token rows after the final norm, `[T, D]`.
+        """This rank's token rows after the final norm, `[T, D]`.
 
         Args:
             dict_args: the input of `GPTEmbedding`.
@@ -73,7 +75,7 @@ class LanguageModel(nn.Layer):
             x_TD = layer(x_TD, cos_BLH, sin_BLH, key_bias_BS, cache)
             if i < len(levels):
                 x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
-        return self.norm(self.placement.leave_rows(x_TD))
+        return self.norm(x_TD)
 
 
 class DecoderLayer(nn.Layer):
@@ -105,16 +107,16 @@ class SelfAttention(nn.Layer):
 
     def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.placement, self.head_dim = placement, config.head_dim
         width, std = config.hidden_size, config.initializer_range
-        query_width = config.num_attention_heads * config.head_dim
-        key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = placement.column_linear(width, query_width, init_std=std)
-        self.k_proj = placement.column_linear(width, key_width, init_std=std)
-        self.v_proj = placement.column_linear(width, key_width, init_std=std)
-        self.o_proj = placement.row_linear(query_width, width, init_std=std)
-        self.q_norm = placement.rms_norm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = placement.rms_norm(config.head_dim, config.rms_norm_eps)
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        query_width, key_width = heads * config.head_dim, key_heads * config.head_dim
+        self.q_proj = placement.column_linear(width, query_width, std, heads)
+        self.k_proj = placement.column_linear(width, key_width, std, key_heads)
+        self.v_proj = placement.column_linear(width, key_width, std, key_heads)
+        self.o_proj = placement.row_linear(query_width, width, std)
+        self.q_norm = placement.head_norm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = placement.head_norm(config.head_dim, config.rms_norm_eps)
 
     def forward(
         self,
@@ -126,6 +128,7 @@ class SelfAttention(nn.Layer):
     ) -> Tensor:
         batch, length, _ = cos_BLH.shape
         cos_BLH, sin_BLH = cos_BLH.astype(x_TD.dtype), sin_BLH.astype(x_TD.dtype)
+        x_TD = self.placement.enter_columns(x_TD)
         heads = [batch, length, -1, self.head_dim]
         q_BLNH = self.q_norm(self.q_proj(x_TD).reshape(heads))
         k_BLKH = self.k_norm(self.k_proj(x_TD).reshape(heads))
@@ -143,10 +146,12 @@ class SwiGLUMLP(nn.Layer):
 
     def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
         super().__init__()
+        self.placement = placement
         width, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
         self.gate_proj = placement.column_linear(width, inner, init_std=std)
         self.up_proj = placement.column_linear(width, inner, init_std=std)
         self.down_proj = placement.row_linear(inner, width, init_std=std)
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        x_TD = self.placement.enter_columns(x_TD)
         return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))

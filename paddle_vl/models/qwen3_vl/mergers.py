@@ -7,7 +7,8 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from paddle_vl.models.qwen3_vl.config import Qwen3VLVisionConfig
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.linear import Linear
+from paddle_vl.nn.norm import LayerNorm
 
 
 class PatchMerger(nn.Layer):
@@ -18,17 +19,15 @@ class PatchMerger(nn.Layer):
             concatenation; True for deepstack mergers, which normalise the 4U after it.
     """
 
-    def __init__(
-        self, config: Qwen3VLVisionConfig, placement: SingleDevicePlacement, norm_after_merge: bool
-    ):
+    def __init__(self, config: Qwen3VLVisionConfig, norm_after_merge: bool):
         super().__init__()
         self.norm_after_merge = norm_after_merge
         self.block_width = config.hidden_size * config.spatial_merge_size**2
         norm_width = self.block_width if norm_after_merge else config.hidden_size
         std = config.initializer_range
-        self.norm = placement.layer_norm(norm_width, 1e-6)
-        self.linear_fc1 = placement.column_linear(self.block_width, self.block_width, True, std)
-        self.linear_fc2 = placement.row_linear(self.block_width, config.out_hidden_size, True, std)
+        self.norm = LayerNorm(norm_width, 1e-6)
+        self.linear_fc1 = Linear(self.block_width, self.block_width, True, std)
+        self.linear_fc2 = Linear(self.block_width, config.out_hidden_size, True, std)
 
     def forward(self, x_PU: Tensor) -> Tensor:
         """`[P, U]` in merge-block order to `[M, D]`."""

@@ -22,6 +22,7 @@ from paddle_vl.models.checkpoint.pretrained import (
     DEFAULT_SHARD_BYTES,
     check_keys,
     checkpoint_tensors,
+    draw_parts,
     fill_parameters,
     parameter_array,
     save_parameters,
@@ -31,7 +32,7 @@ from paddle_vl.models.qwen3_vl.checkpoint_map import HEAD_KEY, checkpoint_rules
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.decoder import KeyValueCache, LanguageModel
 from paddle_vl.models.qwen3_vl.generate import greedy_decode
-from paddle_vl.models.qwen3_vl.vision_tower import VisionTower
+from paddle_vl.models.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.loss import next_token_targets
 from paddle_vl.nn.placement import SingleDevicePlacement
 
@@ -44,7 +45,7 @@ class Qwen3VLOutput:
     """What a call returns.
 
     Attributes:
-        logits: `[B, L, V]`.
+        logits: `[B, L, V]`; of V this rank's part under model parallelism.
         loss: mean cross entropy over the target tokens of the batch; None without labels. A batch
             without a single target gives 0, where HF gives NaN.
         loss_sum: the sum that `loss` is the mean of, for whoever averages over several batches.
@@ -65,7 +66,8 @@ class Qwen3VLForConditionalGeneration(nn.Layer):
         self.config = config
         self.placement = placement or SingleDevicePlacement()
         text = config.text_config
-        self.visual = VisionTower(config.vision_config, self.placement)
+        self.visual = VisionTower(config.vision_config)
+        self.placement.mark_tower(self.visual.parameters())
         self.language_model = LanguageModel(config, self.placement)
         tied = self.language_model.embedding.embed_tokens.weight
         self.lm_head = self.placement.vocab_head(
@@ -129,7 +131,7 @@ class Qwen3VLForConditionalGeneration(nn.Layer):
         dict_args |= self.encode_visual(
             _device(pixel_values), image_grid_thw, _device(pixel_values_videos), video_grid_thw
         )
-        hidden_TD = self.language_model(dict_args, caches)
+        hidden_TD = self.placement.enter_columns(self.language_model(dict_args, caches))
         logits_TV = self.lm_head(hidden_TD)
         output = Qwen3VLOutput(logits_TV.reshape([*dict_args["input_ids"].shape, -1]))
         if labels is not None:
@@ -158,7 +160,7 @@ class Qwen3VLForConditionalGeneration(nn.Layer):
         Raises:
             ValueError: pixels without their grid or the reverse, or of another number of patches.
         """
-        merge = self.config.vision_config.spatial_merge_size
+        vision = self.config.vision_config
         kinds = [
             (kind, pixels, _checked_grid(kind, pixels, grid))
             for kind, pixels, grid in (
@@ -169,19 +171,30 @@ class Qwen3VLForConditionalGeneration(nn.Layer):
         ]
         if not kinds:
             return {}
-        layout = vision_layout(
-            np.concatenate([grid for _, _, grid in kinds]),
-            table_side=self.config.vision_config.table_side,
-            merge=merge,
-        )
         patches = [pixels for _, pixels, _ in kinds]
-        features = self.visual(patches[0] if len(kinds) == 1 else paddle.concat(patches), layout)
-        rows = [int(grid.prod(axis=1).sum()) // merge**2 for _, _, grid in kinds]
+        merged, levels = self.placement.encode_visual(
+            self._encode_items,
+            patches[0] if len(kinds) == 1 else paddle.concat(patches),
+            np.concatenate([grid for _, _, grid in kinds]),
+            merge=vision.spatial_merge_size,
+            width=vision.out_hidden_size,
+            num_levels=len(vision.deepstack_visual_indexes),
+        )
+        rows = [
+            int(grid.prod(axis=1).sum()) // vision.spatial_merge_size**2 for _, _, grid in kinds
+        ]
         embeds = {}
         for i, (kind, _, _) in enumerate(kinds):
-            embeds[f"{kind}_embeds"] = _part(features.merged, rows, i)
-            embeds[f"deepstack_{kind}_embeds"] = [_part(x, rows, i) for x in features.levels]
+            embeds[f"{kind}_embeds"] = _part(merged, rows, i)
+            embeds[f"deepstack_{kind}_embeds"] = [_part(level, rows, i) for level in levels]
         return embeds
+
+    def _encode_items(self, pixels: Tensor, grid_thw: np.ndarray) -> VisionFeatures:
+        vision = self.config.vision_config
+        layout = vision_layout(
+            grid_thw, table_side=vision.table_side, merge=vision.spatial_merge_size
+        )
+        return self.visual(pixels, layout)
 
     def position_ids(
         self,
@@ -219,8 +232,16 @@ class Qwen3VLForConditionalGeneration(nn.Layer):
     def from_config(
         cls, config: Qwen3VLConfig, placement: SingleDevicePlacement | None = None
     ) -> "Qwen3VLForConditionalGeneration":
-        """A model with fresh weights, drawn from Paddle's global random state."""
-        return cls(config, placement)
+        """A model with fresh weights, drawn from Paddle's global random state.
+
+        A rank that holds parts gets its parts of what a single device with the same seed draws.
+        """
+        if placement is None or not placement.splits_parameters:
+            return cls(config, placement)
+        with paddle.LazyGuard():
+            whole, model = cls(config), cls(config, placement)
+        draw_parts(whole.stored_parameters(), model.stored_parameters())
+        return model
 
     @classmethod
     def from_pretrained(
@@ -263,13 +284,15 @@ class Qwen3VLForConditionalGeneration(nn.Layer):
     def save_pretrained(self, path: str | Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
         """Write `config.json` (hub dialect) and the weights under HF's key names."""
         path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        self.config.save_pretrained(path)
+        if self.placement.writes_files:
+            path.mkdir(parents=True, exist_ok=True)
+            self.config.save_pretrained(path)
         save_parameters(path, self.stored_parameters(), max_shard_bytes)
 
     def stored_parameters(self) -> list[StoredParameter]:
         """Every parameter once, with its checkpoint key and layout."""
-        return place_parameters(self.named_parameters(), checkpoint_rules(self.config))
+        rules = checkpoint_rules(self.config)
+        return place_parameters(self.named_parameters(), rules, self.placement)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter once, under its HF key."""

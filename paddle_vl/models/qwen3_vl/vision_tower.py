@@ -19,7 +19,7 @@ from paddle_vl.models.qwen3_vl.mergers import PatchMerger
 from paddle_vl.nn.activation import activation
 from paddle_vl.nn.attention import segment_attention
 from paddle_vl.nn.linear import Linear
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.norm import LayerNorm
 from paddle_vl.nn.rope import apply_rotary, vision_cos_sin
 
 
@@ -33,17 +33,17 @@ class VisionFeatures(NamedTuple):
 class VisionTower(nn.Layer):
     """Patch embedding, learned positions, blocks, and a merger at the end and at each level."""
 
-    def __init__(self, config: Qwen3VLVisionConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
         self.config = config
         std = config.initializer_range
         # A convolution whose stride is its kernel is one matrix product over flattened patches.
         self.patch_embed = Linear(config.patch_dim, config.hidden_size, True, std)
         self.pos_embed = PositionTable(config.num_position_embeddings, config.hidden_size, std)
-        self.blocks = nn.LayerList([VisionBlock(config, placement) for _ in range(config.depth)])
-        self.merger = PatchMerger(config, placement, norm_after_merge=False)
+        self.blocks = nn.LayerList([VisionBlock(config) for _ in range(config.depth)])
+        self.merger = PatchMerger(config, norm_after_merge=False)
         self.deepstack_merger_list = nn.LayerList(
-            [PatchMerger(config, placement, True) for _ in config.deepstack_visual_indexes]
+            [PatchMerger(config, norm_after_merge=True) for _ in config.deepstack_visual_indexes]
         )
 
     def forward(self, pixel_values: Tensor, layout: VisionLayout) -> VisionFeatures:
@@ -91,12 +91,12 @@ class PositionTable(nn.Layer):
 class VisionBlock(nn.Layer):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
-    def __init__(self, config: Qwen3VLVisionConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
-        self.norm1 = placement.layer_norm(config.hidden_size, 1e-6)
-        self.norm2 = placement.layer_norm(config.hidden_size, 1e-6)
-        self.attn = VisionAttention(config, placement)
-        self.mlp = VisionMLP(config, placement)
+        self.norm1 = LayerNorm(config.hidden_size, 1e-6)
+        self.norm2 = LayerNorm(config.hidden_size, 1e-6)
+        self.attn = VisionAttention(config)
+        self.mlp = VisionMLP(config)
 
     def forward(
         self, x_PU: Tensor, cos_PH: Tensor, sin_PH: Tensor, segments: tuple[tuple[int, int], ...]
@@ -108,12 +108,12 @@ class VisionBlock(nn.Layer):
 class VisionAttention(nn.Layer):
     """Self-attention within segments; the fused projection stacks q, k and v, each head-major."""
 
-    def __init__(self, config: Qwen3VLVisionConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_heads
         width, std = config.hidden_size, config.initializer_range
-        self.qkv = placement.column_linear(width, 3 * width, True, std)
-        self.proj = placement.row_linear(width, width, True, std)
+        self.qkv = Linear(width, 3 * width, True, std)
+        self.proj = Linear(width, width, True, std)
 
     def forward(
         self, x_PU: Tensor, cos_PH: Tensor, sin_PH: Tensor, segments: tuple[tuple[int, int], ...]
@@ -129,11 +129,11 @@ class VisionAttention(nn.Layer):
 class VisionMLP(nn.Layer):
     """Two linears around the configured GELU (the tanh form in every checkpoint)."""
 
-    def __init__(self, config: Qwen3VLVisionConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
         width, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        self.linear_fc1 = placement.column_linear(width, inner, True, std)
-        self.linear_fc2 = placement.row_linear(inner, width, True, std)
+        self.linear_fc1 = Linear(width, inner, True, std)
+        self.linear_fc2 = Linear(inner, width, True, std)
         self.act = activation(config.hidden_act)
 
     def forward(self, x_PU: Tensor) -> Tensor:

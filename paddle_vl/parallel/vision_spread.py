@@ -1,0 +1,105 @@
+"""The vision tower's work shared by a model-parallel group: every item is encoded once.
+
+Items (images, videos) go to ranks by patch count; each rank encodes its own, and one gather brings
+the merged rows and all deepstack levels to every rank. Its backward pass is one collective too.
+
+Shapes: I items, M merged rows of all items, D decoder width, G deepstack levels; C = (1 + G) * D.
+"""
+
+import numpy as np
+import paddle
+from paddle import Tensor
+from paddle.autograd import PyLayer
+
+from paddle_vl.nn.placement import Encoder
+from paddle_vl.parallel.mp_ops import gathered, summed
+
+
+def assign_items(num_patches_I: np.ndarray, num_ranks: int) -> list[np.ndarray]:
+    """Items of every rank, in order; the largest item goes first to the rank with least patches.
+
+    The same on every rank, from the same counts.
+    """
+    load, items = [0] * num_ranks, [[] for _ in range(num_ranks)]
+    for item in np.argsort(-num_patches_I, kind="stable"):
+        rank = load.index(min(load))
+        load[rank] += int(num_patches_I[item])
+        items[rank].append(int(item))
+    return [np.array(sorted(own), dtype=np.int64) for own in items]
+
+
+def encode_spread(
+    encode: Encoder,
+    pixels: Tensor,
+    grid_thw: np.ndarray,
+    *,
+    merge: int,
+    width: int,
+    num_levels: int,
+    group,
+    gradients_are_parts: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """Encode this rank's items and gather those of the others: rows of all items, in item order.
+
+    Args:
+        pixels: `[P, patch_dim]` of all items, the same on every rank.
+        grid_thw: `[I, 3]` on the host.
+        width, num_levels: D and G, for a rank without an item.
+        gradients_are_parts: True when each rank uses only some of the rows (sequence parallelism):
+            their gradients are then summed over the group. False when each uses all of them alike.
+    """
+    num_patches_I = grid_thw.prod(axis=1)
+    assigned = assign_items(num_patches_I, group.nranks)
+    own = assigned[group.rank]
+    ends_I = num_patches_I.cumsum()
+    if own.size:
+        rows = np.concatenate([np.arange(ends_I[i] - num_patches_I[i], ends_I[i]) for i in own])
+        merged, levels = encode(paddle.index_select(pixels, paddle.to_tensor(rows)), grid_thw[own])
+        packed_MC = paddle.concat([merged, *levels], axis=1)
+    else:
+        # A leaf that takes a gradient keeps the gather's backward pass alive on this rank.
+        packed_MC = paddle.zeros([0, (1 + num_levels) * width], dtype=pixels.dtype)
+        packed_MC.stop_gradient = False
+    rows_of_rank = [int(num_patches_I[items].sum()) // merge**2 for items in assigned]
+    order_M = _item_order(assigned, num_patches_I // merge**2)
+    all_MC = _GatherUneven.apply(packed_MC, rows_of_rank, order_M, group, gradients_are_parts)
+    merged, *levels = paddle.split(all_MC, 1 + num_levels, axis=1)
+    return merged, levels
+
+
+def _item_order(assigned: list[np.ndarray], num_rows_I: np.ndarray) -> np.ndarray:
+    """For each row in item order its place among the ranks' rows laid end to end: `[M]` int64."""
+    items = np.concatenate(assigned)
+    starts = np.zeros(len(items), dtype=np.int64)
+    starts[items] = num_rows_I[items].cumsum() - num_rows_I[items]
+    return np.concatenate([starts[i] + np.arange(num_rows_I[i]) for i in range(len(items))])
+
+
+class _GatherUneven(PyLayer):
+    """Rows of different number from every rank, then put in order. Padding travels, and is cut."""
+
+    @staticmethod
+    def forward(ctx, own_MC, rows_of_rank, order_M, group, gradients_are_parts):
+        ctx.rows_of_rank, ctx.order_M, ctx.group = rows_of_rank, order_M, group
+        ctx.gradients_are_parts = gradients_are_parts
+        longest, width = max(rows_of_rank), own_MC.shape[1]
+        padding = paddle.zeros([longest - own_MC.shape[0], width], dtype=own_MC.dtype)
+        everyone = gathered(paddle.concat([own_MC, padding]), group)
+        starts = np.repeat(
+            longest * np.arange(group.nranks) - _exclusive(rows_of_rank), rows_of_rank
+        )
+        rows = (np.arange(sum(rows_of_rank)) + starts)[order_M]
+        return paddle.index_select(everyone, paddle.to_tensor(rows))
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.gradients_are_parts:
+            grad = summed(grad, ctx.group)
+        begin = int(_exclusive(ctx.rows_of_rank)[ctx.group.rank])
+        end = begin + ctx.rows_of_rank[ctx.group.rank]
+        places = np.argsort(ctx.order_M)[begin:end]
+        return paddle.index_select(grad, paddle.to_tensor(places))
+
+
+def _exclusive(counts: list[int]) -> np.ndarray:
+    return np.cumsum(counts) - counts
