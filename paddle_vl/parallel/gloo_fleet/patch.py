@@ -1,0 +1,101 @@
+"""One replaced symbol of Paddle, as data that can be checked before it is used."""
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+# What all patches were written against: the versions and the reason they stand for one another.
+KNOWN_VERSIONS = re.compile(r"3\.3\.\d+")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A symbol of Paddle 3.3 that the CPU build lacks or that fails there.
+
+    Attributes:
+        owner: module, or `module:Class`.
+        name: attribute of the owner.
+        parameters: names that Paddle's own takes, in order (without self), in one of its
+            overloads; None when the CPU build has no such attribute.
+        reason: what happens without the patch.
+        make: gets Paddle's own (None when there is none) and returns the replacement.
+    """
+
+    owner: str
+    name: str
+    parameters: tuple[str, ...] | None
+    reason: str
+    make: Callable[[Any], Any]
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.owner}.{self.name}"
+
+    def check(self) -> None:
+        """Raise RuntimeError unless Paddle's symbol is the one that this patch was written for."""
+        own = getattr(self._find_owner(), self.name, None)
+        if self.parameters is None:
+            if own is not None:
+                raise self._mismatch("it exists, and was missing")
+            return
+        if not callable(own):
+            raise self._mismatch("it is not a function" if own is not None else "it is missing")
+        found = _overloads(own, self.name)
+        if self.parameters not in found:
+            shown = " or ".join(f"({', '.join(names)})" for names in found) or "unknown parameters"
+            raise self._mismatch(f"it takes {shown}, expected ({', '.join(self.parameters)})")
+
+    def apply(self) -> None:
+        """Put the replacement in the owner, and wherever Paddle imported the function by name."""
+        owner = self._find_owner()
+        own = getattr(owner, self.name, None)
+        replacement = self.make(own)
+        setattr(owner, self.name, replacement)
+        if not inspect.isfunction(own):
+            return
+        for name, module in list(sys.modules.items()):
+            if name.startswith("paddle.") and vars(module).get(self.name) is own:
+                setattr(module, self.name, replacement)
+
+    def _find_owner(self) -> Any:
+        module, _, attribute = self.owner.partition(":")
+        try:
+            found = importlib.import_module(module)
+            return getattr(found, attribute) if attribute else found
+        except (ImportError, AttributeError) as error:
+            raise self._mismatch(f"{self.owner} is missing") from error
+
+    def _mismatch(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"paddlepaddle {paddle.__version__} has another {self.symbol} than the CPU fleet was "
+            f"written for: {what}. Install paddlepaddle 3.3.1, or adapt the patch "
+            f"({self.reason})."
+        )
+
+
+def check_version() -> None:
+    """Raise RuntimeError unless the running Paddle is one that the patches know."""
+    if KNOWN_VERSIONS.fullmatch(paddle.__version__) is None:
+        raise RuntimeError(
+            f"paddlepaddle {paddle.__version__} runs here, but several processes on a CPU need "
+            "Paddle's gaps filled, which is written for paddlepaddle 3.3: install "
+            "paddlepaddle 3.3.1, or use GPUs."
+        )
+
+
+def _overloads(function: Any, name: str) -> list[tuple[str, ...]]:
+    """Parameter names of every overload, without self and without *args and **kwargs."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        # A method from C++: its documentation holds the signatures.
+        found = re.findall(rf"\b{name}\((self: .*)\) -> ", function.__doc__ or "")
+        return [tuple(re.findall(r"(?:^|, )(\w+): ", each))[1:] for each in found]
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [tuple(p.name for p in signature.parameters.values() if p.kind in named)]

@@ -1,0 +1,217 @@
+"""The primitives of Paddle's tensor-parallel layers, made of collectives of the group.
+
+Ranks of a group hold parts of the last axis (features, or the vocabulary). Paddle's kernels for
+these exist for accelerators only.
+"""
+
+from collections.abc import Callable
+
+import paddle
+from paddle import Tensor
+from paddle.autograd import PyLayer
+from paddle.base import core
+from paddle.distributed import collective
+
+from paddle_vl.parallel.gloo_fleet.patch import Patch
+
+
+class _Identity(PyLayer):
+    """The input; gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _reduced(grad, ctx.group)
+
+
+class _AllReduce(PyLayer):
+    """The sum over the ranks; the gradient is the same on each."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        return _reduced(tensor, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clone()
+
+
+class _Split(PyLayer):
+    """This rank's part of the last axis."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        return _own_part(tensor, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _joined(grad, ctx.group)
+
+
+class _Concat(PyLayer):
+    """The last axis joined from the parts of all ranks, which then compute the same with it."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        return _joined(tensor, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _own_part(grad, ctx.group)
+
+
+class _CrossEntropy(PyLayer):
+    """Cross entropy of logits whose vocabulary is divided over the ranks, at least in float32."""
+
+    @staticmethod
+    def forward(ctx, logits, label, group, ignore_index):
+        x = logits if logits.dtype == paddle.float64 else logits.astype("float32")
+        x = x - _reduced(x.max(axis=-1, keepdim=True), group, core.ReduceOp.MAX)
+        exp = paddle.exp(x)
+        denominator = _reduced(exp.sum(axis=-1, keepdim=True), group)
+        label = label.astype("int64")
+        is_target = label != ignore_index
+        row = label - group.rank * logits.shape[-1]
+        is_here = is_target & (row >= 0) & (row < logits.shape[-1])
+        row = paddle.where(is_here, row, paddle.zeros_like(row))
+        own = paddle.take_along_axis(x, row, axis=-1, broadcast=False) * is_here.astype(x.dtype)
+        # A product would make the loss NaN where an ignored position has infinite logits.
+        loss = paddle.log(denominator) - _reduced(own, group)
+        loss = paddle.where(is_target, loss, paddle.zeros_like(loss))
+        softmax = exp / denominator
+        ctx.save_for_backward(softmax, row, is_here, is_target)
+        ctx.dtype = logits.dtype
+        softmax_out = softmax.astype(logits.dtype)
+        ctx.mark_non_differentiable(softmax_out)
+        return loss, softmax_out
+
+    @staticmethod
+    def backward(ctx, grad_loss, grad_softmax=None):
+        softmax, row, is_here, is_target = ctx.saved_tensor()
+        hit = is_here.astype(softmax.dtype)
+        grad = paddle.put_along_axis(softmax, row, -hit, axis=-1, reduce="add", broadcast=False)
+        grad = grad * grad_loss.astype(softmax.dtype)
+        grad = paddle.where(is_target, grad, paddle.zeros_like(grad))
+        return grad.astype(ctx.dtype)
+
+
+def _reduced(tensor: Tensor, group, op=core.ReduceOp.SUM) -> Tensor:
+    result = tensor.clone()
+    group.process_group.all_reduce(result, op, True).wait()
+    return result
+
+
+def _own_part(tensor: Tensor, group) -> Tensor:
+    width = tensor.shape[-1]
+    if width % group.nranks:
+        raise ValueError(f"A last axis of {width} cannot be divided over {group.nranks} ranks.")
+    part = width // group.nranks
+    return tensor[..., group.rank * part : (group.rank + 1) * part].clone()
+
+
+def _joined(tensor: Tensor, group) -> Tensor:
+    parts = paddle.empty([group.nranks, *tensor.shape], dtype=tensor.dtype)
+    group.process_group.all_gather_into_tensor(parts, tensor, True).wait()
+    return paddle.concat(list(parts), axis=-1)
+
+
+def _gloo_group(group):
+    """The group (the default one for None) if it is a gloo group, else None."""
+    group = collective._get_default_group() if group is None else group
+    return group if isinstance(group.process_group, core.ProcessGroupGloo) else None
+
+
+def _c_identity(paddles_own: Callable) -> Callable:
+    def _c_identity(tensor, group=None, skip_c_identity_dynamic=False):
+        if (gloo := _gloo_group(group)) is None:
+            return paddles_own(tensor, group, skip_c_identity_dynamic)
+        return _Identity.apply(tensor, gloo)
+
+    return _c_identity
+
+
+def _c_split(paddles_own: Callable) -> Callable:
+    def _c_split(tensor, group=None):
+        if (gloo := _gloo_group(group)) is None:
+            return paddles_own(tensor, group)
+        return _Split.apply(tensor, gloo)
+
+    return _c_split
+
+
+def _c_concat(paddles_own: Callable) -> Callable:
+    def _c_concat(tensor, group=None):
+        if (gloo := _gloo_group(group)) is None:
+            return paddles_own(tensor, group)
+        return _Concat.apply(tensor, gloo)
+
+    return _c_concat
+
+
+def _mp_allreduce(paddles_own: Callable) -> Callable:
+    def _mp_allreduce(
+        tensor,
+        op=paddle.distributed.ReduceOp.SUM,
+        group=None,
+        use_calc_stream=True,
+        use_model_parallel=True,
+        skip_c_identity_dynamic=False,
+    ):
+        if (gloo := _gloo_group(group)) is None:
+            return paddles_own(
+                tensor, op, group, use_calc_stream, use_model_parallel, skip_c_identity_dynamic
+            )
+        if op != paddle.distributed.ReduceOp.SUM:
+            raise ValueError(f"_mp_allreduce sums (ReduceOp.SUM); got operation {op}.")
+        return _AllReduce.apply(tensor, gloo)
+
+    return _mp_allreduce
+
+
+def _c_softmax_with_cross_entropy(paddles_own: Callable) -> Callable:
+    def _c_softmax_with_cross_entropy(
+        logits, label, group=None, return_softmax=False, ignore_index=-100
+    ):
+        if (gloo := _gloo_group(group)) is None:
+            return paddles_own(logits, label, group, return_softmax, ignore_index)
+        if label.ndim == logits.ndim - 1:
+            label = label.unsqueeze(-1)
+        if label.shape != [*logits.shape[:-1], 1]:
+            raise ValueError(f"Logits of {logits.shape} need one label a row, got {label.shape}.")
+        loss, softmax = _CrossEntropy.apply(logits, label, gloo, ignore_index)
+        return (loss, softmax) if return_softmax else loss
+
+    return _c_softmax_with_cross_entropy
+
+
+def _primitive(name: str, parameters: str, make: Callable) -> Patch:
+    return Patch(
+        owner="paddle.distributed.fleet.layers.mpu.mp_ops",
+        name=name,
+        parameters=tuple(parameters.split()),
+        reason="Do not support c_... for cpu kernel now",
+        make=make,
+    )
+
+
+PATCHES = (
+    _primitive("_c_identity", "tensor group skip_c_identity_dynamic", _c_identity),
+    _primitive("_c_split", "tensor group", _c_split),
+    _primitive("_c_concat", "tensor group", _c_concat),
+    _primitive(
+        "_mp_allreduce",
+        "tensor op group use_calc_stream use_model_parallel skip_c_identity_dynamic",
+        _mp_allreduce,
+    ),
+    _primitive(
+        "_c_softmax_with_cross_entropy",
+        "logits label group return_softmax ignore_index",
+        _c_softmax_with_cross_entropy,
+    ),
+)
