@@ -1,0 +1,242 @@
+"""How a run divides its work over processes, and the rules that such a division must satisfy.
+
+A rule is a function that yields a message for everything it finds wrong in a `Plan`. Rules need
+neither a device nor other processes: `plan_problems` runs before anything is built.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from paddle_vl.config.load import raise_problems
+
+Problems = Iterator[str]
+AXES = ("dp", "mp", "pp", "sharding")
+
+
+@dataclass(frozen=True)
+class ParallelDegrees:
+    """How the work is shared, the same on every rank; 1 is off.
+
+    Attributes:
+        dp_degree, mp_degree, pp_degree, sharding_degree: processes along each axis.
+        sequence_parallel: split the token rows between the matrices over the mp processes.
+        sharding_stage: 1 shares optimizer state, 2 gradients too, 3 parameters too.
+        num_micro_batches: micro-batches that go through the pipeline in one step.
+        num_virtual_stages: pieces of the layers on each pipeline process.
+
+    Raises:
+        ValueError: a number below 1, or a sharding stage above 3.
+    """
+
+    dp_degree: int = 1
+    mp_degree: int = 1
+    pp_degree: int = 1
+    sharding_degree: int = 1
+    sequence_parallel: bool = False
+    sharding_stage: int = 1
+    num_micro_batches: int = 1
+    num_virtual_stages: int = 1
+
+    def __post_init__(self):
+        problems = [
+            f"parallel.{item.name} is {getattr(self, item.name)}: it must be at least 1"
+            for item in fields(self)
+            if item.type is int and getattr(self, item.name) < 1
+        ]
+        if self.sharding_stage > 3:
+            problems.append(f"parallel.sharding_stage is {self.sharding_stage}: there are 1, 2, 3")
+        raise_problems(problems)
+
+    def degree(self, axis: str) -> int:
+        """Processes along one of `AXES`."""
+        return getattr(self, f"{axis}_degree")
+
+    @property
+    def num_processes(self) -> int:
+        return math.prod(self.degree(axis) for axis in AXES)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The decoder's sizes that processes have to divide among themselves."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the rules look at. Without a model or a padding, the rules about it find nothing.
+
+    Attributes:
+        num_processes: processes the run was launched with.
+        pad_to_multiple_of: padded length of every batch is a multiple of it.
+    """
+
+    degrees: ParallelDegrees
+    num_processes: int
+    model: ModelShape | None = None
+    pad_to_multiple_of: int | None = None
+
+
+def plan_problems(plan: Plan) -> list[str]:
+    """Everything that keeps the plan from running, the same on every rank."""
+    return [problem for rule in RULES for problem in rule(plan)]
+
+
+def degrees_match_processes(plan: Plan) -> Problems:
+    degrees = plan.degrees
+    if degrees.num_processes != plan.num_processes:
+        arithmetic = " x ".join(f"{axis}_degree {degrees.degree(axis)}" for axis in AXES)
+        yield (
+            f"parallel: {arithmetic} = {degrees.num_processes}, but the run has "
+            f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}: the product "
+            "must equal it"
+        )
+
+
+def sequence_parallel_has_processes(plan: Plan) -> Problems:
+    if plan.degrees.sequence_parallel and plan.degrees.mp_degree == 1:
+        yield (
+            "parallel.sequence_parallel is true but parallel.mp_degree is 1: it splits token rows "
+            "over the mp processes; set mp_degree to 2 or more, or sequence_parallel to false"
+        )
+
+
+def sharding_stage_has_processes(plan: Plan) -> Problems:
+    degrees = plan.degrees
+    if degrees.sharding_stage > 1 and degrees.sharding_degree == 1:
+        yield (
+            f"parallel.sharding_stage is {degrees.sharding_stage} but parallel.sharding_degree is "
+            "1, so there is nothing to share with: set sharding_degree to 2 or more, or remove "
+            "sharding_stage"
+        )
+
+
+def sharding_stage_suits_pipeline(plan: Plan) -> Problems:
+    degrees = plan.degrees
+    if degrees.sharding_stage > 1 and degrees.pp_degree > 1:
+        yield (
+            f"parallel.sharding_stage {degrees.sharding_stage} with parallel.pp_degree "
+            f"{degrees.pp_degree}: a pipeline keeps whole gradients over its micro-batches and "
+            "whole parameters between them; set sharding_stage=1, or pp_degree=1"
+        )
+
+
+def micro_batches_fill_pipeline(plan: Plan) -> Problems:
+    degrees = plan.degrees
+    stages, micro_batches = degrees.pp_degree, degrees.num_micro_batches
+    if stages == 1:
+        return
+    if micro_batches < stages:
+        yield (
+            f"parallel.num_micro_batches {micro_batches} is less than parallel.pp_degree {stages}: "
+            f"some stage would always wait; set num_micro_batches to {stages} or more"
+        )
+    elif degrees.num_virtual_stages > 1 and stages < micro_batches < 2 * stages:
+        # Paddle has one schedule for pp micro-batches and one for 2 pp or more.
+        yield (
+            f"parallel.num_micro_batches {micro_batches} with parallel.num_virtual_stages "
+            f"{degrees.num_virtual_stages} and parallel.pp_degree {stages}: interleaved stages "
+            f"take {stages} micro-batches, or 2 x {stages} = {2 * stages} or more"
+        )
+
+
+def virtual_stages_have_pipeline(plan: Plan) -> Problems:
+    degrees = plan.degrees
+    if degrees.num_virtual_stages > 1 and degrees.pp_degree <= 2:
+        yield (
+            f"parallel.num_virtual_stages {degrees.num_virtual_stages} with parallel.pp_degree "
+            f"{degrees.pp_degree}: interleaving needs a pp_degree of 3 or more; set "
+            "num_virtual_stages=1"
+        )
+
+
+def layers_fill_stages(plan: Plan) -> Problems:
+    if plan.model is None:
+        return
+    degrees, layers = plan.degrees, plan.model.num_hidden_layers
+    pieces = degrees.pp_degree * degrees.num_virtual_stages
+    found = (
+        f"num_hidden_layers is {layers} but parallel.pp_degree {degrees.pp_degree} x "
+        f"num_virtual_stages {degrees.num_virtual_stages} = {pieces}"
+    )
+    if layers < pieces:
+        yield f"{found}: every stage needs a layer; lower one of them"
+    elif degrees.num_virtual_stages > 1 and layers % pieces:
+        yield (
+            f"{found}, and interleaved stages hold equally many layers ({layers} = "
+            f"{layers // pieces} x {pieces} + {layers % pieces}): lower one of them, or set "
+            "num_virtual_stages=1"
+        )
+
+
+def query_heads_divide(plan: Plan) -> Problems:
+    if plan.model is not None:
+        yield from _indivisible("num_attention_heads", plan.model.num_attention_heads, plan)
+
+
+def kv_heads_divide(plan: Plan) -> Problems:
+    if plan.model is None:
+        return
+    heads, mp = plan.model.num_key_value_heads, plan.degrees.mp_degree
+    if heads % mp and mp % heads:
+        yield (
+            f"num_key_value_heads {heads} and parallel.mp_degree {mp}: one must divide the other, "
+            "for a process to hold whole kv heads or processes to share one evenly; choose an "
+            f"mp_degree that divides {heads} or is a multiple of it"
+        )
+
+
+def vocabulary_divides(plan: Plan) -> Problems:
+    if plan.model is not None:
+        vocab_size, mp = plan.model.vocab_size, plan.degrees.mp_degree
+        remedy = f"pad the vocabulary to {-(-vocab_size // mp) * mp}"
+        yield from _indivisible("vocab_size", vocab_size, plan, remedy)
+
+
+def mlp_width_divides(plan: Plan) -> Problems:
+    if plan.model is not None:
+        yield from _indivisible("intermediate_size", plan.model.intermediate_size, plan)
+
+
+def token_rows_divide(plan: Plan) -> Problems:
+    multiple, mp = plan.pad_to_multiple_of, plan.degrees.mp_degree
+    if multiple is not None and plan.degrees.sequence_parallel and multiple % mp:
+        # Not of samples x length: the last evaluation batch may hold any number of samples.
+        yield (
+            f"data.pad_to_multiple_of {multiple} does not divide by parallel.mp_degree {mp}: "
+            "sequence_parallel splits the token rows (samples x padded length) of every batch into "
+            f"{mp} equal parts, a batch of one sample too; set data.pad_to_multiple_of={mp}"
+        )
+
+
+def _indivisible(name: str, value: int, plan: Plan, remedy: str | None = None) -> Problems:
+    mp = plan.degrees.mp_degree
+    if value % mp:
+        choose = f"choose an mp_degree that divides {value}"
+        yield (
+            f"{name} {value} does not divide by parallel.mp_degree {mp} "
+            f"({value} = {value // mp} x {mp} + {value % mp}): "
+            + (f"{remedy}, or {choose}" if remedy else choose)
+        )
+
+
+RULES = (
+    degrees_match_processes,
+    sequence_parallel_has_processes,
+    sharding_stage_has_processes,
+    sharding_stage_suits_pipeline,
+    micro_batches_fill_pipeline,
+    virtual_stages_have_pipeline,
+    layers_fill_stages,
+    query_heads_divide,
+    kv_heads_divide,
+    vocabulary_divides,
+    mlp_width_divides,
+    token_rows_divide,
+)

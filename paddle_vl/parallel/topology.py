@@ -1,0 +1,143 @@
+"""This process's place in a run, and the groups of processes it shares work with.
+
+Axes: dp processes hold the same parameters and take different samples; sharding processes do so
+too and share the optimizer's work; mp processes share every matrix; pp processes share the layers.
+Processes are numbered with mp innermost, then sharding, pp and dp, so that mp processes are
+neighbours on one machine.
+"""
+
+from dataclasses import dataclass, field
+
+import paddle.distributed as dist
+from paddle.distributed import fleet
+from paddle.distributed.collective import Group
+from paddle.distributed.fleet.base.topology import HybridCommunicateGroup
+
+from paddle_vl.config.load import raise_problems
+from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.gloo_fleet import install
+
+# Our axis names and fleet's: the key in its hybrid_configs, and where it keeps the group.
+_FLEET_AXES = {
+    "dp": ("dp_degree", HybridCommunicateGroup.get_data_parallel_group),
+    "mp": ("mp_degree", HybridCommunicateGroup.get_model_parallel_group),
+    "pp": ("pp_degree", HybridCommunicateGroup.get_pipe_parallel_group),
+    "sharding": ("sharding_degree", HybridCommunicateGroup.get_sharding_parallel_group),
+}
+
+
+def _group_of_one(rank: int) -> Group:
+    """A group to ask for rank and size. Paddle warns of a sum over it and leaves the tensor."""
+    return Group(rank_in_group=0, id=-1, ranks=[rank])
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """This process's place in a run. Ranks and groups differ per rank, the rest does not.
+
+    Attributes:
+        rank: this process among all.
+        dp_group, mp_group, pp_group, sharding_group: the processes that share this one's other
+            coordinates, in order along the axis; `rank` and `nranks` of a group are this
+            process's place on the axis and the axis' size. One with `nranks` 1 has no connection:
+            leave collectives over it out.
+    """
+
+    degrees: ParallelDegrees
+    rank: int
+    dp_group: Group = field(repr=False)
+    mp_group: Group = field(repr=False)
+    pp_group: Group = field(repr=False)
+    sharding_group: Group = field(repr=False)
+
+    @classmethod
+    def single(cls, degrees: ParallelDegrees | None = None) -> "Topology":
+        """One process, without fleet."""
+        groups = {f"{axis}_group": _group_of_one(0) for axis in AXES}
+        return cls(degrees or ParallelDegrees(), rank=0, **groups)
+
+    @property
+    def world_size(self) -> int:
+        return self.degrees.num_processes
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp_group.rank
+
+    @property
+    def mp_rank(self) -> int:
+        return self.mp_group.rank
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pp_group.rank
+
+    @property
+    def sharding_rank(self) -> int:
+        return self.sharding_group.rank
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the samples this process takes, of `data_size`; dp and sharding split."""
+        return self.dp_rank * self.degrees.sharding_degree + self.sharding_rank
+
+    @property
+    def data_size(self) -> int:
+        return self.degrees.dp_degree * self.degrees.sharding_degree
+
+    def describe(self) -> str:
+        """This rank's coordinates on the axes that are on, e.g. `rank 3 (dp 1, mp 1)`."""
+        coordinates = [
+            f"{axis} {group.rank}"
+            for axis in AXES
+            if (group := getattr(self, f"{axis}_group")).nranks > 1
+        ]
+        return f"rank {self.rank}" + (f" ({', '.join(coordinates)})" if coordinates else "")
+
+
+def initialize(degrees: ParallelDegrees) -> Topology:
+    """Start fleet with these degrees, on every rank together; one process needs none.
+
+    Fleet seeds Paddle's generators when there are mp processes: seed a run's own afterwards.
+
+    Raises:
+        ValueError: the degrees contradict each other or the launched processes.
+        RuntimeError: fleet was started with other degrees before.
+    """
+    raise_problems(plan_problems(Plan(degrees, dist.get_world_size())))
+    if degrees.num_processes == 1:
+        return Topology.single(degrees)
+    on_gloo = install()
+    fleet.init(is_collective=True, strategy=_strategy(degrees, on_gloo), log_level="WARNING")
+    communicators = fleet.get_hybrid_communicate_group()
+    rank = dist.get_rank()
+    groups, other = {}, []
+    for axis, (key, group_of) in _FLEET_AXES.items():
+        group, degree = group_of(communicators), degrees.degree(axis)
+        # Fleet's own group of one says that this process, rank -1 of it, is not a member.
+        groups[f"{axis}_group"] = group if group.nranks > 1 else _group_of_one(rank)
+        if group.nranks != degree:
+            other.append(f"{key} {group.nranks} instead of {degree}")
+    if other:
+        # Fleet keeps its first groups and says so in a warning only.
+        raise RuntimeError(
+            f"fleet was started in this process before, with {', '.join(other)}: start it once, "
+            "through paddle_vl.parallel.topology.initialize"
+        )
+    return Topology(degrees, rank, **groups)
+
+
+def _strategy(degrees: ParallelDegrees, on_gloo: bool) -> fleet.DistributedStrategy:
+    strategy = fleet.DistributedStrategy()
+    hybrid = {key: degrees.degree(axis) for axis, (key, _) in _FLEET_AXES.items()}
+    if degrees.pp_degree > 1:
+        hybrid["pp_configs"] = {
+            "use_batch_p2p_comm": not on_gloo,
+            # Micro-batches differ in length and in images; Paddle's interleaved schedule cannot.
+            "enable_dynamic_shape": degrees.num_virtual_stages == 1,
+        }
+    strategy.hybrid_configs = hybrid
+    strategy.pipeline_configs = {"accumulate_steps": degrees.num_micro_batches}
+    # Otherwise fleet seeds Paddle from NumPy's generator, differently on every rank and run.
+    strategy.tensor_parallel_configs = {"tensor_init_seed": 1}
+    return strategy

@@ -1,0 +1,159 @@
+"""The rules that a division over processes must satisfy.
+
+Guarantees: each rule refuses what it is for with both numbers in its message, and nothing else
+does; all problems are found at once; divisions that fit pass; numbers below 1 do not get that far.
+"""
+
+import pytest
+
+from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
+
+SHAPE = {
+    "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64, "intermediate_size": 24,
+    "num_hidden_layers": 16,
+}  # fmt: skip
+
+
+def problems(shape: dict | None = None, pad_to_multiple_of: int = 8, **degrees) -> list[str]:
+    """What a run with as many processes as its degrees need is told."""
+    chosen = ParallelDegrees(**degrees)
+    model = ModelShape(**SHAPE | (shape or {}))
+    return plan_problems(Plan(chosen, chosen.num_processes, model, pad_to_multiple_of))
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {},
+        {"dp_degree": 2, "mp_degree": 2},
+        {"mp_degree": 2, "sequence_parallel": True},
+        {"mp_degree": 2, "pp_degree": 2, "num_micro_batches": 2, "sequence_parallel": True},
+        {"sharding_degree": 2, "sharding_stage": 3, "mp_degree": 2},
+        {"sharding_degree": 2, "sharding_stage": 1, "pp_degree": 2, "num_micro_batches": 3},
+        {"pp_degree": 4, "num_virtual_stages": 2, "num_micro_batches": 4},
+        {"pp_degree": 4, "num_virtual_stages": 4, "num_micro_batches": 9},
+        {"num_micro_batches": 4},
+    ],
+)
+def test_divisions_that_fit_pass(degrees):
+    assert problems(**degrees) == []
+
+
+@pytest.mark.parametrize(
+    ("degrees", "shape", "message"),
+    [
+        (
+            {"sequence_parallel": True}, {},
+            "parallel.sequence_parallel is true but parallel.mp_degree is 1: it splits token rows "
+            "over the mp processes; set mp_degree to 2 or more, or sequence_parallel to false",
+        ),
+        (
+            {"sharding_stage": 2}, {},
+            "parallel.sharding_stage is 2 but parallel.sharding_degree is 1, so there is nothing "
+            "to share with: set sharding_degree to 2 or more, or remove sharding_stage",
+        ),
+        (
+            {"sharding_stage": 2, "sharding_degree": 2, "pp_degree": 4, "num_micro_batches": 4}, {},
+            "parallel.sharding_stage 2 with parallel.pp_degree 4: a pipeline keeps whole gradients "
+            "over its micro-batches and whole parameters between them; set sharding_stage=1, or "
+            "pp_degree=1",
+        ),
+        (
+            {"pp_degree": 4, "num_micro_batches": 3}, {},
+            "parallel.num_micro_batches 3 is less than parallel.pp_degree 4: some stage would "
+            "always wait; set num_micro_batches to 4 or more",
+        ),
+        (
+            {"pp_degree": 4, "num_micro_batches": 7, "num_virtual_stages": 2}, {},
+            "parallel.num_micro_batches 7 with parallel.num_virtual_stages 2 and "
+            "parallel.pp_degree 4: interleaved stages take 4 micro-batches, or 2 x 4 = 8 or more",
+        ),
+        (
+            {"pp_degree": 2, "num_micro_batches": 4, "num_virtual_stages": 4}, {},
+            "parallel.num_virtual_stages 4 with parallel.pp_degree 2: interleaving needs a "
+            "pp_degree of 3 or more; set num_virtual_stages=1",
+        ),
+        (
+            {"pp_degree": 4, "num_micro_batches": 8, "num_virtual_stages": 3},
+            {"num_hidden_layers": 11},
+            "num_hidden_layers is 11 but parallel.pp_degree 4 x num_virtual_stages 3 = 12: every "
+            "stage needs a layer; lower one of them",
+        ),
+        (
+            {"pp_degree": 3, "num_micro_batches": 6, "num_virtual_stages": 2},
+            {"num_hidden_layers": 14},
+            "num_hidden_layers is 14 but parallel.pp_degree 3 x num_virtual_stages 2 = 6, and "
+            "interleaved stages hold equally many layers (14 = 2 x 6 + 2): lower one of them, or "
+            "set num_virtual_stages=1",
+        ),
+        (
+            {"mp_degree": 4}, {"num_attention_heads": 6},
+            "num_attention_heads 6 does not divide by parallel.mp_degree 4 (6 = 1 x 4 + 2): choose "
+            "an mp_degree that divides 6",
+        ),
+        (
+            {"mp_degree": 2}, {"num_key_value_heads": 3},
+            "num_key_value_heads 3 and parallel.mp_degree 2: one must divide the other, for a "
+            "process to hold whole kv heads or processes to share one evenly; choose an mp_degree "
+            "that divides 3 or is a multiple of it",
+        ),
+        (
+            {"mp_degree": 4}, {"vocab_size": 259},
+            "vocab_size 259 does not divide by parallel.mp_degree 4 (259 = 64 x 4 + 3): pad the "
+            "vocabulary to 260, or choose an mp_degree that divides 259",
+        ),
+        (
+            {"mp_degree": 8}, {"intermediate_size": 20},
+            "intermediate_size 20 does not divide by parallel.mp_degree 8 (20 = 2 x 8 + 4): choose "
+            "an mp_degree that divides 20",
+        ),
+    ],
+)  # fmt: skip
+def test_a_rule_refuses_with_its_arithmetic(degrees, shape, message):
+    assert problems(shape, **degrees) == [message]
+
+
+@pytest.mark.parametrize(("num_processes", "found"), [(1, "1 process:"), (8, "8 processes:")])
+def test_degrees_must_multiply_to_the_processes(num_processes, found):
+    degrees = ParallelDegrees(dp_degree=2, mp_degree=3)
+    assert plan_problems(Plan(degrees, num_processes)) == [
+        "parallel: dp_degree 2 x mp_degree 3 x pp_degree 1 x sharding_degree 1 = 6, but the run "
+        f"has {found} the product must equal it"
+    ]
+
+
+@pytest.mark.parametrize("mp_degree", [1, 2, 4, 8])
+def test_kv_heads_may_be_split_or_repeated(mp_degree):
+    assert problems({"num_key_value_heads": 4}, mp_degree=mp_degree) == []
+
+
+def test_token_rows_of_every_batch_divide_under_sequence_parallel():
+    whole = {"mp_degree": 4, "pad_to_multiple_of": 6}
+    assert problems(**whole) == []
+    assert problems(**whole, sequence_parallel=True) == [
+        "data.pad_to_multiple_of 6 does not divide by parallel.mp_degree 4: sequence_parallel "
+        "splits the token rows (samples x padded length) of every batch into 4 equal parts, a "
+        "batch of one sample too; set data.pad_to_multiple_of=4"
+    ]
+
+
+def test_all_problems_are_found_at_once():
+    degrees = ParallelDegrees(
+        mp_degree=5, sequence_parallel=True, sharding_stage=3, pp_degree=2, num_virtual_stages=9
+    )
+    found = plan_problems(Plan(degrees, 4, ModelShape(**SHAPE), pad_to_multiple_of=1))
+    subjects = [
+        "5 x pp_degree 2", "sharding_degree is 1", "sharding_stage 3", "num_micro_batches 1",
+        "num_virtual_stages 9", "num_hidden_layers is 16", "num_attention_heads 8",
+        "num_key_value_heads 2", "vocab_size 64", "intermediate_size 24", "pad_to_multiple_of 1",
+    ]  # fmt: skip
+    assert len(found) == len(subjects)
+    for problem, subject in zip(found, subjects, strict=True):
+        assert subject in problem
+
+
+def test_numbers_out_of_range_are_refused_together():
+    with pytest.raises(ValueError, match="2 problems") as refusal:
+        ParallelDegrees(mp_degree=0, sharding_stage=4)
+    assert "parallel.mp_degree is 0: it must be at least 1" in str(refusal.value)
+    assert "parallel.sharding_stage is 4: there are 1, 2, 3" in str(refusal.value)

@@ -1,0 +1,59 @@
+"""The topology of one process.
+
+Guarantees: one process is rank 0 of groups of one, takes all samples and starts no fleet; samples
+split over dp and sharding together; degrees that do not fit the launched processes are refused
+before fleet starts.
+"""
+
+import paddle.distributed as dist
+import pytest
+
+from paddle_vl.parallel.topology import ParallelDegrees, Topology, initialize
+
+AXES = ("dp", "mp", "pp", "sharding")
+
+
+def test_one_process_is_the_whole_of_every_axis():
+    topology = Topology.single()
+    for axis in AXES:
+        group = getattr(topology, f"{axis}_group")
+        assert (group.rank, group.nranks, group.ranks) == (0, 1, [0])
+        assert getattr(topology, f"{axis}_rank") == 0
+    assert (topology.rank, topology.world_size) == (0, 1)
+    assert (topology.data_rank, topology.data_size) == (0, 1)
+    assert topology.describe() == "rank 0"
+
+
+def test_one_process_starts_no_fleet():
+    topology = initialize(ParallelDegrees(num_micro_batches=4))
+    assert topology.degrees.num_micro_batches == 4
+    assert topology.world_size == 1
+    assert not dist.is_initialized()
+
+
+def test_degrees_that_do_not_fit_are_refused_together_before_fleet_starts():
+    with pytest.raises(ValueError, match="2 problems") as refusal:
+        initialize(ParallelDegrees(dp_degree=2, sequence_parallel=True))
+    assert "= 2, but the run has 1 process:" in str(refusal.value)
+    assert "parallel.mp_degree is 1" in str(refusal.value)
+    assert not dist.is_initialized()
+
+
+def test_samples_split_over_dp_then_sharding():
+    """Processes 0 to 5 of dp 3 x sharding 2 take parts 0 to 5."""
+    degrees = ParallelDegrees(dp_degree=3, sharding_degree=2)
+    for rank in range(6):
+        topology = Topology(
+            degrees,
+            rank,
+            dp_group=_group(rank // 2, 3),
+            mp_group=_group(0, 1),
+            pp_group=_group(0, 1),
+            sharding_group=_group(rank % 2, 2),
+        )
+        assert (topology.data_rank, topology.data_size) == (rank, 6)
+        assert topology.describe() == f"rank {rank} (dp {rank // 2}, sharding {rank % 2})"
+
+
+def _group(rank: int, size: int) -> dist.collective.Group:
+    return dist.collective.Group(rank, -1, list(range(size)))
