@@ -79,6 +79,13 @@ class ParallelConfig(_Section):
     mp_degree: int = Field(1, ge=1, description="processes that share every matrix (tensor)")
     pp_degree: int = Field(1, ge=1, description="processes that share the layers (pipeline)")
     sharding_degree: int = Field(1, ge=1, description="processes that share optimizer state")
+    sequence_parallel: bool = Field(
+        False, description="split the token rows between the matrices over the mp processes"
+    )
+    vision: Literal["spread", "replicate"] = Field(
+        "spread",
+        description="with mp: encode each image on one of its processes, or all on every one",
+    )
 
 
 class TrainConfig(_Section):

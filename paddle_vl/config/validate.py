@@ -1,14 +1,13 @@
 """Rules that several settings, or a setting and the machine, must satisfy together.
 
 A rule is a function that yields a message for everything it finds wrong. `CONFIG_RULES` need the
-settings alone and run when a file is loaded; `LAUNCH_RULES` look at the files, the device and the
-processes and run before anything is built.
+settings alone and run when a file is loaded; `LAUNCH_RULES` look at the files and the device before
+anything is built. What several processes must satisfy is in `paddle_vl.parallel.degrees`.
 """
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from paddle_vl.config.schema import RunConfig
 
@@ -16,21 +15,14 @@ Problems = Iterator[str]
 _RUN_FILES = re.compile(r"checkpoint-\d+|final|metrics\.jsonl")
 
 
-class Launch(NamedTuple):
-    """The machine a run starts on: Paddle's device name and the number of processes."""
-
-    device: str
-    num_processes: int
-
-
 def rule_problems(config: RunConfig) -> list[str]:
     """What is wrong with the settings themselves."""
     return [problem for rule in CONFIG_RULES for problem in rule(config)]
 
 
-def launch_problems(config: RunConfig, launch: Launch) -> list[str]:
-    """What keeps this configuration from running here."""
-    return [problem for rule in LAUNCH_RULES for problem in rule(config, launch)]
+def launch_problems(config: RunConfig, device: str) -> list[str]:
+    """What keeps this configuration from running here, on Paddle's device of that name."""
+    return [problem for rule in LAUNCH_RULES for problem in rule(config, device)]
 
 
 def one_model_source(config: RunConfig) -> Problems:
@@ -90,36 +82,25 @@ def pixel_bounds_are_ordered(config: RunConfig) -> Problems:
         yield f"data.min_pixels {low} exceeds data.max_pixels {high}"
 
 
-def degrees_match_processes(config: RunConfig, launch: Launch) -> Problems:
-    degrees = config.parallel.model_dump()
-    product = 1
-    for degree in degrees.values():
-        product *= degree
-    if product != launch.num_processes:
-        arithmetic = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
-        yield (
-            f"parallel: {arithmetic} = {product}, but the run has {launch.num_processes} "
-            f"process{'es' if launch.num_processes > 1 else ''}: the product must equal it"
-        )
+def axes_are_there(config: RunConfig) -> Problems:
+    for name in ("pp_degree", "sharding_degree"):
+        degree = getattr(config.parallel, name)
+        if degree > 1:
+            yield (
+                f"parallel.{name} is {degree}: training runs over dp and mp processes so far; set "
+                f"parallel.{name}=1"
+            )
 
 
-def one_process(config: RunConfig, launch: Launch) -> Problems:
-    if launch.num_processes > 1:
-        yield (
-            f"the run was launched with {launch.num_processes} processes; training runs in one "
-            "process only: start it without a launcher"
-        )
-
-
-def dtype_runs_on_device(config: RunConfig, launch: Launch) -> Problems:
-    if config.model.compute_dtype == "bfloat16" and launch.device.startswith("cpu"):
+def dtype_runs_on_device(config: RunConfig, device: str) -> Problems:
+    if config.model.compute_dtype == "bfloat16" and device.startswith("cpu"):
         yield (
             "model.compute_dtype is bfloat16 but the device is the CPU, where Paddle has no "
             "bfloat16 kernels: set model.compute_dtype=float32 or run on a GPU"
         )
 
 
-def files_exist(config: RunConfig, launch: Launch) -> Problems:
+def files_exist(config: RunConfig, device: str) -> Problems:
     model, data = config.model, config.data
     for name, files in (("data.train", data.train), ("data.eval", data.eval)):
         for i, file in enumerate(files):
@@ -134,7 +115,7 @@ def files_exist(config: RunConfig, launch: Launch) -> Problems:
         yield _absent("model.config", model.config, "file")
 
 
-def output_is_unused(config: RunConfig, launch: Launch) -> Problems:
+def output_is_unused(config: RunConfig, device: str) -> Problems:
     output = Path(config.train.output_dir)
     if config.train.resume_from_checkpoint != "none" or not output.is_dir():
         return
@@ -158,10 +139,9 @@ CONFIG_RULES = (
     floor_needs_cosine,
     evaluation_has_data,
     pixel_bounds_are_ordered,
+    axes_are_there,
 )
 LAUNCH_RULES = (
-    degrees_match_processes,
-    one_process,
     dtype_runs_on_device,
     files_exist,
     output_is_unused,

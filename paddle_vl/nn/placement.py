@@ -98,9 +98,15 @@ class SingleDevicePlacement:
         return tuple(parameter.shape)
 
     def own_part(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
-        """What this rank holds of a parameter's whole value."""
+        """What this rank holds of a whole value in the parameter's layout.
+
+        A value of another shape, such as a scalar of the optimizer's, is nobody's part.
+        """
         return whole
 
-    def whole_value(self, parameter: Tensor) -> np.ndarray:
-        """A parameter's whole value; where ranks hold parts, all of them call this together."""
-        return parameter.numpy()
+    def whole_value(self, parameter: Tensor, value: Tensor | None = None) -> np.ndarray:
+        """The whole of a parameter, or of a `value` in its layout, such as a moment.
+
+        Where ranks hold parts, all of them call this together.
+        """
+        return (parameter if value is None else value).numpy()

@@ -5,7 +5,7 @@ features; what the ranks exchange stands in `mp_ops`. With sequence parallelism 
 `T / mp` of the token rows between those layers.
 
 Gradients that come out as one rank's part although the parameter is whole on every rank are marked
-`is_partial`, and summed over the group by `sum_partial_gradients` before they are used.
+`is_partial`, and summed over the group before they are used, see `parallel.gradients`.
 """
 
 import numpy as np
@@ -149,17 +149,18 @@ class FleetPlacement(SingleDevicePlacement):
 
     def own_part(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
         axis = split_axis(parameter)
-        if axis is None:
+        if axis is None or whole.shape != self.whole_shape(parameter):
             return whole
         part = np.split(whole, self.mp_group.nranks, axis=axis)[self.mp_group.rank]
         return np.ascontiguousarray(part)
 
-    def whole_value(self, parameter: Tensor) -> np.ndarray:
+    def whole_value(self, parameter: Tensor, value: Tensor | None = None) -> np.ndarray:
+        value = parameter if value is None else value
         axis = split_axis(parameter)
-        if axis is None:
-            return parameter.numpy()
+        if axis is None or value.shape != parameter.shape:
+            return value.numpy()
         parts: list[Tensor] = []
-        dist.all_gather(parts, parameter.detach(), group=self.mp_group)
+        dist.all_gather(parts, value.detach(), group=self.mp_group)
         return np.concatenate([part.numpy() for part in parts], axis=axis)
 
     def _vocab_part(self, vocab_size: int) -> int:
@@ -181,26 +182,6 @@ def _mark_split(parameter: Tensor, axis: int) -> None:
     # Fleet's clipping and its checkpoints read the first of these.
     parameter.is_distributed = True
     parameter.split_axis = axis
-
-
-@paddle.no_grad()
-def sum_partial_gradients(parameters: list[Tensor], group) -> None:
-    """Make the gradients of `is_partial` parameters whole: one collective for all of them.
-
-    A rank without a gradient for one takes part with zeros. Where no rank has any, as for the tower
-    in a text-only step, all get zeros.
-    """
-    partial = [p for p in parameters if getattr(p, "is_partial", False) and not p.stop_gradient]
-    if not partial:
-        return
-    for parameter in partial:
-        if parameter.grad is None:
-            parameter.grad = paddle.zeros_like(parameter)
-    flat = paddle.concat([parameter.grad.astype("float32").reshape([-1]) for parameter in partial])
-    dist.all_reduce(flat, group=group)
-    sizes = [parameter.size for parameter in partial]
-    for parameter, total in zip(partial, paddle.split(flat, sizes), strict=True):
-        paddle.assign(total.reshape(parameter.shape).astype(parameter.grad.dtype), parameter.grad)
 
 
 class _RowLinear(nn.Layer):

@@ -3,28 +3,34 @@
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import paddle
 
+from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.config.validate import Launch, launch_problems
+from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.collate import VLCollator
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.sft.dataset import MessagesDataset
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
+from paddle_vl.parallel.tensor import FleetPlacement
+from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.evaluate import Answer, FirstSamples, greedy_answers, mean_loss
 from paddle_vl.train.freeze import freeze_parameters
 from paddle_vl.train.optimizer import Optimizer, decayed_names
+from paddle_vl.train.processes import ONE_PROCESS
 from paddle_vl.train.random_state import seed_everything
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
 from paddle_vl.train.trainer import Trainer
@@ -41,7 +47,12 @@ def build_trainer(config: RunConfig) -> Trainer:
             and `paddle_vl.train.resume`; a tokenizer or image processor that does not fit the
             model; data that cannot be used.
     """
-    raise_problems(launch_problems(config, Launch(paddle.get_device(), _num_processes())))
+    raise_problems(launch_problems(config, paddle.get_device()))
+    topology = initialize(_degrees(config))
+    several = topology.world_size > 1
+    processes = FleetProcesses(topology) if several else ONE_PROCESS
+    if not processes.is_main:
+        logging.getLogger("paddle_vl").setLevel(logging.WARNING)
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         for change in changed_settings(checkpoint, config):
@@ -54,7 +65,8 @@ def build_trainer(config: RunConfig) -> Trainer:
     )
     train_data = _dataset(config, config.data.train, processor)
     eval_data = _dataset(config, config.data.eval, processor) if config.data.eval else None
-    model = _model(config, processor, checkpoint)
+    placement = _placement(config, topology)
+    model = _model(config, processor, checkpoint, topology, placement)
     check_processor_fits(model.config, processor)
     if config.train.recompute == "full":
         recompute_layers([*model.vision_blocks, *model.decoder_layers])
@@ -63,8 +75,10 @@ def build_trainer(config: RunConfig) -> Trainer:
         freeze_parameters(parameters, config.model.freeze),
         config.train,
         decayed_names(parameters, config.train.weight_decay_exclude),
+        placement,
     )
-    collator = _collator(config, processor)
+    collator = _collator(config, processor, placement.row_part)
+    share = {"rank": processes.data_rank, "size": processes.data_size}
     loader = PrefetchLoader(
         train_data,
         collator,
@@ -74,12 +88,14 @@ def build_trainer(config: RunConfig) -> Trainer:
         seed=config.train.seed,
         num_workers=config.data.num_workers,
         prefetch_batches=config.data.prefetch_batches,
+        **share,
     )
     num_steps = _num_steps(config, len(loader))
 
     def save_model(folder: Path) -> None:
         model.save_pretrained(folder)
-        processor.save_pretrained(folder)
+        if processes.is_main:
+            processor.save_pretrained(folder)
 
     def evaluate() -> float:
         with PrefetchLoader(
@@ -91,11 +107,19 @@ def build_trainer(config: RunConfig) -> Trainer:
             num_epochs=1,
             num_workers=config.data.num_workers,
             prefetch_batches=config.data.prefetch_batches,
+            **share,
         ) as batches:
-            return mean_loss(model, batches)[0]
+            return mean_loss(model, batches, processes)[0]
 
     trainer = Trainer(
-        config, model, optimizer, loader, num_steps, save_model, evaluate if eval_data else None
+        config,
+        model,
+        optimizer,
+        loader,
+        num_steps,
+        save_model,
+        evaluate if eval_data else None,
+        processes,
     )
     if checkpoint is not None:
         trainer.restore(checkpoint)
@@ -235,18 +259,46 @@ def _vocabulary_problems(vocab_size: int | None, processor: Qwen3VLProcessor) ->
     return [f"text_config.vocab_size is {vocab_size} but the tokenizer has {needed} tokens"]
 
 
+def _degrees(config: RunConfig) -> ParallelDegrees:
+    settings = config.parallel.model_dump()
+    return ParallelDegrees(**{key: value for key, value in settings.items() if key != "vision"})
+
+
+def _placement(config: RunConfig, topology: Topology) -> SingleDevicePlacement:
+    if topology.mp_group.nranks == 1:
+        return SingleDevicePlacement()
+    return FleetPlacement(
+        topology.mp_group, config.parallel.sequence_parallel, config.parallel.vision
+    )
+
+
 def _model(
-    config: RunConfig, processor: Qwen3VLProcessor, checkpoint: Path | None
+    config: RunConfig,
+    processor: Qwen3VLProcessor,
+    checkpoint: Path | None,
+    topology: Topology,
+    placement: SingleDevicePlacement,
 ) -> Qwen3VLForConditionalGeneration:
     dtype = config.model.compute_dtype
     source = checkpoint or config.model.pretrained
     if source is not None:
-        return Qwen3VLForConditionalGeneration.from_pretrained(source, dtype=dtype)
+        _check_plan(config, topology, Qwen3VLConfig.from_pretrained(source))
+        return Qwen3VLForConditionalGeneration.from_pretrained(source, dtype, placement)
     new = model_config(config.model.config, processor)
     # A model that does not fit can take minutes to fill with random numbers.
     check_processor_fits(new, processor)
+    _check_plan(config, topology, new)
     with _default_dtype(dtype):
-        return Qwen3VLForConditionalGeneration.from_config(new)
+        return Qwen3VLForConditionalGeneration.from_config(new, placement)
+
+
+def _check_plan(config: RunConfig, topology: Topology, model: Qwen3VLConfig) -> None:
+    """Refuse what the processes cannot divide, before anything is built."""
+    sizes = {field.name: getattr(model.text_config, field.name) for field in fields(ModelShape)}
+    plan = Plan(
+        topology.degrees, topology.world_size, ModelShape(**sizes), config.data.pad_to_multiple_of
+    )
+    raise_problems(plan_problems(plan))
 
 
 def _dataset(
@@ -255,7 +307,7 @@ def _dataset(
     return MessagesDataset(files, processor, config.data.max_length, config.data.on_bad_sample)
 
 
-def _collator(config: RunConfig, processor: Qwen3VLProcessor) -> VLCollator:
+def _collator(config: RunConfig, processor: Qwen3VLProcessor, part: RowPart) -> VLCollator:
     return VLCollator(
         pad_token_id=processor.pad_token_id,
         image_token_id=processor.image_token_id,
@@ -263,6 +315,7 @@ def _collator(config: RunConfig, processor: Qwen3VLProcessor) -> VLCollator:
         spatial_merge_size=processor.image_processor.merge_size,
         padding_side=config.data.padding_side,
         pad_to_multiple_of=config.data.pad_to_multiple_of,
+        part=part,
     )
 
 
@@ -278,11 +331,6 @@ def _num_steps(config: RunConfig, batches_per_epoch: int) -> int:
             f"train.num_train_epochs {train.num_train_epochs} makes of this data"
         )
     return num_steps
-
-
-def _num_processes() -> int:
-    # Set by Paddle's launcher.
-    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
 @contextmanager

@@ -17,12 +17,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from paddle import Tensor
 
 from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite, read_header, write_file
 
@@ -38,12 +37,15 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint-{step}"
 
 
-def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
+def write_folder(target: Path, fill: Callable[[Path], None], is_writer: bool = True) -> None:
     """Make `target` hold what `fill` writes into the folder it is given; an older one is replaced.
 
     Whenever the process ends on the way, `target` is the complete old folder, or absent, or the
-    complete new one.
+    complete new one. Processes that fill it together all call this, and one writes.
     """
+    if not is_writer:
+        fill(target.with_name(_PARTIAL + target.name))
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(_PARTIAL + target.name)
     if partial.exists():
@@ -117,15 +119,16 @@ def prune_checkpoints(output_dir: Path, limit: int | None) -> None:
             remove_folder(path)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write float32 tensors as a safetensors file, one copy at a time in memory."""
-    write_file(
-        path,
-        [
-            TensorToWrite(name, tuple(tensor.shape), "F32", tensor.numpy)
-            for name, tensor in tensors.items()
-        ],
-    )
+def write_tensors(path: Path, tensors: Sequence[TensorToWrite], is_writer: bool = True) -> None:
+    """Write a safetensors file, one array at a time in memory.
+
+    Where ranks hold parts of the tensors, all of them call this together and one writes.
+    """
+    if is_writer:
+        write_file(path, tensors)
+        return
+    for tensor in tensors:
+        tensor.produce()
 
 
 class StoredArrays(Mapping[str, np.ndarray]):

@@ -10,6 +10,8 @@ from typing import Any
 import paddle
 from paddle import nn
 
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
+
 NO_TASK = "(no task)"
 
 
@@ -32,23 +34,31 @@ class Answer:
     is_exact: bool
 
 
-def mean_loss(model: nn.Layer, batches: Iterable[dict[str, Any]]) -> tuple[float, int]:
+def mean_loss(
+    model: nn.Layer, batches: Iterable[dict[str, Any]], processes: SingleProcess = ONE_PROCESS
+) -> tuple[float, int]:
     """Mean cross entropy over all target tokens of all batches, and their number.
+
+    Args:
+        batches: this process's part of them.
+        processes: those that evaluate together; all of them call this together.
 
     Raises:
         ValueError: no batch has a target token.
     """
-    total, count = 0.0, 0
+    total, count = paddle.zeros([], dtype="float64"), 0
     was_training = model.training
     model.eval()
     try:
         with paddle.no_grad():
             for batch in batches:
-                total += float(model(**batch).loss_sum)
+                total += model(**batch).loss_sum.astype("float64")
                 count += batch["num_target_tokens"]
     finally:
         if was_training:
             model.train()
+    total = float(processes.sum_over_data(total))
+    (count,) = processes.totals([count])
     if count == 0:
         raise ValueError("the evaluation data has no target token: there is no loss to report")
     return total / count, count

@@ -27,10 +27,10 @@ class StepMeter:
         self._tokens, self._seconds = 0, 0.0
         self._grad_norm = math.nan
 
-    def add(self, result: StepResult, num_tokens: int, seconds: float) -> None:
-        """Count one step of `num_tokens` real tokens that took `seconds`."""
+    def add(self, result: StepResult, seconds: float) -> None:
+        """Count one step that took `seconds`."""
         self.skipped_updates += result.is_skipped
-        self._tokens += num_tokens
+        self._tokens += result.num_tokens
         self._seconds += seconds
         self._grad_norm = result.grad_norm
         if not result.is_skipped:

@@ -4,7 +4,8 @@ Paddle names optimizer state after counters that differ from process to process,
 read and written here through the parameter it belongs to.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import paddle
@@ -12,7 +13,10 @@ from paddle import Tensor
 from paddle.base import framework
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite
+from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.freeze import NamedParameters, matching_names
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 # Paddle's names of the state it keeps for a parameter; the powers of beta advance with its updates.
 _STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
@@ -27,10 +31,18 @@ class Optimizer:
             weight, which is what the updates go to.
         train: the optimizer's settings.
         decayed: names with weight decay, see `decayed_names`.
+        placement: says what this rank holds of each parameter.
     """
 
-    def __init__(self, parameters: NamedParameters, train: TrainConfig, decayed: set[str]):
+    def __init__(
+        self,
+        parameters: NamedParameters,
+        train: TrainConfig,
+        decayed: set[str],
+        placement: SingleDevicePlacement | None = None,
+    ):
         self.parameters = parameters
+        self.placement = placement or SingleDevicePlacement()
         self.max_grad_norm = train.max_grad_norm
         tensors = [parameter for _, parameter in parameters]
         with_decay = {parameter.name for name, parameter in parameters if name in decayed}
@@ -47,16 +59,32 @@ class Optimizer:
         # Paddle makes state at the first step; a checkpoint is loaded before that.
         self._adamw._create_accumulators(framework.default_main_program().global_block(), tensors)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters it trains."""
+        return [parameter for _, parameter in self.parameters]
+
     @paddle.no_grad()
-    def gradient_norm(self) -> Tensor:
-        """Float32 norm over the gradients of all trained parameters, before clipping."""
-        squares = [grad.astype("float32").square().sum() for grad in self._gradients()]
-        if not squares:
+    def gradient_norm(self, processes: SingleProcess = ONE_PROCESS) -> Tensor:
+        """Float32 norm over the gradients of all trained parameters, before clipping.
+
+        Each parameter counts once: one that ranks hold in parts by the sum of all parts, one that
+        each of them holds whole by this rank's.
+        """
+        if not self._gradients():
             raise RuntimeError(
                 "no trained parameter has a gradient: the loss does not depend on any of them; "
                 "check model.freeze against what the batches contain"
             )
-        return paddle.stack(squares).sum().sqrt()
+        in_parts, whole = paddle.zeros([]), paddle.zeros([])
+        for _, parameter in self.parameters:
+            if parameter.grad is not None:
+                square = parameter.grad.astype("float32").square().sum()
+                if parameter.is_distributed:
+                    in_parts = in_parts + square
+                else:
+                    whole = whole + square
+        return (processes.sum_over_parts(in_parts) + whole).sqrt()
 
     @paddle.no_grad()
     def clip_gradients(self, norm: float) -> None:
@@ -80,13 +108,30 @@ class Optimizer:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All state by `HF name/state`, the live tensors; moments have the parameter's layout."""
-        tensors = {}
+        return {name: tensor for name, _, tensor in self._states()}
+
+    def state_to_write(self) -> list[TensorToWrite]:
+        """All state, whole; where ranks hold parts, all of them produce the arrays together."""
+        return [
+            TensorToWrite(
+                name,
+                self.placement.whole_shape(parameter)
+                if tensor.shape == parameter.shape
+                else tuple(tensor.shape),
+                "F32",
+                partial(self.placement.whole_value, parameter, tensor),
+            )
+            for name, parameter, tensor in self._states()
+        ]
+
+    def _states(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Name, parameter and live tensor of every state."""
         for name, parameter in self.parameters:
             for state in _STATES:
-                tensors[f"{name}/{state}"] = self._adamw._get_accumulator_master(state, parameter)
+                tensor = self._adamw._get_accumulator_master(state, parameter)
+                yield f"{name}/{state}", parameter, tensor
             if parameter.name in self._adamw._master_weights:
-                tensors[f"{name}/{_MASTER}"] = self._adamw._master_weights[parameter.name]
-        return tensors
+                yield f"{name}/{_MASTER}", parameter, self._adamw._master_weights[parameter.name]
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Set all state, bit for bit; every array is asked for once, when its turn comes.
@@ -94,12 +139,12 @@ class Optimizer:
         Raises:
             ValueError: every missing and unexpected entry, or every misshapen one.
         """
-        tensors = self.state_tensors()
-        problems = [f"missing {name}" for name in sorted(tensors.keys() - arrays.keys())]
-        problems += [f"unexpected {name}" for name in sorted(arrays.keys() - tensors.keys())]
+        names = {name for name, _, _ in self._states()}
+        problems = [f"missing {name}" for name in sorted(names - arrays.keys())]
+        problems += [f"unexpected {name}" for name in sorted(arrays.keys() - names)]
         if not problems:
-            for name, tensor in tensors.items():
-                array = arrays[name]
+            for name, parameter, tensor in self._states():
+                array = self.placement.own_part(parameter, arrays[name])
                 if list(array.shape) == list(tensor.shape):
                     tensor.set_value(array)
                 else:

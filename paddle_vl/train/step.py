@@ -8,6 +8,7 @@ from typing import Any
 from paddle import Tensor, nn
 
 from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 Batch = dict[str, Any]
 
@@ -20,30 +21,42 @@ class StepResult:
         loss: mean cross entropy over the target tokens of all its micro-batches.
         grad_norm: global gradient norm before clipping.
         num_target_tokens: how many tokens the loss is the mean of.
+        num_tokens: real tokens of all micro-batches, visual ones too.
         is_skipped: True when loss or norm was not finite, and nothing was updated.
     """
 
     loss: float
     grad_norm: float
     num_target_tokens: int
+    num_tokens: int
     is_skipped: bool
 
 
 def train_step(
-    model: nn.Layer, optimizer: Optimizer, micro_batches: Sequence[Batch], learning_rate: float
+    model: nn.Layer,
+    optimizer: Optimizer,
+    micro_batches: Sequence[Batch],
+    learning_rate: float,
+    processes: SingleProcess = ONE_PROCESS,
 ) -> StepResult:
-    """Train on the micro-batches as if they were one batch.
+    """Train on the micro-batches of all processes as if they were one batch.
 
     Every micro-batch counts by its number of target tokens, not equally.
 
     Args:
-        micro_batches: batches as the collator makes them, `num_target_tokens` included.
+        micro_batches: this process's, as the collator makes them, `num_target_tokens` included.
         learning_rate: of this update.
+        processes: those that train together; all of them call this together.
 
     Raises:
         ValueError: no micro-batch has a target token, so that there is no loss.
     """
-    total = sum(batch["num_target_tokens"] for batch in micro_batches)
+    total, num_tokens = processes.totals(
+        [
+            sum(batch["num_target_tokens"] for batch in micro_batches),
+            sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+        ]
+    )
     if total == 0:
         raise ValueError(
             f"the {len(micro_batches)} micro-batch(es) of this step have no target token, every "
@@ -51,13 +64,15 @@ def train_step(
             "assistant turns within data.max_length"
         )
     loss = accumulate_gradients(model, micro_batches, total)
-    loss, norm = float(loss), float(optimizer.gradient_norm())
+    processes.sum_gradients(optimizer.tensors)
+    loss = float(processes.sum_over_data(loss))
+    norm = float(optimizer.gradient_norm(processes))
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     if is_finite:
         optimizer.clip_gradients(norm)
         optimizer.step(learning_rate)
     optimizer.clear_gradients()
-    return StepResult(loss, norm, total, not is_finite)
+    return StepResult(loss, norm, total, num_tokens, not is_finite)
 
 
 def accumulate_gradients(

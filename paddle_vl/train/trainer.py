@@ -15,6 +15,7 @@ from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.loss_curve import CURVE_FILE, draw_loss_curve
 from paddle_vl.train.metrics import METRICS_FILE, MetricsFile, StepMeter
 from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.progress import ProgressBar
 from paddle_vl.train.random_state import random_state, restore_random_state
 from paddle_vl.train.scalar_writers import ScalarWriters
@@ -52,6 +53,7 @@ class Trainer:
         num_steps: updates of the whole run.
         save_model: writes model and processor files into a folder.
         evaluate: computes the evaluation loss; None without evaluation data.
+        processes: those of the run; all of them run their trainers in step.
     """
 
     def __init__(
@@ -63,10 +65,12 @@ class Trainer:
         num_steps: int,
         save_model: Callable[[Path], None],
         evaluate: Callable[[], float] | None = None,
+        processes: SingleProcess = ONE_PROCESS,
     ):
         self.config, self.model, self.optimizer = config, model, optimizer
         self.data, self.num_steps = data, num_steps
         self.save_model, self.evaluate = save_model, evaluate
+        self.processes = processes
         self.output_dir = Path(config.train.output_dir)
         self.metrics = MetricsFile(self.output_dir / METRICS_FILE)
         self.meter = StepMeter()
@@ -93,25 +97,30 @@ class Trainer:
         Raises:
             RuntimeError: train.max_nonfinite_steps updates in a row had to be skipped.
         """
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        checkpoints.remove_partial_folders(self.output_dir)
-        save_run_config(self.config, self.output_dir / "config.yaml")
-        self.metrics.drop_after(self.step)
-        writers = ScalarWriters(self.config.logging.report_to, self.output_dir)
-        bar = ProgressBar(self.num_steps, self.step, self.config.logging.progress_bar)
+        is_main = self.processes.is_main
+        if is_main:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            checkpoints.remove_partial_folders(self.output_dir)
+            save_run_config(self.config, self.output_dir / "config.yaml")
+            self.metrics.drop_after(self.step)
+        writers = ScalarWriters(self.config.logging.report_to if is_main else [], self.output_dir)
+        is_shown = is_main and self.config.logging.progress_bar
+        bar = ProgressBar(self.num_steps, self.step, is_shown)
         try:
             with StopSignals() as stop, logging_redirect_tqdm():
                 while self.step < self.num_steps:
                     self._train_one_step(bar)
                     self._between_steps(writers)
-                    if stop.received is not None and self.step < self.num_steps:
-                        return self._stop_early(stop.received)
+                    signal_number = self.processes.agreed_signal(stop.received)
+                    if signal_number is not None and self.step < self.num_steps:
+                        return self._stop_early(signal_number)
         finally:
             self.data.close()
             bar.close()
             writers.close()
-            draw_loss_curve(self.metrics.read(), self.output_dir / CURVE_FILE)
-        checkpoints.write_folder(self.output_dir / FINAL, self.save_model)
+            if is_main:
+                draw_loss_curve(self.metrics.read(), self.output_dir / CURVE_FILE)
+        self._write_folder(self.output_dir / FINAL, self.save_model)
         logger.info("trained %d steps; the model is in %s", self.step, self.output_dir / FINAL)
         return None
 
@@ -120,10 +129,9 @@ class Trainer:
         count = self.config.train.gradient_accumulation_steps
         micro_batches = [next(self.data) for _ in range(count)]
         rate = learning_rate(self.step, self.num_steps, self.config.train)
-        result = train_step(self.model, self.optimizer, micro_batches, rate)
+        result = train_step(self.model, self.optimizer, micro_batches, rate, self.processes)
         self.step += 1
-        num_tokens = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
-        self.meter.add(result, num_tokens, time.perf_counter() - begin)
+        self.meter.add(result, time.perf_counter() - begin)
         bar.advance(result.loss, rate, self.meter.tokens_per_second())
         self._count_nonfinite(result)
 
@@ -148,15 +156,16 @@ class Trainer:
         train, is_last = self.config.train, self.step == self.num_steps
         line: dict[str, Any] = {}
         if is_last or self.step % self.config.logging.logging_steps == 0:
+            (skipped,) = self.processes.totals([sum(self.data.skipped.values())])
             line = self.meter.report() | {
                 "epoch": self._epoch(),
                 "learning_rate": learning_rate(self.step - 1, self.num_steps, train),
-                "skipped_samples": sum(self.data.skipped.values()),
+                "skipped_samples": skipped,
             }
         if self.evaluate and (is_last or _is_due(self.step, train.eval_steps)):
             line["eval_loss"] = self.evaluate()
             logger.info("step %d: eval loss %.4f", self.step, line["eval_loss"])
-        if line:
+        if line and self.processes.is_main:
             line = {"step": self.step, **line}
             self.metrics.append(line)
             writers.write(line)
@@ -170,18 +179,27 @@ class Trainer:
     def _save_checkpoint(self) -> Path:
         folder = self.output_dir / checkpoints.checkpoint_name(self.step)
         if self._last_saved != self.step:
-            checkpoints.write_folder(folder, self._fill_checkpoint)
+            self._write_folder(folder, self._fill_checkpoint)
             self._last_saved = self.step
         # These weights gave no finite step yet: the last checkpoint that did must stay.
-        if self.nonfinite_in_a_row == 0:
+        if self.nonfinite_in_a_row == 0 and self.processes.is_main:
             checkpoints.prune_checkpoints(self.output_dir, self.config.train.save_total_limit)
         return folder
 
+    def _write_folder(self, target: Path, fill: Callable[[Path], None]) -> None:
+        """Let the processes that hold one whole model fill a folder together."""
+        if self.processes.holds_model:
+            checkpoints.write_folder(target, fill, self.processes.is_main)
+        self.processes.wait()
+
     def _fill_checkpoint(self, folder: Path) -> None:
         self.save_model(folder)
+        tensors = self.optimizer.state_to_write()
+        is_main = self.processes.is_main
+        checkpoints.write_tensors(folder / checkpoints.OPTIMIZER_FILE, tensors, is_main)
+        if not is_main:
+            return
         save_run_config(self.config, folder / "config.yaml")
-        tensors = self.optimizer.state_tensors()
-        checkpoints.save_tensors(folder / checkpoints.OPTIMIZER_FILE, tensors)
         checkpoints.save_state(
             folder,
             {

@@ -15,6 +15,7 @@ import pytest
 
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.random_state import random_state, restore_random_state, seed_everything
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
@@ -32,10 +33,16 @@ def make_config(output_dir, **changes) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
+def to_write(tensors):
+    return [TensorToWrite(k, tuple(v.shape), "F32", v.numpy) for k, v in tensors.items()]
+
+
 def fill_completely(folder):
     (folder / "config.json").write_text("{}")
     save_run_config(make_config("out"), folder / "config.yaml")
-    checkpoints.save_tensors(folder / checkpoints.OPTIMIZER_FILE, {"a": paddle.ones([2])})
+    checkpoints.write_tensors(
+        folder / checkpoints.OPTIMIZER_FILE, to_write({"a": paddle.ones([2])})
+    )
     checkpoints.save_state(folder, {"step": 1})
 
 
@@ -112,7 +119,7 @@ def test_arrays_round_trip(tmp_path):
         "c": np.array([np.nextafter(np.float32(1), np.float32(2))]),
     }
     tensors = {name: paddle.to_tensor(array) for name, array in arrays.items()}
-    checkpoints.save_tensors(tmp_path / "x", tensors)
+    checkpoints.write_tensors(tmp_path / "x", to_write(tensors))
     loaded = checkpoints.StoredArrays(tmp_path / "x")
     assert loaded.keys() == arrays.keys()
     for name, array in arrays.items():

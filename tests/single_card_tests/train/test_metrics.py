@@ -20,9 +20,9 @@ from paddle_vl.train.step import StepResult
 
 def test_report_weighs_by_targets_and_leaves_skipped_updates_out():
     meter = StepMeter()
-    meter.add(StepResult(2.0, 1.0, 10, False), 100, 0.5)
-    meter.add(StepResult(math.nan, math.nan, 50, True), 100, 0.5)
-    meter.add(StepResult(4.0, 3.0, 30, False), 200, 1.0)
+    meter.add(StepResult(2.0, 1.0, 10, 100, False), 0.5)
+    meter.add(StepResult(math.nan, math.nan, 50, 100, True), 0.5)
+    meter.add(StepResult(4.0, 3.0, 30, 200, False), 1.0)
     assert meter.report() == {
         "loss": 3.5,
         "grad_norm": 3.0,
@@ -30,17 +30,17 @@ def test_report_weighs_by_targets_and_leaves_skipped_updates_out():
         "target_tokens": 40,
         "skipped_updates": 1,
     }
-    meter.add(StepResult(math.inf, math.nan, 10, True), 10, 1.0)
+    meter.add(StepResult(math.inf, math.nan, 10, 10, True), 1.0)
     line = meter.report()
     assert (line["loss"], line["grad_norm"], line["skipped_updates"]) == (None, None, 2)
 
 
 def test_window_survives_a_checkpoint():
     meter, resumed = StepMeter(), StepMeter()
-    meter.add(StepResult(2.0, 1.0, 10, False), 1, 1.0)
+    meter.add(StepResult(2.0, 1.0, 10, 1, False), 1.0)
     resumed.load_state_dict(json.loads(json.dumps(meter.state_dict())))
     for each in (meter, resumed):
-        each.add(StepResult(5.0, 1.0, 20, False), 1, 1.0)
+        each.add(StepResult(5.0, 1.0, 20, 1, False), 1.0)
     assert resumed.report()["loss"] == meter.report()["loss"] == 4.0
 
 

@@ -167,7 +167,7 @@ def test_nonfinite_updates_stop_the_run_and_keep_the_last_good_checkpoint(
     def step_that_breaks(model, optimizer, *arguments):
         step_that_breaks.calls += 1
         if step_that_breaks.calls > 2:
-            return StepResult(float("nan"), float("inf"), 3, True)
+            return StepResult(float("nan"), float("inf"), 3, 9, True)
         return plain(model, optimizer, *arguments)
 
     step_that_breaks.calls = 0
@@ -192,7 +192,7 @@ def test_finite_update_between_resets_the_count(run_file, tmp_path, monkeypatch)
     def every_other_step_breaks(model, optimizer, *arguments):
         every_other_step_breaks.calls += 1
         if every_other_step_breaks.calls % 2:
-            return StepResult(float("nan"), float("nan"), 3, True)
+            return StepResult(float("nan"), float("nan"), 3, 9, True)
         return plain(model, optimizer, *arguments)
 
     every_other_step_breaks.calls = 0

@@ -1,0 +1,49 @@
+"""What the processes of a run do together in training: one seam, and its single-process side.
+
+`paddle_vl.parallel.processes` has the other side. Every method that several processes must call
+together says so; a single process just goes on.
+"""
+
+from collections.abc import Sequence
+
+from paddle import Tensor
+
+
+class SingleProcess:
+    """The only process of a run.
+
+    Attributes:
+        is_main: whether this process writes files and speaks to the user.
+        holds_model: whether this process and those it shares parameters with save the model.
+        data_rank, data_size: which part of every batch of samples is this process's, of how many.
+    """
+
+    is_main = True
+    holds_model = True
+    data_rank = 0
+    data_size = 1
+
+    def totals(self, counts: Sequence[int]) -> list[int]:
+        """Each count added up over the parts of the data. Called by all together."""
+        return list(counts)
+
+    def sum_over_data(self, value: Tensor) -> Tensor:
+        """A value added up over the parts of the data. Called by all together."""
+        return value
+
+    def sum_over_parts(self, value: Tensor) -> Tensor:
+        """A value added up over the processes that hold the parts of one model. By all together."""
+        return value
+
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Make every gradient that of the whole step. Called by all together, once per step."""
+
+    def agreed_signal(self, received: int | None) -> int | None:
+        """A stop signal that any process received. Called by all together."""
+        return received
+
+    def wait(self) -> None:
+        """Until all are here."""
+
+
+ONE_PROCESS = SingleProcess()

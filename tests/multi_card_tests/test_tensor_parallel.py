@@ -1,0 +1,183 @@
+"""Tensor and sequence parallel Qwen3-VL on real processes.
+
+Pinned here: loss and every gradient of every rank equal one device's, for 2 and 4 ranks (4 ranks
+share 2 key heads), with and without sequence parallelism, with the tower's work spread or
+replicated, on batches that mix images, videos and text, that leave ranks without an image, and that
+are all text; fresh weights and saved files are those of one device; each image is encoded once; the
+levels come back in one collective. The oracle is the single-device model on the same weights.
+"""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.gradients import sum_partial_gradients
+from paddle_vl.parallel.tensor import FleetPlacement
+from paddle_vl.parallel.topology import initialize
+from tests.launch import launch, outcome_of, run_checks
+from tests.tiny import IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+
+TOLERANCE = 1e-5
+BATCHES = ("images", "mixed", "one_image", "text")
+PLACEMENTS = [(sp, vision) for sp in (False, True) for vision in ("spread", "replicate")]
+
+
+def batch(name: str) -> dict:
+    pixels, grid = patches([[1, 4, 4], [1, 2, 4], [1, 2, 2]])
+    second = [4, ("image", 2), 6, ("image", 1)]
+    if name == "text":
+        ids, media = token_rows([1, 2, 3, 4], [5, 6, 7, 8]), {}
+    elif name == "one_image":
+        # Fewer images than ranks.
+        ids = token_rows([1, 2, 3, 4], [5, ("image", 1), 6, 7])
+        media = {"pixel_values": pixels[-4:], "image_grid_thw": grid[-1:]}
+    else:
+        first = [1, 9, ("image", 4), 2, 5, 7]
+        media = {"pixel_values": pixels, "image_grid_thw": grid}
+        if name == "mixed":
+            first = [1, ("video", 2), 3, ("video", 2), 2, ("image", 4)]
+            videos, video_grid = patches([[2, 2, 4]], seed=1)
+            media |= {"pixel_values_videos": videos, "video_grid_thw": video_grid}
+        ids = token_rows(first, second, [7, 8, 9, 3], length=12)
+    labels = np.where(np.isin(ids, (IMAGE, VIDEO)), -100, ids)
+    labels[:, 9:] = -100
+    return {"input_ids": ids, "labels": labels, **media}
+
+
+def reference(name: str) -> tuple[float, dict[str, np.ndarray]]:
+    model = tiny_model()
+    loss = model(**batch(name)).loss
+    loss.backward()
+    grads = {
+        item.key: item.layout.to_stored(item.parameter.grad.numpy())
+        for item in model.stored_parameters()
+        if item.parameter.grad is not None
+    }
+    return loss.item(), grads
+
+
+def worst_difference(folder: str, group, sequence_parallel: bool, vision: str, name: str):
+    """Largest difference of loss and gradients to one device, relative; and where."""
+    placement = FleetPlacement(group, sequence_parallel, vision)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
+    output = model(**batch(name))
+    output.loss.backward()
+    sum_partial_gradients(model.parameters(), group)
+    loss, wanted = reference(name)
+    worst = (abs(output.loss.item() - loss) / loss, "loss")
+    for item in model.stored_parameters():
+        if item.key not in wanted:
+            # Text only: one device leaves the tower without gradients, ranks agree on zeros.
+            grad = item.parameter.grad
+            assert grad is None or not grad.numpy().any(), item.key
+            continue
+        expected = item.from_stored(wanted[item.key])
+        error = np.abs(item.parameter.grad.numpy() - expected).max()
+        worst = max(worst, (float(error / np.abs(wanted[item.key]).max()), item.key))
+    return worst
+
+
+def fresh_weights_and_files(folder: str, group) -> list[str]:
+    """Names of tensors that differ from one device's: drawn by a rank, and saved by all."""
+    paddle.seed(7)
+    wanted = Qwen3VLForConditionalGeneration.from_config(tiny_config()).hf_state_dict()
+    paddle.seed(7)
+    placement = FleetPlacement(group, sequence_parallel=True)
+    model = Qwen3VLForConditionalGeneration.from_config(tiny_config(), placement)
+    drawn = model.hf_state_dict()
+    model.save_pretrained(f"{folder}/saved", max_shard_bytes=20_000)
+    dist.barrier()
+    saved = Qwen3VLForConditionalGeneration.from_pretrained(f"{folder}/saved").hf_state_dict()
+    return [
+        key
+        for key, array in wanted.items()
+        if not (np.array_equal(drawn[key], array) and np.array_equal(saved[key], array))
+    ]
+
+
+def tower_work(folder: str, group, vision: str) -> tuple[int, dict[str, int]]:
+    """Patches that this rank encodes, and its collectives between tower and decoder's first layer,
+    there and back."""
+    placement = FleetPlacement(group, sequence_parallel=True, vision=vision)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
+    encoded, calls = [], {"forward": 0, "backward": 0}
+    model.visual.register_forward_pre_hook(lambda layer, inputs: encoded.append(len(inputs[0])))
+    phase = "forward"
+    inputs = batch("images")
+
+    def counted(function):
+        def count(*args, **kwargs):
+            calls[phase] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    kept = dist.all_reduce, dist.stream.all_gather
+    dist.all_reduce, dist.stream.all_gather = map(counted, kept)
+    try:
+        embeds = model.encode_visual(
+            paddle.to_tensor(inputs["pixel_values"]), inputs["image_grid_thw"]
+        )
+        phase = "backward"
+        levels = [embeds["image_embeds"], *embeds["deepstack_image_embeds"]]
+        paddle.concat(levels).sum().backward()
+    finally:
+        dist.all_reduce, dist.stream.all_gather = kept
+    return sum(encoded), calls
+
+
+def worker(folder: str, num_ranks: int) -> dict:
+    group = initialize(ParallelDegrees(mp_degree=num_ranks)).mp_group
+    if group.rank == 0:
+        tiny_model().save_pretrained(folder)
+    dist.barrier()
+    checks = {
+        f"{name} sp={sp} {vision}": partial(worst_difference, folder, group, sp, vision, name)
+        for name in BATCHES
+        for sp, vision in PLACEMENTS
+    }
+    checks["files"] = partial(fresh_weights_and_files, folder, group)
+    for vision in ("spread", "replicate"):
+        checks[f"tower {vision}"] = partial(tower_work, folder, group, vision)
+    return run_checks(checks)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def outcomes(request):
+    with tempfile.TemporaryDirectory() as folder:
+        yield launch(worker, request.param, arguments=(str(Path(folder)), request.param))
+
+
+@pytest.mark.parametrize(("sp", "vision"), PLACEMENTS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_loss_and_every_gradient_equal_one_device(outcomes, name, sp, vision):
+    for rank, (error, where) in enumerate(outcome_of(outcomes, f"{name} sp={sp} {vision}")):
+        assert error <= TOLERANCE, f"rank {rank}: {where}"
+
+
+def test_fresh_weights_and_saved_files_are_those_of_one_device(outcomes):
+    assert outcome_of(outcomes, "files") == [[]] * len(outcomes)
+
+
+def test_every_image_is_encoded_once_when_the_tower_is_spread(outcomes):
+    spread = outcome_of(outcomes, "tower spread")
+    assert sum(encoded for encoded, _ in spread) == 28
+    # The largest image alone, the two others together: 16 and 12 patches, or 16, 8 and 4.
+    assert max(encoded for encoded, _ in spread) == 16
+    assert [encoded for encoded, _ in outcome_of(outcomes, "tower replicate")] == [28] * len(
+        outcomes
+    )
+
+
+def test_all_levels_travel_in_one_collective_there_and_one_back(outcomes):
+    for _, calls in outcome_of(outcomes, "tower spread"):
+        assert calls == {"forward": 1, "backward": 1}
+    for _, calls in outcome_of(outcomes, "tower replicate"):
+        assert calls == {"forward": 0, "backward": 1}

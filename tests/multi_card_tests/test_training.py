@@ -1,0 +1,139 @@
+"""Whole training runs over several processes.
+
+Pinned here: loss, gradient norm, evaluation loss and every parameter after four optimizer steps
+equal the run on one device, over dp, mp, mp with sequence parallelism and both, on batches that mix
+images and text; a resumed run is bit-identical under the same topology; one process continues from
+what several saved. The oracle is the same run file on one device with the same global batch.
+
+Adam divides a gradient by its own size, which turns rounding noise of entries near zero into full
+updates; a large epsilon keeps the comparison about the arithmetic.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import paddle.distributed as dist
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.train.build import build_trainer
+from tests.launch import launch
+from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
+
+SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
+TOPOLOGIES = {
+    "dp2": (2, ["parallel.dp_degree=2"]),
+    "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
+    "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP]),
+    "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", *SP]),
+}
+GLOBAL_BATCH = 4
+TOLERANCE = 1e-5
+
+
+def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
+    config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
+    assert build_trainer(config).run() is None
+
+
+def worker(run_file: str, output_dir: str, overrides: list[str]) -> None:
+    """A whole run, and one that continues its checkpoint of step 2 in another folder."""
+    train(run_file, output_dir, overrides)
+    resumed = Path(f"{output_dir}-resumed")
+    if dist.get_rank() == 0:
+        shutil.copytree(f"{output_dir}/checkpoint-2", resumed / "checkpoint-2")
+    dist.barrier()
+    train(run_file, str(resumed), [*overrides, "train.resume_from_checkpoint=auto"])
+
+
+def settings(num_data_parts: int) -> list[str]:
+    return [f"train.per_device_train_batch_size={GLOBAL_BATCH // num_data_parts}"]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    """A run whose samples have an image, two, or none, and different lengths."""
+    path = write_tiny_run(tmp_path_factory.mktemp("run"), num_samples=24)
+    records = [json.loads(line) for line in path.with_name("train.jsonl").read_text().splitlines()]
+    for number, record in enumerate(records):
+        question = record["messages"][0]
+        if number % 3 == 0:
+            question["content"] = question["content"].replace("<image>", "Guess: ")
+            record["images"] = []
+        elif number % 3 == 1:
+            question["content"] = "<image> and " + question["content"]
+            record["images"] *= 2
+    write_records(path.with_name("train.jsonl"), records)
+    return path
+
+
+def common(run_file: Path) -> list[str]:
+    return [
+        f"data.eval=[{run_file.with_name('test.jsonl')}]",
+        "train.save_steps=2",
+        "train.eval_steps=2",
+        "train.adam_epsilon=1e-2",
+        "train.weight_decay=0.1",
+    ]
+
+
+@pytest.fixture(scope="module")
+def one_device(run_file, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("one") / "out"
+    train(str(run_file), str(output_dir), [*common(run_file), *settings(1)])
+    return output_dir
+
+
+@pytest.fixture(scope="module", params=list(TOPOLOGIES))
+def several(request, run_file, tmp_path_factory) -> Path:
+    processes, overrides = TOPOLOGIES[request.param]
+    output_dir = tmp_path_factory.mktemp("several") / "out"
+    parts = 2 if "parallel.dp_degree=2" in overrides else 1
+    overrides = [*common(run_file), *settings(parts), *overrides]
+    launch(worker, processes, arguments=(str(run_file), str(output_dir), overrides))
+    return output_dir
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def assert_close(found: Path, wanted: Path, checkpoint: str) -> None:
+    """Every parameter and every moment, whole, within the tolerance of its largest entry."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        arrays = load_file(found / checkpoint / name)
+        expected = load_file(wanted / checkpoint / name)
+        assert arrays.keys() == expected.keys()
+        for key, array in expected.items():
+            error = np.abs(arrays[key] - array).max()
+            assert error <= TOLERANCE * max(np.abs(array).max(), 1e-6), key
+
+
+def test_every_step_and_every_parameter_equal_one_device(several, one_device):
+    for found, wanted in zip(metrics_of(several), metrics_of(one_device), strict=True):
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert found[key] == pytest.approx(value, rel=TOLERANCE), (wanted["step"], key)
+    assert_close(several, one_device, "checkpoint-4")
+
+
+def test_a_resumed_run_is_bit_identical(several):
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        wanted = load_file(several / "checkpoint-4" / name)
+        found = load_file(Path(f"{several}-resumed") / "checkpoint-4" / name)
+        for key, array in wanted.items():
+            np.testing.assert_array_equal(found[key], array, err_msg=key)
+
+
+def test_one_process_continues_what_several_saved(several, one_device, run_file, tmp_path):
+    saved = load_run_config(several / "config.yaml").parallel
+    if saved.dp_degree > 1:
+        pytest.skip("the data position is kept per number of data-parallel processes")
+    shutil.copytree(several / "checkpoint-2", tmp_path / "checkpoint-2")
+    overrides = [*common(run_file), *settings(1), "train.resume_from_checkpoint=auto"]
+    train(str(run_file), str(tmp_path), overrides)
+    assert_close(tmp_path, one_device, "checkpoint-4")
