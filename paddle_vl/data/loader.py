@@ -216,9 +216,8 @@ class PrefetchLoader:
         return {
             "num_samples": self._order.num_samples,
             "fingerprint": self._dataset.fingerprint,
-            "batch_size": self._order.batch_size,
+            "global_batch_size": self._order.batch_size * self._order.size,
             "shuffle": self._order.shuffle,
             "seed": self._order.seed,
             "drop_last": self._order.drop_last,
-            "size": self._order.size,
         }

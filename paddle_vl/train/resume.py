@@ -20,11 +20,7 @@ FIXED = (
     "data.on_bad_sample",
     "data.min_pixels",
     "data.max_pixels",
-    "parallel.dp_degree",
-    "parallel.pp_degree",
-    "parallel.sharding_degree",
     "train.seed",
-    "train.per_device_train_batch_size",
     "train.gradient_accumulation_steps",
 )
 # Where a run writes and how it was started say nothing about the run itself.
@@ -76,6 +72,12 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
         if old.get(key) != new.get(key) and not _lies_in(key, _NOT_COMPARED)
     }
     fixed = [text for key, text in changes.items() if _lies_in(key, FIXED)]
+    if _samples_per_micro_batch(saved) != _samples_per_micro_batch(config):
+        fixed.append(
+            "number of samples per micro-batch over all processes "
+            "(train.per_device_train_batch_size x parallel.dp_degree): "
+            f"{_samples_per_micro_batch(saved)} -> {_samples_per_micro_batch(config)}"
+        )
     if fixed:
         raise ValueError(
             f"{checkpoint} cannot be continued with another "
@@ -84,6 +86,11 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
             "train.output_dir"
         )
     return list(changes.values())
+
+
+def _samples_per_micro_batch(config: RunConfig) -> int:
+    """What the data position counts in; processes may share it in any way."""
+    return config.train.per_device_train_batch_size * config.parallel.dp_degree
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -94,7 +94,7 @@ def test_other_data_or_settings_cannot_be_resumed_and_are_all_named():
     state = loader(NumberDataset(10), **TRAIN).state_dict()
     other = loader(NumberDataset(11), batch_size=2, **TRAIN)
     with pytest.raises(
-        ValueError, match=r"num_samples was 10 and is 11; batch_size was 3 and is 2"
+        ValueError, match=r"num_samples was 10 and is 11; global_batch_size was 3 and is 2"
     ):
         other.load_state_dict(state)
 
