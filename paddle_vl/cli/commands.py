@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -27,6 +29,14 @@ def add_train(subparsers: argparse._SubParsersAction) -> None:
         nargs="*",
         help="setting to use instead of the file's, the value in YAML",
     )
+    parser.add_argument(
+        "--nproc",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="start N processes on this machine through Paddle's launcher (default 1); "
+        "parallel.*_degree must multiply to N",
+    )
     parser.set_defaults(run=train)
 
 
@@ -35,12 +45,22 @@ def train(options: argparse.Namespace) -> int:
     from paddle_vl.config.load import load_run_config
 
     config = load_run_config(options.config, options.overrides)
+    if options.nproc > 1:
+        return _launch(options, Path(config.train.output_dir))
 
     _configure_runtime()
     from paddle_vl.train.build import build_trainer
 
     signal_number = build_trainer(config).run()
     return 0 if signal_number is None else 128 + signal_number
+
+
+def _launch(options: argparse.Namespace, output_dir: Path) -> int:
+    """The same training in several processes; rank 0 speaks, all of them write a log."""
+    launcher = [sys.executable, "-m", "paddle.distributed.launch"]
+    launcher += [f"--nproc_per_node={options.nproc}", f"--log_dir={output_dir / 'log'}"]
+    script = Path(__file__).parents[1] / "__main__.py"
+    return subprocess.call([*launcher, str(script), "train", options.config, *options.overrides])
 
 
 def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
@@ -187,6 +207,7 @@ def _train_epilog() -> str:
         "  paddle-vl train run.yaml",
         "  paddle-vl train run.yaml train.learning_rate=1e-4 'data.train=[a.jsonl, b.jsonl]'",
         "  paddle-vl train run.yaml train.resume_from_checkpoint=auto",
+        "  paddle-vl train run.yaml --nproc 4 parallel.dp_degree=2 parallel.mp_degree=2",
         "",
         "Paths are relative to the current directory; image paths in a data file to that file.",
         "",

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 for an error in settings, data or files; 128 + signal number for a
         training that was asked to stop and saved itself. Wrong arguments end in argparse, with 2.
     """
-    options = build_parser().parse_args(arguments)
+    options = _parse(build_parser(), arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     # Said by every import of Paddle; nothing is compiled here.
@@ -42,6 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, settings in any place: argparse takes them in one run only, not around an option."""
+    options, rest = parser.parse_known_args(arguments)
+    is_setting = [not text.startswith("-") and "=" in text for text in rest]
+    if rest and not (hasattr(options, "overrides") and all(is_setting)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
 
 
 def _is_meant_for_users(error: Exception) -> bool:

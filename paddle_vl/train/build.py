@@ -22,6 +22,7 @@ from paddle_vl.data.sft.dataset import MessagesDataset
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.parallel.agree import check_settings_agree
 from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
@@ -32,7 +33,7 @@ from paddle_vl.train.freeze import freeze_parameters
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.processes import ONE_PROCESS
 from paddle_vl.train.random_state import seed_everything
-from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
+from paddle_vl.train.resume import changed_settings, checkpoint_to_resume, flatten
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ def build_trainer(config: RunConfig) -> Trainer:
     topology = initialize(_degrees(config))
     several = topology.world_size > 1
     processes = FleetProcesses(topology) if several else ONE_PROCESS
+    if several:
+        check_settings_agree(flatten(config.model_dump()), topology.describe())
     if not processes.is_main:
         logging.getLogger("paddle_vl").setLevel(logging.WARNING)
     checkpoint = checkpoint_to_resume(config)

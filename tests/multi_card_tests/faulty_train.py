@@ -1,0 +1,39 @@
+"""`tools/train.py` in which a rank may be killed or be given other settings, as variables say.
+
+FAULT=RANK:PLACE kills that rank in the third training step (`step`), or while the checkpoint of
+step 4 is being written (`save`); FAULT=RANK:seed gives it another seed.
+"""
+
+import os
+import signal
+import sys
+
+from paddle_vl.cli.main import main
+from paddle_vl.train import checkpoint, trainer
+
+rank, _, place = os.environ.get("FAULT", "-1:").partition(":")
+arguments = ["train", *sys.argv[1:]]
+
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if int(rank) == int(os.environ["PADDLE_TRAINER_ID"]):
+    if place == "seed":
+        arguments.append("train.seed=6")
+    elif place == "save":
+        write_state = checkpoint.save_state
+        checkpoint.save_state = lambda folder, state: (
+            die() if state["step"] == 4 else write_state(folder, state)
+        )
+    elif place == "step":
+        train_step, calls = trainer.train_step, []
+
+        def third_time_lucky(*args):
+            calls.append(1)
+            return die() if len(calls) == 3 else train_step(*args)
+
+        trainer.train_step = third_time_lucky
+
+sys.exit(main(arguments))

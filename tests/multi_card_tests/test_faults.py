@@ -1,0 +1,79 @@
+"""What happens to a run of several processes when one of them dies, or is not like the others.
+
+Pinned here: the launcher ends the others soon, with an exit code that is not 0; the last checkpoint
+is whole, and the run continues from it to the same bits, wherever it was cut off; ranks that
+disagree on a setting stop at the start and name it. Started as users do, through Paddle's launcher.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+SCRIPT = Path(__file__).with_name("faulty_train.py")
+ROOT = Path(__file__).parents[2]
+SECONDS_TO_END = 30
+
+
+def launched(run_file: Path, output_dir: Path, fault: str = "", *overrides: str):
+    """Two processes of one model through the launcher."""
+    command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
+    command += ["--log_dir", str(output_dir) + "-log", str(SCRIPT), str(run_file)]
+    command += [f"train.output_dir={output_dir}", "parallel.mp_degree=2", "train.save_steps=2"]
+    command += ["train.resume_from_checkpoint=auto", *overrides]
+    environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAULT": fault or "-1:"}
+    begin = time.monotonic()
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=output_dir.parent
+    )
+    logs = Path(str(output_dir) + "-log").glob("workerlog.*")
+    return done.returncode, time.monotonic() - begin, {log.name: log.read_text() for log in logs}
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def whole(run_file, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("whole") / "out"
+    code, _, logs = launched(run_file, output_dir)
+    assert code == 0, logs["workerlog.0"]
+    return output_dir
+
+
+@pytest.mark.parametrize("fault", ["1:step", "0:save"])
+def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_continues(
+    run_file, whole, tmp_path, fault
+):
+    output_dir = tmp_path / "out"
+    code, seconds, _ = launched(run_file, output_dir, fault)
+    assert code != 0
+    assert seconds < SECONDS_TO_END
+    complete = sorted(path.name for path in output_dir.glob("checkpoint-*"))
+    assert complete == ["checkpoint-2"]
+    code, _, logs = launched(run_file, output_dir)
+    assert code == 0, logs["workerlog.0"]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        wanted = load_file(whole / "checkpoint-4" / name)
+        for key, array in load_file(output_dir / "checkpoint-4" / name).items():
+            np.testing.assert_array_equal(array, wanted[key], err_msg=key)
+    assert not list(output_dir.glob(".partial*"))
+
+
+def test_ranks_that_disagree_stop_at_the_start_and_name_the_setting(run_file, tmp_path):
+    code, _, logs = launched(run_file, tmp_path / "out", "1:seed")
+    assert code != 0
+    for rank in (0, 1):
+        assert f"rank {rank} (mp {rank}): the processes" in logs[f"workerlog.{rank}"]
+        assert "train.seed (rank 0 5, rank 1 6)" in logs[f"workerlog.{rank}"]
+    assert not (tmp_path / "out").exists()
