@@ -1,9 +1,10 @@
 """Places where fleet asks for an accelerator although a CPU would do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import paddle
-from paddle.distributed.fleet.utils import hybrid_parallel_util, recompute
+import paddle.distributed as dist
+from paddle.distributed.fleet.utils import recompute
 
 from paddle_vl.parallel.gloo_fleet.patch import Patch
 
@@ -29,13 +30,33 @@ def _recompute_hybrid(paddles_own: Callable) -> Callable:
 
 def _broadcast_input_data(paddles_own: Callable) -> Callable:
     def broadcast_input_data(hcg, *inputs, **kwargs):
-        place = paddle.CPUPlace()
-        spread = hybrid_parallel_util._broadcast_nested_data
-        inputs = spread(hcg, "cpu", place, inputs) if inputs else inputs
-        kwargs = spread(hcg, "cpu", place, kwargs) if kwargs else kwargs
+        """Give all ranks of a model-parallel group its first rank's tensors, in place."""
+        with paddle.no_grad():
+            for tensor in _tensors_in([inputs, kwargs]):
+                _broadcast(tensor, hcg)
         return inputs, kwargs
 
     return broadcast_input_data
+
+
+def _tensors_in(values) -> Iterator[paddle.Tensor]:
+    for value in values.values() if isinstance(values, dict) else values:
+        if paddle.is_tensor(value):
+            yield value
+        elif isinstance(value, (dict, list, tuple)):
+            yield from _tensors_in(value)
+
+
+def _broadcast(tensor: paddle.Tensor, hcg) -> None:
+    """Ranks may hold another shape, with as many axes."""
+    group, first = hcg.get_model_parallel_group(), hcg.get_model_parallel_group_src_rank()
+    shape = paddle.to_tensor(tensor.shape, dtype="int64")
+    dist.broadcast(shape, src=first, group=group)
+    is_first = hcg.get_model_parallel_rank() == 0
+    received = tensor if is_first else paddle.empty(shape.tolist(), dtype=tensor.dtype)
+    dist.broadcast(received, src=first, group=group)
+    if not is_first:
+        received._share_underline_tensor_to(tensor)
 
 
 PATCHES = (

@@ -1,0 +1,97 @@
+"""When the CPU fleet's patches of Paddle are refused, and when they are left out.
+
+Guarantees: an unknown version of Paddle, and a symbol that is missing, takes other parameters or
+has appeared, are refused by name before anything is patched; nothing happens on builds with an
+accelerator and with other backends.
+"""
+
+import paddle
+import pytest
+from paddle.base import core
+from paddle.distributed import ParallelEnv, collective
+from paddle.distributed.fleet.layers.mpu import mp_ops
+
+from paddle_vl.parallel.gloo_fleet import installation
+
+
+@pytest.fixture(autouse=True)
+def _untouched_paddle(monkeypatch):
+    """Not installed, a CPU with gloo; and nothing may have been patched in the end."""
+    monkeypatch.setattr(installation, "_installed", False)
+    monkeypatch.setenv("PADDLE_DISTRI_BACKEND", "gloo")
+    before = patched_symbols()
+    yield
+    monkeypatch.undo()
+    assert patched_symbols() == before
+
+
+def patched_symbols() -> list:
+    return [getattr(patch._find_owner(), patch.name, None) for patch in installation.PATCHES]
+
+
+@pytest.mark.parametrize("version", ["3.2.9", "3.4.0", "3.3.1.post1", "4.0.0"])
+def test_unknown_version_is_refused(monkeypatch, version):
+    monkeypatch.setattr(paddle, "__version__", version)
+    with pytest.raises(RuntimeError, match=rf"paddlepaddle {version} runs here.*paddlepaddle 3\.3"):
+        installation.install()
+
+
+def refused(symbol: str, what: str):
+    return pytest.raises(
+        RuntimeError, match=rf"paddlepaddle {paddle.__version__} has another {symbol} than.*{what}"
+    )
+
+
+def test_function_with_other_parameters_is_refused(monkeypatch):
+    monkeypatch.setattr(mp_ops, "_c_split", lambda tensor, group, axis: None)
+    with refused(r"paddle\S*mp_ops\._c_split", r"takes \(tensor, group, axis\), expected \(tens"):
+        installation.install()
+
+
+def test_method_of_the_process_group_with_other_parameters_is_refused(monkeypatch):
+    monkeypatch.setattr(core.ProcessGroupGloo, "scatter", core.ProcessGroupGloo.gather)
+    with refused(r"paddle\.base\.core:ProcessGroupGloo\.scatter", r"expected \(out, in, src"):
+        installation.install()
+
+
+def test_missing_function_is_refused(monkeypatch):
+    monkeypatch.delattr(collective, "_new_process_group_impl")
+    with refused(r"paddle\.distributed\.collective\._new_process_group_impl", "it is missing"):
+        installation.install()
+
+
+def test_missing_class_is_refused(monkeypatch):
+    monkeypatch.delattr(core, "ProcessGroupGloo")
+    with refused(r"paddle\.base\.core:ProcessGroupGloo\.\w+", "ProcessGroupGloo is missing"):
+        installation.install()
+    monkeypatch.undo()
+
+
+def test_symbol_that_was_missing_and_is_there_is_refused(monkeypatch):
+    monkeypatch.setattr(ParallelEnv, "_device_id", 3, raising=False)
+    with refused(r"paddle\.distributed\.parallel:ParallelEnv\._device_id", "it exists"):
+        installation.install()
+
+
+@pytest.mark.parametrize(
+    ("owner", "question", "answer"),
+    [
+        (paddle, "is_compiled_with_cuda", True),
+        (paddle, "is_compiled_with_xpu", True),
+        (paddle.device, "get_all_custom_device_type", ["npu"]),
+    ],
+)
+def test_nothing_is_done_on_a_build_with_an_accelerator(monkeypatch, owner, question, answer):
+    monkeypatch.setattr(owner, question, lambda: answer)
+    assert installation.install() is False
+
+
+def test_nothing_is_done_with_another_backend(monkeypatch):
+    monkeypatch.setenv("PADDLE_DISTRI_BACKEND", "nccl")
+    assert installation.install() is False
+
+
+def test_every_patch_says_why():
+    for patch in installation.PATCHES:
+        patch.check()
+        assert patch.reason
