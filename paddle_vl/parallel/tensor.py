@@ -42,6 +42,7 @@ class FleetPlacement(SingleDevicePlacement):
         if vision not in ("spread", "replicate"):
             raise ValueError(f"parallel.vision is {vision!r}; use 'spread' or 'replicate'")
         self.mp_group, self.sequence_parallel, self.vision = mp_group, sequence_parallel, vision
+        self.tower_parameters: list[Tensor] = []
 
     splits_parameters = True
 
@@ -123,6 +124,7 @@ class FleetPlacement(SingleDevicePlacement):
                 grid_thw,
                 group=self.mp_group,
                 gradients_are_parts=self.sequence_parallel,
+                takes_gradient=any(not p.stop_gradient for p in self.tower_parameters),
                 **sizes,
             )
         merged, levels = encode(pixels, grid_thw)
@@ -134,6 +136,7 @@ class FleetPlacement(SingleDevicePlacement):
         return merged, levels
 
     def mark_tower(self, parameters: list[Tensor]) -> None:
+        self.tower_parameters = parameters
         for parameter in parameters:
             parameter.is_partial = self.vision == "spread"
 

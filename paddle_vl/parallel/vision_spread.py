@@ -38,6 +38,7 @@ def encode_spread(
     num_levels: int,
     group,
     gradients_are_parts: bool,
+    takes_gradient: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """Encode this rank's items and gather those of the others: rows of all items, in item order.
 
@@ -47,6 +48,7 @@ def encode_spread(
         width, num_levels: D and G, for a rank without an item.
         gradients_are_parts: True when each rank uses only some of the rows (sequence parallelism):
             their gradients are then summed over the group. False when each uses all of them alike.
+        takes_gradient: whether any of the tower is trained; a rank without an item cannot see it.
     """
     num_patches_I = grid_thw.prod(axis=1)
     assigned = assign_items(num_patches_I, group.nranks)
@@ -57,9 +59,9 @@ def encode_spread(
         merged, levels = encode(paddle.index_select(pixels, paddle.to_tensor(rows)), grid_thw[own])
         packed_MC = paddle.concat([merged, *levels], axis=1)
     else:
-        # A leaf that takes a gradient keeps the gather's backward pass alive on this rank.
+        # Where the tower is trained, a leaf keeps the gather's backward pass alive on this rank.
         packed_MC = paddle.zeros([0, (1 + num_levels) * width], dtype=pixels.dtype)
-        packed_MC.stop_gradient = False
+        packed_MC.stop_gradient = not takes_gradient
     rows_of_rank = [int(num_patches_I[items].sum()) // merge**2 for items in assigned]
     order_M = _item_order(assigned, num_patches_I // merge**2)
     all_MC = _GatherUneven.apply(packed_MC, rows_of_rank, order_M, group, gradients_are_parts)

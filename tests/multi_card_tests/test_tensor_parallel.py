@@ -51,8 +51,15 @@ def batch(name: str) -> dict:
     return {"input_ids": ids, "labels": labels, **media}
 
 
-def reference(name: str) -> tuple[float, dict[str, np.ndarray]]:
+def freeze_tower(model) -> None:
+    for parameter in model.visual.parameters():
+        parameter.stop_gradient = True
+
+
+def reference(name: str, frozen: bool) -> tuple[float, dict[str, np.ndarray]]:
     model = tiny_model()
+    if frozen:
+        freeze_tower(model)
     loss = model(**batch(name)).loss
     loss.backward()
     grads = {
@@ -63,14 +70,18 @@ def reference(name: str) -> tuple[float, dict[str, np.ndarray]]:
     return loss.item(), grads
 
 
-def worst_difference(folder: str, group, sequence_parallel: bool, vision: str, name: str):
+def worst_difference(
+    folder: str, group, sequence_parallel: bool, vision: str, name: str, frozen: bool = False
+) -> tuple[float, str]:
     """Largest difference of loss and gradients to one device, relative; and where."""
     placement = FleetPlacement(group, sequence_parallel, vision)
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
+    if frozen:
+        freeze_tower(model)
     output = model(**batch(name))
     output.loss.backward()
     sum_partial_gradients(model.parameters(), group)
-    loss, wanted = reference(name)
+    loss, wanted = reference(name, frozen)
     worst = (abs(output.loss.item() - loss) / loss, "loss")
     for item in model.stored_parameters():
         if item.key not in wanted:
@@ -143,6 +154,10 @@ def worker(folder: str, num_ranks: int) -> dict:
         for name in BATCHES
         for sp, vision in PLACEMENTS
     }
+    for vision in ("spread", "replicate"):
+        checks[f"frozen {vision}"] = partial(
+            worst_difference, folder, group, True, vision, "one_image", True
+        )
     checks["files"] = partial(fresh_weights_and_files, folder, group)
     for vision in ("spread", "replicate"):
         checks[f"tower {vision}"] = partial(tower_work, folder, group, vision)
@@ -159,6 +174,12 @@ def outcomes(request):
 @pytest.mark.parametrize("name", BATCHES)
 def test_loss_and_every_gradient_equal_one_device(outcomes, name, sp, vision):
     for rank, (error, where) in enumerate(outcome_of(outcomes, f"{name} sp={sp} {vision}")):
+        assert error <= TOLERANCE, f"rank {rank}: {where}"
+
+
+@pytest.mark.parametrize("vision", ["spread", "replicate"])
+def test_a_frozen_tower_keeps_ranks_in_step_when_some_have_no_image(outcomes, vision):
+    for rank, (error, where) in enumerate(outcome_of(outcomes, f"frozen {vision}")):
         assert error <= TOLERANCE, f"rank {rank}: {where}"
 
 
