@@ -75,7 +75,7 @@ def build_trainer(config: RunConfig) -> Trainer:
         recompute_layers([*model.vision_blocks, *model.decoder_layers])
     parameters = list(model.hf_named_parameters())
     optimizer = Optimizer(
-        freeze_parameters(parameters, config.model.freeze),
+        freeze_parameters(parameters, config.model.freeze, placement.whole_shape),
         config.train,
         decayed_names(parameters, config.train.weight_decay_exclude),
         placement,
@@ -131,7 +131,7 @@ def build_trainer(config: RunConfig) -> Trainer:
         len(train_data),
         num_steps,
         config.train.gradient_accumulation_steps,
-        config.train.per_device_train_batch_size,
+        config.train.per_device_train_batch_size * processes.data_size,
         f", continuing {checkpoint}" if checkpoint else "",
     )
     return trainer

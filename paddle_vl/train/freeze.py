@@ -4,7 +4,7 @@ import difflib
 import fnmatch
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from paddle import Tensor
 
@@ -35,11 +35,16 @@ def matching_names(patterns: Sequence[str], names: Iterable[str], setting: str) 
     return matched
 
 
-def freeze_parameters(parameters: NamedParameters, patterns: Sequence[str]) -> NamedParameters:
+def freeze_parameters(
+    parameters: NamedParameters,
+    patterns: Sequence[str],
+    whole_shape: Callable[[Tensor], Sequence[int]] = lambda parameter: parameter.shape,
+) -> NamedParameters:
     """Take the parameters that fit a pattern out of training, and return the others.
 
     Args:
         parameters: HF names and parameters of the whole model.
+        whole_shape: shape of a parameter before ranks split it, for the count that is told.
 
     Raises:
         ValueError: a pattern that fits nothing, or patterns that leave nothing to train.
@@ -50,7 +55,9 @@ def freeze_parameters(parameters: NamedParameters, patterns: Sequence[str]) -> N
     trained = [(name, parameter) for name, parameter in parameters if name not in frozen]
     if not trained:
         raise ValueError(f"model.freeze {list(patterns)} freezes every parameter: nothing to train")
-    total, training = (sum(math.prod(p.shape) for _, p in group) for group in (parameters, trained))
+    total, training = (
+        sum(math.prod(whole_shape(p)) for _, p in group) for group in (parameters, trained)
+    )
     logger.info(
         "training %s of %s parameters in %d of %d tensors",
         f"{training:,}",
