@@ -19,6 +19,7 @@ import pytest
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.gradients import sum_partial_gradients
+from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
 from tests.launch import launch, outcome_of, run_checks
@@ -113,35 +114,37 @@ def fresh_weights_and_files(folder: str, group) -> list[str]:
     ]
 
 
-def tower_work(folder: str, group, vision: str) -> tuple[int, dict[str, int]]:
-    """Patches that this rank encodes, and its collectives between tower and decoder's first layer,
-    there and back."""
+def tower_work(folder: str, group, vision: str) -> tuple[int, list[str], list[str]]:
+    """Patches that this rank encodes, and the kinds of its collectives there and back."""
     placement = FleetPlacement(group, sequence_parallel=True, vision=vision)
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
-    encoded, calls = [], {"forward": 0, "backward": 0}
+    encoded: list[int] = []
     model.visual.register_forward_pre_hook(lambda layer, inputs: encoded.append(len(inputs[0])))
-    phase = "forward"
     inputs = batch("images")
-
-    def counted(function):
-        def count(*args, **kwargs):
-            calls[phase] += 1
-            return function(*args, **kwargs)
-
-        return count
-
-    kept = dist.all_reduce, dist.stream.all_gather
-    dist.all_reduce, dist.stream.all_gather = map(counted, kept)
-    try:
+    with record_collectives() as recording:
+        recording.phase = "forward"
         embeds = model.encode_visual(
             paddle.to_tensor(inputs["pixel_values"]), inputs["image_grid_thw"]
         )
-        phase = "backward"
+        recording.phase = "backward"
         levels = [embeds["image_embeds"], *embeds["deepstack_image_embeds"]]
         paddle.concat(levels).sum().backward()
-    finally:
-        dist.all_reduce, dist.stream.all_gather = kept
-    return sum(encoded), calls
+    kinds = [[call.kind for call in recording.of(phase)] for phase in ("forward", "backward")]
+    return sum(encoded), *kinds
+
+
+def step_collectives(folder: str, group, sequence_parallel: bool, name: str) -> list[Collective]:
+    """All collectives of a step, in order."""
+    placement = FleetPlacement(group, sequence_parallel)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
+    with record_collectives() as recording:
+        recording.phase = "forward"
+        loss = model(**batch(name)).loss
+        recording.phase = "backward"
+        loss.backward()
+        recording.phase = "gradients"
+        sum_partial_gradients(model.parameters(), group)
+    return recording.calls
 
 
 def worker(folder: str, num_ranks: int) -> dict:
@@ -161,6 +164,9 @@ def worker(folder: str, num_ranks: int) -> dict:
     checks["files"] = partial(fresh_weights_and_files, folder, group)
     for vision in ("spread", "replicate"):
         checks[f"tower {vision}"] = partial(tower_work, folder, group, vision)
+    for name in BATCHES:
+        for sp in (False, True):
+            checks[f"order {name} {sp}"] = partial(step_collectives, folder, group, sp, name)
     return run_checks(checks)
 
 
@@ -188,17 +194,23 @@ def test_fresh_weights_and_saved_files_are_those_of_one_device(outcomes):
 
 
 def test_every_image_is_encoded_once_when_the_tower_is_spread(outcomes):
-    spread = outcome_of(outcomes, "tower spread")
-    assert sum(encoded for encoded, _ in spread) == 28
-    # The largest image alone, the two others together: 16 and 12 patches, or 16, 8 and 4.
-    assert max(encoded for encoded, _ in spread) == 16
-    assert [encoded for encoded, _ in outcome_of(outcomes, "tower replicate")] == [28] * len(
-        outcomes
-    )
+    spread = [work[0] for work in outcome_of(outcomes, "tower spread")]
+    # Of 16, 8 and 4 patches the largest stands alone.
+    assert (sum(spread), max(spread)) == (28, 16)
+    assert [work[0] for work in outcome_of(outcomes, "tower replicate")] == [28] * len(outcomes)
 
 
 def test_all_levels_travel_in_one_collective_there_and_one_back(outcomes):
-    for _, calls in outcome_of(outcomes, "tower spread"):
-        assert calls == {"forward": 1, "backward": 1}
-    for _, calls in outcome_of(outcomes, "tower replicate"):
-        assert calls == {"forward": 0, "backward": 1}
+    for _, forward, backward in outcome_of(outcomes, "tower spread"):
+        assert (forward, backward) == (["all_gather"], ["all_reduce"])
+    for _, forward, backward in outcome_of(outcomes, "tower replicate"):
+        assert (forward, backward) == ([], ["all_reduce"])
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_rank_sends_the_same_collectives_in_the_same_order(outcomes, name, sp):
+    first, *others = outcome_of(outcomes, f"order {name} {sp}")
+    assert len(first) > 10
+    for other in others:
+        assert other == first

@@ -1,0 +1,155 @@
+"""Collectives of one training step per topology: number and bytes, beside what theory gives.
+
+    python tools/bench_collectives.py
+
+Starts a few processes of a small model for each topology and records what rank 0 sends in the
+forward pass, the backward pass and the sums after it. The counts hold on any machine. Theory, for
+N layers, T token rows of width D, M visual rows of G + 1 levels:
+
+- mp: forward one sum of [T, D] for the embedding and two per layer, two of [T] for the loss, one
+  gather of the visual rows; backward one sum per place where a split product begins (two per layer
+  and the head); one sum of the gradients that come in parts.
+- with sequence parallelism each of those sums is a reduce-scatter and a gather of the same rows,
+  gradients are gathered once more behind the embedding, and that of the visual rows is one sum.
+- dp: one sum of all gradients, bucket by bucket, and nothing in forward or backward.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+TOPOLOGIES = {
+    "dp2": {"dp_degree": 2},
+    "mp2": {"mp_degree": 2},
+    "mp2 with sequence parallelism": {"mp_degree": 2, "sequence_parallel": True},
+    "dp2 mp2 with sequence parallelism": {
+        "dp_degree": 2,
+        "mp_degree": 2,
+        "sequence_parallel": True,
+    },
+}
+PHASES = ("forward", "backward", "gradients")
+LAYERS, WIDTH, LEVELS, ROWS, VISUAL = 4, 64, 2, 2 * 64, 2 * 16
+IMAGE = 500
+
+
+def model_settings() -> dict:
+    text = {
+        "vocab_size": 512, "hidden_size": WIDTH, "intermediate_size": 96,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "rope_scaling": {"mrope_section": [4, 2, 2]},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+        "out_hidden_size": WIDTH, "num_position_embeddings": 64,
+        "deepstack_visual_indexes": list(range(LEVELS)),
+    }  # fmt: skip
+    ids = {"image_token_id": IMAGE, "video_token_id": 501, "vision_start_token_id": 502}
+    return {"text_config": text, "vision_config": vision, "vision_end_token_id": 503, **ids}
+
+
+def expected_calls(degrees: dict) -> dict[str, Counter]:
+    """Number of each kind per phase, from the formulas above."""
+    calls = {phase: Counter() for phase in PHASES}
+    sequence_parallel = degrees.get("sequence_parallel", False)
+    if degrees.get("mp_degree", 1) > 1:
+        forward, backward = calls["forward"], calls["backward"]
+        # The embedding and the loss; the visual rows.
+        forward.update(all_reduce=3, all_gather=1)
+        begins, ends = 2 * LAYERS + 1, 2 * LAYERS
+        if sequence_parallel:
+            forward.update(all_gather=begins, reduce_scatter=ends)
+            backward.update(reduce_scatter=begins, all_gather=ends + 1, all_reduce=1)
+        else:
+            forward.update(all_reduce=ends)
+            backward.update(all_reduce=begins)
+        calls["gradients"].update(all_reduce=1)
+    if degrees.get("dp_degree", 1) > 1:
+        calls["gradients"].update(all_reduce=1)
+    return calls
+
+
+def measure(degrees: dict) -> None:
+    """One process: a step, its collectives as a line of JSON on rank 0."""
+    import paddle
+
+    from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from paddle_vl.nn.placement import SingleDevicePlacement
+    from paddle_vl.parallel.degrees import ParallelDegrees
+    from paddle_vl.parallel.processes import FleetProcesses
+    from paddle_vl.parallel.recorder import record_collectives
+    from paddle_vl.parallel.tensor import FleetPlacement
+    from paddle_vl.parallel.topology import initialize
+
+    topology = initialize(ParallelDegrees(**degrees))
+    placement = SingleDevicePlacement()
+    if topology.mp_group.nranks > 1:
+        placement = FleetPlacement(topology.mp_group, degrees.get("sequence_parallel", False))
+    config = Qwen3VLConfig.from_dict(model_settings())
+    model = Qwen3VLForConditionalGeneration.from_config(config, placement)
+    rng = np.random.default_rng(0)
+    input_ids = rng.integers(0, 400, (2, ROWS // 2))
+    input_ids[:, 8 : 8 + VISUAL // 2] = IMAGE
+    grid = np.array([[1, 8, 8]] * 2)
+    pixels = rng.standard_normal((128, config.vision_config.patch_dim), dtype=np.float32)
+    with record_collectives() as recording:
+        recording.phase = "forward"
+        loss = model(
+            input_ids=input_ids, labels=input_ids, pixel_values=pixels, image_grid_thw=grid
+        ).loss
+        recording.phase = "backward"
+        loss.backward()
+        recording.phase = "gradients"
+        FleetProcesses(topology).sum_gradients(model.parameters())
+    if topology.rank == 0:
+        parameters = sum(int(np.prod(parameter.shape)) for parameter in model.parameters())
+        print(json.dumps({"calls": recording.calls, "parameters": parameters}))
+    paddle.distributed.barrier()
+
+
+def run(degrees: dict) -> dict:
+    """Start the processes of a topology and return what rank 0 measured."""
+    processes = degrees.get("dp_degree", 1) * degrees.get("mp_degree", 1)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "paddle.distributed.launch", "--log_dir", folder]
+        command += ["--nproc_per_node", str(processes), __file__, json.dumps(degrees)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        log = (Path(folder) / "workerlog.0").read_text(encoding="utf-8")
+    lines = [line for line in log.splitlines() if line.startswith('{"calls"')]
+    if done.returncode or not lines:
+        raise SystemExit(f"{degrees} failed:\n{log}")
+    return json.loads(lines[0])
+
+
+def main() -> int:
+    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
+        measure(json.loads(sys.argv[1]))
+        return 0
+    as_expected = True
+    for name, degrees in TOPOLOGIES.items():
+        found = run(degrees)
+        expected = expected_calls(degrees)
+        print(f"{name}  ({found['parameters']} parameters on a rank)")
+        for phase in PHASES:
+            calls = [call for call in found["calls"] if call[0] == phase]
+            counts = Counter(kind for _, kind, _, _ in calls)
+            as_expected &= counts == expected[phase]
+            for kind in sorted(counts | expected[phase]):
+                size = sum(num_bytes for _, other, _, num_bytes in calls if other == kind)
+                theory = f"(theory {expected[phase][kind]:3d})"
+                print(
+                    f"  {phase:<10} {kind:<15} {counts[kind]:3d} {theory}"
+                    f"  {size / 1024:10.1f} KiB sent"
+                )
+    return 0 if as_expected else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
