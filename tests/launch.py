@@ -33,11 +33,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 # A rank that asks for the store before rank 0 has made it waits three seconds to ask again.
 HEAD_START = 0.5
 POLL_INTERVAL = 0.02
-SHOWN_LINES = 60
+SHOWN_LINES = 40
 
 
 def launch(
@@ -90,7 +92,7 @@ def run_checks(checks: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[Any, 
         print("check:", name, flush=True)
         try:
             outcomes[name] = (check(), None)
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             outcomes[name] = (None, traceback.format_exc())
     return outcomes
 

@@ -301,6 +301,16 @@ def gather():
 
 
 @check()
+def objects():
+    found = []
+    dist.all_gather_object(found, {"rank": rank(), "text": "x" * rank()})
+    assert found == [{"rank": each, "text": "x" * each} for each in range(size())]
+    shared = [["of", rank()]]
+    dist.broadcast_object_list(shared, src=1)
+    assert shared == [["of", 1]]
+
+
+@check()
 def empty_tensors():
     nothing = paddle.zeros([0, 3])
     dist.all_reduce(nothing)

@@ -10,8 +10,9 @@ from typing import Any
 
 import paddle
 
-# What all patches were written against: the versions and the reason they stand for one another.
+# Versions that all patches stand for: written against 3.3.1.
 KNOWN_VERSIONS = re.compile(r"3\.3\.\d+")
+NOT_IN_GLOO = "ProcessGroupGloo has not got it (Unimplemented)"
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,17 @@ class Patch:
             f"written for: {what}. Install paddlepaddle 3.3.1, or adapt the patch "
             f"({self.reason})."
         )
+
+
+def group_method(name: str, parameters: str, reason: str, function: Callable) -> Patch:
+    """The patch of a method of gloo's process groups; parameters are separated by spaces."""
+    return Patch(
+        owner="paddle.base.core:ProcessGroupGloo",
+        name=name,
+        parameters=tuple(parameters.split()),
+        reason=reason,
+        make=lambda _: function,
+    )
 
 
 def check_version() -> None:

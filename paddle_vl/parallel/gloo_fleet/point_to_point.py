@@ -12,7 +12,7 @@ import paddle.distributed
 from paddle.base import core
 from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 
-from paddle_vl.parallel.gloo_fleet.patch import Patch
+from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, Patch, group_method
 from paddle_vl.parallel.gloo_fleet.process_group import DONE, contiguous, flat_part, write
 from paddle_vl.parallel.gloo_fleet.rendezvous import pair_group
 
@@ -86,29 +86,18 @@ def _in_shared_order(operations, send: Callable) -> list:
     )
 
 
-_MISSING = "ProcessGroupGloo has not got it (Unimplemented)"
 _TAGS = "in a group of more than two the next collective hangs for 30 seconds"
 
 
-def _method(name: str, parameters: str, reason: str, function: Callable) -> Patch:
-    return Patch(
-        owner="paddle.base.core:ProcessGroupGloo",
-        name=name,
-        parameters=tuple(parameters.split()),
-        reason=reason,
-        make=lambda _: function,
-    )
-
-
 PATCHES = (
-    _method("send", "tensor dst sync_op", _TAGS, _send),
-    _method("recv", "tensor src sync_op", _TAGS, _recv),
-    _method("send_on_calc_stream", "tensor dst", _MISSING, _send),
-    _method("recv_on_calc_stream", "tensor src", _MISSING, _recv),
-    _method("send_partial", "tensor dst num id sync_op", _MISSING, _send_partial),
-    _method("recv_partial", "tensor src num id sync_op", _MISSING, _recv_partial),
-    _method("send_partial_on_calc_stream", "tensor dst num id", _MISSING, _send_partial),
-    _method("recv_partial_on_calc_stream", "tensor src num id", _MISSING, _recv_partial),
+    group_method("send", "tensor dst sync_op", _TAGS, _send),
+    group_method("recv", "tensor src sync_op", _TAGS, _recv),
+    group_method("send_on_calc_stream", "tensor dst", NOT_IN_GLOO, _send),
+    group_method("recv_on_calc_stream", "tensor src", NOT_IN_GLOO, _recv),
+    group_method("send_partial", "tensor dst num id sync_op", NOT_IN_GLOO, _send_partial),
+    group_method("recv_partial", "tensor src num id sync_op", NOT_IN_GLOO, _recv_partial),
+    group_method("send_partial_on_calc_stream", "tensor dst num id", NOT_IN_GLOO, _send_partial),
+    group_method("recv_partial_on_calc_stream", "tensor src num id", NOT_IN_GLOO, _recv_partial),
     Patch(
         owner="paddle.distributed.communication.batch_isend_irecv",
         name="batch_isend_irecv",

@@ -6,13 +6,13 @@ return, so the tasks that they return are done. The methods are set on ProcessGr
 groups of other backends keep Paddle's own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import paddle
 from paddle import Tensor
 from paddle.base import core
 
-from paddle_vl.parallel.gloo_fleet.patch import Patch
+from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, Patch, group_method
 
 _SUM, _AVG = core.ReduceOp.SUM, core.ReduceOp.AVG
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -253,60 +253,55 @@ def _check_parts(parts: Sequence[Tensor], shapes: list, what: str) -> None:
         raise ValueError(f"{what} needs one tensor of {shapes[0]} for each rank, got {found}.")
 
 
-_MISSING = "ProcessGroupGloo has not got it (Unimplemented)"
 _PARTLY = "gloo refuses empty and non-contiguous tensors and ends the process at unknown dtypes"
-
-
-def _method(name: str, parameters: str, reason: str, function: Callable) -> Patch:
-    return Patch(
-        owner="paddle.base.core:ProcessGroupGloo",
-        name=name,
-        parameters=tuple(parameters.split()),
-        reason=reason,
-        make=lambda _: function,
-    )
 
 
 # Below it Paddle scales the output of a reduce_scatter before reducing the input.
 _NCCL_WITH_AVERAGE = 21000
 _REDUCE_REASON = "float16 sums give inf, bfloat16 ones round at each rank, AVG fails; " + _PARTLY
 PATCHES = (
-    _method("all_reduce", "tensor op sync_op", _REDUCE_REASON, _all_reduce),
-    _method("all_reduce_on_calc_stream", "tensor op", _MISSING, _all_reduce),
-    _method("allreduce", "tensor op", _REDUCE_REASON, _all_reduce),
-    _method("reduce", "tensor dst op sync_op", _REDUCE_REASON, _reduce),
-    _method("reduce_on_calc_stream", "tensor dst op", _MISSING, _reduce),
-    _method("reduce_scatter", "out in op sync_op", _MISSING, _reduce_scatter),
-    _method("reduce_scatter_on_calc_stream", "out in op", _MISSING, _reduce_scatter),
-    _method("reduce_scatter_tensor", "out in op sync_op", _MISSING, _reduce_scatter_tensor),
-    _method("reduce_scatter_tensor_on_calc_stream", "out in op", _MISSING, _reduce_scatter_tensor),
-    _method("all_gather", "out in sync_op", _PARTLY, _all_gather),
-    _method("all_gather_on_calc_stream", "out in", _MISSING, _all_gather_now),
-    _method("all_gather_into_tensor", "out in sync_op", _PARTLY, _all_gather_into_tensor),
-    _method("all_gather_into_tensor_on_calc_stream", "out in", _MISSING, _all_gather_into_tensor),
-    _method("all_gather_partial", "out in num id", _MISSING, _all_gather_partial),
-    _method("all_gather_partial_on_calc_stream", "out in num id", _MISSING, _all_gather_partial),
-    _method("broadcast", "tensor src sync_op", _PARTLY, _broadcast),
-    _method("broadcast_on_calc_stream", "tensor src", _MISSING, _broadcast),
-    _method("scatter", "out in src sync_op", _PARTLY, _scatter),
-    _method("scatter_on_calc_stream", "out in src", _MISSING, _scatter_now),
-    _method("scatter_tensor", "out in src sync_op", _PARTLY, _scatter_tensor),
-    _method("scatter_tensor_on_calc_stream", "out in src", _MISSING, _scatter_tensor),
-    _method("gather", "in out dst sync_op use_calc_stream", _PARTLY, _gather_to),
-    _method("all_to_all", "out in sync_op", _MISSING, _all_to_all),
-    _method("all_to_all_on_calc_stream", "out in", _MISSING, _all_to_all),
-    _method("all_to_all_tensor", "out in sync_op", _MISSING, _all_to_all_tensor),
-    _method("all_to_all_tensor_on_calc_stream", "out in", _MISSING, _all_to_all_tensor),
-    _method(
+    group_method("all_reduce", "tensor op sync_op", _REDUCE_REASON, _all_reduce),
+    group_method("all_reduce_on_calc_stream", "tensor op", NOT_IN_GLOO, _all_reduce),
+    group_method("allreduce", "tensor op", _REDUCE_REASON, _all_reduce),
+    group_method("reduce", "tensor dst op sync_op", _REDUCE_REASON, _reduce),
+    group_method("reduce_on_calc_stream", "tensor dst op", NOT_IN_GLOO, _reduce),
+    group_method("reduce_scatter", "out in op sync_op", NOT_IN_GLOO, _reduce_scatter),
+    group_method("reduce_scatter_on_calc_stream", "out in op", NOT_IN_GLOO, _reduce_scatter),
+    group_method("reduce_scatter_tensor", "out in op sync_op", NOT_IN_GLOO, _reduce_scatter_tensor),
+    group_method(
+        "reduce_scatter_tensor_on_calc_stream", "out in op", NOT_IN_GLOO, _reduce_scatter_tensor
+    ),
+    group_method("all_gather", "out in sync_op", _PARTLY, _all_gather),
+    group_method("all_gather_on_calc_stream", "out in", NOT_IN_GLOO, _all_gather_now),
+    group_method("all_gather_into_tensor", "out in sync_op", _PARTLY, _all_gather_into_tensor),
+    group_method(
+        "all_gather_into_tensor_on_calc_stream", "out in", NOT_IN_GLOO, _all_gather_into_tensor
+    ),
+    group_method("all_gather_partial", "out in num id", NOT_IN_GLOO, _all_gather_partial),
+    group_method(
+        "all_gather_partial_on_calc_stream", "out in num id", NOT_IN_GLOO, _all_gather_partial
+    ),
+    group_method("broadcast", "tensor src sync_op", _PARTLY, _broadcast),
+    group_method("broadcast_on_calc_stream", "tensor src", NOT_IN_GLOO, _broadcast),
+    group_method("scatter", "out in src sync_op", _PARTLY, _scatter),
+    group_method("scatter_on_calc_stream", "out in src", NOT_IN_GLOO, _scatter_now),
+    group_method("scatter_tensor", "out in src sync_op", _PARTLY, _scatter_tensor),
+    group_method("scatter_tensor_on_calc_stream", "out in src", NOT_IN_GLOO, _scatter_tensor),
+    group_method("gather", "in out dst sync_op use_calc_stream", _PARTLY, _gather_to),
+    group_method("all_to_all", "out in sync_op", NOT_IN_GLOO, _all_to_all),
+    group_method("all_to_all_on_calc_stream", "out in", NOT_IN_GLOO, _all_to_all),
+    group_method("all_to_all_tensor", "out in sync_op", NOT_IN_GLOO, _all_to_all_tensor),
+    group_method("all_to_all_tensor_on_calc_stream", "out in", NOT_IN_GLOO, _all_to_all_tensor),
+    group_method(
         "all_to_all_single",
         "out in out_sizes in_sizes sync_op",
-        _MISSING,
+        NOT_IN_GLOO,
         _all_to_all_single,
     ),
-    _method(
+    group_method(
         "all_to_all_single_on_calc_stream",
         "out in out_sizes in_sizes",
-        _MISSING,
+        NOT_IN_GLOO,
         _all_to_all_single,
     ),
     # The average of all_reduce and reduce_scatter asks for NCCL's version before it gets here.
