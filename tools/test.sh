@@ -14,4 +14,5 @@ ensure_environment cpu,dev
 "$VENV_PYTHON" -m ruff format --check .
 # Two workers with one thread each: two workers with all threads each would fight for the cores.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-exec "$VENV_PYTHON" -m pytest -n 2 "$@"
+# A file stays on one worker: its launches of several processes are shared by all of its tests.
+exec "$VENV_PYTHON" -m pytest -n 2 --dist loadfile "$@"
