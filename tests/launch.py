@@ -198,8 +198,8 @@ def _run_as_rank(job: Path, result: Path) -> None:
     spec.loader.exec_module(module)
     result.write_bytes(pickle.dumps(getattr(module, name)(*arguments)))
     sys.stdout.flush()
-    # Once in some fifty times, on a loaded machine, paddlepaddle 3.3.1 with several gloo groups
-    # crashes while the interpreter shuts down; the results are here by then.
+    # paddlepaddle 3.3.1 with several gloo groups was once seen to crash while the interpreter shut
+    # down; the results are here by then.
     os._exit(0)
 
 

@@ -1,0 +1,163 @@
+"""Fleet's tensor-parallel primitives and layers against a plain computation."""
+
+from functools import partial
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import paddle.nn.functional as F
+from paddle.distributed import fleet
+from paddle.distributed.fleet.layers.mpu import mp_layers, mp_ops
+from paddle.distributed.fleet.utils import hybrid_parallel_util
+
+from paddle_vl.parallel.gloo_fleet import install
+from tests.multi_card_tests.gloo_checks.registry import (
+    assert_equal,
+    check,
+    rank,
+    rows_of_ranks,
+    size,
+    tensor,
+)
+
+
+def whole_group():
+    return dist.collective._get_default_group()
+
+
+def with_gradient(values) -> paddle.Tensor:
+    result = tensor(values)
+    result.stop_gradient = False
+    return result
+
+
+@check()
+def identity_primitive():
+    x, weights = rows_of_ranks(2, 3), rows_of_ranks(3, 2)
+    inputs = with_gradient(x[0])
+    output = mp_ops._c_identity(inputs, group=whole_group())
+    (output * tensor(weights[rank()].T)).sum().backward()
+    assert_equal(output, x[0])
+    assert_equal(inputs.grad, weights.sum(axis=0).T)
+
+
+@check()
+def all_reduce_primitive():
+    x, weights = rows_of_ranks(2, 3), rows_of_ranks(3, 2)[0].T
+    inputs = with_gradient(x[rank()])
+    output = mp_ops._mp_allreduce(inputs * 1.0, group=whole_group())
+    (output * tensor(weights)).sum().backward()
+    assert_equal(output, x.sum(axis=0))
+    assert_equal(inputs.grad, weights)
+
+
+@check()
+def split_primitive():
+    x, weights = rows_of_ranks(2, 2 * size())[0], rows_of_ranks(2 * size(), 2)[0].T
+    own = slice(2 * rank(), 2 * rank() + 2)
+    inputs = with_gradient(x)
+    output = mp_ops._c_split(inputs, group=whole_group())
+    (output * tensor(weights[:, own])).sum().backward()
+    assert_equal(output, x[:, own])
+    assert_equal(inputs.grad, weights)
+
+
+@check()
+def concat_primitive():
+    x, weights = rows_of_ranks(2, 2 * size())[0], rows_of_ranks(2 * size(), 2)[0].T
+    own = slice(2 * rank(), 2 * rank() + 2)
+    inputs = with_gradient(x[:, own])
+    output = mp_ops._c_concat(inputs, group=whole_group())
+    (output * tensor(weights)).sum().backward()
+    assert_equal(output, x)
+    assert_equal(inputs.grad, weights[:, own])
+
+
+@check(flat_labels=False, label_column=True)
+def cross_entropy_over_a_divided_vocabulary(column):
+    per_rank, ignored = 5, -7
+    generator = np.random.default_rng(0)
+    logits = 4 * generator.standard_normal((2, 6, per_rank * size())).astype("float32")
+    labels = generator.integers(0, per_rank * size(), (2, 6))
+    labels[0, 2] = labels[1, 5] = ignored
+    weights = generator.random((2, 6)).astype("float32")
+    plain = with_gradient(logits)
+    expected = F.cross_entropy(
+        plain, paddle.to_tensor(labels), reduction="none", ignore_index=ignored
+    ).reshape([2, 6])
+    (expected * tensor(weights)).sum().backward()
+
+    own = slice(per_rank * rank(), per_rank * (rank() + 1))
+    part = with_gradient(logits[..., own])
+    label = paddle.to_tensor(labels[..., None] if column else labels)
+    loss, softmax = mp_ops._c_softmax_with_cross_entropy(
+        part, label, whole_group(), return_softmax=True, ignore_index=ignored
+    )
+    (loss.squeeze(-1) * tensor(weights)).sum().backward()
+    assert loss.shape == [2, 6, 1]
+    assert loss[0, 2].item() == loss[1, 5].item() == 0
+    close = partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-6)
+    close(loss.squeeze(-1).numpy(), expected.numpy())
+    close(softmax.numpy(), F.softmax(plain).numpy()[..., own])
+    close(part.grad.numpy(), plain.grad.numpy()[..., own])
+    assert not part.grad[0, 2].numpy().any()
+
+
+@check()
+def fleet_layers_equal_plain_ones():
+    """Embedding, column- and row-parallel linear and cross entropy of fleet's model group."""
+    vocabulary, width, wide = 8, 4, 6
+    group = fleet.get_hybrid_communicate_group().get_model_parallel_group()
+    generator = np.random.default_rng(1)
+    table, up, down = (
+        generator.standard_normal(shape).astype("float32")
+        for shape in ((vocabulary, width), (width, wide), (wide, vocabulary))
+    )
+    ids, labels = generator.integers(0, vocabulary, (2, 2, 5))
+    embedding = mp_layers.VocabParallelEmbedding(vocabulary, width, mp_group=group)
+    columns = mp_layers.ColumnParallelLinear(
+        width, wide, has_bias=False, gather_output=True, mp_group=group
+    )
+    rows = mp_layers.RowParallelLinear(wide, vocabulary, has_bias=False, mp_group=group)
+    part = group.rank
+    embedding.weight.set_value(np.split(table, 2)[part])
+    columns.weight.set_value(np.split(up, 2, axis=1)[part])
+    rows.weight.set_value(np.split(down, 2)[part])
+    logits = rows(columns(embedding(paddle.to_tensor(ids))))
+    loss = mp_layers.ParallelCrossEntropy(mp_group=group)(
+        mp_ops._c_split(logits, group=group), paddle.to_tensor(labels)
+    )
+    loss.sum().backward()
+
+    plain = [with_gradient(each) for each in (table, up, down)]
+    plain_logits = F.embedding(paddle.to_tensor(ids), plain[0]) @ plain[1] @ plain[2]
+    plain_loss = F.cross_entropy(plain_logits, paddle.to_tensor(labels), reduction="none")
+    plain_loss.sum().backward()
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    close(loss.numpy().reshape(-1), plain_loss.numpy().reshape(-1))
+    grads = [each.grad.numpy() for each in plain]
+    close(embedding.weight.grad.numpy(), np.split(grads[0], 2)[part])
+    close(columns.weight.grad.numpy(), np.split(grads[1], 2, axis=1)[part])
+    close(rows.weight.grad.numpy(), np.split(grads[2], 2)[part])
+
+
+@check()
+def input_broadcast_gives_a_model_group_the_first_ranks_input():
+    hcg = fleet.get_hybrid_communicate_group()
+    # Another length on each rank.
+    x, nested = tensor([rank(), 2.0, 3.0][: 3 - rank() % 2]), tensor([10.0 + rank()])
+    hybrid_parallel_util.broadcast_input_data(hcg, x, {"nested": [nested]})
+    first = rank() // 2 * 2
+    assert_equal(x, [first, 2, 3])
+    assert_equal(nested, [10 + first])
+
+
+@check()
+def installing_again_changes_nothing():
+    def patched():
+        group = paddle.base.core.ProcessGroupGloo
+        return group.all_reduce, dist.collective._new_process_group_impl, mp_ops._c_split
+
+    before = patched()
+    assert install()
+    assert patched() == before
