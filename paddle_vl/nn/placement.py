@@ -24,7 +24,7 @@ class SingleDevicePlacement:
 
     Attributes:
         mp_group: the model-parallel group whose `rank` and `nranks` cut the token rows under
-            sequence parallelism, as a `paddle.distributed` group has them; None on one device.
+            sequence parallelism, as fleet has them; None on one device.
         splits_parameters: whether a parameter here may be a part of the model's.
         writes_files: whether this rank writes what several hold together.
     """

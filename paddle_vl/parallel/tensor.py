@@ -38,13 +38,13 @@ class FleetPlacement(SingleDevicePlacement):
         vision: `spread` encodes each image on one rank; `replicate` all of them on every rank.
     """
 
+    splits_parameters = True
+
     def __init__(self, mp_group, sequence_parallel: bool = False, vision: str = "spread"):
         if vision not in ("spread", "replicate"):
             raise ValueError(f"parallel.vision is {vision!r}; use 'spread' or 'replicate'")
         self.mp_group, self.sequence_parallel, self.vision = mp_group, sequence_parallel, vision
         self.tower_parameters: list[Tensor] = []
-
-    splits_parameters = True
 
     @property
     def writes_files(self) -> bool:
