@@ -173,3 +173,17 @@ def test_configuration_is_frozen(write):
     assert isinstance(config, RunConfig)
     with pytest.raises(ValueError, match="frozen"):
         config.train.max_steps = 3
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml")),
+    ids=lambda path: path.name,
+)
+def test_every_example_loads_and_its_processes_add_up(path):
+    config = load_run_config(path)
+    degrees = config.parallel.dp_degree * config.parallel.mp_degree
+    launched = {"one_card": 1, "digits": 1, "digits_4_processes": 4, "one_node_8_gpus": 8}
+    assert degrees == launched.get(path.stem, 16)
+    if config.parallel.sequence_parallel:
+        assert config.data.pad_to_multiple_of % config.parallel.mp_degree == 0
