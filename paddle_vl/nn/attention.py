@@ -43,6 +43,9 @@ def causal_attention(
     keys, key_heads = k_BSKH.shape[1], k_BSKH.shape[2]
     if not is_eager_cpu(q_BLNH):
         mask = _dense_causal_mask(length, keys, key_bias_BS)
+        if mask is not None:
+            # The kernels take a mask in the dtype of the queries only.
+            mask = mask.astype(q_BLNH.dtype)
         return F.scaled_dot_product_attention(
             q_BLNH, k_BSKH, v_BSKH, attn_mask=mask, is_causal=mask is None
         )

@@ -27,7 +27,8 @@ SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
 TOPOLOGIES = {
     "dp2": (2, ["parallel.dp_degree=2"]),
     "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
-    "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP]),
+    # Recomputation repeats the collectives of a layer in the backward pass.
+    "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP, "train.recompute=full"]),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", *SP]),
 }
 GLOBAL_BATCH = 4

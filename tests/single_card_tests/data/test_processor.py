@@ -153,9 +153,10 @@ def test_checkpoint_with_another_template_is_warned_of(tmp_path, template, warni
 
 
 @pytest.mark.filterwarnings("error")
-def test_own_template_is_not_warned_of(tmp_path):
+def test_own_template_is_not_warned_of(tmp_path, recwarn):
     PROCESSOR.save_pretrained(tmp_path)
     Qwen3VLProcessor.from_pretrained(tmp_path)
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_bad_image_is_refused_as_in_training():

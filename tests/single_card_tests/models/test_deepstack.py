@@ -6,6 +6,7 @@ on visual rows only; the decoder reads nothing on the host; two seeded runs agre
 
 import numpy as np
 import paddle
+import pytest
 from paddle.static import InputSpec
 
 from paddle_vl.models.qwen3_vl.deepstack import DeepstackLayer
@@ -67,6 +68,14 @@ def test_a_level_touches_visual_rows_only_and_reaches_the_mergers():
     model(**batch()).loss.backward()
     for merger in model.visual.deepstack_merger_list:
         assert float(merger.linear_fc2.weight.grad.abs().max()) > 0
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x: x.item(), lambda x: x.tolist(), lambda x: x.numpy(), bool, int, float]
+)
+def test_the_guard_against_host_reads_notices_each_kind(read):
+    with forbid_host_reads(), pytest.raises(AssertionError, match="host read"):
+        read(paddle.ones([]))
 
 
 def test_decoder_forward_and_backward_read_nothing_on_the_host():

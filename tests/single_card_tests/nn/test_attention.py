@@ -103,3 +103,17 @@ def test_inputs_without_gradient_get_none_and_the_others_theirs(trained):
     causal_attention(*inputs).sum().backward()
     np.testing.assert_array_equal(inputs[trained].grad.numpy(), wanted.numpy())
     assert [x.grad is None for x in inputs] == [i != trained for i in range(3)]
+
+
+def test_the_kernel_gets_its_mask_in_the_dtype_of_the_queries(monkeypatch):
+    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
+    taken = []
+
+    def kernel(q, k, v, attn_mask, is_causal):
+        taken.append((attn_mask.dtype, is_causal))
+        return q
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    q, k, v = (draw(2, 3, 2, 8, seed=s).astype("bfloat16") for s in (1, 2, 3))
+    causal_attention(q, k, v, paddle.zeros([2, 3]))
+    assert taken == [(paddle.bfloat16, False)]
