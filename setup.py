@@ -46,7 +46,7 @@ setup(
         "tqdm>=4.65",
     ],
     extras_require={**EXTRAS, "viz": EXTRAS["visualdl"] + EXTRAS["tensorboard"]},
-    entry_points={"console_scripts": ["paddle-vl = paddle_vl.cli.main:main"]},
+    entry_points={"console_scripts": ["paddle-vl = paddle_vl.cli.main:run"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

@@ -1,8 +1,6 @@
 """`python -m paddle_vl` is the `paddle-vl` command."""
 
-import sys
-
-from paddle_vl.cli.main import main
+from paddle_vl.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -198,8 +198,7 @@ def _run_as_rank(job: Path, result: Path) -> None:
     spec.loader.exec_module(module)
     result.write_bytes(pickle.dumps(getattr(module, name)(*arguments)))
     sys.stdout.flush()
-    # paddlepaddle 3.3.1 with several gloo groups was once seen to crash while the interpreter shut
-    # down; the results are here by then.
+    # As paddle_vl.cli.main.run does, and why.
     os._exit(0)
 
 

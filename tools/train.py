@@ -2,7 +2,7 @@
 
 import sys
 
-from paddle_vl.cli.main import main
+from paddle_vl.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    run(["train", *sys.argv[1:]])

@@ -12,12 +12,25 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from paddle_vl.cli import commands
 
 DEBUG_VARIABLE = "PADDLE_VL_DEBUG"
 PACKAGE = Path(__file__).resolve().parents[1]
 INTERRUPTED = 130
+
+
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    """`main` as a whole process, which ends with its exit code."""
+    code = main(arguments)
+    if int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1:
+        # The store of paddlepaddle 3.3.1 keeps a thread that reads from the other processes; when
+        # these leave while libc tears its library down, it aborts a run that is done.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

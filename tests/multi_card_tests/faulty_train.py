@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from paddle_vl.cli.main import main
+from paddle_vl.cli.main import run
 from paddle_vl.train import checkpoint, trainer
 
 rank, _, place = os.environ.get("FAULT", "-1:").partition(":")
@@ -36,4 +36,4 @@ if int(rank) == int(os.environ["PADDLE_TRAINER_ID"]):
 
         trainer.train_step = third_time_lucky
 
-sys.exit(main(arguments))
+run(arguments)
