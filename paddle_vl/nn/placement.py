@@ -25,13 +25,17 @@ class SingleDevicePlacement:
     Attributes:
         mp_group: the model-parallel group whose `rank` and `nranks` cut the token rows under
             sequence parallelism, as fleet has them; None on one device.
-        splits_parameters: whether a parameter here may be a part of the model's.
+        splits_parameters: whether this rank holds less than all of the model.
+        holds_embedding, holds_head: whether this rank has what comes before the decoder's layers
+            (vision tower and token embedding), and what comes after them (norm and head).
         writes_files: whether this rank writes what several hold together.
     """
 
     mp_group = None
     splits_parameters = False
     writes_files = True
+    holds_embedding = True
+    holds_head = True
 
     @property
     def row_part(self) -> RowPart:
@@ -85,6 +89,13 @@ class SingleDevicePlacement:
             sizes: `merge`, `width` and `num_levels` of what comes out.
         """
         return encode(pixels, grid_thw)
+
+    def holds_layer(self, number: int) -> bool:
+        """Whether this rank has that layer of the decoder."""
+        return True
+
+    def mark_tied(self, weight: Tensor) -> None:
+        """Told once which weight the embedding and the head share, or this rank's copy of it."""
 
     def mark_tower(self, parameters: list[Tensor]) -> None:
         """Told once which parameters are the vision tower's."""

@@ -83,12 +83,16 @@ def draw_parts(whole: Iterable[StoredParameter], parts: Iterable[StoredParameter
 
     Both models were built under `paddle.LazyGuard`. The whole one's parameters are drawn one by
     one, in order, and dropped again, so the weights are those of a single device with the same
-    seed, and one whole tensor at most is in memory.
+    seed, and one whole tensor at most is in memory. A rank may have some of the parameters only.
     """
-    for full, part in zip(whole, parts, strict=True):
+    part_of_key = {part.key: part for part in parts}
+    for full in whole:
         full.parameter.initialize()
-        array = full.parameter.astype("float32").numpy()
+        part = part_of_key.get(full.key)
+        array = None if part is None else full.parameter.astype("float32").numpy()
         full.parameter._clear_data()
+        if part is None:
+            continue
         value = paddle.to_tensor(part.placement.own_part(part.parameter, array))
         value.astype(part.parameter.dtype)._share_buffer_to(part.parameter)
 

@@ -16,6 +16,7 @@ def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
         vision.patch_size,
     )
     embed_tokens = "embed_tokens.weight"
+    embed_key = f"model.language_model.{embed_tokens}"
     return (
         Rule(
             "visual.patch_embed.weight", "model.visual.patch_embed.proj.weight", PatchKernel(kernel)
@@ -23,11 +24,8 @@ def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
         Rule("visual.patch_embed.bias", "model.visual.patch_embed.proj.bias", Same()),
         Rule("visual.pos_embed.weight", "model.visual.pos_embed.weight", Same()),
         Rule("visual.*", "model.visual.*", LinearWeights()),
-        Rule(
-            f"language_model.embedding.{embed_tokens}",
-            f"model.language_model.{embed_tokens}",
-            Same(),
-        ),
+        Rule(f"language_model.embedding.{embed_tokens}", embed_key, Same()),
         Rule("language_model.*", "model.language_model.*", LinearWeights()),
-        Rule(HEAD_KEY, HEAD_KEY, Same()),
+        # A tied head has a weight of its own only on a rank that has no embedding.
+        Rule(HEAD_KEY, embed_key if config.tie_word_embeddings else HEAD_KEY, Same()),
     )

@@ -39,20 +39,28 @@ class KeyValueCache:
 class LanguageModel(nn.Layer):
     """Embedding, decoder layers with deepstack adds between them, and the final norm.
 
-    Rows stay this rank's own from the embedding on; attention and MLP see all of them.
+    Rows stay this rank's own from the embedding on; attention and MLP see all of them. A rank of a
+    pipeline has some of these layers, and a placeholder for each of the others.
     """
 
     def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
         super().__init__()
         text = config.text_config
-        self.embedding = GPTEmbedding(config, placement)
+        self.embedding = GPTEmbedding(config, placement) if placement.holds_embedding else None
         self.layers = nn.LayerList(
-            [DecoderLayer(text, placement) for _ in range(text.num_hidden_layers)]
+            [
+                DecoderLayer(text, placement) if placement.holds_layer(i) else nn.Identity()
+                for i in range(text.num_hidden_layers)
+            ]
         )
         self.deepstack_layers = nn.LayerList(
             [DeepstackLayer() for _ in config.vision_config.deepstack_visual_indexes]
         )
-        self.norm = placement.rms_norm(text.hidden_size, text.rms_norm_eps)
+        self.norm = (
+            placement.rms_norm(text.hidden_size, text.rms_norm_eps)
+            if placement.holds_head
+            else None
+        )
 
     def forward(
         self, dict_args: dict[str, Any], caches: list[KeyValueCache] | None = None
@@ -64,18 +72,37 @@ class LanguageModel(nn.Layer):
             caches: one per layer when generating; attention then sees their keys too.
         """
         inputs = self.embedding(dict_args)
-        x_TD = inputs["hidden_states"]
+        levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
+        every_layer = range(len(self.layers))
+        return self.norm(
+            self.run_layers(every_layer, inputs["hidden_states"], levels, inputs, caches)
+        )
+
+    def run_layers(
+        self,
+        layers: range,
+        x_TD: Tensor,
+        levels: dict[int, Tensor],
+        inputs: dict[str, Any],
+        caches: list[KeyValueCache] | None = None,
+    ) -> Tensor:
+        """Some of the layers in order, each with its deepstack level added behind it.
+
+        Args:
+            levels: `[M_local, D]` by the layer that they follow.
+            inputs: `rotary_pos_emb`, and `attention_mask` and `visual_update_indices` if there are
+                any, as `GPTEmbedding` returns them.
+        """
         cos_BLH, sin_BLH = inputs["rotary_pos_emb"]
-        levels = inputs.get("deepstack_visual_emb", [])
         key_bias_BS = None
         if inputs.get("attention_mask") is not None:
             key_bias_BS = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
-        for i, layer in enumerate(self.layers):
+        for i in layers:
             cache = None if caches is None else caches[i]
-            x_TD = layer(x_TD, cos_BLH, sin_BLH, key_bias_BS, cache)
-            if i < len(levels):
+            x_TD = self.layers[i](x_TD, cos_BLH, sin_BLH, key_bias_BS, cache)
+            if i in levels:
                 x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
-        return self.norm(x_TD)
+        return x_TD
 
 
 class DecoderLayer(nn.Layer):

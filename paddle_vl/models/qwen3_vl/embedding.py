@@ -19,6 +19,17 @@ from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.nn.rope import mrope_cos_sin
 
 
+def decoder_positions(config: Qwen3VLConfig, dict_args: dict[str, Any]) -> dict[str, Any]:
+    """What every decoder layer needs beside its rows, see `GPTEmbedding.forward`."""
+    text = config.text_config
+    position_ids = dict_args["position_ids"]
+    cos_sin = mrope_cos_sin(position_ids, text.head_dim, text.rope_theta, text.mrope_section)
+    outputs = {"position_ids": position_ids, "rotary_pos_emb": cos_sin}
+    if dict_args.get("attention_mask") is not None:
+        outputs["attention_mask"] = dict_args["attention_mask"]
+    return outputs
+
+
 class GPTEmbedding(nn.Layer):
     """Embeds tokens, writes visual rows over their placeholders, and gathers the deepstack levels.
 
@@ -56,7 +67,7 @@ class GPTEmbedding(nn.Layer):
             ValueError: placeholders and visual rows differ in number, per modality, or sequence
                 parallelism does not divide the rows.
         """
-        outputs = self._positions(dict_args)
+        outputs = decoder_positions(self.config, dict_args)
         outputs["hidden_states"] = self._token_rows(dict_args)
         indices, gather = self._visual_indices(dict_args)
         if indices is None:
@@ -80,15 +91,6 @@ class GPTEmbedding(nn.Layer):
             "visual_update_indices": indices.update,
             "visual_gather_indices": indices.gather,
         }
-
-    def _positions(self, dict_args: dict[str, Any]) -> dict[str, Any]:
-        text = self.config.text_config
-        position_ids = dict_args["position_ids"]
-        cos_sin = mrope_cos_sin(position_ids, text.head_dim, text.rope_theta, text.mrope_section)
-        outputs = {"position_ids": position_ids, "rotary_pos_emb": cos_sin}
-        if dict_args.get("attention_mask") is not None:
-            outputs["attention_mask"] = dict_args["attention_mask"]
-        return outputs
 
     def _token_rows(self, dict_args: dict[str, Any]) -> Tensor:
         """This rank's token rows, visual rows still holding the placeholder's embedding."""

@@ -6,10 +6,8 @@ V vocabulary.
 Source: Qwen3VLForConditionalGeneration of HF transformers; names, checkpoints and numbers are its.
 """
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,25 +16,14 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.vision_layout import vision_layout
-from paddle_vl.models.checkpoint.pretrained import (
-    DEFAULT_SHARD_BYTES,
-    check_keys,
-    checkpoint_tensors,
-    draw_parts,
-    fill_parameters,
-    parameter_array,
-    save_parameters,
-)
-from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
-from paddle_vl.models.qwen3_vl.checkpoint_map import HEAD_KEY, checkpoint_rules
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.decoder import KeyValueCache, LanguageModel
 from paddle_vl.models.qwen3_vl.generate import greedy_decode
+from paddle_vl.models.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.models.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.loss import next_token_targets
 from paddle_vl.nn.placement import SingleDevicePlacement
 
-logger = logging.getLogger(__name__)
 Array = np.ndarray | Tensor
 
 
@@ -58,24 +45,26 @@ class Qwen3VLOutput:
     num_target_tokens: int | Tensor | None = None
 
 
-class Qwen3VLForConditionalGeneration(nn.Layer):
+class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
     """The whole model. Build it with `from_pretrained` or `from_config`."""
 
     def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement | None = None):
-        super().__init__()
-        self.config = config
-        self.placement = placement or SingleDevicePlacement()
+        super().__init__(config, placement or SingleDevicePlacement())
         text = config.text_config
-        self.visual = VisionTower(config.vision_config)
-        self.placement.mark_tower(self.visual.parameters())
+        self.visual, self.lm_head, tied = None, None, None
+        if self.placement.holds_embedding:
+            self.visual = VisionTower(config.vision_config)
+            self.placement.mark_tower(self.visual.parameters())
         self.language_model = LanguageModel(config, self.placement)
-        tied = self.language_model.embedding.embed_tokens.weight
-        self.lm_head = self.placement.vocab_head(
-            text.hidden_size,
-            text.vocab_size,
-            text.initializer_range,
-            tied if config.tie_word_embeddings else None,
-        )
+        if self.placement.holds_embedding and config.tie_word_embeddings:
+            tied = self.language_model.embedding.embed_tokens.weight
+            self.placement.mark_tied(tied)
+        if self.placement.holds_head:
+            self.lm_head = self.placement.vocab_head(
+                text.hidden_size, text.vocab_size, text.initializer_range, tied
+            )
+            if config.tie_word_embeddings and tied is None:
+                self.placement.mark_tied(self.lm_head.weight)
 
     def forward(
         self,
@@ -115,12 +104,43 @@ class Qwen3VLForConditionalGeneration(nn.Layer):
             ValueError: placeholders, grids and patches do not agree.
         """
         image_grid_thw, video_grid_thw = _host(image_grid_thw), _host(video_grid_thw)
+        dict_args = self.decoder_arguments(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            visual_update_indices=visual_update_indices,
+            visual_gather_indices=visual_gather_indices,
+            visual_source_indices=visual_source_indices,
+            has_left_padding=has_left_padding,
+        )
+        dict_args |= self.encode_visual(
+            _device(pixel_values), image_grid_thw, _device(pixel_values_videos), video_grid_thw
+        )
+        hidden_TD = self.language_model(dict_args, caches)
+        return self.predict(hidden_TD, input_ids.shape, labels, num_target_tokens)
+
+    def decoder_arguments(
+        self,
+        *,
+        input_ids: Array,
+        attention_mask: Array | None = None,
+        position_ids: Array | None = None,
+        image_grid_thw: Array | None = None,
+        video_grid_thw: Array | None = None,
+        visual_update_indices: Array | None = None,
+        visual_gather_indices: Array | None = None,
+        visual_source_indices: Array | None = None,
+        has_left_padding: bool | None = None,
+    ) -> dict[str, Any]:
+        """What `GPTEmbedding` takes, all but the tower's outputs; arguments as of `forward`."""
         if position_ids is None:
             position_ids, _ = self.position_ids(
                 input_ids, attention_mask, image_grid_thw, video_grid_thw
             )
         mask_is_needed = attention_mask is not None and has_left_padding is not False
-        dict_args = {
+        return {
             "input_ids": _device(input_ids),
             "position_ids": _device(position_ids),
             "attention_mask": _device(attention_mask) if mask_is_needed else None,
@@ -128,12 +148,17 @@ class Qwen3VLForConditionalGeneration(nn.Layer):
             "visual_gather_indices": _device(visual_gather_indices),
             "visual_source_indices": _device(visual_source_indices),
         }
-        dict_args |= self.encode_visual(
-            _device(pixel_values), image_grid_thw, _device(pixel_values_videos), video_grid_thw
-        )
-        hidden_TD = self.placement.enter_columns(self.language_model(dict_args, caches))
-        logits_TV = self.lm_head(hidden_TD)
-        output = Qwen3VLOutput(logits_TV.reshape([*dict_args["input_ids"].shape, -1]))
+
+    def predict(
+        self,
+        hidden_TD: Tensor,
+        shape: Sequence[int],
+        labels: Array | None = None,
+        num_target_tokens: int | None = None,
+    ) -> Qwen3VLOutput:
+        """Logits and loss of rows behind the final norm; `shape` is (B, L)."""
+        logits_TV = self.lm_head(self.placement.enter_columns(hidden_TD))
+        output = Qwen3VLOutput(logits_TV.reshape([*shape, -1]))
         if labels is not None:
             targets_T = next_token_targets(_device(labels))
             output.loss_sum, count = self.placement.token_loss(logits_TV, targets_T)
@@ -220,87 +245,14 @@ class Qwen3VLForConditionalGeneration(nn.Layer):
 
     @property
     def vision_blocks(self) -> list[nn.Layer]:
-        """Units of the tower that recompute and sharding work on."""
-        return list(self.visual.blocks)
+        """Units of the tower that recompute and sharding work on; none without the tower."""
+        return [] if self.visual is None else list(self.visual.blocks)
 
     @property
     def decoder_layers(self) -> list[nn.Layer]:
-        """Units of the decoder that recompute and sharding work on."""
-        return list(self.language_model.layers)
-
-    @classmethod
-    def from_config(
-        cls, config: Qwen3VLConfig, placement: SingleDevicePlacement | None = None
-    ) -> "Qwen3VLForConditionalGeneration":
-        """A model with fresh weights, drawn from Paddle's global random state.
-
-        A rank that holds parts gets its parts of what a single device with the same seed draws.
-        """
-        if placement is None or not placement.splits_parameters:
-            return cls(config, placement)
-        with paddle.LazyGuard():
-            whole, model = cls(config), cls(config, placement)
-        draw_parts(whole.stored_parameters(), model.stored_parameters())
-        return model
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        dtype: str = "float32",
-        placement: SingleDevicePlacement | None = None,
-    ) -> "Qwen3VLForConditionalGeneration":
-        """Load a model folder in HF's layout, one tensor at a time.
-
-        Raises:
-            ValueError: keys are missing, unexpected or misshapen, all named at once.
-            RuntimeError: files are missing or damaged.
-        """
-        path = Path(path)
-        config = Qwen3VLConfig.from_pretrained(path)
-        stored = checkpoint_tensors(path)
-        if not config.tie_flags_agree:
-            config = config.with_tie(HEAD_KEY not in stored)
-            logger.info(
-                "%s: the tie_word_embeddings flags disagree or one is missing; "
-                "%s is %s, so the head is %s",
-                path / "config.json",
-                HEAD_KEY,
-                "absent" if config.tie_word_embeddings else "present",
-                "tied" if config.tie_word_embeddings else "not tied",
-            )
-        default_dtype = paddle.get_default_dtype()
-        paddle.set_default_dtype(dtype)
-        try:
-            with paddle.LazyGuard():
-                model = cls(config, placement)
-        finally:
-            paddle.set_default_dtype(default_dtype)
-        placed = model.stored_parameters()
-        check_keys(path, stored, placed, {HEAD_KEY} if config.tie_word_embeddings else set())
-        fill_parameters(placed, stored)
-        return model
-
-    def save_pretrained(self, path: str | Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
-        """Write `config.json` (hub dialect) and the weights under HF's key names."""
-        path = Path(path)
-        if self.placement.writes_files:
-            path.mkdir(parents=True, exist_ok=True)
-            self.config.save_pretrained(path)
-        save_parameters(path, self.stored_parameters(), max_shard_bytes)
-
-    def stored_parameters(self) -> list[StoredParameter]:
-        """Every parameter once, with its checkpoint key and layout."""
-        rules = checkpoint_rules(self.config)
-        return place_parameters(self.named_parameters(), rules, self.placement)
-
-    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter once, under its HF key."""
-        return ((item.key, item.parameter) for item in self.stored_parameters())
-
-    def hf_state_dict(self) -> dict[str, np.ndarray]:
-        """All weights as arrays under their HF keys, in HF's layout."""
-        return {item.key: parameter_array(item) for item in self.stored_parameters()}
+        """Units of the decoder that recompute and sharding work on; those this rank has."""
+        layers = enumerate(self.language_model.layers)
+        return [layer for i, layer in layers if self.placement.holds_layer(i)]
 
 
 def _host(array: Array | None) -> np.ndarray | None:

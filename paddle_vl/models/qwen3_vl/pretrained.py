@@ -1,0 +1,120 @@
+"""Qwen3-VL from and to files: building, loading and saving, whole or a rank's part of it."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.models.checkpoint.pretrained import (
+    DEFAULT_SHARD_BYTES,
+    check_keys,
+    checkpoint_tensors,
+    draw_parts,
+    fill_parameters,
+    parameter_array,
+    save_parameters,
+)
+from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
+from paddle_vl.models.qwen3_vl.checkpoint_map import HEAD_KEY, checkpoint_rules
+from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.nn.placement import SingleDevicePlacement
+
+logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound="PretrainedQwen3VL")
+
+
+class PretrainedQwen3VL(nn.Layer):
+    """What the model inherits: its configuration, its placement, and its files."""
+
+    def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
+        super().__init__()
+        self.config, self.placement = config, placement
+
+    @classmethod
+    def from_config(
+        cls: type[Model], config: Qwen3VLConfig, placement: SingleDevicePlacement | None = None
+    ) -> Model:
+        """A model with fresh weights, drawn from Paddle's global random state.
+
+        A rank that holds parts gets its parts of what a single device with the same seed draws.
+        """
+        if placement is None or not placement.splits_parameters:
+            return cls(config, placement)
+        with paddle.LazyGuard():
+            whole, model = cls(config), cls(config, placement)
+        draw_parts(whole.stored_parameters(), model.stored_parameters())
+        return model
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Model],
+        path: str | Path,
+        dtype: str = "float32",
+        placement: SingleDevicePlacement | None = None,
+    ) -> Model:
+        """Load a model folder in HF's layout, one tensor at a time.
+
+        Raises:
+            ValueError: keys are missing, unexpected or misshapen, all named at once.
+            RuntimeError: files are missing or damaged.
+        """
+        path = Path(path)
+        config = Qwen3VLConfig.from_pretrained(path)
+        stored = checkpoint_tensors(path)
+        if not config.tie_flags_agree:
+            config = config.with_tie(HEAD_KEY not in stored)
+            logger.info(
+                "%s: the tie_word_embeddings flags disagree or one is missing; "
+                "%s is %s, so the head is %s",
+                path / "config.json",
+                HEAD_KEY,
+                "absent" if config.tie_word_embeddings else "present",
+                "tied" if config.tie_word_embeddings else "not tied",
+            )
+        default_dtype = paddle.get_default_dtype()
+        paddle.set_default_dtype(dtype)
+        try:
+            with paddle.LazyGuard():
+                model = cls(config, placement)
+        finally:
+            paddle.set_default_dtype(default_dtype)
+        ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
+        check_keys(path, stored, model._whole().stored_parameters(), ignored)
+        fill_parameters(model.stored_parameters(), stored)
+        return model
+
+    def save_pretrained(self, path: str | Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+        """Write `config.json` (hub dialect) and the weights under HF's key names."""
+        path = Path(path)
+        if self.placement.writes_files:
+            path.mkdir(parents=True, exist_ok=True)
+            self.config.save_pretrained(path)
+        save_parameters(path, self.stored_parameters(), max_shard_bytes)
+
+    def stored_parameters(self) -> list[StoredParameter]:
+        """Every parameter of this rank once, with its checkpoint key and layout."""
+        rules = checkpoint_rules(self.config)
+        return place_parameters(self.named_parameters(), rules, self.placement)
+
+    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of this rank once, under its HF key."""
+        return ((item.key, item.parameter) for item in self.stored_parameters())
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all parameters of the whole model, whatever this rank has, by HF key."""
+        return {item.key: item.stored_shape for item in self._whole().stored_parameters()}
+
+    def hf_state_dict(self) -> dict[str, np.ndarray]:
+        """All weights as arrays under their HF keys, in HF's layout."""
+        return {item.key: parameter_array(item) for item in self.stored_parameters()}
+
+    def _whole(self: Model) -> Model:
+        """The model that this one is a part of, its parameters without storage; or itself."""
+        if not self.placement.splits_parameters:
+            return self
+        with paddle.LazyGuard():
+            return type(self)(self.config)
