@@ -73,6 +73,7 @@ class MockedSequenceParallel(SingleDevicePlacement):
     """One rank of an mp group on one card: rows are cut as the group says, nothing is sent."""
 
     def __init__(self, rank: int, size: int):
+        super().__init__()
         self.mp_group = SimpleNamespace(rank=rank, nranks=size)
 
     def enter_rows(self, x_TD: paddle.Tensor) -> paddle.Tensor:

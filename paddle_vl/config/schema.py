@@ -78,9 +78,21 @@ class ParallelConfig(_Section):
     dp_degree: int = Field(1, ge=1, description="processes with different samples")
     mp_degree: int = Field(1, ge=1, description="processes that share every matrix (tensor)")
     pp_degree: int = Field(1, ge=1, description="processes that share the layers (pipeline)")
-    sharding_degree: int = Field(1, ge=1, description="processes that share optimizer state")
+    sharding_degree: int = Field(
+        1, ge=1, description="processes with different samples that share optimizer state"
+    )
+    sharding_stage: Literal[1, 2, 3] = Field(
+        1, description="1 shares optimizer state, 2 gradients too, 3 parameters too (as ZeRO)"
+    )
     sequence_parallel: bool = Field(
         False, description="split the token rows between the matrices over the mp processes"
+    )
+    num_virtual_stages: int = Field(
+        1, ge=1, description="parts of the layers on each pipeline process (interleaved 1F1B)"
+    )
+    pp_split: Literal["count", "cost"] = Field(
+        "count",
+        description="give pipeline parts equally many layers, or equal work with tower and head",
     )
     vision: Literal["spread", "replicate"] = Field(
         "spread",

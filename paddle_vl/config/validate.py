@@ -82,16 +82,6 @@ def pixel_bounds_are_ordered(config: RunConfig) -> Problems:
         yield f"data.min_pixels {low} exceeds data.max_pixels {high}"
 
 
-def axes_are_there(config: RunConfig) -> Problems:
-    for name in ("pp_degree", "sharding_degree"):
-        degree = getattr(config.parallel, name)
-        if degree > 1:
-            yield (
-                f"parallel.{name} is {degree}: training runs over dp and mp processes so far; set "
-                f"parallel.{name}=1"
-            )
-
-
 def dtype_runs_on_device(config: RunConfig, device: str) -> Problems:
     if config.model.compute_dtype == "bfloat16" and device.startswith("cpu"):
         yield (
@@ -139,7 +129,6 @@ CONFIG_RULES = (
     floor_needs_cosine,
     evaluation_has_data,
     pixel_bounds_are_ordered,
-    axes_are_there,
 )
 LAUNCH_RULES = (
     dtype_runs_on_device,

@@ -6,6 +6,8 @@ It knows no rank beyond that.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from paddle import Tensor, nn
@@ -19,23 +21,59 @@ from paddle_vl.nn.norm import RMSNorm
 Encoder = Callable[[Tensor, np.ndarray], tuple[Tensor, list[Tensor]]]
 
 
+@dataclass(frozen=True)
+class HeldLayers:
+    """Which of a model's layers a rank has: all of them, or some in a pipeline.
+
+    Attributes:
+        embedding: what comes before the decoder's layers, vision tower and token embedding.
+        layers: numbers of its decoder layers; None for all.
+        head: what comes after them, norm and head.
+    """
+
+    embedding: bool = True
+    layers: frozenset[int] | None = None
+    head: bool = True
+
+
+class Writers:
+    """The ranks that write one model together, and this one among them; here it is alone.
+
+    Attributes:
+        number, size: this rank among those that have its layers, and how many these are.
+        stage: its stage of a pipeline.
+        is_first: whether this rank writes what is to be written once.
+    """
+
+    number, size, stage, is_first = 0, 1, 0, True
+
+    def of_stages(self, value: Any) -> list[Any]:
+        """The `value` of every stage of a pipeline, in order. Called by all of them together."""
+        return [value]
+
+
 class SingleDevicePlacement:
     """Everything whole, on one device.
 
     Attributes:
         mp_group: the model-parallel group whose `rank` and `nranks` cut the token rows under
             sequence parallelism, as fleet has them; None on one device.
-        splits_parameters: whether this rank holds less than all of the model.
-        holds_embedding, holds_head: whether this rank has what comes before the decoder's layers
-            (vision tower and token embedding), and what comes after them (norm and head).
-        writes_files: whether this rank writes what several hold together.
+        held: the layers that this rank has.
+        writers: those that write the model together.
+        sharding: what shares optimizer state, gradients or parameters, see
+            `paddle_vl.parallel.sharding`; set when the model is there. None without.
     """
 
     mp_group = None
-    splits_parameters = False
-    writes_files = True
-    holds_embedding = True
-    holds_head = True
+    sharding = None
+
+    def __init__(self, held: HeldLayers | None = None, writers: Writers | None = None):
+        self.held, self.writers = held or HeldLayers(), writers or Writers()
+
+    @property
+    def splits_parameters(self) -> bool:
+        """Whether this rank has less than all of the model."""
+        return self.held != HeldLayers()
 
     @property
     def row_part(self) -> RowPart:
@@ -92,10 +130,16 @@ class SingleDevicePlacement:
 
     def holds_layer(self, number: int) -> bool:
         """Whether this rank has that layer of the decoder."""
-        return True
+        return self.held.layers is None or number in self.held.layers
 
     def mark_tied(self, weight: Tensor) -> None:
-        """Told once which weight the embedding and the head share, or this rank's copy of it."""
+        """Told once which weight the embedding and the head share.
+
+        In a pipeline the last stage has a copy: the gradients of both are summed, and what counts
+        or saves every parameter once leaves the copy out.
+        """
+        weight.is_tied = self.held.embedding != self.held.head
+        weight.is_tied_copy = not self.held.embedding
 
     def mark_tower(self, parameters: list[Tensor]) -> None:
         """Told once which parameters are the vision tower's."""
@@ -109,15 +153,26 @@ class SingleDevicePlacement:
         return tuple(parameter.shape)
 
     def own_part(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
-        """What this rank holds of a whole value in the parameter's layout.
-
-        A value of another shape, such as a scalar of the optimizer's, is nobody's part.
-        """
+        """What this rank holds of a whole value in the parameter's layout."""
         return whole
 
     def whole_value(self, parameter: Tensor, value: Tensor | None = None) -> np.ndarray:
-        """The whole of a parameter, or of a `value` in its layout, such as a moment.
+        """The whole of a parameter, or of a `value` in its trained tensor's layout: a moment.
 
         Where ranks hold parts, all of them call this together.
         """
-        return (parameter if value is None else value).numpy()
+        return self._local_value(parameter, value).numpy()
+
+    def trained_tensor(self, parameter: Tensor) -> Tensor:
+        """What the optimizer updates for a parameter: itself, or this rank's shard of it."""
+        return parameter if self.sharding is None else self.sharding.shard_of(parameter)
+
+    def trained_part(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
+        """What this rank's optimizer holds of a whole value in the parameter's layout."""
+        part = self.own_part(parameter, whole)
+        return part if self.sharding is None else self.sharding.own_shard(parameter, part)
+
+    def _local_value(self, parameter: Tensor, value: Tensor | None) -> Tensor:
+        if self.sharding is not None:
+            return self.sharding.gathered_value(parameter, value)
+        return parameter if value is None else value

@@ -22,7 +22,8 @@ class ParallelDegrees:
         dp_degree, mp_degree, pp_degree, sharding_degree: processes along each axis.
         sequence_parallel: split the token rows between the matrices over the mp processes.
         sharding_stage: 1 shares optimizer state, 2 gradients too, 3 parameters too.
-        num_micro_batches: micro-batches that go through the pipeline in one step.
+        num_micro_batches: micro-batches of a step (train.gradient_accumulation_steps), which go
+            through the pipeline one behind the other.
         num_virtual_stages: pieces of the layers on each pipeline process.
 
     Raises:
@@ -134,25 +135,19 @@ def micro_batches_fill_pipeline(plan: Plan) -> Problems:
         return
     if micro_batches < stages:
         yield (
-            f"parallel.num_micro_batches {micro_batches} is less than parallel.pp_degree {stages}: "
-            f"some stage would always wait; set num_micro_batches to {stages} or more"
-        )
-    elif degrees.num_virtual_stages > 1 and stages < micro_batches < 2 * stages:
-        # Paddle has one schedule for pp micro-batches and one for 2 pp or more.
-        yield (
-            f"parallel.num_micro_batches {micro_batches} with parallel.num_virtual_stages "
-            f"{degrees.num_virtual_stages} and parallel.pp_degree {stages}: interleaved stages "
-            f"take {stages} micro-batches, or 2 x {stages} = {2 * stages} or more"
+            f"train.gradient_accumulation_steps {micro_batches} is less than parallel.pp_degree "
+            f"{stages}: its micro-batches go through the pipeline one behind the other, and some "
+            f"stage would always wait; set train.gradient_accumulation_steps to {stages} or more"
         )
 
 
 def virtual_stages_have_pipeline(plan: Plan) -> Problems:
     degrees = plan.degrees
-    if degrees.num_virtual_stages > 1 and degrees.pp_degree <= 2:
+    if degrees.num_virtual_stages > 1 and degrees.pp_degree == 1:
         yield (
-            f"parallel.num_virtual_stages {degrees.num_virtual_stages} with parallel.pp_degree "
-            f"{degrees.pp_degree}: interleaving needs a pp_degree of 3 or more; set "
-            "num_virtual_stages=1"
+            f"parallel.num_virtual_stages is {degrees.num_virtual_stages} but parallel.pp_degree "
+            "is 1: virtual stages are parts of a pipeline process's layers; set pp_degree to 2 or "
+            "more, or num_virtual_stages to 1"
         )
 
 
@@ -161,17 +156,11 @@ def layers_fill_stages(plan: Plan) -> Problems:
         return
     degrees, layers = plan.degrees, plan.model.num_hidden_layers
     pieces = degrees.pp_degree * degrees.num_virtual_stages
-    found = (
-        f"num_hidden_layers is {layers} but parallel.pp_degree {degrees.pp_degree} x "
-        f"num_virtual_stages {degrees.num_virtual_stages} = {pieces}"
-    )
     if layers < pieces:
-        yield f"{found}: every stage needs a layer; lower one of them"
-    elif degrees.num_virtual_stages > 1 and layers % pieces:
         yield (
-            f"{found}, and interleaved stages hold equally many layers ({layers} = "
-            f"{layers // pieces} x {pieces} + {layers % pieces}): lower one of them, or set "
-            "num_virtual_stages=1"
+            f"num_hidden_layers is {layers} but parallel.pp_degree {degrees.pp_degree} x "
+            f"num_virtual_stages {degrees.num_virtual_stages} = {pieces}: every stage needs a "
+            "layer; lower one of them"
         )
 
 

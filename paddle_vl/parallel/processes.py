@@ -5,6 +5,7 @@ same order, whatever its data.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import paddle
 import paddle.distributed as dist
@@ -15,31 +16,60 @@ from paddle_vl.parallel.topology import Topology
 
 
 class FleetProcesses:
-    """One process of a run over data (dp) and model (mp) ranks. Values differ per rank."""
+    """One process of a run. Values differ per rank.
 
-    def __init__(self, topology: Topology):
-        self.topology = topology
+    Args:
+        sharding: the shards that the optimizer works on, when sharding processes share its work.
+    """
+
+    def __init__(self, topology: Topology, sharding: Any = None):
+        self.topology, self.sharding = topology, sharding
         self.is_main = topology.rank == 0
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
-        self.holds_model = self.data_rank == 0
+        self.holds_model = topology.dp_rank == 0
 
     def totals(self, counts: Sequence[int]) -> list[int]:
-        total = paddle.to_tensor(list(counts), dtype="int64")
-        return self.sum_over_data(total).tolist()
+        own = paddle.to_tensor(list(counts), dtype="int64")
+        # All stages and all mp processes of a part of the data have the same.
+        is_first = self.topology.mp_rank == 0 and self.topology.pp_rank == 0
+        return self.sum_over_all(own if is_first else paddle.zeros_like(own)).tolist()
+
+    def sum_losses(self, value: Tensor) -> Tensor:
+        # The last stage alone has one, and all its mp processes have the same.
+        is_first = self.topology.mp_rank == 0
+        return self.sum_over_all(value if is_first else paddle.zeros_like(value))
 
     @paddle.no_grad()
-    def sum_over_data(self, value: Tensor) -> Tensor:
-        return _summed(value, self.topology.dp_group)
+    def sum_over_all(self, value: Tensor) -> Tensor:
+        total = value.clone().reshape([-1])
+        dist.all_reduce(total)
+        return total.reshape(value.shape)
 
-    @paddle.no_grad()
-    def sum_over_parts(self, value: Tensor) -> Tensor:
-        return _summed(value, self.topology.mp_group)
+    def counts_here(self, tensor: Tensor) -> bool:
+        is_first_of_its_kind = tensor.is_distributed or self.topology.mp_rank == 0
+        is_copy = getattr(tensor, "is_tied_copy", False)
+        return self.topology.dp_rank == 0 and is_first_of_its_kind and not is_copy
+
+    def end_micro_batch(self) -> None:
+        if self.sharding is not None:
+            self.sharding.end_micro_batch()
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
-        if self.topology.mp_group.nranks > 1:
-            sum_partial_gradients(parameters, self.topology.mp_group)
-        if self.topology.dp_group.nranks > 1:
-            sum_gradients(parameters, self.topology.dp_group)
+        topology = self.topology
+        if self.sharding is not None:
+            self.sharding.end_backward()
+        if topology.mp_group.nranks > 1:
+            sum_partial_gradients(parameters, topology.mp_group)
+        if topology.ends_group is not None:
+            tied = [tensor for tensor in parameters if getattr(tensor, "is_tied", False)]
+            sum_gradients(tied, topology.ends_group)
+        # A stage of a pipeline may have nothing to train.
+        if topology.dp_group.nranks > 1:
+            sum_gradients(parameters, topology.dp_group)
+
+    def spread_parameters(self) -> None:
+        if self.sharding is not None:
+            self.sharding.spread_parameters()
 
     def agreed_signal(self, received: int | None) -> int | None:
         largest = paddle.to_tensor([received or 0], dtype="int64")
@@ -48,11 +78,3 @@ class FleetProcesses:
 
     def wait(self) -> None:
         dist.barrier()
-
-
-def _summed(value: Tensor, group) -> Tensor:
-    if group.nranks == 1:
-        return value
-    total = value.clone().reshape([-1])
-    dist.all_reduce(total, group=group)
-    return total.reshape(value.shape)

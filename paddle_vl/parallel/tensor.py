@@ -17,7 +17,7 @@ from paddle.autograd import PyLayer
 from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.linear import Embedding, Linear, VocabHead, linear
 from paddle_vl.nn.loss import IGNORE_INDEX
-from paddle_vl.nn.placement import Encoder, SingleDevicePlacement
+from paddle_vl.nn.placement import Encoder, HeldLayers, SingleDevicePlacement, Writers
 from paddle_vl.parallel.mp_ops import (
     copy_to_group,
     gather_rows,
@@ -36,19 +36,25 @@ class FleetPlacement(SingleDevicePlacement):
         mp_group: a `paddle.distributed` group.
         sequence_parallel: keep `T / mp` token rows per rank between the split layers.
         vision: `spread` encodes each image on one rank; `replicate` all of them on every rank.
+        held: the layers of this rank's pipeline stage.
+        writers: those that write the model together; the group's ranks when left out.
     """
 
     splits_parameters = True
 
-    def __init__(self, mp_group, sequence_parallel: bool = False, vision: str = "spread"):
+    def __init__(
+        self,
+        mp_group,
+        sequence_parallel: bool = False,
+        vision: str = "spread",
+        held: HeldLayers | None = None,
+        writers: Writers | None = None,
+    ):
+        super().__init__(held, writers)
         if vision not in ("spread", "replicate"):
             raise ValueError(f"parallel.vision is {vision!r}; use 'spread' or 'replicate'")
         self.mp_group, self.sequence_parallel, self.vision = mp_group, sequence_parallel, vision
         self.tower_parameters: list[Tensor] = []
-
-    @property
-    def writes_files(self) -> bool:
-        return self.mp_group.rank == 0
 
     @property
     def row_part(self) -> RowPart:
@@ -152,15 +158,14 @@ class FleetPlacement(SingleDevicePlacement):
 
     def own_part(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
         axis = split_axis(parameter)
-        if axis is None or whole.shape != self.whole_shape(parameter):
+        if axis is None:
             return whole
         part = np.split(whole, self.mp_group.nranks, axis=axis)[self.mp_group.rank]
         return np.ascontiguousarray(part)
 
     def whole_value(self, parameter: Tensor, value: Tensor | None = None) -> np.ndarray:
-        value = parameter if value is None else value
-        axis = split_axis(parameter)
-        if axis is None or value.shape != parameter.shape:
+        value, axis = self._local_value(parameter, value), split_axis(parameter)
+        if axis is None:
             return value.numpy()
         parts: list[Tensor] = []
         dist.all_gather(parts, value.detach(), group=self.mp_group)

@@ -41,6 +41,7 @@ class Topology:
             coordinates, in order along the axis; `rank` and `nranks` of a group are this
             process's place on the axis and the axis' size. One with `nranks` 1 has no connection:
             leave collectives over it out.
+        ends_group: first and last process of the pipeline, on these two; None on others.
     """
 
     degrees: ParallelDegrees
@@ -49,6 +50,7 @@ class Topology:
     mp_group: Group = field(repr=False)
     pp_group: Group = field(repr=False)
     sharding_group: Group = field(repr=False)
+    ends_group: Group | None = field(repr=False, default=None)
 
     @classmethod
     def single(cls, degrees: ParallelDegrees | None = None) -> "Topology":
@@ -107,8 +109,8 @@ def initialize(degrees: ParallelDegrees) -> Topology:
     raise_problems(plan_problems(Plan(degrees, dist.get_world_size())))
     if degrees.num_processes == 1:
         return Topology.single(degrees)
-    on_gloo = install()
-    fleet.init(is_collective=True, strategy=_strategy(degrees, on_gloo), log_level="WARNING")
+    install()
+    fleet.init(is_collective=True, strategy=_strategy(degrees), log_level="WARNING")
     communicators = fleet.get_hybrid_communicate_group()
     rank = dist.get_rank()
     groups, other = {}, []
@@ -124,20 +126,21 @@ def initialize(degrees: ParallelDegrees) -> Topology:
             f"fleet was started in this process before, with {', '.join(other)}: start it once, "
             "through paddle_vl.parallel.topology.initialize"
         )
-    return Topology(degrees, rank, **groups)
+    lines = communicators.topology().get_comm_list("pipe")
+    return Topology(degrees, rank, **groups, ends_group=_ends_group(lines, rank, degrees))
 
 
-def _strategy(degrees: ParallelDegrees, on_gloo: bool) -> fleet.DistributedStrategy:
+def _ends_group(lines: list[list[int]], rank: int, degrees: ParallelDegrees) -> Group | None:
+    """Every process makes the groups of all pipelines, in one order, and keeps its own."""
+    if degrees.pp_degree == 1:
+        return None
+    made = [(line, dist.new_group([line[0], line[-1]])) for line in lines]
+    return next((group for line, group in made if rank in (line[0], line[-1])), None)
+
+
+def _strategy(degrees: ParallelDegrees) -> fleet.DistributedStrategy:
     strategy = fleet.DistributedStrategy()
-    hybrid = {key: degrees.degree(axis) for axis, (key, _) in _FLEET_AXES.items()}
-    if degrees.pp_degree > 1:
-        hybrid["pp_configs"] = {
-            "use_batch_p2p_comm": not on_gloo,
-            # Micro-batches differ in length and in images; Paddle's interleaved schedule cannot.
-            "enable_dynamic_shape": degrees.num_virtual_stages == 1,
-        }
-    strategy.hybrid_configs = hybrid
-    strategy.pipeline_configs = {"accumulate_steps": degrees.num_micro_batches}
+    strategy.hybrid_configs = {key: degrees.degree(axis) for axis, (key, _) in _FLEET_AXES.items()}
     # Otherwise fleet seeds Paddle from NumPy's generator, differently on every rank and run.
     strategy.tensor_parallel_configs = {"tensor_init_seed": 1}
     return strategy

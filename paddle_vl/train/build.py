@@ -21,19 +21,21 @@ from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.sft.dataset import MessagesDataset
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage, layer_costs
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.agree import check_settings_agree
-from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.degrees import ModelShape
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.parallel.tensor import FleetPlacement
-from paddle_vl.parallel.topology import Topology, initialize
+from paddle_vl.parallel.topology import initialize
 from paddle_vl.train.evaluate import Answer, FirstSamples, greedy_answers, mean_loss
-from paddle_vl.train.freeze import freeze_parameters
+from paddle_vl.train.freeze import freeze_parameters, trained_names
+from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.processes import ONE_PROCESS
 from paddle_vl.train.random_state import seed_everything
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume, flatten
+from paddle_vl.train.step import WholeModel
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ def build_trainer(config: RunConfig) -> Trainer:
             model; data that cannot be used.
     """
     raise_problems(launch_problems(config, paddle.get_device()))
-    topology = initialize(_degrees(config))
+    topology = initialize(parallel_degrees(config))
     several = topology.world_size > 1
     processes = FleetProcesses(topology) if several else ONE_PROCESS
     if several:
@@ -68,18 +70,24 @@ def build_trainer(config: RunConfig) -> Trainer:
     )
     train_data = _dataset(config, config.data.train, processor)
     eval_data = _dataset(config, config.data.eval, processor) if config.data.eval else None
-    placement = _placement(config, topology)
-    model = _model(config, processor, checkpoint, topology, placement)
-    check_processor_fits(model.config, processor)
+    model_form = _model_form(config, processor, checkpoint)
+    layout = Layout(config, topology, _model_shape(model_form), layer_costs(model_form))
+    placement = layout.placement()
+    model = _model(config, model_form, checkpoint, placement)
     if config.train.recompute == "full":
         recompute_layers([*model.vision_blocks, *model.decoder_layers])
-    parameters = list(model.hf_named_parameters())
-    optimizer = Optimizer(
-        freeze_parameters(parameters, config.model.freeze, placement.whole_shape),
-        config.train,
-        decayed_names(parameters, config.train.weight_decay_exclude),
-        placement,
+    whole_shapes = model.whole_shapes()
+    trained = freeze_parameters(
+        list(model.hf_named_parameters()), config.model.freeze, whole_shapes
     )
+    optimizer = Optimizer(
+        trained,
+        config.train,
+        decayed_names(whole_shapes, config.train.weight_decay_exclude),
+        placement,
+        trained_names(whole_shapes, config.model.freeze),
+    )
+    runner = layout.runner(model, Qwen3VLStage, processes)
     collator = _collator(config, processor, placement.row_part)
     share = {"rank": processes.data_rank, "size": processes.data_size}
     loader = PrefetchLoader(
@@ -112,11 +120,11 @@ def build_trainer(config: RunConfig) -> Trainer:
             prefetch_batches=config.data.prefetch_batches,
             **share,
         ) as batches:
-            return mean_loss(model, batches, processes)[0]
+            return mean_loss(runner, batches, processes)[0]
 
     trainer = Trainer(
         config,
-        model,
+        runner,
         optimizer,
         loader,
         num_steps,
@@ -149,7 +157,7 @@ class Evaluation:
 
     def loss(self) -> tuple[float, int]:
         """Mean loss per answer token and the number of those tokens."""
-        return mean_loss(self.model, self.loader)
+        return mean_loss(WholeModel(self.model), self.loader)
 
     def answers(self, max_new_tokens: int) -> list[Answer]:
         """A greedy answer to every assistant turn."""
@@ -262,46 +270,36 @@ def _vocabulary_problems(vocab_size: int | None, processor: Qwen3VLProcessor) ->
     return [f"text_config.vocab_size is {vocab_size} but the tokenizer has {needed} tokens"]
 
 
-def _degrees(config: RunConfig) -> ParallelDegrees:
-    settings = config.parallel.model_dump()
-    return ParallelDegrees(**{key: value for key, value in settings.items() if key != "vision"})
-
-
-def _placement(config: RunConfig, topology: Topology) -> SingleDevicePlacement:
-    if topology.mp_group.nranks == 1:
-        return SingleDevicePlacement()
-    return FleetPlacement(
-        topology.mp_group, config.parallel.sequence_parallel, config.parallel.vision
+def _model_form(
+    config: RunConfig, processor: Qwen3VLProcessor, checkpoint: Path | None
+) -> Qwen3VLConfig:
+    """The configuration of the model to train, before anything of it is built."""
+    source = checkpoint or config.model.pretrained
+    form = (
+        model_config(config.model.config, processor)
+        if source is None
+        else Qwen3VLConfig.from_pretrained(source)
     )
+    check_processor_fits(form, processor)
+    return form
+
+
+def _model_shape(form: Qwen3VLConfig) -> ModelShape:
+    return ModelShape(**{f.name: getattr(form.text_config, f.name) for f in fields(ModelShape)})
 
 
 def _model(
     config: RunConfig,
-    processor: Qwen3VLProcessor,
+    form: Qwen3VLConfig,
     checkpoint: Path | None,
-    topology: Topology,
     placement: SingleDevicePlacement,
 ) -> Qwen3VLForConditionalGeneration:
     dtype = config.model.compute_dtype
     source = checkpoint or config.model.pretrained
     if source is not None:
-        _check_plan(config, topology, Qwen3VLConfig.from_pretrained(source))
         return Qwen3VLForConditionalGeneration.from_pretrained(source, dtype, placement)
-    new = model_config(config.model.config, processor)
-    # A model that does not fit can take minutes to fill with random numbers.
-    check_processor_fits(new, processor)
-    _check_plan(config, topology, new)
     with _default_dtype(dtype):
-        return Qwen3VLForConditionalGeneration.from_config(new, placement)
-
-
-def _check_plan(config: RunConfig, topology: Topology, model: Qwen3VLConfig) -> None:
-    """Refuse what the processes cannot divide, before anything is built."""
-    sizes = {field.name: getattr(model.text_config, field.name) for field in fields(ModelShape)}
-    plan = Plan(
-        topology.degrees, topology.world_size, ModelShape(**sizes), config.data.pad_to_multiple_of
-    )
-    raise_problems(plan_problems(plan))
+        return Qwen3VLForConditionalGeneration.from_config(form, placement)
 
 
 def _dataset(

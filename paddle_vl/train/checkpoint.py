@@ -4,7 +4,8 @@
       config.yaml                 resolved configuration
       metrics.jsonl loss.png      see paddle_vl.train.metrics
       checkpoint-STEP/            model and processor files of HF, so that it loads as a model,
-        optimizer.safetensors     `HF name/state` arrays
+        optimizer.safetensors     `HF name/state` arrays; like the weights in several files and an
+                                  index of them when they are large or several processes write
         trainer_state.json        step, counters, data position, random states
         config.yaml               configuration it was trained with
       final/                      the trained model, without training state
@@ -17,17 +18,18 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite, read_header, write_file
+from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER_STEM = "optimizer"
 STATE_FILE = "trainer_state.json"
 _PARTIAL = ".partial-"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -37,27 +39,33 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint-{step}"
 
 
-def write_folder(target: Path, fill: Callable[[Path], None], is_writer: bool = True) -> None:
+def write_folder(
+    target: Path, fill: Callable[[Path], None], processes: SingleProcess = ONE_PROCESS
+) -> None:
     """Make `target` hold what `fill` writes into the folder it is given; an older one is replaced.
 
-    Whenever the process ends on the way, `target` is the complete old folder, or absent, or the
-    complete new one. Processes that fill it together all call this, and one writes.
+    Whenever a process ends on the way, `target` is the complete old folder, or absent, or the
+    complete new one. All processes call this, and those that hold one whole model fill it together;
+    the folder must be on a file system that they share.
     """
-    if not is_writer:
-        fill(target.with_name(_PARTIAL + target.name))
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(_PARTIAL + target.name)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
-    fill(partial)
-    for path in [*partial.rglob("*"), partial]:
-        _flush_to_disk(path)
-    if target.exists():
-        remove_folder(target)
-    partial.rename(target)
-    _flush_to_disk(target.parent)
+    if processes.is_main:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
+    processes.wait()
+    if processes.holds_model:
+        fill(partial)
+    processes.wait()
+    if processes.is_main:
+        for path in [*partial.rglob("*"), partial]:
+            _flush_to_disk(path)
+        if target.exists():
+            remove_folder(target)
+        partial.rename(target)
+        _flush_to_disk(target.parent)
+    processes.wait()
 
 
 def remove_folder(folder: Path) -> None:
@@ -88,11 +96,12 @@ def complete_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 def missing_files(checkpoint: Path) -> list[str]:
     """Files without which a checkpoint cannot be resumed from."""
-    return [
-        name
-        for name in ("config.json", "config.yaml", OPTIMIZER_FILE, STATE_FILE)
-        if not (checkpoint / name).is_file()
-    ]
+    needed = ["config.json", "config.yaml", STATE_FILE]
+    missing = [name for name in needed if not (checkpoint / name).is_file()]
+    single = f"{OPTIMIZER_STEM}.safetensors"
+    if not any((checkpoint / name).is_file() for name in (single, f"{single}.index.json")):
+        missing.append(single)
+    return missing
 
 
 def model_folder(path: Path) -> Path:
@@ -119,27 +128,15 @@ def prune_checkpoints(output_dir: Path, limit: int | None) -> None:
             remove_folder(path)
 
 
-def write_tensors(path: Path, tensors: Sequence[TensorToWrite], is_writer: bool = True) -> None:
-    """Write a safetensors file, one array at a time in memory.
-
-    Where ranks hold parts of the tensors, all of them call this together and one writes.
-    """
-    if is_writer:
-        write_file(path, tensors)
-        return
-    for tensor in tensors:
-        tensor.produce()
-
-
 class StoredArrays(Mapping[str, np.ndarray]):
-    """The arrays of a safetensors file, read from it when they are asked for.
+    """The arrays of the optimizer's files, read when they are asked for.
 
     Raises:
-        RuntimeError: the file is missing or damaged.
+        RuntimeError: a file is missing or damaged.
     """
 
-    def __init__(self, path: Path):
-        self._stored = read_header(path)
+    def __init__(self, folder: Path):
+        self._stored = read_checkpoint_headers(folder, OPTIMIZER_STEM)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._stored[name].read()

@@ -11,6 +11,7 @@ import paddle
 from paddle import nn
 
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
+from paddle_vl.train.step import WholeModel
 
 NO_TASK = "(no task)"
 
@@ -35,11 +36,12 @@ class Answer:
 
 
 def mean_loss(
-    model: nn.Layer, batches: Iterable[dict[str, Any]], processes: SingleProcess = ONE_PROCESS
+    runner: WholeModel, batches: Iterable[dict[str, Any]], processes: SingleProcess = ONE_PROCESS
 ) -> tuple[float, int]:
     """Mean cross entropy over all target tokens of all batches, and their number.
 
     Args:
+        runner: the model, or this process's stages of it.
         batches: this process's part of them.
         processes: those that evaluate together; all of them call this together.
 
@@ -47,17 +49,16 @@ def mean_loss(
         ValueError: no batch has a target token.
     """
     total, count = paddle.zeros([], dtype="float64"), 0
-    was_training = model.training
-    model.eval()
+    was_training = runner.model.training
+    runner.model.eval()
     try:
-        with paddle.no_grad():
-            for batch in batches:
-                total += model(**batch).loss_sum.astype("float64")
-                count += batch["num_target_tokens"]
+        for batch in batches:
+            total += runner.loss_sum(batch).astype("float64")
+            count += batch["num_target_tokens"]
     finally:
         if was_training:
-            model.train()
-    total = float(processes.sum_over_data(total))
+            runner.model.train()
+    total = float(processes.sum_losses(total))
     (count,) = processes.totals([count])
     if count == 0:
         raise ValueError("the evaluation data has no target token: there is no loss to report")

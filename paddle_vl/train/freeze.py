@@ -4,7 +4,7 @@ import difflib
 import fnmatch
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from paddle import Tensor
 
@@ -35,34 +35,41 @@ def matching_names(patterns: Sequence[str], names: Iterable[str], setting: str) 
     return matched
 
 
+def trained_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """The names that no pattern of model.freeze fits."""
+    names = set(names)
+    return names - matching_names(patterns, names, "model.freeze")
+
+
 def freeze_parameters(
     parameters: NamedParameters,
     patterns: Sequence[str],
-    whole_shape: Callable[[Tensor], Sequence[int]] = lambda parameter: parameter.shape,
+    whole_shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> NamedParameters:
     """Take the parameters that fit a pattern out of training, and return the others.
 
     Args:
-        parameters: HF names and parameters of the whole model.
-        whole_shape: shape of a parameter before ranks split it, for the count that is told.
+        parameters: HF names and parameters.
+        whole_shapes: shapes of the whole model's parameters by name, where this process has some
+            or parts of them only.
 
     Raises:
         ValueError: a pattern that fits nothing, or patterns that leave nothing to train.
     """
-    frozen = matching_names(patterns, (name for name, _ in parameters), "model.freeze")
+    if whole_shapes is None:
+        whole_shapes = {name: parameter.shape for name, parameter in parameters}
+    frozen = matching_names(patterns, whole_shapes, "model.freeze")
     for name, parameter in parameters:
         parameter.stop_gradient = name in frozen
-    trained = [(name, parameter) for name, parameter in parameters if name not in frozen]
+    sizes = {name: math.prod(shape) for name, shape in whole_shapes.items()}
+    trained = [size for name, size in sizes.items() if name not in frozen]
     if not trained:
         raise ValueError(f"model.freeze {list(patterns)} freezes every parameter: nothing to train")
-    total, training = (
-        sum(math.prod(whole_shape(p)) for _, p in group) for group in (parameters, trained)
-    )
     logger.info(
         "training %s of %s parameters in %d of %d tensors",
-        f"{training:,}",
-        f"{total:,}",
+        f"{sum(trained):,}",
+        f"{sum(sizes.values()):,}",
         len(trained),
-        len(parameters),
+        len(sizes),
     )
-    return trained
+    return [(name, parameter) for name, parameter in parameters if name not in frozen]

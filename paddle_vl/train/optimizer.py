@@ -4,7 +4,7 @@ Paddle names optimizer state after counters that differ from process to process,
 read and written here through the parameter it belongs to.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -32,6 +32,7 @@ class Optimizer:
         train: the optimizer's settings.
         decayed: names with weight decay, see `decayed_names`.
         placement: says what this rank holds of each parameter.
+        trained_names: HF names that the whole run trains, where this rank has some of them only.
     """
 
     def __init__(
@@ -40,51 +41,51 @@ class Optimizer:
         train: TrainConfig,
         decayed: set[str],
         placement: SingleDevicePlacement | None = None,
+        trained_names: Iterable[str] | None = None,
     ):
         self.parameters = parameters
+        self.trained_names = set(trained_names or (name for name, _ in parameters))
         self.placement = placement or SingleDevicePlacement()
         self.max_grad_norm = train.max_grad_norm
-        tensors = [parameter for _, parameter in parameters]
-        with_decay = {parameter.name for name, parameter in parameters if name in decayed}
+        self.tensors = [self.placement.trained_tensor(p) for _, p in parameters]
+        names = [name for name, _ in parameters]
+        with_decay = {
+            tensor.name for name, tensor in zip(names, self.tensors, strict=True) if name in decayed
+        }
         self._adamw = paddle.optimizer.AdamW(
             learning_rate=train.learning_rate,
             beta1=train.adam_beta1,
             beta2=train.adam_beta2,
             epsilon=train.adam_epsilon,
-            parameters=tensors,
+            parameters=self.tensors,
             weight_decay=train.weight_decay,
             apply_decay_param_fun=with_decay.__contains__,
             multi_precision=True,
         )
         # Paddle makes state at the first step; a checkpoint is loaded before that.
-        self._adamw._create_accumulators(framework.default_main_program().global_block(), tensors)
+        block = framework.default_main_program().global_block()
+        self._adamw._create_accumulators(block, self.tensors)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The parameters it trains."""
-        return [parameter for _, parameter in self.parameters]
+    def _names(self) -> set[str]:
+        return {name for name, _ in self.parameters}
 
     @paddle.no_grad()
     def gradient_norm(self, processes: SingleProcess = ONE_PROCESS) -> Tensor:
         """Float32 norm over the gradients of all trained parameters, before clipping.
 
-        Each parameter counts once: one that ranks hold in parts by the sum of all parts, one that
-        each of them holds whole by this rank's.
+        Each parameter counts once, whatever it is spread over and wherever it is repeated.
         """
-        if not self._gradients():
+        if self.parameters and not self._gradients():
             raise RuntimeError(
                 "no trained parameter has a gradient: the loss does not depend on any of them; "
                 "check model.freeze against what the batches contain"
             )
-        in_parts, whole = paddle.zeros([]), paddle.zeros([])
-        for _, parameter in self.parameters:
-            if parameter.grad is not None:
-                square = parameter.grad.astype("float32").square().sum()
-                if parameter.is_distributed:
-                    in_parts = in_parts + square
-                else:
-                    whole = whole + square
-        return (processes.sum_over_parts(in_parts) + whole).sqrt()
+        total = paddle.zeros([])
+        for tensor in self.tensors:
+            if tensor.grad is not None and processes.counts_here(tensor):
+                total = total + tensor.grad.astype("float32").square().sum()
+        return processes.sum_over_all(total).sqrt()
 
     @paddle.no_grad()
     def clip_gradients(self, norm: float) -> None:
@@ -107,7 +108,7 @@ class Optimizer:
         self._adamw.clear_grad(set_to_zero=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All state by `HF name/state`, the live tensors; moments have the parameter's layout."""
+        """All state by `HF name/state`, the live tensors; moments as the trained tensor."""
         return {name: tensor for name, _, tensor in self._states()}
 
     def state_to_write(self) -> list[TensorToWrite]:
@@ -115,23 +116,24 @@ class Optimizer:
         return [
             TensorToWrite(
                 name,
-                self.placement.whole_shape(parameter)
-                if tensor.shape == parameter.shape
-                else tuple(tensor.shape),
+                self.placement.whole_shape(parameter) if _has_layout(name) else (1,),
                 "F32",
-                partial(self.placement.whole_value, parameter, tensor),
+                partial(self.placement.whole_value, parameter, tensor)
+                if _has_layout(name)
+                else tensor.numpy,
             )
             for name, parameter, tensor in self._states()
+            if not getattr(parameter, "is_tied_copy", False)
         ]
 
     def _states(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Name, parameter and live tensor of every state."""
-        for name, parameter in self.parameters:
+        for (name, parameter), trained in zip(self.parameters, self.tensors, strict=True):
             for state in _STATES:
-                tensor = self._adamw._get_accumulator_master(state, parameter)
+                tensor = self._adamw._get_accumulator_master(state, trained)
                 yield f"{name}/{state}", parameter, tensor
-            if parameter.name in self._adamw._master_weights:
-                yield f"{name}/{_MASTER}", parameter, self._adamw._master_weights[parameter.name]
+            if trained.name in self._adamw._master_weights:
+                yield f"{name}/{_MASTER}", parameter, self._adamw._master_weights[trained.name]
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Set all state, bit for bit; every array is asked for once, when its turn comes.
@@ -140,11 +142,16 @@ class Optimizer:
             ValueError: every missing and unexpected entry, or every misshapen one.
         """
         names = {name for name, _, _ in self._states()}
+        elsewhere = {
+            name for name in arrays if name.rpartition("/")[0] in self.trained_names - self._names
+        }
         problems = [f"missing {name}" for name in sorted(names - arrays.keys())]
-        problems += [f"unexpected {name}" for name in sorted(arrays.keys() - names)]
+        problems += [f"unexpected {name}" for name in sorted(arrays.keys() - names - elsewhere)]
         if not problems:
             for name, parameter, tensor in self._states():
-                array = self.placement.own_part(parameter, arrays[name])
+                array = arrays[name]
+                if _has_layout(name) and array.shape == self.placement.whole_shape(parameter):
+                    array = self.placement.trained_part(parameter, array)
                 if list(array.shape) == list(tensor.shape):
                     tensor.set_value(array)
                 else:
@@ -156,15 +163,20 @@ class Optimizer:
             )
 
     def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for _, parameter in self.parameters if parameter.grad is not None]
+        return [tensor.grad for tensor in self.tensors if tensor.grad is not None]
 
 
-def decayed_names(parameters: NamedParameters, exclude: list[str]) -> set[str]:
+def _has_layout(state: str) -> bool:
+    """Whether a state has its parameter's layout; the powers of beta are single numbers."""
+    return not state.endswith("_pow_acc")
+
+
+def decayed_names(names: Iterable[str], exclude: list[str]) -> set[str]:
     """Names of the model's parameters that weight decay applies to.
 
     Args:
-        parameters: those of the whole model, frozen ones too.
+        names: of all parameters of the whole model, frozen ones too.
         exclude: patterns of train.weight_decay_exclude.
     """
-    names = {name for name, _ in parameters}
+    names = set(names)
     return names - matching_names(exclude, names, "train.weight_decay_exclude")

@@ -14,7 +14,7 @@ class SingleProcess:
 
     Attributes:
         is_main: whether this process writes files and speaks to the user.
-        holds_model: whether this process and those it shares parameters with save the model.
+        holds_model: whether this process and those that have the rest of its model save it.
         data_rank, data_size: which part of every batch of samples is this process's, of how many.
     """
 
@@ -27,16 +27,27 @@ class SingleProcess:
         """Each count added up over the parts of the data. Called by all together."""
         return list(counts)
 
-    def sum_over_data(self, value: Tensor) -> Tensor:
-        """A value added up over the parts of the data. Called by all together."""
+    def sum_losses(self, value: Tensor) -> Tensor:
+        """A loss added up over the parts of the data. Called by all together."""
         return value
 
-    def sum_over_parts(self, value: Tensor) -> Tensor:
-        """A value added up over the processes that hold the parts of one model. By all together."""
+    def sum_over_all(self, value: Tensor) -> Tensor:
+        """A value added up over all processes. Called by all together."""
         return value
+
+    def counts_here(self, tensor: Tensor) -> bool:
+        """Whether this process counts that trained tensor in `sum_over_all`: one of those that
+        have the same values does."""
+        return True
+
+    def end_micro_batch(self) -> None:
+        """Told behind every backward pass. Called by all together."""
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Make every gradient that of the whole step. Called by all together, once per step."""
+
+    def spread_parameters(self) -> None:
+        """Share what the optimizer's update made. Called by all together, once per step."""
 
     def agreed_signal(self, received: int | None) -> int | None:
         """A stop signal that any process received. Called by all together."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.train.optimizer import Optimizer
@@ -32,8 +33,30 @@ class StepResult:
     is_skipped: bool
 
 
+class WholeModel:
+    """A model on one process, or on several that all run every layer of it."""
+
+    def __init__(self, model: nn.Layer, processes: SingleProcess = ONE_PROCESS):
+        self.model, self.processes = model, processes
+
+    def accumulate_gradients(self, batches: Sequence[Batch], num_target_tokens: int) -> Tensor:
+        """Add up the gradients of the mean loss over all batches, and return that loss."""
+        total = None
+        for batch in batches:
+            loss = self.model(**batch).loss_sum / num_target_tokens
+            loss.backward()
+            self.processes.end_micro_batch()
+            total = loss.detach() if total is None else total + loss.detach()
+        return total
+
+    @paddle.no_grad()
+    def loss_sum(self, batch: Batch) -> Tensor:
+        """Summed loss of one batch."""
+        return self.model(**batch).loss_sum
+
+
 def train_step(
-    model: nn.Layer,
+    model: WholeModel,
     optimizer: Optimizer,
     micro_batches: Sequence[Batch],
     learning_rate: float,
@@ -44,6 +67,7 @@ def train_step(
     Every micro-batch counts by its number of target tokens, not equally.
 
     Args:
+        model: the model, or this process's stages of it.
         micro_batches: this process's, as the collator makes them, `num_target_tokens` included.
         learning_rate: of this update.
         processes: those that train together; all of them call this together.
@@ -63,25 +87,14 @@ def train_step(
             "label is -100: nothing can be learned from them; check that the samples have "
             "assistant turns within data.max_length"
         )
-    loss = accumulate_gradients(model, micro_batches, total)
+    loss = model.accumulate_gradients(micro_batches, total)
     processes.sum_gradients(optimizer.tensors)
-    loss = float(processes.sum_over_data(loss))
+    loss = float(processes.sum_losses(loss))
     norm = float(optimizer.gradient_norm(processes))
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     if is_finite:
         optimizer.clip_gradients(norm)
         optimizer.step(learning_rate)
+        processes.spread_parameters()
     optimizer.clear_gradients()
     return StepResult(loss, norm, total, num_tokens, not is_finite)
-
-
-def accumulate_gradients(
-    model: nn.Layer, micro_batches: Sequence[Batch], num_target_tokens: int
-) -> Tensor:
-    """Add up the gradients of the mean loss over all micro-batches, and return that loss."""
-    total = None
-    for batch in micro_batches:
-        loss = model(**batch).loss_sum / num_target_tokens
-        loss.backward()
-        total = loss.detach() if total is None else total + loss.detach()
-    return total

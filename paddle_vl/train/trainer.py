@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from paddle import nn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.models.checkpoint.pretrained import DEFAULT_SHARD_BYTES
+from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.loss_curve import CURVE_FILE, draw_loss_curve
 from paddle_vl.train.metrics import METRICS_FILE, MetricsFile, StepMeter
@@ -20,7 +21,7 @@ from paddle_vl.train.progress import ProgressBar
 from paddle_vl.train.random_state import random_state, restore_random_state
 from paddle_vl.train.scalar_writers import ScalarWriters
 from paddle_vl.train.schedule import learning_rate
-from paddle_vl.train.step import Batch, StepResult, train_step
+from paddle_vl.train.step import Batch, StepResult, WholeModel, train_step
 from paddle_vl.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Trainer:
     """One run.
 
     Args:
+        runner: the model, or this process's stages of it.
         data: training batches, without end.
         num_steps: updates of the whole run.
         save_model: writes model and processor files into a folder.
@@ -59,7 +61,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        model: nn.Layer,
+        runner: WholeModel,
         optimizer: Optimizer,
         data: TrainingData,
         num_steps: int,
@@ -67,7 +69,7 @@ class Trainer:
         evaluate: Callable[[], float] | None = None,
         processes: SingleProcess = ONE_PROCESS,
     ):
-        self.config, self.model, self.optimizer = config, model, optimizer
+        self.config, self.runner, self.optimizer = config, runner, optimizer
         self.data, self.num_steps = data, num_steps
         self.save_model, self.evaluate = save_model, evaluate
         self.processes = processes
@@ -81,7 +83,7 @@ class Trainer:
     def restore(self, folder: Path) -> None:
         """Continue where a checkpoint was written; the model has its weights already."""
         state = checkpoints.load_state(folder)
-        self.optimizer.load_state(checkpoints.StoredArrays(folder / checkpoints.OPTIMIZER_FILE))
+        self.optimizer.load_state(checkpoints.StoredArrays(folder))
         self.step = self._last_saved = state["step"]
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         self.meter.load_state_dict(state["meter"])
@@ -120,7 +122,7 @@ class Trainer:
             writers.close()
             if is_main:
                 draw_loss_curve(self.metrics.read(), self.output_dir / CURVE_FILE)
-        self._write_folder(self.output_dir / FINAL, self.save_model)
+        checkpoints.write_folder(self.output_dir / FINAL, self.save_model, self.processes)
         logger.info("trained %d steps; the model is in %s", self.step, self.output_dir / FINAL)
         return None
 
@@ -129,7 +131,7 @@ class Trainer:
         count = self.config.train.gradient_accumulation_steps
         micro_batches = [next(self.data) for _ in range(count)]
         rate = learning_rate(self.step, self.num_steps, self.config.train)
-        result = train_step(self.model, self.optimizer, micro_batches, rate, self.processes)
+        result = train_step(self.runner, self.optimizer, micro_batches, rate, self.processes)
         self.step += 1
         self.meter.add(result, time.perf_counter() - begin)
         bar.advance(result.loss, rate, self.meter.tokens_per_second())
@@ -179,25 +181,23 @@ class Trainer:
     def _save_checkpoint(self) -> Path:
         folder = self.output_dir / checkpoints.checkpoint_name(self.step)
         if self._last_saved != self.step:
-            self._write_folder(folder, self._fill_checkpoint)
+            checkpoints.write_folder(folder, self._fill_checkpoint, self.processes)
             self._last_saved = self.step
         # These weights gave no finite step yet: the last checkpoint that did must stay.
         if self.nonfinite_in_a_row == 0 and self.processes.is_main:
             checkpoints.prune_checkpoints(self.output_dir, self.config.train.save_total_limit)
         return folder
 
-    def _write_folder(self, target: Path, fill: Callable[[Path], None]) -> None:
-        """Let the processes that hold one whole model fill a folder together."""
-        if self.processes.holds_model:
-            checkpoints.write_folder(target, fill, self.processes.is_main)
-        self.processes.wait()
-
     def _fill_checkpoint(self, folder: Path) -> None:
         self.save_model(folder)
-        tensors = self.optimizer.state_to_write()
-        is_main = self.processes.is_main
-        checkpoints.write_tensors(folder / checkpoints.OPTIMIZER_FILE, tensors, is_main)
-        if not is_main:
+        write_tensors(
+            folder,
+            checkpoints.OPTIMIZER_STEM,
+            self.optimizer.state_to_write(),
+            DEFAULT_SHARD_BYTES,
+            self.optimizer.placement.writers,
+        )
+        if not self.processes.is_main:
             return
         save_run_config(self.config, folder / "config.yaml")
         checkpoints.save_state(

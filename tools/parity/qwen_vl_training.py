@@ -2,7 +2,7 @@
 
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.step import train_step
+from paddle_vl.train.step import WholeModel, train_step
 
 _SETTINGS = TrainConfig(
     output_dir="unused",
@@ -17,9 +17,10 @@ _SETTINGS = TrainConfig(
 def train_steps(model, batch: dict, num_steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm before clipping of each step, by the package's own training step."""
     parameters = list(model.hf_named_parameters())
-    optimizer = Optimizer(parameters, _SETTINGS, decayed_names(parameters, []))
+    optimizer = Optimizer(parameters, _SETTINGS, decayed_names(dict(parameters), []))
     batch = batch | {"num_target_tokens": int((batch["labels"][:, 1:] != -100).sum())}
+    runner = WholeModel(model)
     steps = [
-        train_step(model, optimizer, [batch], _SETTINGS.learning_rate) for _ in range(num_steps)
+        train_step(runner, optimizer, [batch], _SETTINGS.learning_rate) for _ in range(num_steps)
     ]
     return [(step.loss, step.grad_norm) for step in steps]

@@ -11,8 +11,9 @@ from paddle_vl.models.checkpoint.safetensors_io import (
     StoredTensor,
     TensorToWrite,
     read_checkpoint_headers,
-    write_checkpoint,
 )
+from paddle_vl.models.checkpoint.sharded import write_tensors
+from paddle_vl.nn.placement import Writers
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _STORED_DTYPES = {
@@ -98,13 +99,15 @@ def draw_parts(whole: Iterable[StoredParameter], parts: Iterable[StoredParameter
 
 
 def save_parameters(
-    folder: Path, placed: Iterable[StoredParameter], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    folder: Path,
+    placed: Iterable[StoredParameter],
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    writers: Writers | None = None,
 ) -> None:
     """Write the weights of a model folder, in shards when they exceed `max_shard_bytes`.
 
-    Where ranks hold parts, all of them call this together and one writes, tensor by tensor.
+    Where ranks hold parts, all of them call this together and share the writing.
     """
-    placed = list(placed)
     tensors = [
         TensorToWrite(
             item.key,
@@ -113,12 +116,9 @@ def save_parameters(
             lambda item=item: parameter_array(item),
         )
         for item in placed
+        if not getattr(item.parameter, "is_tied_copy", False)
     ]
-    if all(item.placement.writes_files for item in placed):
-        write_checkpoint(folder, tensors, max_shard_bytes)
-        return
-    for tensor in tensors:
-        tensor.produce()
+    write_tensors(folder, "model", tensors, max_shard_bytes, writers)
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:

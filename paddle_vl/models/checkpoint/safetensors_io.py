@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 _NUMPY_DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
@@ -95,17 +93,19 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         ) from error
 
 
-def read_checkpoint_headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a model folder, from its index file or its single file.
+def read_checkpoint_headers(folder: Path, stem: str = "model") -> dict[str, StoredTensor]:
+    """All tensors of `STEM.safetensors`, or of the files that `STEM.safetensors.index.json` names.
 
     Raises:
         RuntimeError: neither is there, or a shard is missing or does not hold what the index says.
     """
-    index_file, single = folder / INDEX_NAME, folder / SINGLE_NAME
+    single = folder / f"{stem}.safetensors"
+    index_file = folder / f"{single.name}.index.json"
     if not index_file.exists():
         if not single.exists():
             raise RuntimeError(
-                f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: it is not a model folder"
+                f"{folder} has neither {single.name} nor {index_file.name}: it is not a model "
+                "folder or checkpoint"
             )
         return read_header(single)
     try:
@@ -157,34 +157,3 @@ def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(partial, file)
-
-
-def write_checkpoint(folder: Path, tensors: Iterable[TensorToWrite], max_shard_bytes: int) -> None:
-    """Write a model folder's weights: one file, or shards and their index when they exceed a size.
-
-    Files of an earlier save that this one does not overwrite are removed.
-    """
-    shards: list[list[TensorToWrite]] = [[]]
-    for tensor in tensors:
-        filled = sum(other.num_bytes for other in shards[-1])
-        if shards[-1] and filled + tensor.num_bytes > max_shard_bytes:
-            shards.append([])
-        shards[-1].append(tensor)
-    total = sum(tensor.num_bytes for shard in shards for tensor in shard)
-    names = [SINGLE_NAME]
-    if len(shards) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        write_file(folder / name, shard)
-    index_file = folder / INDEX_NAME
-    if len(shards) > 1:
-        weight_map = {
-            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
-        }
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        index_file.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    else:
-        index_file.unlink(missing_ok=True)
-    for stale in {*folder.glob("model-*-of-*.safetensors"), folder / SINGLE_NAME}:
-        if stale.name not in names:
-            stale.unlink(missing_ok=True)

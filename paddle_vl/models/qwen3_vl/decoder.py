@@ -46,7 +46,7 @@ class LanguageModel(nn.Layer):
     def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
         super().__init__()
         text = config.text_config
-        self.embedding = GPTEmbedding(config, placement) if placement.holds_embedding else None
+        self.embedding = GPTEmbedding(config, placement) if placement.held.embedding else None
         self.layers = nn.LayerList(
             [
                 DecoderLayer(text, placement) if placement.holds_layer(i) else nn.Identity()
@@ -57,9 +57,7 @@ class LanguageModel(nn.Layer):
             [DeepstackLayer() for _ in config.vision_config.deepstack_visual_indexes]
         )
         self.norm = (
-            placement.rms_norm(text.hidden_size, text.rms_norm_eps)
-            if placement.holds_head
-            else None
+            placement.rms_norm(text.hidden_size, text.rms_norm_eps) if placement.held.head else None
         )
 
     def forward(

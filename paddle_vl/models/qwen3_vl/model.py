@@ -52,14 +52,14 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         super().__init__(config, placement or SingleDevicePlacement())
         text = config.text_config
         self.visual, self.lm_head, tied = None, None, None
-        if self.placement.holds_embedding:
+        if self.placement.held.embedding:
             self.visual = VisionTower(config.vision_config)
             self.placement.mark_tower(self.visual.parameters())
         self.language_model = LanguageModel(config, self.placement)
-        if self.placement.holds_embedding and config.tie_word_embeddings:
+        if self.placement.held.embedding and config.tie_word_embeddings:
             tied = self.language_model.embedding.embed_tokens.weight
             self.placement.mark_tied(tied)
-        if self.placement.holds_head:
+        if self.placement.held.head:
             self.lm_head = self.placement.vocab_head(
                 text.hidden_size, text.vocab_size, text.initializer_range, tied
             )

@@ -90,10 +90,11 @@ class PretrainedQwen3VL(nn.Layer):
     def save_pretrained(self, path: str | Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
         """Write `config.json` (hub dialect) and the weights under HF's key names."""
         path = Path(path)
-        if self.placement.writes_files:
-            path.mkdir(parents=True, exist_ok=True)
+        writers = self.placement.writers
+        path.mkdir(parents=True, exist_ok=True)
+        if writers.is_first:
             self.config.save_pretrained(path)
-        save_parameters(path, self.stored_parameters(), max_shard_bytes)
+        save_parameters(path, self.stored_parameters(), max_shard_bytes, writers)
 
     def stored_parameters(self) -> list[StoredParameter]:
         """Every parameter of this rank once, with its checkpoint key and layout."""

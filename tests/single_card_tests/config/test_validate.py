@@ -65,12 +65,6 @@ def test_rule_fires(changes, part):
     assert any(part in problem for problem in rule_problems(make(**changes)))
 
 
-@pytest.mark.parametrize("axis", ["pp_degree", "sharding_degree"])
-def test_axes_that_training_does_not_have_are_refused(axis):
-    (problem,) = rule_problems(make(**{f"parallel__{axis}": 2}))
-    assert f"parallel.{axis} is 2: training runs over dp and mp processes so far" in problem
-
-
 def test_bfloat16_is_refused_on_the_cpu_only(existing):
     config = make(model__compute_dtype="bfloat16")
     (problem,) = launch_problems(config, CPU)

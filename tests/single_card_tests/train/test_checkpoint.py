@@ -16,6 +16,7 @@ import pytest
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite
+from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.random_state import random_state, restore_random_state, seed_everything
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
@@ -33,16 +34,15 @@ def make_config(output_dir, **changes) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def to_write(tensors):
-    return [TensorToWrite(k, tuple(v.shape), "F32", v.numpy) for k, v in tensors.items()]
+def write_arrays(folder, tensors):
+    listed = [TensorToWrite(k, tuple(v.shape), "F32", v.numpy) for k, v in tensors.items()]
+    write_tensors(folder, checkpoints.OPTIMIZER_STEM, listed, 1 << 30)
 
 
 def fill_completely(folder):
     (folder / "config.json").write_text("{}")
     save_run_config(make_config("out"), folder / "config.yaml")
-    checkpoints.write_tensors(
-        folder / checkpoints.OPTIMIZER_FILE, to_write({"a": paddle.ones([2])})
-    )
+    write_arrays(folder, {"a": paddle.ones([2])})
     checkpoints.save_state(folder, {"step": 1})
 
 
@@ -119,8 +119,8 @@ def test_arrays_round_trip(tmp_path):
         "c": np.array([np.nextafter(np.float32(1), np.float32(2))]),
     }
     tensors = {name: paddle.to_tensor(array) for name, array in arrays.items()}
-    checkpoints.write_tensors(tmp_path / "x", to_write(tensors))
-    loaded = checkpoints.StoredArrays(tmp_path / "x")
+    write_arrays(tmp_path, tensors)
+    loaded = checkpoints.StoredArrays(tmp_path)
     assert loaded.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(loaded[name], array)
@@ -151,7 +151,7 @@ def test_auto_takes_the_newest_complete_checkpoint(tmp_path):
     assert checkpoint_to_resume(config) is None
     save(tmp_path, 9)
     newest = save(tmp_path, 10)
-    (save(tmp_path, 11) / checkpoints.OPTIMIZER_FILE).unlink()
+    (save(tmp_path, 11) / "optimizer.safetensors").unlink()
     assert checkpoint_to_resume(config) == newest
     assert checkpoint_to_resume(make_config(tmp_path, train__resume_from_checkpoint="none")) is None
 

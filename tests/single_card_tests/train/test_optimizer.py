@@ -12,7 +12,7 @@ import pytest
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.train.freeze import freeze_parameters
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.step import accumulate_gradients, train_step
+from paddle_vl.train.step import WholeModel, train_step
 from tests.single_card_tests.train.batches import image_batch
 from tests.tiny import tiny_model
 
@@ -21,7 +21,7 @@ def build(model, freeze=(), **settings):
     train = TrainConfig(output_dir="o", **settings)
     named = list(model.hf_named_parameters())
     trained = freeze_parameters(named, freeze)
-    return Optimizer(trained, train, decayed_names(named, train.weight_decay_exclude))
+    return Optimizer(trained, train, decayed_names(dict(named), train.weight_decay_exclude))
 
 
 def arrays(optimizer) -> dict[str, np.ndarray]:
@@ -38,7 +38,7 @@ def test_frozen_parameters_get_no_gradient_state_or_update(batch):
     model = tiny_model()
     optimizer = build(model, ["model.visual.*", "*.layers.0.mlp.*"])
     before = model.hf_state_dict()
-    train_step(model, optimizer, [batch], 0.01)
+    train_step(WholeModel(model), optimizer, [batch], 0.01)
     changed = {
         name for name, value in model.hf_state_dict().items() if (value != before[name]).any()
     }
@@ -53,7 +53,7 @@ def test_pattern_that_fits_nothing_names_the_nearest():
     with pytest.raises(ValueError, match=r"'model\.visul\.\*' fits none of .*model\.visual"):
         freeze_parameters(named, ["model.visul.*"])
     with pytest.raises(ValueError, match="weight_decay_exclude: the pattern 'bias'"):
-        decayed_names(named, ["bias"])
+        decayed_names(dict(named), ["bias"])
 
 
 def test_freezing_everything_is_refused():
@@ -63,9 +63,9 @@ def test_freezing_everything_is_refused():
 
 def test_default_decay_leaves_out_norms_and_biases():
     named = list(tiny_model().hf_named_parameters())
-    decayed = decayed_names(named, TrainConfig(output_dir="o").weight_decay_exclude)
+    decayed = decayed_names(dict(named), TrainConfig(output_dir="o").weight_decay_exclude)
     assert decayed == {name for name, p in named if len(p.shape) > 1}
-    assert decayed_names(named, []) == {name for name, _ in named}
+    assert decayed_names(dict(named), []) == {name for name, _ in named}
 
 
 def test_weight_decay_moves_only_decayed_parameters():
@@ -86,7 +86,7 @@ def test_weight_decay_moves_only_decayed_parameters():
 def test_clipping_is_torchs_formula_over_trained_parameters(batch, max_norm):
     model = tiny_model()
     optimizer = build(model, ["model.visual.*"], max_grad_norm=max_norm)
-    accumulate_gradients(model, [batch], batch["num_target_tokens"])
+    WholeModel(model).accumulate_gradients([batch], batch["num_target_tokens"])
     before = {name: p.grad.numpy().copy() for name, p in optimizer.parameters}
     expected = np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in before.values()))
     norm = optimizer.gradient_norm()
@@ -104,13 +104,13 @@ def test_state_round_trips_bit_for_bit(batch):
     """One step, a move of weights and state to other objects, one step: equal to two steps."""
     model = tiny_model()
     optimizer = build(model, weight_decay=0.1)
-    train_step(model, optimizer, [batch], 0.01)
+    train_step(WholeModel(model), optimizer, [batch], 0.01)
     other = tiny_model(seed=5)
     other.set_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     moved = build(other, weight_decay=0.1)
     moved.load_state(arrays(optimizer))
-    train_step(model, optimizer, [batch], 0.01)
-    train_step(other, moved, [batch], 0.01)
+    train_step(WholeModel(model), optimizer, [batch], 0.01)
+    train_step(WholeModel(other), moved, [batch], 0.01)
     for name, value in model.hf_state_dict().items():
         np.testing.assert_array_equal(other.hf_state_dict()[name], value, err_msg=name)
     for name, value in arrays(optimizer).items():

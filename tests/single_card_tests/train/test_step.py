@@ -13,7 +13,7 @@ from paddle_vl.config.schema import TrainConfig
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.freeze import freeze_parameters
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.step import accumulate_gradients, train_step
+from paddle_vl.train.step import WholeModel, train_step
 from tests.single_card_tests.train.batches import image_batch, split_batch
 from tests.tiny import tiny_model
 
@@ -24,13 +24,13 @@ def build(model, **settings):
     named = list(model.hf_named_parameters())
     train = TrainConfig(output_dir="o", **settings)
     return Optimizer(
-        freeze_parameters(named, []), train, decayed_names(named, train.weight_decay_exclude)
+        freeze_parameters(named, []), train, decayed_names(dict(named), train.weight_decay_exclude)
     )
 
 
 def gradients(model, batches):
     total = sum(batch["num_target_tokens"] for batch in batches)
-    loss = float(accumulate_gradients(model, batches, total))
+    loss = float(WholeModel(model).accumulate_gradients(batches, total))
     return loss, {name: p.grad.numpy() for name, p in model.hf_named_parameters()}
 
 
@@ -49,7 +49,7 @@ def test_result_reports_loss_and_targets():
     model = tiny_model()
     batch = image_batch(TEXTS, PROMPTS)
     expected = float(model(**batch).loss)
-    result = train_step(model, build(model), [batch], 0.0)
+    result = train_step(WholeModel(model), build(model), [batch], 0.0)
     assert result.loss == pytest.approx(expected, rel=1e-6)
     assert result.num_target_tokens == 8
     assert not result.is_skipped
@@ -62,10 +62,10 @@ def test_nonfinite_step_changes_nothing(value):
     good, bad = image_batch(TEXTS, PROMPTS), image_batch(TEXTS, PROMPTS)
     bad["pixel_values"] = bad["pixel_values"].copy()
     bad["pixel_values"][3, 5] = value
-    train_step(model, optimizer, [good], 0.01)
+    train_step(WholeModel(model), optimizer, [good], 0.01)
     weights = model.hf_state_dict()
     state = {name: tensor.numpy().copy() for name, tensor in optimizer.state_tensors().items()}
-    result = train_step(model, optimizer, [good, bad], 0.01)
+    result = train_step(WholeModel(model), optimizer, [good, bad], 0.01)
     assert result.is_skipped
     for name, array in model.hf_state_dict().items():
         np.testing.assert_array_equal(array, weights[name], err_msg=name)
@@ -78,7 +78,7 @@ def test_step_without_targets_is_refused():
     model = tiny_model()
     batch = image_batch([[1, 2]], [2])
     with pytest.raises(ValueError, match="have no target token"):
-        train_step(model, build(model), [batch, batch], 0.01)
+        train_step(WholeModel(model), build(model), [batch, batch], 0.01)
 
 
 @pytest.mark.parametrize("frozen", ["none", "patch embedding", "tower", "all below the last layer"])
@@ -97,7 +97,7 @@ def test_recomputation_changes_no_gradient(frozen):
         if recomputed:
             recompute_layers([*model.vision_blocks, *model.decoder_layers])
         calls = count_calls(model.decoder_layers[2].mlp)
-        accumulate_gradients(model, [image_batch(TEXTS, PROMPTS)], 8)
+        WholeModel(model).accumulate_gradients([image_batch(TEXTS, PROMPTS)], 8)
         assert len(calls) == (2 if recomputed else 1)
         results.append({name: parameter.grad for name, parameter in trained})
     # Not bit-equal: where a layer's output is used twice the sums are taken in another order.

@@ -213,7 +213,10 @@ def test_recompute_setting_runs_layers_again(run_file, tmp_path, setting, calls)
         "train.gradient_accumulation_steps=1",
     )  # fmt: skip
     counted = []
-    for layer in (trainer.model.decoder_layers[1].mlp, trainer.model.vision_blocks[0].mlp):
+    for layer in (
+        trainer.runner.model.decoder_layers[1].mlp,
+        trainer.runner.model.vision_blocks[0].mlp,
+    ):
         layer.register_forward_pre_hook(lambda *_: counted.append(1))
     trainer.run()
     assert len(counted) == 2 * calls
@@ -251,9 +254,9 @@ def test_epochs_and_frozen_parts_from_the_configuration(run_file, tmp_path):
         'model.freeze=["model.visual.*"]', "train.recompute=full",
     )  # fmt: skip
     assert trainer.num_steps == 5
-    before = trainer.model.hf_state_dict()
+    before = trainer.runner.model.hf_state_dict()
     trainer.run()
-    for name, value in trainer.model.hf_state_dict().items():
+    for name, value in trainer.runner.model.hf_state_dict().items():
         assert (value == before[name]).all() == name.startswith("model.visual."), name
     with pytest.raises(ValueError, match="exceeds the 3 steps that"):
         build(
@@ -283,6 +286,6 @@ def test_training_can_start_from_a_pretrained_folder(whole_run, run_file, tmp_pa
         run_file, tmp_path, "model.config=null", f"model.pretrained={whole_run / 'final'}",
         "data.processor=null", "data.max_pixels=64",
     )  # fmt: skip
-    for name, value in trainer.model.hf_state_dict().items():
+    for name, value in trainer.runner.model.hf_state_dict().items():
         np.testing.assert_array_equal(value, start[name], err_msg=name)
     assert next(trainer.data)["image_grid_thw"].tolist() == [[1, 2, 2]] * 2

@@ -1,0 +1,128 @@
+"""Consecutive layers of a Qwen3-VL as one function of a batch, for a pipeline.
+
+What travels from a part to the next is one tensor: the token rows, and below them the rows of the
+deepstack levels that layers further on add. Positions and indices do not travel: every process has
+the batch. So both ends of a message know its shape beforehand, and a micro-batch without images
+has no rows but its tokens'.
+
+Shapes: T token rows and M visual rows of this rank, D width; R = T + M * (levels still to add).
+"""
+
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.models.qwen3_vl.embedding import decoder_positions
+from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
+
+_PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+VISUAL_SHARE = 0.5
+_HEAD = ("labels", "num_target_tokens")
+
+
+def layer_costs(config: Qwen3VLConfig) -> tuple[list[float], float, float]:
+    """Multiplications per token of every decoder layer, and of what comes before and after them.
+
+    Attention scores are left out: they cost every layer the same. Before the layers comes the
+    tower, `merge^2` patches for each visual token, which half of the tokens are taken to be.
+    """
+    text, vision = config.text_config, config.vision_config
+    heads = text.num_attention_heads + text.num_key_value_heads
+    attention = 2 * text.hidden_size * heads * text.head_dim
+    mlp = 3 * text.hidden_size * text.intermediate_size
+    block = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
+    tower = VISUAL_SHARE * vision.spatial_merge_size**2 * vision.depth * block
+    return (
+        [float(attention + mlp)] * text.num_hidden_layers,
+        float(tower),
+        float(text.hidden_size * text.vocab_size),
+    )
+
+
+class Qwen3VLStage:
+    """Some of a model's decoder layers; with the first the embedding, with the last the loss.
+
+    Args:
+        model: one that holds these layers.
+        layers: their numbers.
+    """
+
+    def __init__(self, model: Qwen3VLForConditionalGeneration, layers: range):
+        self.model, self.layers = model, layers
+        config = model.config
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == config.text_config.num_hidden_layers
+        self.num_levels = len(config.vision_config.deepstack_visual_indexes)
+
+    def input_shape(self, batch: dict[str, Any]) -> tuple[int, int]:
+        """(R, D) of the rows that arrive, from the shapes of the batch alone.
+
+        Raises:
+            ValueError: the batch has visual tokens without their indices.
+        """
+        tokens = batch["input_ids"].size // self.model.placement.row_part.size
+        travelling = len(self._travelling(self.layers.start))
+        rows = tokens + travelling * _num_visual_rows(batch)
+        return rows, self.model.config.text_config.hidden_size
+
+    def __call__(self, batch: dict[str, Any], rows_RD: Tensor | None = None) -> Tensor:
+        """Rows for the next part, `[R, D]`; of the last part the summed loss of the batch.
+
+        Args:
+            batch: as the collator makes it.
+            rows_RD: what the part before returned; None for the first.
+        """
+        model, rest = self.model, {k: v for k, v in batch.items() if k not in _HEAD}
+        if self.is_first:
+            visual = [rest.pop(name, None) for name in _PIXELS]
+            x_TD, levels, inputs = self._embed(rest, visual)
+        else:
+            rest = {name: value for name, value in rest.items() if name not in _PIXELS}
+            dict_args = model.decoder_arguments(**rest)
+            inputs = dict_args | decoder_positions(model.config, dict_args)
+            x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch))
+        x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs)
+        if self.is_last:
+            hidden_TD = model.language_model.norm(x_TD)
+            shape, labels = batch["input_ids"].shape, batch["labels"]
+            return model.predict(hidden_TD, shape, labels, batch["num_target_tokens"]).loss_sum
+        left = [levels[g] for g in self._travelling(self.layers.stop) if g in levels]
+        return paddle.concat([x_TD, *left]) if left else x_TD
+
+    def _embed(
+        self, batch: dict[str, Any], visual: list
+    ) -> tuple[Tensor, dict[int, Tensor], dict[str, Any]]:
+        model = self.model
+        pixels, grid_thw, video_pixels, video_grid_thw = visual
+        dict_args = model.decoder_arguments(
+            image_grid_thw=grid_thw, video_grid_thw=video_grid_thw, **batch
+        )
+        device = [None if p is None else paddle.to_tensor(p) for p in (pixels, video_pixels)]
+        dict_args |= model.encode_visual(device[0], grid_thw, device[1], video_grid_thw)
+        inputs = model.language_model.embedding(dict_args)
+        levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
+        return inputs["hidden_states"], levels, inputs
+
+    def _unpack(self, rows_RD: Tensor, num_visual: int) -> tuple[Tensor, dict[int, Tensor]]:
+        travelling = self._travelling(self.layers.start)
+        if not travelling or num_visual == 0:
+            return rows_RD, {}
+        tokens = rows_RD.shape[0] - num_visual * len(travelling)
+        x_TD, *levels = paddle.split(rows_RD, [tokens] + [num_visual] * len(travelling))
+        return x_TD, dict(zip(travelling, levels, strict=True))
+
+    def _travelling(self, layer: int) -> range:
+        """Levels that are still to be added where that layer begins; level g follows layer g."""
+        return range(min(layer, self.num_levels), self.num_levels)
+
+
+def _num_visual_rows(batch: dict[str, Any]) -> int:
+    indices = batch.get("visual_update_indices")
+    if indices is None and (batch.get("image_grid_thw") is not None):
+        raise ValueError(
+            "a batch with visual tokens goes through a pipeline with its visual_update_indices and "
+            "visual_gather_indices only, which say how many rows travel: the collator adds them"
+        )
+    return 0 if indices is None else indices.shape[0]

@@ -1,0 +1,133 @@
+"""One stage's side of a step: its parts of the model run as the plan says.
+
+A part is a function of a batch and of the rows that the part before made. Gradients add up in the
+parameters; nothing is scaled on the way, the last part divides by the step's number of targets.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.parallel.pipeline.exchange import Arriving, Exchange
+from paddle_vl.parallel.pipeline.schedule import Operation, plan
+
+Batch = dict[str, Any]
+
+
+class Part(Protocol):
+    """Consecutive layers of a model."""
+
+    is_first: bool
+    is_last: bool
+
+    def input_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Shape of the rows that arrive, known without them."""
+
+    def __call__(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
+        """Rows for the next part; of the last part the summed loss."""
+
+
+class PipelineRunner:
+    """Trains and evaluates a model whose layers are spread over a pipeline.
+
+    The same two methods as `WholeModel` of `paddle_vl.train.step`; all stages call them together,
+    with the same batches.
+
+    Args:
+        model: what the parts are of, on this stage.
+        parts: those of this stage, by their place in the model; part i is number
+            `i * num_stages + stage` of all.
+        group: the processes of the pipeline, by stage.
+        dtype: of the rows between parts.
+    """
+
+    def __init__(self, model: nn.Layer, parts: Sequence[Part], group, dtype: str):
+        self.model = model
+        self.parts = {i * group.nranks + group.rank: part for i, part in enumerate(parts)}
+        self.num_stages, self.num_virtual, self.stage = group.nranks, len(parts), group.rank
+        self.exchange = Exchange(group, dtype)
+
+    def accumulate_gradients(self, batches: Sequence[Batch], num_target_tokens: int) -> Tensor:
+        """Add up the gradients of the mean loss over all batches.
+
+        Returns:
+            That loss on the last stage, zero on the others.
+        """
+        return _Step(self, batches, num_target_tokens).run(self._operations(len(batches)))
+
+    @paddle.no_grad()
+    def loss_sum(self, batch: Batch) -> Tensor:
+        """Summed loss of one batch on the last stage, zero on the others."""
+        return _Step(self, [batch], 1).run(self._operations(1, forward_only=True))
+
+    def _operations(self, num_batches: int, forward_only: bool = False) -> list[Operation]:
+        plans = plan(self.num_stages, self.num_virtual, num_batches, forward_only)
+        return plans[self.stage]
+
+
+class _Step:
+    """What a stage holds during a step."""
+
+    def __init__(self, runner: PipelineRunner, batches: Sequence[Batch], num_target_tokens: int):
+        self.parts, self.exchange = runner.parts, runner.exchange
+        self.batches, self.num_target_tokens = batches, num_target_tokens
+        self.loss = paddle.zeros([])
+        # By part and micro-batch: what entered a part, what it made, and what is on its way here.
+        self.entered: dict[tuple[int, int], Tensor | None] = {}
+        self.made: dict[tuple[int, int], Tensor] = {}
+        self.arriving: dict[tuple[str, int, int], Arriving] = {}
+
+    def run(self, operations: Sequence[Operation]) -> Tensor:
+        does = {
+            "forward": self.forward,
+            "backward": self.backward,
+            "send": self.send,
+            "receive": self.receive,
+        }
+        for operation in operations:
+            does[operation.kind](operation)
+        self.exchange.finish()
+        return self.loss
+
+    def forward(self, operation: Operation) -> None:
+        _, _, number, micro_batch, _ = operation
+        part, rows = self.parts[number], None
+        if not part.is_first:
+            rows = self.arriving.pop(("forward", number - 1, micro_batch)).wait()
+            rows.stop_gradient = not paddle.is_grad_enabled()
+        made = part(self.batches[micro_batch], rows)
+        if part.is_last:
+            made = made / self.num_target_tokens
+            self.loss = self.loss + made.detach().astype("float32")
+        self.entered[number, micro_batch], self.made[number, micro_batch] = rows, made
+
+    def backward(self, operation: Operation) -> None:
+        _, _, number, micro_batch, _ = operation
+        made = self.made.pop((number, micro_batch))
+        gradient = None
+        if not self.parts[number].is_last:
+            gradient = self.arriving.pop(("backward", number + 1, micro_batch)).wait()
+        # A first part that is frozen made rows that nothing depends on.
+        if not made.stop_gradient:
+            paddle.autograd.backward([made], [gradient])
+
+    def send(self, operation: Operation) -> None:
+        _, of, number, micro_batch, peer = operation
+        if of == "forward":
+            made = self.made[number, micro_batch]
+            self.exchange.send(made.detach(), peer)
+            if not paddle.is_grad_enabled():
+                del self.made[number, micro_batch]
+        else:
+            self.exchange.send(self.entered.pop((number, micro_batch)).grad, peer)
+
+    def receive(self, operation: Operation) -> None:
+        """Rows of the part before one of ours, or the gradient of the rows that ours made."""
+        _, of, number, micro_batch, peer = operation
+        if of == "forward":
+            shape = self.parts[number + 1].input_shape(self.batches[micro_batch])
+        else:
+            shape = self.made[number - 1, micro_batch].shape
+        self.arriving[of, number, micro_batch] = self.exchange.receive(shape, peer)

@@ -1,0 +1,85 @@
+"""How a model lies over the processes of a run: what each of them holds, and what runs it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paddle import nn
+
+from paddle_vl.config.load import raise_problems
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
+from paddle_vl.parallel.pipeline.split import split_layers
+from paddle_vl.parallel.tensor import FleetPlacement
+from paddle_vl.parallel.topology import Topology
+from paddle_vl.parallel.writers import FleetWriters
+from paddle_vl.train.processes import SingleProcess
+from paddle_vl.train.step import WholeModel
+
+_NOT_DEGREES = {"vision", "pp_split"}
+
+
+def parallel_degrees(config: RunConfig) -> ParallelDegrees:
+    """The `parallel` section as the parallel code has it."""
+    settings = config.parallel.model_dump(exclude=_NOT_DEGREES)
+    return ParallelDegrees(**settings, num_micro_batches=config.train.gradient_accumulation_steps)
+
+
+class Layout:
+    """This process's part of a model.
+
+    Args:
+        shape: the decoder's sizes.
+        costs: of every decoder layer, and of what comes before and after them.
+
+    Raises:
+        ValueError: every rule that model, degrees and padding break.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        topology: Topology,
+        shape: ModelShape,
+        costs: tuple[Sequence[float], float, float],
+    ):
+        self.config, self.topology = config, topology
+        degrees = topology.degrees
+        plan = Plan(degrees, topology.world_size, shape, config.data.pad_to_multiple_of)
+        raise_problems(plan_problems(plan))
+        layers, before, after = costs
+        if config.parallel.pp_split == "count":
+            layers, before, after = [1] * len(layers), 0, 0
+        self.num_layers = len(layers)
+        parts = split_layers(layers, degrees.pp_degree * degrees.num_virtual_stages, before, after)
+        # One range of layers for each virtual stage.
+        self.parts = parts[topology.pp_rank :: degrees.pp_degree]
+
+    def placement(self) -> SingleDevicePlacement:
+        """What this process holds of the model."""
+        topology, parallel = self.topology, self.config.parallel
+        held, writers = None, FleetWriters(topology)
+        if topology.degrees.pp_degree > 1:
+            held = HeldLayers(
+                embedding=self.parts[0].start == 0,
+                layers=frozenset(layer for part in self.parts for layer in part),
+                head=self.parts[-1].stop == self.num_layers,
+            )
+        if topology.mp_group.nranks == 1:
+            return SingleDevicePlacement(held, writers)
+        return FleetPlacement(
+            topology.mp_group, parallel.sequence_parallel, parallel.vision, held, writers
+        )
+
+    def runner(
+        self,
+        model: nn.Layer,
+        make_part: Callable[[Any, range], Part],
+        processes: SingleProcess,
+    ) -> WholeModel | PipelineRunner:
+        """What computes losses and gradients: the model, or this process's parts of it."""
+        if self.topology.degrees.pp_degree == 1:
+            return WholeModel(model, processes)
+        parts = [make_part(model, layers) for layers in self.parts]
+        return PipelineRunner(model, parts, self.topology.pp_group, self.config.model.compute_dtype)
