@@ -17,9 +17,8 @@ from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.embedding import decoder_positions
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
 
-_PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 VISUAL_SHARE = 0.5
-_HEAD = ("labels", "num_target_tokens")
+_NOT_FOR_DECODER = ("pixel_values", "pixel_values_videos", "labels", "num_target_tokens")
 
 
 def layer_costs(config: Qwen3VLConfig) -> tuple[list[float], float, float]:
@@ -74,13 +73,15 @@ class Qwen3VLStage:
             batch: as the collator makes it.
             rows_RD: what the part before returned; None for the first.
         """
-        model, rest = self.model, {k: v for k, v in batch.items() if k not in _HEAD}
+        model = self.model
+        dict_args = model.decoder_arguments(
+            **{name: value for name, value in batch.items() if name not in _NOT_FOR_DECODER}
+        )
         if self.is_first:
-            visual = [rest.pop(name, None) for name in _PIXELS]
-            x_TD, levels, inputs = self._embed(rest, visual)
+            inputs = model.language_model.embedding(dict_args | self._encode_visual(batch))
+            x_TD = inputs["hidden_states"]
+            levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         else:
-            rest = {name: value for name, value in rest.items() if name not in _PIXELS}
-            dict_args = model.decoder_arguments(**rest)
             inputs = dict_args | decoder_positions(model.config, dict_args)
             x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch))
         x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs)
@@ -91,19 +92,14 @@ class Qwen3VLStage:
         left = [levels[g] for g in self._travelling(self.layers.stop) if g in levels]
         return paddle.concat([x_TD, *left]) if left else x_TD
 
-    def _embed(
-        self, batch: dict[str, Any], visual: list
-    ) -> tuple[Tensor, dict[int, Tensor], dict[str, Any]]:
-        model = self.model
-        pixels, grid_thw, video_pixels, video_grid_thw = visual
-        dict_args = model.decoder_arguments(
-            image_grid_thw=grid_thw, video_grid_thw=video_grid_thw, **batch
+    def _encode_visual(self, batch: dict[str, Any]) -> dict[str, Any]:
+        pixels, video_pixels = (
+            None if batch.get(name) is None else paddle.to_tensor(batch[name])
+            for name in ("pixel_values", "pixel_values_videos")
         )
-        device = [None if p is None else paddle.to_tensor(p) for p in (pixels, video_pixels)]
-        dict_args |= model.encode_visual(device[0], grid_thw, device[1], video_grid_thw)
-        inputs = model.language_model.embedding(dict_args)
-        levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
-        return inputs["hidden_states"], levels, inputs
+        return self.model.encode_visual(
+            pixels, batch.get("image_grid_thw"), video_pixels, batch.get("video_grid_thw")
+        )
 
     def _unpack(self, rows_RD: Tensor, num_visual: int) -> tuple[Tensor, dict[int, Tensor]]:
         travelling = self._travelling(self.layers.start)

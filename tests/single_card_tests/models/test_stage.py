@@ -1,0 +1,123 @@
+"""Parts of a Qwen3-VL as a pipeline runs them, here one behind the other on one device.
+
+Guarantees: parts give the whole model's loss and every gradient, wherever the layers are cut,
+tied or not, with images and without; a part knows the shape of what arrives beforehand; levels
+travel no further than the layer that adds them; a part holds its own parameters and no others.
+"""
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.batch.visual_index import host_visual_indices
+from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage, layer_costs
+from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from tests.tiny import IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+
+CUTS = [[3], [1, 2, 3], [1, 3], [2, 3]]
+
+
+def batch_of(grids: list[list[int]]) -> dict:
+    """Two samples; the images of the grids, two visual tokens or more each, are in the first."""
+    tokens = [("image", int(np.prod(grid)) // 4) for grid in grids]
+    ids = token_rows([1, *tokens, 2, 3], [4, 5, 6])
+    batch = {
+        "input_ids": ids, "attention_mask": (ids != 0).astype(np.int64),
+        "labels": np.where(ids < 60, ids, -100), "has_left_padding": False,
+    }  # fmt: skip
+    rows = sum(count for _, count in tokens)
+    if grids:
+        pixels, grid_thw = patches(grids)
+        batch |= {"pixel_values": pixels, "image_grid_thw": grid_thw}
+        batch |= host_visual_indices(
+            ids, image_token_id=IMAGE, video_token_id=VIDEO, num_image_rows=rows
+        )
+    batch["num_target_tokens"] = int((batch["labels"][:, 1:] != -100).sum())
+    return batch
+
+
+def ranges(ends: list[int]) -> list[range]:
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def loss_through_parts(parts: list[Qwen3VLStage], batch: dict) -> paddle.Tensor:
+    rows = None
+    for part in parts:
+        if rows is not None:
+            assert part.input_shape(batch) == tuple(rows.shape)
+        rows = part(batch, rows)
+    return rows
+
+
+@pytest.mark.parametrize("ends", CUTS, ids=str)
+@pytest.mark.parametrize("grids", [[[1, 2, 4], [1, 4, 2]], []], ids=["images", "text"])
+def test_parts_in_a_row_are_the_whole_model(ends, grids):
+    batch = batch_of(grids)
+    model = tiny_model()
+    wanted = model(**batch).loss_sum
+    wanted.backward()
+    gradients = {n: p.grad for n, p in model.hf_named_parameters()}
+    other = tiny_model()
+    loss = loss_through_parts([Qwen3VLStage(other, layers) for layers in ranges(ends)], batch)
+    loss.backward()
+    np.testing.assert_allclose(loss.numpy(), wanted.numpy(), rtol=1e-6)
+    for name, parameter in other.hf_named_parameters():
+        if gradients[name] is None:
+            assert parameter.grad is None, name
+            continue
+        scale = np.abs(gradients[name].numpy()).max()
+        error = np.abs(parameter.grad.numpy() - gradients[name].numpy()).max()
+        assert error <= 1e-6 * max(scale, 1e-6), name
+
+
+def test_levels_travel_to_the_layer_that_adds_them_and_no_further():
+    model, batch = tiny_model(), batch_of([[1, 2, 4]])
+    tokens, visual = batch["input_ids"].size, len(batch["visual_update_indices"])
+    shapes = [Qwen3VLStage(model, range(i, i + 1)).input_shape(batch)[0] for i in (1, 2)]
+    assert shapes == [tokens + visual, tokens]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_part_holds_its_own_parameters_only(tied):
+    config = tiny_config().with_tie(tied)
+    whole = Qwen3VLForConditionalGeneration.from_config(config)
+    parts = [
+        HeldLayers(layers=frozenset({0, 1}), head=False),
+        HeldLayers(embedding=False, layers=frozenset({2})),
+    ]
+    held = []
+    for part in parts:
+        paddle.seed(0)
+        model = Qwen3VLForConditionalGeneration.from_config(config, SingleDevicePlacement(part))
+        held.append(dict(model.hf_named_parameters()))
+        assert model.whole_shapes() == {
+            item.key: item.stored_shape for item in whole.stored_parameters()
+        }
+    keys = {name for name, _ in whole.hf_named_parameters()}
+    shared = {"model.language_model.embed_tokens.weight"} if tied else set()
+    assert held[0].keys() | held[1].keys() == keys
+    assert held[0].keys() & held[1].keys() == shared
+    for name in shared:
+        np.testing.assert_array_equal(held[0][name].numpy(), held[1][name].numpy())
+        assert [part[name].is_tied_copy for part in held] == [False, True]
+    paddle.seed(0)
+    drawn = dict(Qwen3VLForConditionalGeneration.from_config(config).hf_named_parameters())
+    for part in held:
+        for name, parameter in part.items():
+            np.testing.assert_array_equal(parameter.numpy(), drawn[name].numpy(), err_msg=name)
+
+
+def test_a_batch_without_indices_is_refused():
+    batch = batch_of([[1, 2, 4]])
+    del batch["visual_update_indices"]
+    with pytest.raises(ValueError, match="goes through a pipeline with its visual_update_indices"):
+        Qwen3VLStage(tiny_model(), range(1, 3)).input_shape(batch)
+
+
+def test_costs_count_the_head_and_the_tower():
+    config = tiny_config()
+    layers, tower, head = layer_costs(config)
+    assert layers == [2 * 16 * 6 * 8 + 3 * 16 * 24] * 3
+    assert head == 16 * 64
+    assert tower == 0.5 * 4 * 2 * (4 * 16 * 16 + 2 * 16 * 24)
