@@ -1,9 +1,10 @@
 """Whole training runs over several processes.
 
 Pinned here: loss, gradient norm, evaluation loss and every parameter after four optimizer steps
-equal the run on one device, over dp, mp, mp with sequence parallelism and both, on batches that mix
-images and text; a resumed run is bit-identical under the same topology; one process continues what
-several saved. The oracle is the same run file on one device with the same global batch.
+equal the run on one device, over every kind of parallelism and mixes of them, on micro-batches of
+different lengths, with two images, with one and with none; a resumed run is bit-identical under the
+same topology; one process continues what several saved. The oracle is the same run file on one
+device with the same global batch.
 
 Adam divides a gradient by its own size, which turns rounding noise of entries near zero into full
 updates; a large epsilon keeps the comparison about the arithmetic.
@@ -21,18 +22,31 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.train.build import build_trainer
 from tests.launch import launch
+from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
 
 SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
+PP = ("parallel.pp_degree=2",)
+SHARDING = ("parallel.sharding_degree=2",)
 TOPOLOGIES = {
     "dp2": (2, ["parallel.dp_degree=2"]),
     "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
     # Recomputation repeats the collectives of a layer in the backward pass.
     "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP, "train.recompute=full"]),
-    "pp2": (2, ["parallel.pp_degree=2"]),
+    "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
+    "pp2 interleaved": (2, [*PP, "parallel.num_virtual_stages=2"]),
+    "pp4": (4, ["parallel.pp_degree=4"]),
+    "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", *SP]),
 }
-GLOBAL_BATCH = 4
+# The tower's three levels cross two boundaries of four stages; the layers do not divide evenly.
+MODEL = TINY_MODEL | {
+    "text_config": TINY_MODEL["text_config"] | {"num_hidden_layers": 5},
+    "vision_config": TINY_MODEL["vision_config"]
+    | {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]},
+}
+# Samples of a micro-batch over all processes.
+GLOBAL_BATCH = 2
 TOLERANCE = 1e-5
 
 
@@ -58,7 +72,7 @@ def settings(num_data_parts: int) -> list[str]:
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
     """A run whose samples have an image, two, or none, and different lengths."""
-    path = write_tiny_run(tmp_path_factory.mktemp("run"), num_samples=24)
+    path = write_tiny_run(tmp_path_factory.mktemp("run"), num_samples=24, model=MODEL)
     records = [json.loads(line) for line in path.with_name("train.jsonl").read_text().splitlines()]
     for number, record in enumerate(records):
         question = record["messages"][0]
@@ -79,6 +93,8 @@ def common(run_file: Path) -> list[str]:
         "train.eval_steps=2",
         "train.adam_epsilon=1e-2",
         "train.weight_decay=0.1",
+        "train.gradient_accumulation_steps=4",
+        "train.per_device_eval_batch_size=1",
     ]
 
 
@@ -93,7 +109,8 @@ def one_device(run_file, tmp_path_factory) -> Path:
 def several(request, run_file, tmp_path_factory) -> Path:
     processes, overrides = TOPOLOGIES[request.param]
     output_dir = tmp_path_factory.mktemp("several") / "out"
-    parts = 2 if "parallel.dp_degree=2" in overrides else 1
+    split = {"parallel.dp_degree=2", "parallel.sharding_degree=2"}
+    parts = 2 ** len(split & set(overrides))
     overrides = [*common(run_file), *settings(parts), *overrides]
     launch(worker, processes, arguments=(str(run_file), str(output_dir), overrides))
     return output_dir

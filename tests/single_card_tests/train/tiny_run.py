@@ -29,7 +29,7 @@ MODEL = {
 }  # fmt: skip
 
 
-def write_tiny_run(folder: Path, num_samples: int = 12) -> Path:
+def write_tiny_run(folder: Path, num_samples: int = 12, model: dict = MODEL) -> Path:
     """Write pictures, train.jsonl, test.jsonl, processor/ and run.yaml; return the last."""
     (folder / "images").mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def write_tiny_run(folder: Path, num_samples: int = 12) -> Path:
     tokenizer = train_bpe(["Which colour? red green blue yes"], 280, CONTROL_TOKENS)
     Qwen3VLProcessor(tokenizer, images).save_pretrained(folder / "processor")
     settings = {
-        "model": {"config": MODEL},
+        "model": {"config": model},
         "data": {
             "train": [str(folder / "train.jsonl")],
             "processor": str(folder / "processor"),
