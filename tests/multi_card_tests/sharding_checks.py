@@ -1,0 +1,477 @@
+"""Models and checks that run on every rank of a sharding group; see `test_sharding`."""
+
+import gc
+from functools import partial
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+from paddle import Tensor, nn
+from paddle.base.core import (
+    host_memory_stat_current_value,
+    host_memory_stat_peak_value,
+    host_memory_stat_reset_peak_value,
+)
+
+from paddle_vl.nn.linear import Embedding, Linear, VocabHead
+from paddle_vl.nn.norm import rms_norm
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.recompute import recompute_layers
+from paddle_vl.parallel.recorder import Collective, record_collectives
+from paddle_vl.parallel.sharding import Sharding, buckets
+from paddle_vl.parallel.topology import initialize
+from tests.launch import run_checks
+
+STAGES = (1, 2, 3)
+STEPS, MICRO_BATCHES = 3, 2
+VOCAB, DIM, ROWS = 11, 6, 5
+NUM_LAYERS, NUM_BLOCKS = 3, 2
+# Of the model for memory: one float32 weight of a layer, and how many there are.
+WIDE, NUM_WIDE = 256, 8
+WIDE_BYTES = WIDE * WIDE * 4
+
+
+class Block(nn.Layer):
+    """A unit that the data enter, which need no gradient: as in a vision tower."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = Linear(DIM, DIM, bias=True, init_std=0.4)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return x_TD + paddle.tanh(self.proj(x_TD))
+
+
+class Layer(nn.Layer):
+    """A unit with all that could go wrong: weights that autograd or a PyLayer saves, a frozen one,
+    one smaller than the group, a table, slices, and gradients that come back through a chain of
+    operations on weights alone that is much longer than the layer's own."""
+
+    def __init__(self, is_sided: bool):
+        super().__init__()
+        self.is_sided = is_sided
+        self.norm = self.create_parameter([DIM], default_initializer=nn.initializer.Constant(1.0))
+        self.up = Linear(DIM, 7, bias=True, init_std=0.4)
+        self.down = Linear(7, DIM, bias=False, init_std=0.4)
+        self.sliced = self.create_parameter([DIM, 9])
+        self.scale = self.create_parameter([1], default_initializer=nn.initializer.Constant(0.7))
+        self.table = self.create_parameter([3, DIM])
+        self.frozen = self.create_parameter([DIM, DIM])
+        self.frozen.stop_gradient = True
+
+    def forward(self, x_TD: Tensor, side_TD: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        h_TD = rms_norm(x_TD, self.norm, 1e-6)
+        h_TD = self.down(F.silu(self.up(h_TD))) * self.scale + paddle.matmul(h_TD, self.frozen)
+        h_TD = h_TD + paddle.matmul(h_TD, self.sliced[:, 2 : 2 + DIM])
+        h_TD = h_TD + F.embedding(paddle.arange(ROWS) % 3, self.table)
+        chained = self.norm * self.scale
+        for _ in range(20):
+            chained = paddle.tanh(chained * self.norm)
+        x_TD = x_TD + h_TD + chained * len(sizes)
+        return x_TD + side_TD if self.is_sided else x_TD
+
+
+class Toy(nn.Layer):
+    """Blocks over data, layers over tokens; parameters of the root around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = Embedding(VOCAB, DIM, init_std=0.5)
+        self.blocks = nn.LayerList([Block() for _ in range(NUM_BLOCKS)])
+        self.layers = nn.LayerList([Layer(is_sided=i < 2) for i in range(NUM_LAYERS)])
+        self.rare = self.create_parameter([DIM], default_initializer=nn.initializer.Constant(0.3))
+        self.fixed = self.create_parameter([DIM], default_initializer=nn.initializer.Constant(0.9))
+        self.fixed.stop_gradient = True
+        self.head = VocabHead(DIM, VOCAB, init_std=0.5)
+
+    @property
+    def units(self) -> list[nn.Layer]:
+        return [*self.blocks, *self.layers]
+
+    def forward(self, ids_T: Tensor, pixels_TD: Tensor, uses_rare: bool) -> Tensor:
+        side_TD = pixels_TD
+        for block in self.blocks:
+            side_TD = block(side_TD)
+        x_TD = self.embedding(ids_T) * self.fixed
+        if uses_rare:
+            x_TD = x_TD * self.rare
+        for layer in self.layers:
+            x_TD = layer(x_TD, side_TD, (1, 2))
+        return (self.head(x_TD) ** 2).mean()
+
+
+class Wide(nn.Layer):
+    """Two matrices' product with few rows: the weight is nearly all of a layer's memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = self.create_parameter([WIDE, WIDE])
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return paddle.tanh(paddle.matmul(x_TD, self.weight))
+
+
+class WideStack(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.units = nn.LayerList([Wide() for _ in range(NUM_WIDE)])
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        for unit in self.units:
+            x_TD = unit(x_TD)
+        return x_TD.mean()
+
+
+def sample(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor, bool]:
+    """A micro-batch of a rank's; only rank 0 uses the rare parameter, in its first one."""
+    random = np.random.default_rng([step, micro, rank])
+    ids_T = random.integers(0, VOCAB, ROWS)
+    pixels_TD = random.normal(size=(ROWS, DIM)).astype(np.float32)
+    return paddle.to_tensor(ids_T), paddle.to_tensor(pixels_TD), rank == 0 and micro == 0
+
+
+def toy(recomputed: bool = False) -> Toy:
+    paddle.seed(5)
+    model = Toy()
+    if recomputed:
+        recompute_layers(model.units)
+    return model
+
+
+def trained(model: nn.Layer) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if not parameter.stop_gradient]
+
+
+def adamw(parameters: list[Tensor]) -> paddle.optimizer.AdamW:
+    return paddle.optimizer.AdamW(
+        0.02, parameters=parameters, weight_decay=0.1, multi_precision=True
+    )
+
+
+def names(model: nn.Layer) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def single_run(num_ranks: int) -> dict[str, Any]:
+    """One process on the data of all ranks."""
+    model = toy()
+    optimizer = adamw(trained(model))
+    losses = []
+    for step in range(STEPS):
+        batches = [sample(step, m, r) for m in range(MICRO_BATCHES) for r in range(num_ranks)]
+        total = 0.0
+        for batch in batches:
+            loss = model(*batch)
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        optimizer.step()
+        optimizer.clear_grad(set_to_zero=False)
+    return {"losses": losses} | {name: value.numpy() for name, value in names(model).items()}
+
+
+class Run:
+    """A model, its sharding and its optimizer."""
+
+    def __init__(self, group, stage: int, recomputed: bool = False, model: Any = None):
+        self.group, self.model = group, model or toy(recomputed)
+        self.sharding = Sharding(self.model.parameters(), group, stage, self.model.units)
+        self.shards = [self.sharding.shard_of(parameter) for parameter in trained(self.model)]
+        self.optimizer = adamw(self.shards)
+
+    def backward(self, step: int = 0) -> float:
+        total = 0.0
+        for micro in range(MICRO_BATCHES):
+            loss = self.model(*sample(step, micro, self.group.rank))
+            loss.backward()
+            self.sharding.end_micro_batch()
+            total += loss.item()
+        self.sharding.end_backward()
+        return total
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.sharding.spread_parameters()
+        self.optimizer.clear_grad(set_to_zero=False)
+
+    def values(self) -> dict[str, np.ndarray]:
+        return {
+            name: self.sharding.gathered_value(parameter).numpy()
+            for name, parameter in names(self.model).items()
+        }
+
+
+def train(group, stage: int, recomputed: bool) -> dict[str, Any]:
+    """Losses of this rank's data, and every parameter after the steps."""
+    run = Run(group, stage, recomputed)
+    losses = []
+    for step in range(STEPS):
+        losses.append(run.backward(step))
+        assert all(parameter.grad is None for parameter in run.model.parameters())
+        run.update()
+        assert all(shard.grad is None for shard in run.shards)
+    return {"losses": losses} | run.values()
+
+
+def step_collectives(group, stage: int, recomputed: bool) -> list[Collective]:
+    run = Run(group, stage, recomputed)
+    with record_collectives() as recording:
+        for micro in range(MICRO_BATCHES):
+            recording.phase = "forward"
+            loss = run.model(*sample(0, micro, group.rank))
+            recording.phase = "backward"
+            loss.backward()
+            recording.phase = "end"
+            run.sharding.end_micro_batch()
+        run.sharding.end_backward()
+        recording.phase = "update"
+        run.update()
+    return recording.calls
+
+
+def small_buckets(group, stage: int) -> tuple[list[str], dict[str, Any]]:
+    """Kinds of a step's collectives with buckets that hold an embedding or a rare, not both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "BUCKET_ELEMENTS", VOCAB * DIM + DIM - 1)
+        calls = step_collectives(group, stage, False)
+        return [call.kind for call in calls if call.phase in ("end", "update")], train(
+            group, stage, False
+        )
+
+
+def storage_between_steps(group, stage: int) -> list[str]:
+    """Parameters without storage, after construction, after a step and after an evaluation."""
+    run = Run(group, stage)
+    found = []
+    for moment in (
+        lambda: None,
+        lambda: (run.backward(), run.update()),
+        lambda: evaluated(run, sample(9, 0, 0)),
+    ):
+        moment()
+        found.append([n for n, p in names(run.model).items() if not p._is_initialized()])
+    assert found[0] == found[1] == found[2]
+    return found[0]
+
+
+def evaluated(run: Run, batch: tuple) -> float:
+    with paddle.no_grad():
+        loss = run.model(*batch)
+    assert loss.stop_gradient
+    return loss.item()
+
+
+def evaluation(group, stage: int) -> tuple[float, float]:
+    """Loss with and without a graph, the same data on every rank."""
+    run = Run(group, stage)
+    return run.model(*sample(0, 0, 1)).item(), evaluated(run, sample(0, 0, 1))
+
+
+def memory(group, stage: int) -> dict[str, int]:
+    """Bytes above those before the model was made, of a stack that is all units."""
+    # Models of other checks: a layer and its replaced forward know each other.
+    gc.collect()
+    before = host_memory_stat_current_value("Allocated", 0)
+    model = WideStack()
+    run = Run(group, stage, model=model)
+    x_TD = paddle.ones([2, WIDE])
+    figures = {"between steps": host_memory_stat_current_value("Allocated", 0) - before}
+    host_memory_stat_reset_peak_value("Allocated", 0)
+    run.model(x_TD).backward()
+    figures["peak"] = host_memory_stat_peak_value("Allocated", 0) - before
+    figures["after backward"] = host_memory_stat_current_value("Allocated", 0) - before
+    run.sharding.end_micro_batch()
+    run.sharding.end_backward()
+    run.update()
+    moments = run.optimizer._accumulators
+    figures["moments"] = sum(
+        state.size * state.element_size()
+        for kind in ("moment1", "moment2")
+        for state in moments[kind].values()
+    )
+    figures["after step"] = host_memory_stat_current_value("Allocated", 0) - before
+    return figures
+
+
+def round_trip(group, stage: int) -> list[str]:
+    """Parameters whose own parts, gathered, are not what they were cut from."""
+    run = Run(group, stage)
+    run.backward()
+    run.update()
+    wrong = []
+    for name, parameter in names(run.model).items():
+        whole = run.sharding.gathered_value(parameter).numpy()
+        own = run.sharding.own_shard(parameter, whole)
+        length = -(-parameter.size // group.nranks)
+        back = run.sharding.gathered_value(parameter, paddle.to_tensor(own)).numpy()
+        doubled = run.sharding.gathered_value(parameter, paddle.to_tensor(2 * own)).numpy()
+        if own.shape != (length,) or not (
+            np.array_equal(back, whole) and np.array_equal(doubled, 2 * whole)
+        ):
+            wrong.append(name)
+        if not parameter.stop_gradient and not np.array_equal(
+            run.sharding.shard_of(parameter).numpy(), own
+        ):
+            wrong.append(f"shard of {name}")
+    return wrong
+
+
+def restored(group, stage: int) -> list[str]:
+    """Parameters that did not take the values written to the shards, as loading a file does."""
+    run = Run(group, stage)
+    divided = [n for n, p in names(run.model).items() if not (p.stop_gradient and stage < 3)]
+    divided = [name for name in divided if name != "fixed"]
+    wanted = {}
+    for name in divided:
+        parameter = names(run.model)[name]
+        wanted[name] = np.random.default_rng(1).normal(size=parameter.shape).astype(np.float32)
+        own = run.sharding.own_shard(parameter, wanted[name])
+        run.sharding.shard_of(parameter).set_value(own)
+    run.sharding.spread_parameters()
+    values = run.values()
+    wrong = [name for name in divided if not np.array_equal(values[name], wanted[name])]
+    loss = evaluated(run, sample(0, 0, 0))
+    plain = toy()
+    for name, value in wanted.items():
+        names(plain)[name].set_value(value)
+    return wrong if loss == plain(*sample(0, 0, 0)).item() else [*wrong, "loss"]
+
+
+def overlapping(group, stage: int) -> float:
+    """Largest difference of the gradients when two forwards come before two backwards, as in a
+    pipeline, and one of the units runs twice in each."""
+    gradients = []
+    for is_overlapped in (False, True):
+        run = Run(group, stage)
+
+        def loss(micro, run=run):
+            ids_T, pixels_TD, _ = sample(0, micro, group.rank)
+            block = run.model.blocks[0]
+            return run.model(ids_T, block(pixels_TD), False)
+
+        if is_overlapped:
+            for part in [loss(0), loss(1)]:
+                part.backward()
+                run.sharding.end_micro_batch()
+        else:
+            for micro in range(2):
+                loss(micro).backward()
+                run.sharding.end_micro_batch()
+        run.sharding.end_backward()
+        gradients.append([shard.grad.numpy() for shard in run.shards])
+    return max(float(np.abs(a - b).max()) for a, b in zip(*gradients, strict=True))
+
+
+def never_used(group, stage: int) -> list[str]:
+    """Parameters whose shards have a wrong gradient when no unit runs and one parameter is used."""
+    run = Run(group, stage)
+    (run.model.rare * 2.0).sum().backward()
+    run.sharding.end_micro_batch()
+    run.sharding.end_backward()
+    wrong = []
+    for name, parameter in names(run.model).items():
+        if not parameter.stop_gradient:
+            value = 2.0 * group.nranks if name == "rare" else 0.0
+            wanted = run.sharding.own_shard(parameter, np.full(parameter.shape, value))
+            if not np.array_equal(run.sharding.shard_of(parameter).grad.numpy(), wanted):
+                wrong.append(name)
+    return wrong
+
+
+class Half(nn.Layer):
+    """bfloat16 as a weight's storage only: CPUs have no arithmetic in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = self.create_parameter([3, 5], dtype="bfloat16")
+        self.bias = self.create_parameter([5])
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return paddle.matmul(x_TD, self.weight.astype("float32")) + self.bias
+
+
+class HalfModel(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.units = nn.LayerList([Half()])
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.units[0](x_TD).sum()
+
+
+def half_gradients(group, stage: int) -> tuple[str, set[float]]:
+    """dtype and values of a bfloat16 gradient whose parts are 256, 1, 1 and 1 on every rank."""
+    run = Run(group, stage, model=HalfModel())
+    for value in (256.0, 1.0, 1.0, 1.0):
+        run.model(paddle.full([1, 3], value)).backward()
+        run.sharding.end_micro_batch()
+    run.sharding.end_backward()
+    weight = run.model.units[0].weight
+    grad = run.sharding.shard_of(weight).grad
+    whole = run.sharding.gathered_value(weight, grad.astype("float32"))
+    return str(grad.dtype), set(whole.numpy().reshape(-1).tolist())
+
+
+def marks(group) -> list[tuple[bool, bool, bool]]:
+    """What a shard says of itself: is_partial, is_distributed, whether it has a split_axis."""
+    model = toy()
+    model.rare.is_partial = True
+    model.head.weight.is_distributed, model.head.weight.split_axis = True, 0
+    sharding = Sharding(model.parameters(), group, 1)
+    shards = [sharding.shard_of(p) for p in (model.rare, model.head.weight)]
+    return [
+        (getattr(s, "is_partial", False), s.is_distributed, hasattr(s, "split_axis"))
+        for s in shards
+    ]
+
+
+def refused(group) -> dict[str, str]:
+    """What wrong use says."""
+    messages = {}
+
+    def refuse(name, error, function):
+        with pytest.raises(error) as raised:
+            function()
+        messages[name] = str(raised.value)
+
+    model = toy()
+    parameters = model.parameters()
+    refuse("stage", ValueError, lambda: Sharding(parameters, group, 4))
+    refuse("twice", ValueError, lambda: Sharding([*parameters, parameters[0]], group, 1))
+    block = model.blocks[0]
+    refuse("two units", ValueError, lambda: Sharding(parameters, group, 2, [block, block]))
+    run = Run(group, 2)
+    refuse("frozen", ValueError, lambda: run.sharding.shard_of(run.model.fixed))
+    weight = run.model.blocks[0].proj.weight
+    refuse("shape", ValueError, lambda: run.sharding.own_shard(weight, np.zeros([2, 3])))
+    weight.sum().backward()
+    refuse("outside", RuntimeError, run.sharding.end_micro_batch)
+    freed = Run(group, 3).model.blocks[0].proj.weight
+    refuse("no storage", RuntimeError, lambda: freed.sum())
+    return messages
+
+
+def worker(num_ranks: int) -> dict:
+    group = initialize(ParallelDegrees(sharding_degree=num_ranks)).sharding_group
+    checks: dict[str, Any] = {"single": partial(single_run, num_ranks)}
+    for stage in STAGES:
+        for recomputed in (False, True):
+            case = f"{stage} {recomputed}"
+            checks[f"train {case}"] = partial(train, group, stage, recomputed)
+            checks[f"collectives {case}"] = partial(step_collectives, group, stage, recomputed)
+        checks[f"again {stage}"] = partial(train, group, stage, False)
+        checks[f"small buckets {stage}"] = partial(small_buckets, group, stage)
+        for check in (
+            storage_between_steps,
+            evaluation,
+            memory,
+            round_trip,
+            restored,
+            overlapping,
+            never_used,
+            half_gradients,
+        ):
+            checks[f"{check.__name__} {stage}"] = partial(check, group, stage)
+    return run_checks(checks | {"marks": partial(marks, group), "refused": partial(refused, group)})
