@@ -12,6 +12,7 @@ import paddle.distributed as dist
 from paddle import Tensor
 
 from paddle_vl.parallel.gradients import sum_gradients, sum_partial_gradients
+from paddle_vl.parallel.random_state import seed_split_random
 from paddle_vl.parallel.topology import Topology
 
 
@@ -27,6 +28,7 @@ class FleetProcesses:
         self.is_main = topology.rank == 0
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
         self.holds_model = topology.dp_rank == 0
+        self.random_place = (topology.data_rank, topology.pp_rank)
 
     def totals(self, counts: Sequence[int]) -> list[int]:
         own = paddle.to_tensor(list(counts), dtype="int64")
@@ -49,6 +51,9 @@ class FleetProcesses:
         is_first_of_its_kind = tensor.is_distributed or self.topology.mp_rank == 0
         is_copy = getattr(tensor, "is_tied_copy", False)
         return self.topology.dp_rank == 0 and is_first_of_its_kind and not is_copy
+
+    def seed_split_random(self, entropy: Sequence[int]) -> None:
+        seed_split_random(entropy, self.topology.mp_rank)
 
     def end_micro_batch(self) -> None:
         if self.sharding is not None:

@@ -6,7 +6,7 @@
       checkpoint-STEP/            model and processor files of HF, so that it loads as a model,
         optimizer.safetensors     `HF name/state` arrays; like the weights in several files and an
                                   index of them when they are large or several processes write
-        trainer_state.json        step, counters, data position, random states
+        trainer_state.json        step, counters, data position
         config.yaml               configuration it was trained with
       final/                      the trained model, without training state
 

@@ -15,6 +15,8 @@ class SingleProcess:
     Attributes:
         is_main: whether this process writes files and speaks to the user.
         holds_model: whether this process and those that have the rest of its model save it.
+        random_place: what random numbers depend on beside seed and step; equal on processes that
+            must draw the same.
         data_rank, data_size: which part of every batch of samples is this process's, of how many.
     """
 
@@ -22,6 +24,7 @@ class SingleProcess:
     holds_model = True
     data_rank = 0
     data_size = 1
+    random_place: tuple[int, ...] = ()
 
     def totals(self, counts: Sequence[int]) -> list[int]:
         """Each count added up over the parts of the data. Called by all together."""
@@ -39,6 +42,9 @@ class SingleProcess:
         """Whether this process counts that trained tensor in `sum_over_all`: one of those that
         have the same values does."""
         return True
+
+    def seed_split_random(self, entropy: Sequence[int]) -> None:
+        """Start the generator for what this process has a part of, before every step."""
 
     def end_micro_batch(self) -> None:
         """Told behind every backward pass. Called by all together."""

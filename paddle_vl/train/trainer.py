@@ -18,7 +18,7 @@ from paddle_vl.train.metrics import METRICS_FILE, MetricsFile, StepMeter
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.progress import ProgressBar
-from paddle_vl.train.random_state import random_state, restore_random_state
+from paddle_vl.train.random_state import seed_step
 from paddle_vl.train.scalar_writers import ScalarWriters
 from paddle_vl.train.schedule import learning_rate
 from paddle_vl.train.step import Batch, StepResult, WholeModel, train_step
@@ -88,7 +88,6 @@ class Trainer:
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         self.meter.load_state_dict(state["meter"])
         self.data.load_state_dict(state["data"])
-        restore_random_state(state["random"])
 
     def run(self) -> int | None:
         """Train to the end, or until a signal asks to stop.
@@ -131,6 +130,7 @@ class Trainer:
         count = self.config.train.gradient_accumulation_steps
         micro_batches = [next(self.data) for _ in range(count)]
         rate = learning_rate(self.step, self.num_steps, self.config.train)
+        seed_step(self.config.train.seed, self.step, self.processes)
         result = train_step(self.runner, self.optimizer, micro_batches, rate, self.processes)
         self.step += 1
         self.meter.add(result, time.perf_counter() - begin)
@@ -207,7 +207,6 @@ class Trainer:
                 "nonfinite_in_a_row": self.nonfinite_in_a_row,
                 "meter": self.meter.state_dict(),
                 "data": self.data.state_dict(),
-                "random": random_state(),
             },
         )
 
