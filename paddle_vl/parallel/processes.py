@@ -5,7 +5,6 @@ same order, whatever its data.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import paddle
 import paddle.distributed as dist
@@ -13,22 +12,29 @@ from paddle import Tensor
 
 from paddle_vl.parallel.gradients import sum_gradients, sum_partial_gradients
 from paddle_vl.parallel.random_state import seed_split_random
+from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.topology import Topology
 
 
 class FleetProcesses:
     """One process of a run. Values differ per rank.
 
-    Args:
-        sharding: the shards that the optimizer works on, when sharding processes share its work.
+    Attributes:
+        sharding: the shards that the optimizer works on, set when the model is there; None when no
+            processes share its work.
     """
 
-    def __init__(self, topology: Topology, sharding: Any = None):
-        self.topology, self.sharding = topology, sharding
+    def __init__(self, topology: Topology):
+        self.topology = topology
+        self.sharding: Sharding | None = None
         self.is_main = topology.rank == 0
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
         self.holds_model = topology.dp_rank == 0
         self.random_place = (topology.data_rank, topology.pp_rank)
+
+    @property
+    def layers_are_collective(self) -> bool:
+        return self.sharding is not None and self.sharding.stage > 1
 
     def totals(self, counts: Sequence[int]) -> list[int]:
         own = paddle.to_tensor(list(counts), dtype="int64")

@@ -39,6 +39,7 @@ def encode_spread(
     group,
     gradients_are_parts: bool,
     takes_gradient: bool,
+    layers_are_collective: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Encode this rank's items and gather those of the others: rows of all items, in item order.
 
@@ -49,6 +50,8 @@ def encode_spread(
         gradients_are_parts: True when each rank uses only some of the rows (sequence parallelism):
             their gradients are then summed over the group. False when each uses all of them alike.
         takes_gradient: whether any of the tower is trained; a rank without an item cannot see it.
+        layers_are_collective: whether a rank without an item must run the tower all the same, for
+            ranks of other groups that do: it then encodes an item of one merged row, and drops it.
     """
     num_patches_I = grid_thw.prod(axis=1)
     assigned = assign_items(num_patches_I, group.nranks)
@@ -58,6 +61,10 @@ def encode_spread(
         rows = np.concatenate([np.arange(ends_I[i] - num_patches_I[i], ends_I[i]) for i in own])
         merged, levels = encode(paddle.index_select(pixels, paddle.to_tensor(rows)), grid_thw[own])
         packed_MC = paddle.concat([merged, *levels], axis=1)
+    elif layers_are_collective:
+        pixels_PC = paddle.zeros([merge**2, pixels.shape[1]], dtype=pixels.dtype)
+        merged, levels = encode(pixels_PC, np.array([[1, merge, merge]]))
+        packed_MC = paddle.concat([merged, *levels], axis=1)[:0]
     else:
         # Where the tower is trained, a leaf keeps the gather's backward pass alive on this rank.
         packed_MC = paddle.zeros([0, (1 + num_levels) * width], dtype=pixels.dtype)

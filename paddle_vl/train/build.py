@@ -80,6 +80,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     trained = freeze_parameters(
         list(model.hf_named_parameters()), config.model.freeze, whole_shapes
     )
+    layout.shard(model, processes)
     optimizer = Optimizer(
         trained,
         config.train,

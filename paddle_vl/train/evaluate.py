@@ -10,6 +10,7 @@ from typing import Any
 import paddle
 from paddle import nn
 
+from paddle_vl.train.in_step import evaluated_in_step
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.step import WholeModel
 
@@ -49,6 +50,9 @@ def mean_loss(
         ValueError: no batch has a target token.
     """
     total, count = paddle.zeros([], dtype="float64"), 0
+    if processes.layers_are_collective:
+        config, part = runner.model.config, runner.model.placement.row_part
+        batches = evaluated_in_step(batches, processes, config.vision_config, part.size)
     was_training = runner.model.training
     runner.model.eval()
     try:

@@ -11,6 +11,7 @@ from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
 from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
 from paddle_vl.parallel.pipeline.split import split_layers
+from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.parallel.writers import FleetWriters
@@ -71,6 +72,19 @@ class Layout:
         return FleetPlacement(
             topology.mp_group, parallel.sequence_parallel, parallel.vision, held, writers
         )
+
+    def shard(self, model: nn.Layer, processes: SingleProcess) -> None:
+        """Divide what sharding processes share; the model is there and its frozen parts are known.
+
+        Units are what recomputation works on, and recomputed already.
+        """
+        group = self.topology.sharding_group
+        if group.nranks == 1:
+            return
+        units = [*model.vision_blocks, *model.decoder_layers]
+        stage = self.topology.degrees.sharding_stage
+        sharding = Sharding(model.parameters(), group, stage, units)
+        model.placement.sharding = processes.sharding = sharding
 
     def runner(
         self,

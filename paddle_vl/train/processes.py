@@ -17,6 +17,7 @@ class SingleProcess:
         holds_model: whether this process and those that have the rest of its model save it.
         random_place: what random numbers depend on beside seed and step; equal on processes that
             must draw the same.
+        layers_are_collective: whether all must run the same layers, as they share them piecewise.
         data_rank, data_size: which part of every batch of samples is this process's, of how many.
     """
 
@@ -25,6 +26,7 @@ class SingleProcess:
     data_rank = 0
     data_size = 1
     random_place: tuple[int, ...] = ()
+    layers_are_collective = False
 
     def totals(self, counts: Sequence[int]) -> list[int]:
         """Each count added up over the parts of the data. Called by all together."""

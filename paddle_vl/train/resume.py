@@ -75,7 +75,7 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
     if _samples_per_micro_batch(saved) != _samples_per_micro_batch(config):
         fixed.append(
             "number of samples per micro-batch over all processes "
-            "(train.per_device_train_batch_size x parallel.dp_degree): "
+            "(train.per_device_train_batch_size x parallel.dp_degree x sharding_degree): "
             f"{_samples_per_micro_batch(saved)} -> {_samples_per_micro_batch(config)}"
         )
     if fixed:
@@ -90,7 +90,9 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
 
 def _samples_per_micro_batch(config: RunConfig) -> int:
     """What the data position counts in; processes may share it in any way."""
-    return config.train.per_device_train_batch_size * config.parallel.dp_degree
+    parallel = config.parallel
+    parts = parallel.dp_degree * parallel.sharding_degree
+    return config.train.per_device_train_batch_size * parts
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.train.in_step import has_visual, in_step
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
@@ -75,10 +76,11 @@ def train_step(
     Raises:
         ValueError: no micro-batch has a target token, so that there is no loss.
     """
-    total, num_tokens = processes.totals(
+    total, num_tokens, *with_visual = processes.totals(
         [
             sum(batch["num_target_tokens"] for batch in micro_batches),
             sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+            *map(has_visual, micro_batches),
         ]
     )
     if total == 0:
@@ -87,6 +89,8 @@ def train_step(
             "label is -100: nothing can be learned from them; check that the samples have "
             "assistant turns within data.max_length"
         )
+    if processes.layers_are_collective:
+        micro_batches = in_step(micro_batches, with_visual, model.model.config.vision_config)
     loss = model.accumulate_gradients(micro_batches, total)
     processes.sum_gradients(optimizer.tensors)
     loss = float(processes.sum_losses(loss))

@@ -35,8 +35,15 @@ TOPOLOGIES = {
     "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP, "train.recompute=full"]),
     "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
     "pp2 interleaved": (2, [*PP, "parallel.num_virtual_stages=2"]),
+    "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
+    "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
+    "sharding2 stage 3": (2, [*SHARDING, "parallel.sharding_stage=3"]),
     "pp4": (4, ["parallel.pp_degree=4"]),
     "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
+    "sharding2 mp2": (
+        4,
+        ["parallel.mp_degree=2", *SHARDING, "parallel.sharding_stage=3", *SP],
+    ),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", *SP]),
 }
 # The tower's three levels cross two boundaries of four stages; the layers do not divide evenly.

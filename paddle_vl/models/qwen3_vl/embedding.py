@@ -54,7 +54,8 @@ class GPTEmbedding(nn.Layer):
                 `attention_mask`, passed on; `image_embeds` / `video_embeds` `[M, D]`;
                 `deepstack_image_embeds` / `deepstack_video_embeds`, lists of G `[M, D]`;
                 `visual_update_indices`, `visual_gather_indices` and, with both modalities,
-                `visual_source_indices` (see `paddle_vl.batch.visual_index`); `decoder_input`
+                `visual_source_indices` (see `paddle_vl.batch.visual_index`), and how many visual
+                rows these leave out on purpose, `num_unused_visual_rows`; `decoder_input`
                 `[B, L, D]` or `[T, D]` in place of the embedded `input_ids`.
 
         Returns:
@@ -183,6 +184,7 @@ def _check_carried(dict_args: dict[str, Any], is_whole: bool) -> None:
             "does), or leave all index tensors out"
         )
     num_rows = _num_rows(image_embeds) + _num_rows(video_embeds)
+    num_rows -= dict_args.get("num_unused_visual_rows", 0)
     if paddle.in_dynamic_mode() and is_whole and update.shape[0] != num_rows:
         raise ValueError(
             f"visual_update_indices names {update.shape[0]} token rows but the batch has "

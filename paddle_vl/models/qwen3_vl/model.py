@@ -79,6 +79,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         visual_update_indices: Array | None = None,
         visual_gather_indices: Array | None = None,
         visual_source_indices: Array | None = None,
+        num_unused_visual_rows: int = 0,
         num_target_tokens: int | None = None,
         has_left_padding: bool | None = None,
         caches: list[KeyValueCache] | None = None,
@@ -95,6 +96,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
                 host: a Paddle tensor here costs a transfer.
             visual_update_indices, visual_gather_indices, visual_source_indices: the collator's
                 index arrays, see `paddle_vl.batch.visual_index`; computed when left out.
+            num_unused_visual_rows: visual rows that no token takes, with indices that leave them
+                out; they keep processes in step.
             num_target_tokens: how many labels count, when the host knows it.
             has_left_padding: False when no real token follows padding: causality then hides the
                 padding and no mask is applied.
@@ -113,6 +116,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             visual_update_indices=visual_update_indices,
             visual_gather_indices=visual_gather_indices,
             visual_source_indices=visual_source_indices,
+            num_unused_visual_rows=num_unused_visual_rows,
             has_left_padding=has_left_padding,
         )
         dict_args |= self.encode_visual(
@@ -132,6 +136,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         visual_update_indices: Array | None = None,
         visual_gather_indices: Array | None = None,
         visual_source_indices: Array | None = None,
+        num_unused_visual_rows: int = 0,
         has_left_padding: bool | None = None,
     ) -> dict[str, Any]:
         """What `GPTEmbedding` takes, all but the tower's outputs; arguments as of `forward`."""
@@ -147,6 +152,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             "visual_update_indices": _device(visual_update_indices),
             "visual_gather_indices": _device(visual_gather_indices),
             "visual_source_indices": _device(visual_source_indices),
+            "num_unused_visual_rows": num_unused_visual_rows,
         }
 
     def predict(

@@ -14,7 +14,7 @@ from paddle_vl.parallel.gradients import BUCKET_ELEMENTS
 from paddle_vl.parallel.mp_ops import gathered, sum_scattered
 
 # What a shard tells the steps behind the backward pass about its parameter.
-_COPIED_MARKS = ("is_partial", "is_distributed")
+_COPIED_MARKS = ("is_partial", "is_distributed", "is_tied", "is_tied_copy")
 
 
 @dataclass(frozen=True, eq=False)
