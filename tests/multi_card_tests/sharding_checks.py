@@ -154,11 +154,15 @@ def names(model: nn.Layer) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
+def gradient_of(name: str) -> str:
+    return f"gradient of {name}"
+
+
 def single_run(num_ranks: int) -> dict[str, Any]:
-    """One process on the data of all ranks."""
+    """One process on the data of all ranks; returns what `train` does."""
     model = toy()
     optimizer = adamw(trained(model))
-    losses = []
+    losses, gradients = [], {}
     for step in range(STEPS):
         batches = [sample(step, m, r) for m in range(MICRO_BATCHES) for r in range(num_ranks)]
         total = 0.0
@@ -167,9 +171,16 @@ def single_run(num_ranks: int) -> dict[str, Any]:
             loss.backward()
             total += loss.item()
         losses.append(total)
+        if step == 0:
+            gradients = {
+                gradient_of(name): parameter.grad.numpy()
+                for name, parameter in names(model).items()
+                if not parameter.stop_gradient
+            }
         optimizer.step()
         optimizer.clear_grad(set_to_zero=False)
-    return {"losses": losses} | {name: value.numpy() for name, value in names(model).items()}
+    values = {name: value.numpy() for name, value in names(model).items()}
+    return {"losses": losses} | gradients | values
 
 
 class Run:
@@ -196,6 +207,15 @@ class Run:
         self.sharding.spread_parameters()
         self.optimizer.clear_grad(set_to_zero=False)
 
+    def gradients(self) -> dict[str, np.ndarray]:
+        return {
+            gradient_of(name): self.sharding.gathered_value(
+                parameter, self.sharding.shard_of(parameter).grad
+            ).numpy()
+            for name, parameter in names(self.model).items()
+            if not parameter.stop_gradient
+        }
+
     def values(self) -> dict[str, np.ndarray]:
         return {
             name: self.sharding.gathered_value(parameter).numpy()
@@ -204,15 +224,17 @@ class Run:
 
 
 def train(group, stage: int, recomputed: bool) -> dict[str, Any]:
-    """Losses of this rank's data, and every parameter after the steps."""
+    """Losses of this rank's data, gradients of the first step, parameters after the last."""
     run = Run(group, stage, recomputed)
-    losses = []
+    losses, gradients = [], {}
     for step in range(STEPS):
         losses.append(run.backward(step))
         assert all(parameter.grad is None for parameter in run.model.parameters())
+        # AdamW does not see a factor that all gradients have.
+        gradients = gradients or run.gradients()
         run.update()
         assert all(shard.grad is None for shard in run.shards)
-    return {"losses": losses} | run.values()
+    return {"losses": losses} | gradients | run.values()
 
 
 def step_collectives(group, stage: int, recomputed: bool) -> list[Collective]:
