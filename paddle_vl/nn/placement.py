@@ -36,16 +36,23 @@ class HeldLayers:
     head: bool = True
 
 
+@dataclass(frozen=True)
 class Writers:
-    """The ranks that write one model together, and this one among them; here it is alone.
+    """The ranks that write one model together, and this one among them; it may be alone.
 
     Attributes:
         number, size: this rank among those that have its layers, and how many these are.
         stage: its stage of a pipeline.
-        is_first: whether this rank writes what is to be written once.
     """
 
-    number, size, stage, is_first = 0, 1, 0, True
+    number: int = 0
+    size: int = 1
+    stage: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what is to be written once."""
+        return self.number == 0 and self.stage == 0
 
     def of_stages(self, value: Any) -> list[Any]:
         """The `value` of every stage of a pipeline, in order. Called by all of them together."""

@@ -50,7 +50,7 @@ class FleetPlacement(SingleDevicePlacement):
         held: HeldLayers | None = None,
         writers: Writers | None = None,
     ):
-        super().__init__(held, writers)
+        super().__init__(held, writers or Writers(mp_group.rank, mp_group.nranks))
         if vision not in ("spread", "replicate"):
             raise ValueError(f"parallel.vision is {vision!r}; use 'spread' or 'replicate'")
         self.mp_group, self.sequence_parallel, self.vision = mp_group, sequence_parallel, vision

@@ -1,5 +1,6 @@
 """Who writes which files of a model that several processes hold together."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import paddle.distributed as dist
@@ -8,16 +9,18 @@ from paddle_vl.nn.placement import Writers
 from paddle_vl.parallel.topology import Topology
 
 
+@dataclass(frozen=True)
 class FleetWriters(Writers):
     """The mp and sharding processes of a stage have its layers, and share the writing of them."""
 
-    def __init__(self, topology: Topology):
+    pp_group: Any = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, topology: Topology) -> "FleetWriters":
         degrees = topology.degrees
-        self.number = topology.mp_rank * degrees.sharding_degree + topology.sharding_rank
-        self.size = degrees.mp_degree * degrees.sharding_degree
-        self.stage = topology.pp_rank
-        self.is_first = self.number == 0 and self.stage == 0
-        self.pp_group = topology.pp_group
+        number = topology.mp_rank * degrees.sharding_degree + topology.sharding_rank
+        size = degrees.mp_degree * degrees.sharding_degree
+        return cls(number, size, topology.pp_rank, topology.pp_group)
 
     def of_stages(self, value: Any) -> list[Any]:
         if self.pp_group.nranks == 1:

@@ -60,7 +60,7 @@ class Layout:
     def placement(self) -> SingleDevicePlacement:
         """What this process holds of the model."""
         topology, parallel = self.topology, self.config.parallel
-        held, writers = None, FleetWriters(topology)
+        held, writers = None, FleetWriters.of(topology)
         if topology.degrees.pp_degree > 1:
             held = HeldLayers(
                 embedding=self.parts[0].start == 0,

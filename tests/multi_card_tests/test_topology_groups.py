@@ -1,18 +1,22 @@
 """Fleet groups of four processes.
 
 Guarantees, for dp 2 x mp 2, mp 2 x pp 2 and sharding 2 x mp 2: every rank knows its coordinates and
-its groups' members, mp processes being neighbours; a sum over a group adds just its members; fleet
-gets what a pipeline needs; Paddle is seeded alike on every rank; starting fleet again with other
+its groups' members, mp processes being neighbours; a sum over a group adds just its members; first
+and last stage of a pipeline have a group; Paddle is seeded alike on every rank; dropout is the
+same in an mp group but for what its ranks split, and repeats; starting fleet again with other
 degrees is refused instead of keeping the old groups.
 """
 
 import paddle
 import paddle.distributed as dist
 import paddle.distributed.fleet.base.topology as fleet_topology
+import paddle.nn.functional as F
 import pytest
-from paddle.distributed import fleet
 
+from paddle_vl.parallel.processes import FleetProcesses
+from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.topology import ParallelDegrees, Topology, initialize
+from paddle_vl.train.random_state import seed_step
 from tests.launch import launch, outcome_of, run_checks
 
 PROCESSES = 4
@@ -29,8 +33,9 @@ ALONE = [[0], [1], [2], [3]]
 
 
 def worker():
-    checks = {name: lambda degrees=degrees: place(**degrees) for name, degrees in DEGREES.items()}
-    return run_checks(checks | {"other_degrees": start_again, "same_degrees": same_again})
+    places = {name: lambda degrees=degrees: place(**degrees) for name, degrees in DEGREES.items()}
+    again = {"other_degrees": start_again, "same_degrees": same_again}
+    return run_checks({"dropout": dropout} | places | again)
 
 
 def place(**degrees) -> dict:
@@ -39,7 +44,6 @@ def place(**degrees) -> dict:
     fleet_topology._HYBRID_PARALLEL_GROUP = None
     topology = initialize(ParallelDegrees(**degrees))
     groups = {axis: getattr(topology, f"{axis}_group") for axis in AXES}
-    strategy = fleet.fleet._user_defined_strategy
     return {
         "text": topology.describe(),
         "data": (topology.data_rank, topology.data_size),
@@ -47,10 +51,29 @@ def place(**degrees) -> dict:
         "members": {axis: group.ranks for axis, group in groups.items()},
         "sums": {axis: summed_ranks(topology, group) for axis, group in groups.items()},
         "random": paddle.rand([1]).item(),
-        "micro_batches": strategy.pipeline_configs["accumulate_steps"],
-        "dynamic": strategy.hybrid_configs["pp_configs"].enable_dynamic_shape,
-        "batched": strategy.hybrid_configs["pp_configs"].use_batch_p2p_comm,
+        "ends": None if topology.ends_group is None else topology.ends_group.ranks,
     }
+
+
+def dropout() -> dict:
+    """Masks of 64 elements of two steps, in the order in which a layer would draw them."""
+    fleet_topology._HYBRID_PARALLEL_GROUP = None
+    processes = FleetProcesses(initialize(ParallelDegrees(**DEGREES["dp_mp"])))
+
+    def draw() -> list[float]:
+        return F.dropout(paddle.ones([64])).tolist()
+
+    seed_step(3, 10, processes)
+    whole = draw()
+    with split_random():
+        split = draw()
+    seed_step(3, 11, processes)
+    masks = {"whole": whole, "split": split, "next step": draw()}
+    # What was drawn on the way does not matter.
+    seed_step(3, 10, processes)
+    with split_random():
+        split_first = draw()
+    return masks | {"again": draw() + split_first}
 
 
 def summed_ranks(topology: Topology, group) -> int:
@@ -118,9 +141,22 @@ def test_samples_split_over_data_and_sharding_processes(outcomes, name, parts):
     assert [seen["data"] for seen in outcome_of(outcomes, name)] == parts
 
 
-def test_pipeline_gets_its_micro_batches_of_any_shape(outcomes):
-    for seen in outcome_of(outcomes, "mp_pp"):
-        assert (seen["micro_batches"], seen["dynamic"], seen["batched"]) == (3, True, False)
+def test_first_and_last_stage_of_a_pipeline_have_a_group(outcomes):
+    assert [seen["ends"] for seen in outcome_of(outcomes, "mp_pp")] == DISTANT
+    assert [seen["ends"] for seen in outcome_of(outcomes, "dp_mp")] == [None] * PROCESSES
+
+
+def test_dropout_is_the_same_where_mp_processes_have_the_same(outcomes):
+    """And differs where they have parts, between steps, and between parts of the data."""
+    drawn = outcome_of(outcomes, "dropout")
+    assert [masks["whole"] for masks in drawn[:2]] == [drawn[0]["whole"]] * 2
+    assert drawn[0]["split"] != drawn[1]["split"]
+    assert drawn[0]["whole"] != drawn[2]["whole"]
+    assert drawn[0]["split"] != drawn[2]["split"]
+    for masks in drawn:
+        assert masks["again"] == masks["whole"] + masks["split"]
+        assert masks["next step"] != masks["whole"]
+        assert masks["split"] != masks["whole"]
 
 
 @pytest.mark.parametrize("name", DEGREES)

@@ -3,8 +3,9 @@
 Pinned here: loss, gradient norm, evaluation loss and every parameter after four optimizer steps
 equal the run on one device, over every kind of parallelism and mixes of them, on micro-batches of
 different lengths, with two images, with one and with none; a resumed run is bit-identical under the
-same topology; one process continues what several saved. The oracle is the same run file on one
-device with the same global batch.
+same topology; one process continues what several saved, and so do several in another topology; all
+of them write, none the whole. The oracle is the same run file on one device with the same global
+batch.
 
 Adam divides a gradient by its own size, which turns rounding noise of entries near zero into full
 updates; a large epsilon keeps the comparison about the arithmetic.
@@ -19,6 +20,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.models.checkpoint import sharded
 from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.train.build import build_trainer
 from tests.launch import launch
@@ -34,11 +36,10 @@ TOPOLOGIES = {
     # Recomputation repeats the collectives of a layer in the backward pass.
     "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP, "train.recompute=full"]),
     "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
-    "pp2 interleaved": (2, [*PP, "parallel.num_virtual_stages=2"]),
     "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
     "sharding2 stage 3": (2, [*SHARDING, "parallel.sharding_stage=3"]),
-    "pp4": (4, ["parallel.pp_degree=4"]),
+    "pp4 interleaved": (4, ["parallel.pp_degree=4", "parallel.num_virtual_stages=2"]),
     "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
     "sharding2 mp2": (
         4,
@@ -46,14 +47,22 @@ TOPOLOGIES = {
     ),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", *SP]),
 }
-# The tower's three levels cross two boundaries of four stages; the layers do not divide evenly.
+# More than two cores should run every time.
+HEAVY = {
+    "pp4": (4, ["parallel.pp_degree=4", "parallel.pp_split=cost"]),
+    "pp3 interleaved": (3, ["parallel.pp_degree=3", "parallel.num_virtual_stages=2"]),
+    "sharding2 pp2": (4, [*SHARDING, *PP]),
+    "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
+    "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),
+}
+# The tower's three levels cross two boundaries of interleaved stages.
 MODEL = TINY_MODEL | {
-    "text_config": TINY_MODEL["text_config"] | {"num_hidden_layers": 5},
+    "text_config": TINY_MODEL["text_config"] | {"num_hidden_layers": 8},
     "vision_config": TINY_MODEL["vision_config"]
     | {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]},
 }
 # Samples of a micro-batch over all processes.
-GLOBAL_BATCH = 2
+GLOBAL_BATCH = 4
 TOLERANCE = 1e-5
 
 
@@ -70,6 +79,12 @@ def worker(run_file: str, output_dir: str, overrides: list[str]) -> None:
         shutil.copytree(f"{output_dir}/checkpoint-2", resumed / "checkpoint-2")
     dist.barrier()
     train(run_file, str(resumed), [*overrides, "train.resume_from_checkpoint=auto"])
+
+
+def worker_of_many_files(run_file: str, output_dir: str, overrides: list[str]) -> None:
+    """A whole run that finds a few kilobytes worth a file of their own."""
+    sharded.MIN_SHARD_BYTES = 1 << 12
+    train(run_file, output_dir, overrides)
 
 
 def settings(num_data_parts: int) -> list[str]:
@@ -112,9 +127,12 @@ def one_device(run_file, tmp_path_factory) -> Path:
     return output_dir
 
 
-@pytest.fixture(scope="module", params=list(TOPOLOGIES))
+@pytest.fixture(
+    scope="module",
+    params=[*TOPOLOGIES, *(pytest.param(name, marks=pytest.mark.heavy) for name in HEAVY)],
+)
 def several(request, run_file, tmp_path_factory) -> Path:
-    processes, overrides = TOPOLOGIES[request.param]
+    processes, overrides = (TOPOLOGIES | HEAVY)[request.param]
     output_dir = tmp_path_factory.mktemp("several") / "out"
     split = {"parallel.dp_degree=2", "parallel.sharding_degree=2"}
     parts = 2 ** len(split & set(overrides))
@@ -165,3 +183,24 @@ def test_one_process_continues_what_several_saved(several, one_device, run_file,
     overrides = [*common(run_file), *settings(1), "train.resume_from_checkpoint=auto"]
     train(str(run_file), str(tmp_path), overrides)
     assert_close(tmp_path, one_device, "checkpoint-4")
+
+
+def test_another_topology_continues_what_all_processes_wrote(run_file, one_device, tmp_path):
+    first, then = tmp_path / "first", tmp_path / "then"
+    parts = ["parallel.mp_degree=2", *PP, *SP]
+    launch(
+        worker_of_many_files,
+        4,
+        arguments=(str(run_file), str(first), [*common(run_file), *settings(1), *parts]),
+    )
+    files = list((first / "checkpoint-2").glob("model-*-of-*.safetensors"))
+    whole = sum(file.stat().st_size for file in files)
+    assert len(files) >= 4
+    assert max(file.stat().st_size for file in files) < whole / 2
+    shutil.copytree(first / "checkpoint-2", then / "checkpoint-2")
+    other = ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=3", *settings(4)]
+    other += ["train.resume_from_checkpoint=auto"]
+    launch(
+        worker_of_many_files, 4, arguments=(str(run_file), str(then), [*common(run_file), *other])
+    )
+    assert_close(then, one_device, "checkpoint-4")
