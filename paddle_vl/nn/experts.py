@@ -24,14 +24,14 @@ class Dispatch(NamedTuple):
     """The order of assignments by expert, all int64.
 
     Attributes:
-        order_N: the assignment at each place of the sorted rows; within an expert, in order.
-        place_N: the place of each assignment among the sorted rows.
-        counts_E: rows of each expert.
+        order: `[N]`, the assignment at each place of the sorted rows; within an expert, in order.
+        place: `[N]`, the place of each assignment among the sorted rows.
+        counts: `[E]`, rows of each expert.
     """
 
-    order_N: Tensor
-    place_N: Tensor
-    counts_E: Tensor
+    order: Tensor
+    place: Tensor
+    counts: Tensor
 
 
 def sort_by_expert(indices_TK: Tensor, num_experts: int) -> Dispatch:
@@ -215,8 +215,8 @@ class Experts(nn.Layer):
         """
         dispatch = sort_by_expert(indices_TK, self.num_experts)
         if paddle.in_dynamic_mode():
-            self.tokens_per_expert = dispatch.counts_E
-        rows_ND = self.run_experts(permute_rows(x_TD, dispatch), dispatch.counts_E)
+            self.tokens_per_expert = dispatch.counts
+        rows_ND = self.run_experts(permute_rows(x_TD, dispatch), dispatch.counts)
         return unpermute_rows(rows_ND, dispatch, weights_TK)
 
     def run_experts(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import RowPart
+from paddle_vl.nn.experts import Experts
 from paddle_vl.nn.linear import Embedding, Linear, VocabHead
 from paddle_vl.nn.loss import token_loss
 from paddle_vl.nn.norm import RMSNorm
@@ -108,6 +109,24 @@ class SingleDevicePlacement:
     ) -> nn.Layer:
         """The output projection, `[vocab, dim]`, its own or the embedding's."""
         return VocabHead(dim, vocab_size, init_std, tied_weight)
+
+    def router(self, width: int, num_experts: int, init_std: float = 0.02) -> nn.Layer:
+        """A linear from token rows to experts, behind `enter_columns` and in front of `experts`."""
+        return Linear(width, num_experts, False, init_std)
+
+    def experts(self, num_experts: int, width: int, inner: int, init_std: float = 0.02) -> Experts:
+        """Experts, of rows that came through `enter_columns`; rows as of a `row_linear` come out.
+
+        Ranks may hold parts of each expert, or some of the experts each.
+        """
+        return Experts(num_experts, width, inner, init_std)
+
+    def enter_replicated(self, x: Tensor) -> Tensor:
+        """A value of which every rank computes the same loss, beside others' parts of its gradient.
+
+        Behind a `router`, whose gradient is summed over ranks: each takes an equal part of it.
+        """
+        return x
 
     def rms_norm(self, size: int, epsilon: float) -> nn.Layer:
         """The norm of a token row."""

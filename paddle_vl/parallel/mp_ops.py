@@ -10,6 +10,7 @@ gives numbers that look right and train on a part. T token rows; all of these ac
 | `scatter_rows` | this rank's rows | gather rows |
 | `gather_rows` | gather rows | sum, this rank's rows |
 | `sum_scatter_rows` | sum, this rank's rows | gather rows |
+| `divide_gradient` | as is | an equal part |
 """
 
 import paddle
@@ -41,6 +42,11 @@ def gather_rows(x_TD: Tensor, group) -> Tensor:
 def sum_scatter_rows(x_TD: Tensor, group) -> Tensor:
     """Parts of a sum over all rows to each rank's own rows of the sum."""
     return _SumScatterRows.apply(x_TD, group)
+
+
+def divide_gradient(x: Tensor, ranks: int) -> Tensor:
+    """In front of what every rank computes alike, where the ranks' gradients are summed."""
+    return _DivideGradient.apply(x, ranks)
 
 
 def summed(x: Tensor, group) -> Tensor:
@@ -89,6 +95,17 @@ class _Sum(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         return grad.clone()
+
+
+class _DivideGradient(PyLayer):
+    @staticmethod
+    def forward(ctx, x, ranks):
+        ctx.ranks = ranks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.ranks
 
 
 class _ScatterRows(PyLayer):

@@ -15,11 +15,13 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
 from paddle_vl.batch.visual_index import RowPart
+from paddle_vl.nn.experts import Experts
 from paddle_vl.nn.linear import Embedding, Linear, VocabHead, linear
 from paddle_vl.nn.loss import IGNORE_INDEX
 from paddle_vl.nn.placement import Encoder, HeldLayers, SingleDevicePlacement, Writers
 from paddle_vl.parallel.mp_ops import (
     copy_to_group,
+    divide_gradient,
     gather_rows,
     scatter_rows,
     sum_over_group,
@@ -102,6 +104,26 @@ class FleetPlacement(SingleDevicePlacement):
         _mark_split(head.weight, axis=0)
         return head
 
+    def router(self, width: int, num_experts: int, init_std: float = 0.02) -> nn.Layer:
+        # Each rank routes all rows; its part of the experts gives the weights a part of a gradient.
+        router = super().router(width, num_experts, init_std)
+        router.weight.is_partial = True
+        return router
+
+    def experts(self, num_experts: int, width: int, inner: int, init_std: float = 0.02) -> Experts:
+        size = self.mp_group.nranks
+        if inner % size:
+            raise ValueError(
+                f"text_config.moe_intermediate_size {inner} does not divide by the model-parallel "
+                f"degree {size}; choose another parallel.mp_degree"
+            )
+        return _SplitExperts(
+            num_experts, width, inner // size, init_std, self.mp_group, self.sequence_parallel
+        )
+
+    def enter_replicated(self, x: Tensor) -> Tensor:
+        return divide_gradient(x, self.mp_group.nranks)
+
     def head_norm(self, size: int, epsilon: float) -> nn.Layer:
         # Each rank normalises its own heads with the one weight.
         norm = super().head_norm(size, epsilon)
@@ -161,8 +183,9 @@ class FleetPlacement(SingleDevicePlacement):
         axis = split_axis(parameter)
         if axis is None:
             return whole
-        part = np.split(whole, self.mp_group.nranks, axis=axis)[self.mp_group.rank]
-        return np.ascontiguousarray(part)
+        ranks, rank = self.mp_group.nranks, self.mp_group.rank
+        blocks = np.split(whole, _num_blocks(parameter), axis=axis)
+        return np.concatenate([np.split(b, ranks, axis=axis)[rank] for b in blocks], axis=axis)
 
     def whole_value(self, parameter: Tensor, value: Tensor | None = None) -> np.ndarray:
         value, axis = self._local_value(parameter, value), split_axis(parameter)
@@ -170,7 +193,8 @@ class FleetPlacement(SingleDevicePlacement):
             return value.numpy()
         parts: list[Tensor] = []
         dist.all_gather(parts, value.detach(), group=self.mp_group)
-        return np.concatenate([part.numpy() for part in parts], axis=axis)
+        blocks = [np.split(part.numpy(), _num_blocks(parameter), axis=axis) for part in parts]
+        return np.concatenate([part[b] for b in range(len(blocks[0])) for part in blocks], axis)
 
     def _vocab_part(self, vocab_size: int) -> int:
         size = self.mp_group.nranks
@@ -187,10 +211,17 @@ def split_axis(parameter: Tensor) -> int | None:
     return getattr(parameter, "split_axis", None) if parameter.is_distributed else None
 
 
-def _mark_split(parameter: Tensor, axis: int) -> None:
+def _num_blocks(parameter: Tensor) -> int:
+    return getattr(parameter, "split_blocks", 1)
+
+
+def _mark_split(parameter: Tensor, axis: int, blocks: int = 1) -> None:
+    """Ranks have parts along that axis, of each of several equal blocks that lie behind each other:
+    gate and up in one tensor."""
     # Fleet's clipping and its checkpoints read the first of these.
     parameter.is_distributed = True
     parameter.split_axis = axis
+    parameter.split_blocks = blocks
 
 
 class _RowLinear(nn.Layer):
@@ -203,6 +234,20 @@ class _RowLinear(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.leave(linear(x, self.weight), self.group)
+
+
+class _SplitExperts(Experts):
+    """Some inner features of every expert; their outputs are parts of a sum over the ranks."""
+
+    def __init__(self, num_experts, width, inner, init_std, group, sequence_parallel):
+        super().__init__(num_experts, width, inner, init_std)
+        _mark_split(self.gate_up_proj, axis=2, blocks=2)
+        _mark_split(self.down_proj, axis=1)
+        self.group = group
+        self.leave = sum_scatter_rows if sequence_parallel else sum_over_group
+
+    def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self.leave(super().forward(x_TD, indices_TK, weights_TK), self.group)
 
 
 class _SharedHeadLinear(nn.Layer):

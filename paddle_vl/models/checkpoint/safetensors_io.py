@@ -32,13 +32,24 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies on disk."""
+    """Where a tensor lies on disk.
+
+    Attributes:
+        shape: of the tensor as it is read.
+        is_swapped: its last two dims are the other way round on disk.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    is_swapped: bool = False
+
+    def swapped(self) -> "StoredTensor":
+        """The same tensor, read with its last two dims exchanged."""
+        *leading, rows, columns = self.shape
+        return self._replace(shape=(*leading, columns, rows), is_swapped=not self.is_swapped)
 
     def read(self) -> np.ndarray:
         """The tensor as a new array; bfloat16 widened to float32.
@@ -56,6 +67,8 @@ class StoredTensor(NamedTuple):
             )
         if self.dtype == "BF16":
             array = (array.astype(np.uint32) << 16).view(np.float32)
+        if self.is_swapped:
+            return np.ascontiguousarray(array.reshape(self.swapped().shape).swapaxes(-1, -2))
         return array.reshape(self.shape)
 
 

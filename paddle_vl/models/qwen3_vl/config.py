@@ -26,8 +26,9 @@ _INERT_KEYS = frozenset(
     typical_p use_bfloat16 use_cache
     """.split()
 )
-_TEXT_TYPES = ("qwen3_vl_text", "qwen3_vl")
-_VISION_TYPES = ("qwen3_vl_vision", "qwen3_vl")
+_MOE_TYPE = "qwen3_vl_moe"
+# Of a text configuration of experts: read without effect, routing weights are always normalised.
+_MOE_INERT_KEYS = frozenset({"norm_topk_prob", "sliding_window"})
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,58 @@ class Qwen3VLTextConfig:
                 f"text_config: attention_dropout is {self.attention_dropout}; no Qwen3-VL "
                 "checkpoint uses it and this model does not have it: set it to 0"
             )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether that decoder layer has experts in place of one MLP."""
+        return False
+
+
+@dataclass(frozen=True)
+class Qwen3VLMoeTextConfig(Qwen3VLTextConfig):
+    """A decoder with experts. Defaults are those of HF's configuration class.
+
+    Attributes:
+        num_experts: in each layer that has them; `num_experts_per_tok` of them see a token.
+        moe_intermediate_size: inner width of an expert.
+        decoder_sparse_step: every so many layers one has experts, the last of them.
+        mlp_only_layers: numbers of layers that have none whatever the step.
+        output_router_logits: add the load-balancing loss to the loss, `router_aux_loss_coef` times.
+    """
+
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    num_experts: int = 60
+    num_experts_per_tok: int = 4
+    moe_intermediate_size: int = 1408
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] = field(default_factory=list)
+    router_aux_loss_coef: float = 0.001
+    output_router_logits: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"text_config: num_experts_per_tok is {self.num_experts_per_tok}; it must be at "
+                f"least 1 and at most num_experts {self.num_experts}"
+            )
+        if self.decoder_sparse_step < 1:
+            raise ValueError(
+                f"text_config: decoder_sparse_step is {self.decoder_sparse_step}; it must be at "
+                "least 1, which gives every layer experts"
+            )
+        outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
+        if outside:
+            raise ValueError(
+                f"text_config: mlp_only_layers {outside} lie outside the decoder's "
+                f"{self.num_hidden_layers} layers"
+            )
+
+    def has_experts(self, layer: int) -> bool:
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
 @dataclass(frozen=True)
@@ -169,7 +222,7 @@ class Qwen3VLConfig:
         """Read `config.json` of a model folder, or a JSON file.
 
         Raises:
-            ValueError: the file is not a dense Qwen3-VL configuration, naming what is wrong.
+            ValueError: the file is not a Qwen3-VL configuration, naming what is wrong.
         """
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
@@ -191,16 +244,22 @@ class Qwen3VLConfig:
         """
         values = dict(values)
         model_type = values.get("model_type", "qwen3_vl")
-        if model_type != "qwen3_vl":
-            raise ValueError(f"model_type is {model_type!r}; this class reads 'qwen3_vl'")
+        if model_type not in ("qwen3_vl", _MOE_TYPE):
+            raise ValueError(
+                f"model_type is {model_type!r}; this class reads 'qwen3_vl' and {_MOE_TYPE!r}"
+            )
         text = dict(values.pop("text_config", {}))
         vision = dict(values.pop("vision_config", {}))
         # transformers 5.x ties by the top flag, 4.57 by the text one.
         flags = [values.pop("tie_word_embeddings", None), text.pop("tie_word_embeddings", None)]
+        text, text_class = _plain_text(text), Qwen3VLTextConfig
+        if model_type == _MOE_TYPE:
+            text, text_class = _plain_experts(text), Qwen3VLMoeTextConfig
+        types = (f"{model_type}_text", model_type), (f"{model_type}_vision", model_type)
         return cls(
-            text_config=_build(Qwen3VLTextConfig, _plain_text(text), "text_config", _TEXT_TYPES),
+            text_config=_build(text_class, text, "text_config", types[0]),
             vision_config=_build(
-                Qwen3VLVisionConfig, _plain_vision(vision), "vision_config", _VISION_TYPES
+                Qwen3VLVisionConfig, _plain_vision(vision), "vision_config", types[1]
             ),
             tie_word_embeddings=bool(flags[1] if flags[0] is None else flags[0]),
             tie_flags_agree=flags[0] == flags[1],
@@ -210,9 +269,13 @@ class Qwen3VLConfig:
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json in the hub's dialect, both tie flags written."""
         text, vision = asdict(self.text_config), asdict(self.vision_config)
+        has_experts = isinstance(self.text_config, Qwen3VLMoeTextConfig)
+        model_type = _MOE_TYPE if has_experts else "qwen3_vl"
+        if has_experts:
+            text["norm_topk_prob"] = True
         section = text.pop("mrope_section")
         text |= {
-            "model_type": "qwen3_vl_text",
+            "model_type": f"{model_type}_text",
             "rope_scaling": {
                 "rope_type": "default",
                 "mrope_section": section,
@@ -221,10 +284,11 @@ class Qwen3VLConfig:
             "tie_word_embeddings": self.tie_word_embeddings,
         }
         vision.pop("rope_theta")
-        vision["model_type"] = "qwen3_vl"
+        vision["model_type"] = model_type
+        name = "Qwen3VLMoe" if has_experts else "Qwen3VL"
         return {
-            "architectures": ["Qwen3VLForConditionalGeneration"],
-            "model_type": "qwen3_vl",
+            "architectures": [f"{name}ForConditionalGeneration"],
+            "model_type": model_type,
             "image_token_id": self.image_token_id,
             "video_token_id": self.video_token_id,
             "vision_start_token_id": self.vision_start_token_id,
@@ -258,6 +322,21 @@ def _plain_text(text: dict[str, Any]) -> dict[str, Any]:
     return text | rope
 
 
+def _plain_experts(text: dict[str, Any]) -> dict[str, Any]:
+    """Either dialect of the number of experts to `num_experts`."""
+    text = {name: value for name, value in text.items() if name not in _MOE_INERT_KEYS}
+    if text.get("mlp_only_layers", []) is None:
+        text["mlp_only_layers"] = []
+    # A reader of either dialect would silently take a default for the other's name.
+    local = text.pop("num_local_experts", None)
+    if local is not None and text.setdefault("num_experts", local) != local:
+        raise ValueError(
+            f"text_config: num_experts is {text['num_experts']} and num_local_experts {local}: "
+            "they are two names of one number; keep the right one"
+        )
+    return text
+
+
 def _plain_vision(vision: dict[str, Any]) -> dict[str, Any]:
     rope = dict(vision.pop("rope_parameters", None) or {})
     if rope.pop("rope_type", "axial") != "axial":
@@ -279,6 +358,6 @@ def _known(cls, values: dict[str, Any], where: str) -> dict[str, Any]:
     if unknown:
         raise ValueError(
             f"{where} has keys that this model does not know: {unknown}; remove them, or check "
-            "that the file belongs to a dense Qwen3-VL model"
+            "that the file belongs to a Qwen3-VL model"
         )
     return {name: value for name, value in values.items() if name in names}

@@ -14,6 +14,7 @@ from paddle import Tensor, nn
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLTextConfig
 from paddle_vl.models.qwen3_vl.deepstack import DeepstackLayer
 from paddle_vl.models.qwen3_vl.embedding import GPTEmbedding
+from paddle_vl.models.qwen3_vl.moe import LoadBalance, SparseMoE
 from paddle_vl.nn.activation import swiglu
 from paddle_vl.nn.attention import MASKED_SCORE, causal_attention
 from paddle_vl.nn.placement import SingleDevicePlacement
@@ -49,7 +50,7 @@ class LanguageModel(nn.Layer):
         self.embedding = GPTEmbedding(config, placement) if placement.held.embedding else None
         self.layers = nn.LayerList(
             [
-                DecoderLayer(text, placement) if placement.holds_layer(i) else nn.Identity()
+                DecoderLayer(text, placement, i) if placement.holds_layer(i) else nn.Identity()
                 for i in range(text.num_hidden_layers)
             ]
         )
@@ -61,19 +62,23 @@ class LanguageModel(nn.Layer):
         )
 
     def forward(
-        self, dict_args: dict[str, Any], caches: list[KeyValueCache] | None = None
+        self,
+        dict_args: dict[str, Any],
+        caches: list[KeyValueCache] | None = None,
+        balance: LoadBalance | None = None,
     ) -> Tensor:
         """This rank's token rows after the final norm, `[T, D]`.
 
         Args:
             dict_args: the input of `GPTEmbedding`.
             caches: one per layer when generating; attention then sees their keys too.
+            balance: collects where the layers with experts route the rows.
         """
         inputs = self.embedding(dict_args)
         levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         every_layer = range(len(self.layers))
         return self.norm(
-            self.run_layers(every_layer, inputs["hidden_states"], levels, inputs, caches)
+            self.run_layers(every_layer, inputs["hidden_states"], levels, inputs, caches, balance)
         )
 
     def run_layers(
@@ -83,6 +88,7 @@ class LanguageModel(nn.Layer):
         levels: dict[int, Tensor],
         inputs: dict[str, Any],
         caches: list[KeyValueCache] | None = None,
+        balance: LoadBalance | None = None,
     ) -> Tensor:
         """Some of the layers in order, each with its deepstack level added behind it.
 
@@ -97,19 +103,26 @@ class LanguageModel(nn.Layer):
             key_bias_BS = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
         for i in layers:
             cache = None if caches is None else caches[i]
-            x_TD = self.layers[i](x_TD, cos_BLH, sin_BLH, key_bias_BS, cache)
+            if balance is not None and self.layers[i].has_experts:
+                x_TD, sums_2E = self.layers[i](
+                    x_TD, cos_BLH, sin_BLH, key_bias_BS, cache, balance.real_T
+                )
+                balance.add(sums_2E)
+            else:
+                x_TD = self.layers[i](x_TD, cos_BLH, sin_BLH, key_bias_BS, cache)
             if i in levels:
                 x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
         return x_TD
 
 
 class DecoderLayer(nn.Layer):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, the MLP one or a mixture of experts."""
 
-    def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement, number: int):
         super().__init__()
+        self.has_experts = config.has_experts(number)
         self.self_attn = SelfAttention(config, placement)
-        self.mlp = SwiGLUMLP(config, placement)
+        self.mlp = (SparseMoE if self.has_experts else SwiGLUMLP)(config, placement)
         self.input_layernorm = placement.rms_norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = placement.rms_norm(config.hidden_size, config.rms_norm_eps)
 
@@ -120,11 +133,17 @@ class DecoderLayer(nn.Layer):
         sin_BLH: Tensor,
         key_bias_BS: Tensor | None = None,
         cache: KeyValueCache | None = None,
-    ) -> Tensor:
+        real_T: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The rows; with `real_T`, for a layer that has experts, and its `routing_sums`."""
         x_TD = x_TD + self.self_attn(
             self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias_BS, cache
         )
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        rows_TD = self.post_attention_layernorm(x_TD)
+        if not self.has_experts:
+            return x_TD + self.mlp(rows_TD)
+        mlp_TD, sums_2E = self.mlp(rows_TD, real_T)
+        return x_TD + mlp_TD if sums_2E is None else (x_TD + mlp_TD, sums_2E)
 
 
 class SelfAttention(nn.Layer):

@@ -16,9 +16,10 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.vision_layout import vision_layout
-from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLMoeTextConfig
 from paddle_vl.models.qwen3_vl.decoder import KeyValueCache, LanguageModel
 from paddle_vl.models.qwen3_vl.generate import greedy_decode
+from paddle_vl.models.qwen3_vl.moe import LoadBalance
 from paddle_vl.models.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.models.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.loss import next_token_targets
@@ -34,15 +35,18 @@ class Qwen3VLOutput:
     Attributes:
         logits: `[B, L, V]`; of V this rank's part under model parallelism.
         loss: mean cross entropy over the target tokens of the batch; None without labels. A batch
-            without a single target gives 0, where HF gives NaN.
-        loss_sum: the sum that `loss` is the mean of, for whoever averages over several batches.
+            without a single target gives 0, where HF gives NaN. With `aux_loss`, and that times the
+            configuration's `router_aux_loss_coef`.
+        loss_sum: the cross entropy's sum, for whoever averages over several batches.
         num_target_tokens: how many tokens that is; the batch's own host number when it has one.
+        aux_loss: how unevenly the experts were used, see `LoadBalance`; None unless asked for.
     """
 
     logits: Tensor
     loss: Tensor | None = None
     loss_sum: Tensor | None = None
     num_target_tokens: int | Tensor | None = None
+    aux_loss: Tensor | None = None
 
 
 class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
@@ -83,6 +87,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         num_target_tokens: int | None = None,
         has_left_padding: bool | None = None,
         caches: list[KeyValueCache] | None = None,
+        output_router_logits: bool | None = None,
     ) -> Qwen3VLOutput:
         """Run the model on a batch: HF's minimal set, or the collator's full one.
 
@@ -102,9 +107,12 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             has_left_padding: False when no real token follows padding: causality then hides the
                 padding and no mask is applied.
             caches: one per decoder layer when generating.
+            output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
+                the configuration's when left out.
 
         Raises:
-            ValueError: placeholders, grids and patches do not agree.
+            ValueError: placeholders, grids and patches do not agree; routers of a model without
+                experts.
         """
         image_grid_thw, video_grid_thw = _host(image_grid_thw), _host(video_grid_thw)
         dict_args = self.decoder_arguments(
@@ -122,8 +130,29 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         dict_args |= self.encode_visual(
             _device(pixel_values), image_grid_thw, _device(pixel_values_videos), video_grid_thw
         )
-        hidden_TD = self.language_model(dict_args, caches)
-        return self.predict(hidden_TD, input_ids.shape, labels, num_target_tokens)
+        balance = self._load_balance(output_router_logits, attention_mask, input_ids.shape)
+        hidden_TD = self.language_model(dict_args, caches, balance)
+        output = self.predict(hidden_TD, input_ids.shape, labels, num_target_tokens)
+        if balance is not None:
+            output.aux_loss = balance.loss()
+            if output.loss is not None:
+                weight = self.config.text_config.router_aux_loss_coef
+                output.loss = output.loss + weight * output.aux_loss
+        return output
+
+    def _load_balance(
+        self, asked: bool | None, attention_mask: Array | None, shape: Sequence[int]
+    ) -> LoadBalance | None:
+        text = self.config.text_config
+        if not isinstance(text, Qwen3VLMoeTextConfig):
+            if asked:
+                raise ValueError(
+                    "output_router_logits is true but this model has no experts: leave it out"
+                )
+            return None
+        if asked is False or (asked is None and not text.output_router_logits):
+            return None
+        return LoadBalance(_device(attention_mask), tuple(shape))
 
     def decoder_arguments(
         self,
@@ -244,6 +273,19 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             video_token_id=self.config.video_token_id,
             spatial_merge_size=self.config.vision_config.spatial_merge_size,
         )
+
+    def tokens_per_expert(self) -> dict[int, Tensor]:
+        """By layer the rows that each expert had in the last call, padding included: `[E]` int64.
+
+        Empty for a model without experts, and before the first call.
+        """
+        layers = enumerate(self.language_model.layers)
+        counts = {
+            i: layer.mlp.experts.tokens_per_expert
+            for i, layer in layers
+            if self.placement.holds_layer(i) and layer.has_experts
+        }
+        return {i: count for i, count in counts.items() if count is not None}
 
     def generate(self, **batch: Any) -> np.ndarray:
         """Greedy answers, see `paddle_vl.models.qwen3_vl.generate.greedy_decode`."""

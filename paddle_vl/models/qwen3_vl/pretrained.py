@@ -19,7 +19,11 @@ from paddle_vl.models.checkpoint.pretrained import (
     save_parameters,
 )
 from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
-from paddle_vl.models.qwen3_vl.checkpoint_map import HEAD_KEY, checkpoint_rules
+from paddle_vl.models.qwen3_vl.checkpoint_map import (
+    HEAD_KEY,
+    checkpoint_rules,
+    with_experts_as_here,
+)
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.nn.placement import SingleDevicePlacement
 
@@ -64,7 +68,7 @@ class PretrainedQwen3VL(nn.Layer):
         """
         path = Path(path)
         config = Qwen3VLConfig.from_pretrained(path)
-        stored = checkpoint_tensors(path)
+        stored = with_experts_as_here(checkpoint_tensors(path), config)
         if not config.tie_flags_agree:
             config = config.with_tie(HEAD_KEY not in stored)
             logger.info(
