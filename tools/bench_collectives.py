@@ -12,9 +12,16 @@ N layers, T token rows of width D, M visual rows of G + 1 levels:
 - with sequence parallelism each of those sums is a reduce-scatter and a gather of the same rows,
   gradients are gathered once more behind the embedding, and that of the visual rows is one sum.
 - dp: one sum of all gradients, bucket by bucket, and nothing in forward or backward.
+- pp: one message of token rows, and level rows as long as a later layer adds them, per micro-batch
+  and boundary, and one back; a first stage sends V forward and V - 1 backward with V virtual parts.
+- sharding, U units (decoder layers and vision blocks): stage 1 one reduce-scatter of all gradients
+  and one gather of all parameters; stage 2 a reduce-scatter per unit in the backward pass and one
+  for the rest, and as many gathers after the update; stage 3 gathers each unit in the forward and
+  in the backward pass instead, and after the update the rest alone.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,15 +35,20 @@ TOPOLOGIES = {
     "dp2": {"dp_degree": 2},
     "mp2": {"mp_degree": 2},
     "mp2 with sequence parallelism": {"mp_degree": 2, "sequence_parallel": True},
+    "pp2": {"pp_degree": 2},
+    "pp4 interleaved": {"pp_degree": 4, "num_virtual_stages": 2},
+    "sharding2 stage 1": {"sharding_degree": 2},
+    "sharding2 stage 2": {"sharding_degree": 2, "sharding_stage": 2},
+    "sharding2 stage 3": {"sharding_degree": 2, "sharding_stage": 3},
     "dp2 mp2 with sequence parallelism": {
         "dp_degree": 2,
         "mp_degree": 2,
         "sequence_parallel": True,
     },
 }
-PHASES = ("forward", "backward", "gradients")
-LAYERS, WIDTH, LEVELS, ROWS, VISUAL = 4, 64, 2, 2 * 64, 2 * 16
-IMAGE = 500
+PHASES = ("forward", "backward", "pipeline", "gradients", "update")
+LAYERS, DEPTH, WIDTH, LEVELS, ROWS, VISUAL = 8, 2, 64, 2, 2 * 64, 2 * 16
+IMAGE, MICRO_BATCHES = 500, 4
 
 
 def model_settings() -> dict:
@@ -46,7 +58,7 @@ def model_settings() -> dict:
         "head_dim": 16, "rope_scaling": {"mrope_section": [4, 2, 2]},
     }  # fmt: skip
     vision = {
-        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+        "depth": DEPTH, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
         "out_hidden_size": WIDTH, "num_position_embeddings": 64,
         "deepstack_visual_indexes": list(range(LEVELS)),
     }  # fmt: skip
@@ -72,7 +84,39 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
         calls["gradients"].update(all_reduce=1)
     if degrees.get("dp_degree", 1) > 1:
         calls["gradients"].update(all_reduce=1)
+    if degrees.get("pp_degree", 1) > 1:
+        virtual = degrees.get("num_virtual_stages", 1)
+        calls["pipeline"].update(isend=(2 * virtual - 1) * MICRO_BATCHES)
+    if degrees.get("sharding_degree", 1) > 1:
+        stage, units = degrees.get("sharding_stage", 1), LAYERS + DEPTH
+        calls["gradients"].update(reduce_scatter=1)
+        calls["update"].update(all_gather=1 + units if stage == 2 else 1)
+        if stage > 1:
+            calls["backward"].update(reduce_scatter=units)
+        if stage == 3:
+            calls["forward"].update(all_gather=units)
+            calls["backward"].update(all_gather=units)
     return calls
+
+
+def make_batch(config) -> dict:
+    """Two samples, each with an image, as the collator makes them but for sequence parallelism."""
+    from paddle_vl.batch.visual_index import host_visual_indices
+
+    rng = np.random.default_rng(0)
+    input_ids = rng.integers(0, 400, (2, ROWS // 2))
+    input_ids[:, 8 : 8 + VISUAL // 2] = IMAGE
+    indices = host_visual_indices(
+        input_ids, image_token_id=IMAGE, video_token_id=501, num_image_rows=VISUAL
+    )
+    return indices | {
+        "input_ids": input_ids,
+        "attention_mask": np.ones_like(input_ids),
+        "labels": input_ids,
+        "pixel_values": rng.standard_normal((128, config.vision_config.patch_dim), np.float32),
+        "image_grid_thw": np.array([[1, 8, 8]] * 2),
+        "num_target_tokens": input_ids.size - len(input_ids),
+    }
 
 
 def measure(degrees: dict) -> None:
@@ -80,42 +124,60 @@ def measure(degrees: dict) -> None:
     import paddle
 
     from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-    from paddle_vl.nn.placement import SingleDevicePlacement
-    from paddle_vl.parallel.degrees import ParallelDegrees
+    from paddle_vl.config.schema import RunConfig
+    from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage, layer_costs
     from paddle_vl.parallel.processes import FleetProcesses
     from paddle_vl.parallel.recorder import record_collectives
-    from paddle_vl.parallel.tensor import FleetPlacement
     from paddle_vl.parallel.topology import initialize
+    from paddle_vl.train.build import model_shape
+    from paddle_vl.train.layout import Layout, parallel_degrees
 
-    topology = initialize(ParallelDegrees(**degrees))
-    placement = SingleDevicePlacement()
-    if topology.mp_group.nranks > 1:
-        placement = FleetPlacement(topology.mp_group, degrees.get("sequence_parallel", False))
+    run_config = RunConfig.model_validate(
+        {
+            "model": {"config": model_settings()},
+            "data": {"train": ["none"], "processor": "none", "pad_to_multiple_of": 4},
+            "parallel": degrees,
+            "train": {"output_dir": "none", "gradient_accumulation_steps": MICRO_BATCHES},
+        }
+    )
     config = Qwen3VLConfig.from_dict(model_settings())
-    model = Qwen3VLForConditionalGeneration.from_config(config, placement)
-    rng = np.random.default_rng(0)
-    input_ids = rng.integers(0, 400, (2, ROWS // 2))
-    input_ids[:, 8 : 8 + VISUAL // 2] = IMAGE
-    grid = np.array([[1, 8, 8]] * 2)
-    pixels = rng.standard_normal((128, config.vision_config.patch_dim), dtype=np.float32)
+    topology = initialize(parallel_degrees(run_config))
+    processes = FleetProcesses(topology)
+    layout = Layout(run_config, topology, model_shape(config), layer_costs(config))
+    model = Qwen3VLForConditionalGeneration.from_config(config, layout.placement())
+    layout.shard(model, processes)
+    runner = layout.runner(model, Qwen3VLStage, processes)
+    trained = [model.placement.trained_tensor(parameter) for parameter in model.parameters()]
+    batch = make_batch(config)
+    if topology.degrees.sequence_parallel:
+        # Those of all rows; the model computes its own.
+        batch = {name: value for name, value in batch.items() if "indices" not in name}
     with record_collectives() as recording:
-        recording.phase = "forward"
-        loss = model(
-            input_ids=input_ids, labels=input_ids, pixel_values=pixels, image_grid_thw=grid
-        ).loss
-        recording.phase = "backward"
-        loss.backward()
+        if topology.degrees.pp_degree > 1:
+            recording.phase = "pipeline"
+            runner.accumulate_gradients([batch] * MICRO_BATCHES, 1)
+        else:
+            recording.phase = "forward"
+            loss = model(**batch).loss
+            recording.phase = "backward"
+            loss.backward()
+            recording.phase = "gradients"
+            processes.end_micro_batch()
         recording.phase = "gradients"
-        FleetProcesses(topology).sum_gradients(model.parameters())
+        processes.sum_gradients(trained)
+        recording.phase = "update"
+        processes.spread_parameters()
     if topology.rank == 0:
         parameters = sum(int(np.prod(parameter.shape)) for parameter in model.parameters())
-        print(json.dumps({"calls": recording.calls, "parameters": parameters}))
+        print(json.dumps({"calls": recording.calls, "parameters": parameters}), flush=True)
     paddle.distributed.barrier()
+    # See paddle_vl.cli.main.run.
+    os._exit(0)
 
 
 def run(degrees: dict) -> dict:
     """Start the processes of a topology and return what rank 0 measured."""
-    processes = degrees.get("dp_degree", 1) * degrees.get("mp_degree", 1)
+    processes = math.prod(value for name, value in degrees.items() if name.endswith("_degree"))
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "paddle.distributed.launch", "--log_dir", folder]
         command += ["--nproc_per_node", str(processes), __file__, json.dumps(degrees)]

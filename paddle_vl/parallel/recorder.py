@@ -17,6 +17,7 @@ _SITES = (
     (dist, "all_gather", 1),
     (dist.stream, "all_gather", 1),
     (dist.stream, "reduce_scatter", 1),
+    (dist, "isend", 0),
 )
 
 
@@ -25,7 +26,7 @@ class Collective(NamedTuple):
 
     Attributes:
         phase: what the recording was told it is in.
-        kind: all_reduce, all_gather or reduce_scatter.
+        kind: all_reduce, all_gather or reduce_scatter; isend for a message to one rank.
         num_ranks: size of the group.
         num_bytes: what this rank contributes.
     """
@@ -67,7 +68,7 @@ def _recording(
 ) -> Callable[..., Any]:
     def recorded(*args: Any, **kwargs: Any) -> Any:
         sent: Tensor = args[position]
-        group = kwargs.get("group")
+        group = kwargs.get("group", args[2] if kind == "isend" else None)
         num_ranks = dist.get_world_size() if group is None else group.nranks
         num_bytes = sent.size * sent.element_size()
         recording.calls.append(Collective(recording.phase, kind, num_ranks, num_bytes))

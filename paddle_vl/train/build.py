@@ -71,7 +71,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     train_data = _dataset(config, config.data.train, processor)
     eval_data = _dataset(config, config.data.eval, processor) if config.data.eval else None
     model_form = _model_form(config, processor, checkpoint)
-    layout = Layout(config, topology, _model_shape(model_form), layer_costs(model_form))
+    layout = Layout(config, topology, model_shape(model_form), layer_costs(model_form))
     placement = layout.placement()
     model = _model(config, model_form, checkpoint, placement)
     if config.train.recompute == "full":
@@ -285,7 +285,8 @@ def _model_form(
     return form
 
 
-def _model_shape(form: Qwen3VLConfig) -> ModelShape:
+def model_shape(form: Qwen3VLConfig) -> ModelShape:
+    """The sizes that processes have to divide among themselves."""
     return ModelShape(**{f.name: getattr(form.text_config, f.name) for f in fields(ModelShape)})
 
 

@@ -48,6 +48,7 @@ def compare_processor(case: GoldenCase, scale: float) -> Iterator[CaseReport]:
     size = tables["video"]["size"]
     found = process_frames(
         tensors["video.rgb_uint8"],
+        len(tensors["video.rgb_uint8"]),
         min_pixels=size["shortest_edge"],
         max_pixels=size["longest_edge"],
         **{k: v for k, v in settings.items() if k != "size"},
