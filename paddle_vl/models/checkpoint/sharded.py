@@ -39,7 +39,7 @@ def write_tensors(
     writers, tensors = writers or Writers(), list(tensors)
     total = sum(tensor.num_bytes for tensor in tensors)
     share = max(-(-total // writers.size), MIN_SHARD_BYTES)
-    shards = _cut(tensors, min(max_shard_bytes, share))
+    shards = _cut(tensors, share, max_shard_bytes)
     sizes = writers.of_stages([{t.name: t.num_bytes for t in shard} for shard in shards])
     every_shard = [shard for shards_of_stage in sizes for shard in shards_of_stage]
     single = f"{stem}.safetensors"
@@ -64,12 +64,12 @@ def write_tensors(
                 stale.unlink(missing_ok=True)
 
 
-def _cut(tensors: Sequence[TensorToWrite], max_bytes: int) -> list[list[TensorToWrite]]:
-    """Consecutive tensors that fit into a file together; no list for no tensors."""
+def _cut(tensors: Sequence[TensorToWrite], enough: int, most: int) -> list[list[TensorToWrite]]:
+    """Consecutive tensors for one file after the other, each of `enough` bytes or nearly `most`."""
     shards: list[list[TensorToWrite]] = []
     filled = 0
     for tensor in tensors:
-        if not shards or filled + tensor.num_bytes > max_bytes:
+        if not shards or filled >= enough or filled + tensor.num_bytes > most:
             shards.append([])
             filled = 0
         shards[-1].append(tensor)

@@ -13,6 +13,8 @@ import pytest
 import paddle_vl
 from paddle_vl.config.load import load_run_config, save_run_config
 from paddle_vl.config.schema import RunConfig, setting_descriptions
+from paddle_vl.parallel.degrees import Plan, plan_problems
+from paddle_vl.train.layout import parallel_degrees
 
 MINIMAL = """\
 model:
@@ -182,8 +184,10 @@ def test_configuration_is_frozen(write):
 )
 def test_every_example_loads_and_its_processes_add_up(path):
     config = load_run_config(path)
-    degrees = config.parallel.dp_degree * config.parallel.mp_degree
     launched = {"one_card": 1, "digits": 1, "digits_4_processes": 4, "one_node_8_gpus": 8}
-    assert degrees == launched.get(path.stem, 16)
-    if config.parallel.sequence_parallel:
-        assert config.data.pad_to_multiple_of % config.parallel.mp_degree == 0
+    plan = Plan(
+        parallel_degrees(config),
+        launched.get(path.stem, 16),
+        pad_to_multiple_of=config.data.pad_to_multiple_of,
+    )
+    assert plan_problems(plan) == []

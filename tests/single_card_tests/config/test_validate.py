@@ -56,6 +56,10 @@ def test_sound_configuration_passes(existing):
         ({"train__eval_steps": 5}, "train.eval_steps is 5 but data.eval lists no file"),
         ({"data__min_pixels": 9, "data__max_pixels": 4}, "data.min_pixels 9 exceeds"),
         (
+            {"data__video_min_frames": 9, "data__video_max_frames": 4},
+            "data.video_min_frames 9 exceeds data.video_max_frames 4",
+        ),
+        (
             {"model__pretrained": None, "model__config": {}},
             "data.processor is not set and there is no model.pretrained",
         ),
