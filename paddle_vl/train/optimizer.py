@@ -100,12 +100,15 @@ class Optimizer:
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient."""
-        self._adamw.set_lr(learning_rate)
-        self._adamw.step()
+        # A stage of a pipeline may have nothing to train, and Paddle's optimizer then fails.
+        if self.tensors:
+            self._adamw.set_lr(learning_rate)
+            self._adamw.step()
 
     def clear_gradients(self) -> None:
         """Drop the gradients, without the zero fill that Paddle's default makes."""
-        self._adamw.clear_grad(set_to_zero=False)
+        if self.tensors:
+            self._adamw.clear_grad(set_to_zero=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All state by `HF name/state`, the live tensors; moments as the trained tensor."""

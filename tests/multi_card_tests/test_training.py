@@ -204,3 +204,17 @@ def test_another_topology_continues_what_all_processes_wrote(run_file, one_devic
         worker_of_many_files, 4, arguments=(str(run_file), str(then), [*common(run_file), *other])
     )
     assert_close(then, one_device, "checkpoint-4")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("frozen", ["model.language_model.*", "model.visual.*"])
+@pytest.mark.parametrize("topology", [[*PP], [*SHARDING, "parallel.sharding_stage=3"]], ids=str)
+def test_processes_with_nothing_to_train_keep_in_step(run_file, tmp_path, frozen, topology):
+    """A stage of a pipeline, or the units of a tower."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    frozen = f"model.freeze=['{frozen}']"
+    train(str(run_file), str(one), [*common(run_file), *settings(1), frozen])
+    parts = 2 if topology[0] in SHARDING else 1
+    overrides = [*common(run_file), *settings(parts), *topology, frozen]
+    launch(worker_of_many_files, 2, arguments=(str(run_file), str(two), overrides))
+    assert_close(two, one, "checkpoint-4")
