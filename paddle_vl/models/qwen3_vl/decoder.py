@@ -22,19 +22,43 @@ from paddle_vl.nn.rope import apply_rotary
 
 
 class KeyValueCache:
-    """Keys and values of one decoder layer, grown by every call: `[B, S, K, H]` each."""
+    """Keys and values of one decoder layer: buffers `[B, K, capacity, H]` that grow in chunks.
+
+    New ones are written in place. Heads come before places, as the CPU's attention wants them, so
+    what `append` returns is a view and no step copies the past.
+    """
+
+    CHUNK = 256
 
     def __init__(self):
-        self.key_BSKH: Tensor | None = None
-        self.value_BSKH: Tensor | None = None
+        self.length = 0
+        self._key_BKCH: Tensor | None = None
+        self._value_BKCH: Tensor | None = None
 
     def append(self, key_BLKH: Tensor, value_BLKH: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values so far, the new ones last."""
-        if self.key_BSKH is not None:
-            key_BLKH = paddle.concat([self.key_BSKH, key_BLKH], axis=1)
-            value_BLKH = paddle.concat([self.value_BSKH, value_BLKH], axis=1)
-        self.key_BSKH, self.value_BSKH = key_BLKH, value_BLKH
-        return key_BLKH, value_BLKH
+        """All keys and values so far, the new ones last: `[B, S, K, H]` each."""
+        begin, self.length = self.length, self.length + key_BLKH.shape[1]
+        self._key_BKCH = self._written(self._key_BKCH, key_BLKH, begin)
+        self._value_BKCH = self._written(self._value_BKCH, value_BLKH, begin)
+        if begin == 0:
+            return key_BLKH, value_BLKH
+        key_BSKH, value_BSKH = (
+            buffer[:, :, : self.length].transpose([0, 2, 1, 3])
+            for buffer in (self._key_BKCH, self._value_BKCH)
+        )
+        return key_BSKH, value_BSKH
+
+    def _written(self, buffer_BKCH: Tensor | None, new_BLKH: Tensor, begin: int) -> Tensor:
+        batch, _, heads, width = new_BLKH.shape
+        capacity = 0 if buffer_BKCH is None else buffer_BKCH.shape[2]
+        if self.length > capacity:
+            capacity = -(-self.length // self.CHUNK) * self.CHUNK
+            grown = paddle.empty([batch, heads, capacity, width], dtype=new_BLKH.dtype)
+            if buffer_BKCH is not None:
+                grown[:, :, :begin] = buffer_BKCH[:, :, :begin]
+            buffer_BKCH = grown
+        buffer_BKCH[:, :, begin : self.length] = new_BLKH.transpose([0, 2, 1, 3])
+        return buffer_BKCH
 
 
 class LanguageModel(nn.Layer):
