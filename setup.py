@@ -15,7 +15,9 @@ EXTRAS = {
     "visualdl": ["visualdl>=2.5"],
     "tensorboard": ["tensorboardX>=2.6"],
     "digits": ["scikit-learn>=1.3"],
+    "video": ["av>=14.2"],
     "dev": [
+        "av>=14.2",
         "hypothesis>=6.90",
         "jinja2>=3.1",
         "psutil>=5.9",

@@ -40,13 +40,14 @@ class DataConfig(_Section):
     """What it is trained on."""
 
     train: list[str] = Field(
-        min_length=1, description="JSONL files of conversations; image paths relative to the file"
+        min_length=1,
+        description="JSONL files of conversations; image and video paths relative to the file",
     )
     eval: list[str] = Field([], description="JSONL files for the evaluation loss")
     processor: str | None = Field(
         None,
-        description="folder with tokenizer.json and preprocessor_config.json; default "
-        "model.pretrained",
+        description="folder with tokenizer.json, preprocessor_config.json and, for videos, "
+        "video_preprocessor_config.json; default model.pretrained",
     )
     max_length: int = Field(2048, ge=2, description="longest sample, in tokens, visual ones too")
     on_bad_sample: Literal["fail", "skip"] = Field(
@@ -57,6 +58,30 @@ class DataConfig(_Section):
     )
     max_pixels: int | None = Field(
         None, ge=1, description="largest image area, in pixels; default: the processor's"
+    )
+    video_fps: float | None = Field(
+        None,
+        gt=0,
+        description="frames to take per second of video; default: the processor's, of Qwen3-VL 2",
+    )
+    video_min_frames: int | None = Field(
+        None,
+        ge=2,
+        description="fewest frames to take of a video that has them; default: the processor's, 4",
+    )
+    video_max_frames: int | None = Field(
+        None, ge=2, description="most frames to take of a video; default: the processor's, 768"
+    )
+    video_min_pixels: int | None = Field(
+        None,
+        ge=1,
+        description="smallest size of a video, in frames x height x width; default: the "
+        "processor's",
+    )
+    video_max_pixels: int | None = Field(
+        None,
+        ge=1,
+        description="largest size of a video, in frames x height x width; default: the processor's",
     )
     padding_side: Literal["right", "left"] = Field(
         "right", description="where shorter samples of a batch are filled up"

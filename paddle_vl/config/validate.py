@@ -76,10 +76,12 @@ def evaluation_has_data(config: RunConfig) -> Problems:
         )
 
 
-def pixel_bounds_are_ordered(config: RunConfig) -> Problems:
-    low, high = config.data.min_pixels, config.data.max_pixels
-    if low is not None and high is not None and low > high:
-        yield f"data.min_pixels {low} exceeds data.max_pixels {high}"
+def visual_bounds_are_ordered(config: RunConfig) -> Problems:
+    for name in ("{}_pixels", "video_{}_pixels", "video_{}_frames"):
+        lowest, highest = name.format("min"), name.format("max")
+        low, high = getattr(config.data, lowest), getattr(config.data, highest)
+        if low is not None and high is not None and low > high:
+            yield f"data.{lowest} {low} exceeds data.{highest} {high}"
 
 
 def dtype_runs_on_device(config: RunConfig, device: str) -> Problems:
@@ -128,7 +130,7 @@ CONFIG_RULES = (
     warmup_fits,
     floor_needs_cosine,
     evaluation_has_data,
-    pixel_bounds_are_ordered,
+    visual_bounds_are_ordered,
 )
 LAUNCH_RULES = (
     dtype_runs_on_device,

@@ -15,7 +15,7 @@ IGNORED_LABEL = -100
 
 WHOLE_BATCH = RowPart()
 
-_VISUAL_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+VISUAL_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 def pad_rows(rows: Sequence[np.ndarray], length: int, value: int, side: PaddingSide) -> np.ndarray:
@@ -77,7 +77,7 @@ class VLCollator:
             "attention_mask": pad_rows([np.ones_like(row) for row in ids], length, 0, side),
             "labels": pad_rows([s["labels"] for s in samples], length, IGNORED_LABEL, side),
         }
-        for key in _VISUAL_KEYS:
+        for key in VISUAL_KEYS:
             arrays = [sample[key] for sample in samples if key in sample]
             if arrays:
                 batch[key] = np.concatenate(arrays)

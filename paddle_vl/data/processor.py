@@ -1,4 +1,4 @@
-"""Qwen3-VL's processor: tokenizer, image processor and chat template together, in HF's files."""
+"""Qwen3-VL's processor: tokenizer, image and video processors and chat template, in HF's files."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.data.collate import pad_rows
+from paddle_vl.data.collate import VISUAL_KEYS, pad_rows
 from paddle_vl.data.sft.conversation import Conversation, parse_record
 from paddle_vl.data.sft.template import (
     CONTROL_TOKENS,
@@ -22,10 +22,13 @@ from paddle_vl.data.sft.template import (
     VISION_END,
     VISION_START,
     ChatTemplate,
+    VideoPrompt,
 )
 from paddle_vl.data.tokenizer import TextTokenizer
 from paddle_vl.data.vision.image_file import ImageSource
 from paddle_vl.data.vision.image_processor import ImageProcessor
+from paddle_vl.data.vision.video_processor import VideoProcessor
+from paddle_vl.data.vision.video_reader import VideoSource
 
 Message = Mapping[str, Any]
 
@@ -36,15 +39,14 @@ _CARRIED_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "video_preprocessor_config.json",
 )
 
 
 class Qwen3VLProcessor:
-    """Conversations and images to model inputs.
+    """Conversations, images and videos to model inputs.
 
     Attributes:
-        tokenizer, image_processor: the parts.
+        tokenizer, image_processor, video_processor: the parts.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, pad_token_id:
             ids of the control tokens, found by name.
         eos_token_ids: ids that end an answer: the turn's end first, then the text's.
@@ -54,11 +56,14 @@ class Qwen3VLProcessor:
         self,
         tokenizer: TextTokenizer,
         image_processor: ImageProcessor,
+        video_processor: VideoProcessor | None = None,
         carried_files: Mapping[str, str] | None = None,
     ):
         """Join the parts.
 
         Args:
+            video_processor: None for one that cuts videos as images are cut, see
+                `VideoProcessor.like_images`.
             carried_files: name to text of further files that `save_pretrained` writes as they are.
 
         Raises:
@@ -66,6 +71,7 @@ class Qwen3VLProcessor:
         """
         self.tokenizer = tokenizer
         self.image_processor = image_processor
+        self.video_processor = video_processor or VideoProcessor.like_images(image_processor)
         self._template = ChatTemplate(tokenizer)
         self._carried_files = dict(carried_files or {})
         ids = self._template.ids
@@ -83,11 +89,19 @@ class Qwen3VLProcessor:
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        video_fps: float | None = None,
+        video_min_frames: int | None = None,
+        video_max_frames: int | None = None,
+        video_min_pixels: int | None = None,
+        video_max_pixels: int | None = None,
     ) -> "Qwen3VLProcessor":
         """Read the processor files of a checkpoint directory.
 
         Args:
             min_pixels, max_pixels: replace the checkpoint's area of an image; pixels.
+            video_fps: replaces how many frames are taken per second of video.
+            video_min_frames, video_max_frames: replace the bounds of how many are taken.
+            video_min_pixels, video_max_pixels: replace frames x height x width of a video.
 
         Raises:
             RuntimeError: `tokenizer.json` or `preprocessor_config.json` is missing or broken.
@@ -98,13 +112,22 @@ class Qwen3VLProcessor:
         image_processor = ImageProcessor.from_pretrained(
             directory, min_pixels=min_pixels, max_pixels=max_pixels
         )
+        video_processor = VideoProcessor.from_pretrained(
+            directory,
+            image_processor,
+            fps=video_fps,
+            min_frames=video_min_frames,
+            max_frames=video_max_frames,
+            min_pixels=video_min_pixels,
+            max_pixels=video_max_pixels,
+        )
         carried = {
             name: (directory / name).read_text(encoding="utf-8")
             for name in _CARRIED_FILES
             if (directory / name).is_file()
         }
         _warn_of_other_template(_template_text(carried), directory)
-        return cls(tokenizer, image_processor, carried)
+        return cls(tokenizer, image_processor, video_processor, carried)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write the processor in HF's files and names.
@@ -115,6 +138,7 @@ class Qwen3VLProcessor:
         directory = Path(directory)
         self.tokenizer.save(directory)
         self.image_processor.save_pretrained(directory)
+        self.video_processor.save_pretrained(directory)
         files = dict(self._carried_files)
         files.setdefault("tokenizer_config.json", _dump(self._tokenizer_config()))
         files.setdefault("special_tokens_map.json", _dump(_SPECIAL_TOKENS_MAP))
@@ -127,11 +151,13 @@ class Qwen3VLProcessor:
         """One training sample.
 
         Returns:
-            input_ids and labels `[L]` int64 (labels not shifted, -100 outside answers) and, when
-            there are images, pixel_values `[P, 1536]` float32 and image_grid_thw `[n, 3]` int64.
+            input_ids and labels `[L]` int64 (labels not shifted, -100 outside answers); when
+            there are images, pixel_values `[P, 1536]` float32 and image_grid_thw `[n, 3]` int64;
+            when there are videos, pixel_values_videos and video_grid_thw.
 
         Raises:
-            BadSampleError: an image cannot be used, or text contains a special token.
+            BadSampleError: an image or video cannot be used, or text contains a special token.
+            RuntimeError: there is a video file and PyAV is not installed.
         """
         return self._encode(conversation, add_generation_prompt=False)
 
@@ -141,8 +167,8 @@ class Qwen3VLProcessor:
         """A left-padded batch to continue by generation.
 
         Returns:
-            input_ids and attention_mask `[B, L]` int64 and, when there are images, pixel_values
-            and image_grid_thw of all of them, in order.
+            input_ids and attention_mask `[B, L]` int64 and, when there are images or videos, the
+            pixels and grids of all of them, in order.
         """
         if not conversations:
             raise ValueError("no conversation given: at least one is needed")
@@ -156,7 +182,7 @@ class Qwen3VLProcessor:
             "input_ids": pad_rows(rows, length, self.pad_token_id, "left"),
             "attention_mask": pad_rows([np.ones_like(row) for row in rows], length, 0, "left"),
         }
-        for key in ("pixel_values", "image_grid_thw"):
+        for key in VISUAL_KEYS:
             arrays = [sample[key] for sample in samples if key in sample]
             if arrays:
                 batch[key] = np.concatenate(arrays)
@@ -166,15 +192,17 @@ class Qwen3VLProcessor:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         images: Sequence[ImageSource] | Sequence[Sequence[ImageSource]] | None = None,
+        videos: Sequence[VideoSource] | Sequence[Sequence[VideoSource]] | None = None,
         *,
         add_generation_prompt: bool = True,
     ) -> dict[str, np.ndarray]:
-        """Messages and images to a left-padded batch for generation.
+        """Messages, images and videos to a left-padded batch for generation.
 
         Args:
             messages: one conversation (a list of messages) or several (a list of lists).
             images: for `<image>` tags and image parts without a source, in order: a list, or for
                 several conversations a list of lists. Paths, PIL images or uint8 arrays.
+            videos: the same for `<video>` tags. Paths, `VideoFrames` or uint8 arrays of frames.
 
         Returns:
             As `encode_prompts`.
@@ -183,17 +211,18 @@ class Qwen3VLProcessor:
             BadSampleError: as for training records.
         """
         if messages and isinstance(messages[0], Mapping):
-            messages, images = [messages], [images or ()]
-        if images is None:
-            images = [()] * len(messages)
-        if len(images) != len(messages):
-            raise ValueError(
-                f"{len(messages)} conversations but {len(images)} lists of images: give one list "
-                "per conversation (empty where it has none)"
-            )
+            messages, images, videos = [messages], [images or ()], [videos or ()]
+        media = {"images": images, "videos": videos}
+        for name, lists in media.items():
+            media[name] = lists = [()] * len(messages) if lists is None else lists
+            if len(lists) != len(messages):
+                raise ValueError(
+                    f"{len(messages)} conversations but {len(lists)} lists of {name}: give one "
+                    "list per conversation (empty where it has none)"
+                )
         conversations = [
-            parse_record({"messages": each, "images": list(own or ())})
-            for each, own in zip(messages, images, strict=True)
+            parse_record({"messages": each, "images": list(own or ()), "videos": list(clips or ())})
+            for each, own, clips in zip(messages, *media.values(), strict=True)
         ]
         return self.encode_prompts(conversations, add_generation_prompt=add_generation_prompt)
 
@@ -209,8 +238,17 @@ class Qwen3VLProcessor:
         if conversation.images:
             visual = self.image_processor(conversation.images)
             num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
+        video_prompts: list[VideoPrompt] = []
+        if conversation.videos:
+            arrays, timestamps = self.video_processor(conversation.videos)
+            counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
+            video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
+            visual.update(arrays)
         chat = self._template.encode(
-            conversation, num_image_tokens, add_generation_prompt=add_generation_prompt
+            conversation,
+            num_image_tokens,
+            video_prompts,
+            add_generation_prompt=add_generation_prompt,
         )
         return {
             "input_ids": np.array(chat.input_ids, dtype=np.int64),

@@ -67,6 +67,11 @@ def build_trainer(config: RunConfig) -> Trainer:
         config.data.processor or config.model.pretrained,
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
+        video_fps=config.data.video_fps,
+        video_min_frames=config.data.video_min_frames,
+        video_max_frames=config.data.video_max_frames,
+        video_min_pixels=config.data.video_min_pixels,
+        video_max_pixels=config.data.video_max_pixels,
     )
     train_data = _dataset(config, config.data.train, processor)
     eval_data = _dataset(config, config.data.eval, processor) if config.data.eval else None
@@ -246,17 +251,21 @@ def check_processor_fits(config: Qwen3VLConfig, processor: Qwen3VLProcessor) -> 
         if getattr(config, key) != getattr(processor, key)
     ]
     problems += _vocabulary_problems(config.text_config.vocab_size, processor)
-    vision, images = config.vision_config, processor.image_processor
-    for key, theirs in (
-        ("patch_size", images.patch_size),
-        ("temporal_patch_size", images.temporal_patch_size),
-        ("spatial_merge_size", images.merge_size),
+    vision = config.vision_config
+    for kind, theirs in (
+        ("image", processor.image_processor),
+        ("video", processor.video_processor),
     ):
-        if getattr(vision, key) != theirs:
-            problems.append(
-                f"vision_config.{key} is {getattr(vision, key)} in the model and {theirs} in the "
-                "image processor"
-            )
+        for key, value in (
+            ("patch_size", theirs.patch_size),
+            ("temporal_patch_size", theirs.temporal_patch_size),
+            ("spatial_merge_size", theirs.merge_size),
+        ):
+            if getattr(vision, key) != value:
+                problems.append(
+                    f"vision_config.{key} is {getattr(vision, key)} in the model and {value} in "
+                    f"the {kind} processor"
+                )
     if problems:
         raise ValueError(
             f"model and processor do not fit: {'; '.join(problems)}. Use the processor files that "

@@ -1,8 +1,8 @@
 """Conversations in JSONL files, read by line when they are needed.
 
 Opening a dataset reads every line once and checks what costs little: the JSON, the messages, the
-tags, that image files exist. What needs decoding (broken images, extreme sizes, length) shows when
-a sample is taken.
+tags, that image and video files exist. What needs decoding (broken files, extreme sizes, length)
+shows when a sample is taken.
 """
 
 import os
@@ -44,7 +44,7 @@ class MessagesDataset:
 
         Args:
             max_length: tokens of a sample at most; longer ones are cut at the right, or bad where
-                that would cut an image in half or leave nothing to learn. None: no limit.
+                that would cut an image or video in half or leave nothing to learn. None: no limit.
 
         Raises:
             RuntimeError: a file does not exist.
@@ -70,6 +70,7 @@ class MessagesDataset:
 
         Raises:
             BadSampleError: it cannot be used; as `file:line: reason`.
+            RuntimeError: it has a video file and PyAV is not installed.
         """
         try:
             sample = self._processor.encode_sample(self.conversation(number))
@@ -79,13 +80,14 @@ class MessagesDataset:
                 sample,
                 self.max_length,
                 image_token_id=self._processor.image_token_id,
+                video_token_id=self._processor.video_token_id,
                 merge_size=self._processor.image_processor.merge_size,
             )
         except BadSampleError as error:
             raise error.at(self.place(number)) from error
 
     def conversation(self, number: int) -> Conversation:
-        """The conversation of a sample; images are paths."""
+        """The conversation of a sample; images and videos are paths."""
         file_number, offset, _ = self._index_N3[number]
         path = self.files[file_number]
         with path.open("rb") as file:
@@ -139,9 +141,10 @@ def _check(conversation: Conversation) -> None:
         raise BadSampleError(
             "no_assistant", "the conversation has no assistant turn, so nothing to learn from"
         )
-    for source in conversation.images:
-        if not os.path.isfile(source):
-            raise BadSampleError("missing_image", f"image file {source} does not exist")
+    for kind, sources in (("image", conversation.images), ("video", conversation.videos)):
+        for source in sources:
+            if not os.path.isfile(source):
+                raise BadSampleError(f"missing_{kind}", f"{kind} file {source} does not exist")
 
 
 def _first_of(bad: Sequence[BadSampleError]) -> BadSampleError:

@@ -3,22 +3,28 @@
     <|im_start|>user\\n<|vision_start|><|image_pad|>...<|vision_end|>What is this?<|im_end|>\\n
     <|im_start|>assistant\\nA cat.<|im_end|>\\n
 
+In place of a video stands, for every temporal patch, the time it shows and its placeholders:
+
+    <0.3 seconds><|vision_start|><|video_pad|>...<|vision_end|><1.4 seconds><|vision_start|>...
+
 Control tokens are placed by id and never parsed out of text, so a user cannot forge one. Only the
 content of assistant turns and its `<|im_end|>` are targets. There is no default system message.
 
-Source: the chat template of the published Qwen3-VL checkpoints, without tools.
+Source: the chat template of the published Qwen3-VL checkpoints, without tools; for videos the
+processor of HF transformers 4.57 (5.x leaves one more pair of vision tokens around all patches).
 Differs: an answer is tokenised apart from the `assistant\\n` in front of it, because generation
 sees it that way; HF tokenises the whole string, which differs for answers that begin with a line
 break.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.collate import IGNORED_LABEL
-from paddle_vl.data.sft.conversation import Conversation, Turn
+from paddle_vl.data.sft.conversation import Conversation, ImagePart, Turn
 from paddle_vl.data.tokenizer import TextTokenizer
+from paddle_vl.data.vision.video_frames import timestamp_text
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
@@ -63,6 +69,13 @@ JINJA_TEMPLATE = """\
 """
 
 
+class VideoPrompt(NamedTuple):
+    """What stands for a video: seconds shown by each temporal patch, and placeholders of one."""
+
+    timestamps: Sequence[float]
+    tokens_per_patch: int
+
+
 class EncodedChat(NamedTuple):
     """Ids of a conversation, and for each the label: itself where it is a target, else -100."""
 
@@ -88,6 +101,7 @@ class ChatTemplate:
         self,
         conversation: Conversation,
         num_image_tokens: Sequence[int],
+        videos: Sequence[VideoPrompt] = (),
         *,
         add_generation_prompt: bool = False,
     ) -> EncodedChat:
@@ -95,33 +109,51 @@ class ChatTemplate:
 
         Args:
             num_image_tokens: placeholders of every image, in reading order.
+            videos: what stands for every video, in reading order.
             add_generation_prompt: end with the opening of an assistant turn.
 
         Raises:
             BadSampleError: text contains the name of a special token.
         """
         chat = EncodedChat([], [])
-        remaining = iter(num_image_tokens)
+        images, videos = iter(num_image_tokens), iter(videos)
         for turn in conversation.turns:
             self._add(chat, [self.ids[IM_START]])
             if turn.role == "assistant":
                 self._add(chat, self._encode_text("assistant\n"))
                 self._add(chat, [*self._encode_text(turn.text), self.ids[IM_END]], is_target=True)
             else:
-                for run in _text_runs(turn):
-                    if run is None:
-                        self._add(chat, self._image_ids(next(remaining)))
-                    else:
-                        self._add(chat, self._encode_text(run))
+                for run in self._runs(turn, images, videos):
+                    self._add(chat, self._encode_text(run) if isinstance(run, str) else run)
                 self._add(chat, [self.ids[IM_END]])
             self._add(chat, self._encode_text("\n"))
         if add_generation_prompt:
             self._add(chat, [self.ids[IM_START], *self._encode_text("assistant\n")])
         return chat
 
-    def _image_ids(self, num_tokens: int) -> list[int]:
-        pads = [self.ids[IMAGE_PAD]] * num_tokens
-        return [self.ids[VISION_START], *pads, self.ids[VISION_END]]
+    def _runs(
+        self, turn: Turn, images: Iterator[int], videos: Iterator[VideoPrompt]
+    ) -> list[str | list[int]]:
+        """Text as it is, joined with the role in front of it, and ids of images and frames.
+
+        Text that no control token interrupts is tokenised as one, as HF does; a timestamp, too,
+        joins the text in front of it.
+        """
+        runs: list[str | list[int]] = [f"{turn.role}\n"]
+        for part in turn.parts:
+            if isinstance(part, str):
+                _add_text(runs, part)
+            elif isinstance(part, ImagePart):
+                runs.append(self._visual_ids(IMAGE_PAD, next(images)))
+            else:
+                video = next(videos)
+                for seconds in video.timestamps:
+                    _add_text(runs, timestamp_text(seconds))
+                    runs.append(self._visual_ids(VIDEO_PAD, video.tokens_per_patch))
+        return runs
+
+    def _visual_ids(self, pad: str, num_tokens: int) -> list[int]:
+        return [self.ids[VISION_START], *[self.ids[pad]] * num_tokens, self.ids[VISION_END]]
 
     def _encode_text(self, text: str) -> list[int]:
         if not _is_unicode(text):
@@ -135,7 +167,7 @@ class ChatTemplate:
             raise BadSampleError(
                 "special_token",
                 f"the text contains the special token(s) {names}, which would act as control "
-                "tokens; remove or rewrite them (images are placed with <image>)",
+                "tokens; remove or rewrite them (<image> and <video> place images and videos)",
             )
         return ids
 
@@ -145,20 +177,11 @@ class ChatTemplate:
         chat.labels.extend(ids if is_target else [IGNORED_LABEL] * len(ids))
 
 
-def _text_runs(turn: Turn) -> list[str | None]:
-    """Text between images, joined with the role in front of it; None stands for an image.
-
-    Text that no control token interrupts is tokenised as one, as HF does.
-    """
-    runs: list[str | None] = [f"{turn.role}\n"]
-    for part in turn.parts:
-        if not isinstance(part, str):
-            runs.append(None)
-        elif runs[-1] is None:
-            runs.append(part)
-        else:
-            runs[-1] += part
-    return runs
+def _add_text(runs: list[str | list[int]], text: str) -> None:
+    if isinstance(runs[-1], str):
+        runs[-1] += text
+    else:
+        runs.append(text)
 
 
 def _is_unicode(text: str) -> bool:

@@ -4,7 +4,6 @@ Source: the PIL backend of HF transformers' Qwen2-VL image processor, to the bit
 backend rounds differently while resizing, by one step of 8 bits.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +17,15 @@ from PIL import Image
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.vision.image_file import ImageSource, load_rgb
 from paddle_vl.data.vision.patches import patchify, value_table
+from paddle_vl.data.vision.preprocessor_files import (
+    common_settings,
+    find_settings,
+    refuse_unsupported,
+    write_settings,
+)
 from paddle_vl.data.vision.resize_rule import smart_resize
 
 CONFIG_FILE = "preprocessor_config.json"
-# Where transformers 5 keeps the same settings, under "image_processor".
-NESTED_CONFIG_FILE = "processor_config.json"
 
 # Steps that are always done here; a checkpoint that turns one off cannot be honoured.
 _ALWAYS_ON = ("do_rescale", "do_normalize", "do_convert_rgb")
@@ -76,18 +79,13 @@ class ImageProcessor:
             RuntimeError: neither file exists.
             ValueError: a needed setting is missing, or one cannot be honoured; all are named.
         """
-        directory = Path(directory)
-        path = directory / CONFIG_FILE
-        nested = directory / NESTED_CONFIG_FILE
-        if path.is_file():
-            config = _read_json(path)
-        elif nested.is_file() and "image_processor" in (outer := _read_json(nested)):
-            path, config = nested, outer["image_processor"]
-        else:
+        found = find_settings(Path(directory), CONFIG_FILE, "image_processor")
+        if found is None:
             raise RuntimeError(
                 f"{directory} has no {CONFIG_FILE}: it says how images are resized and "
                 "normalised, and there is no safe default; copy it from the checkpoint"
             )
+        path, config = found
         processor = cls.from_dict(config, name=str(path))
         budget = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         return replace(processor, **{k: v for k, v in budget.items() if v is not None})
@@ -96,32 +94,11 @@ class ImageProcessor:
     def from_dict(cls, config: dict[str, Any], name: str = "the settings") -> "ImageProcessor":
         """Build from HF's settings, in either dialect of the pixel budget.
 
-        `size` with `shortest_edge` and `longest_edge` (areas, despite the names), or `min_pixels`
-        and `max_pixels`; where both stand the latter win, as in HF.
-
         Raises:
             ValueError: naming every setting that is missing or cannot be honoured.
         """
-        size = config.get("size") or {}
-        values = {
-            "min_pixels": _first(config.get("min_pixels"), size.get("shortest_edge")),
-            "max_pixels": _first(config.get("max_pixels"), size.get("longest_edge")),
-        }
-        names = {
-            "min_pixels": "size.shortest_edge (or min_pixels)",
-            "max_pixels": "size.longest_edge (or max_pixels)",
-        }
-        for key in ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std"):
-            values[key] = config.get(key)
-        missing = [names.get(key, key) for key, value in values.items() if value is None]
-        if missing:
-            raise ValueError(
-                f"{name} lacks {', '.join(missing)}: Qwen3-VL's settings differ from the defaults "
-                "of HF's class, so none is assumed; take the file from the checkpoint"
-            )
-        _refuse_unsupported(config, name)
-        for key in ("image_mean", "image_std"):
-            values[key] = tuple(float(value) for value in values[key])
+        values = common_settings(config, name)
+        refuse_unsupported(config, name, always_on=_ALWAYS_ON, either=("do_resize",))
         do_resize = config.get("do_resize")
         return cls(
             **values, do_resize=True if do_resize is None else do_resize, source_config=dict(config)
@@ -149,10 +126,7 @@ class ImageProcessor:
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write `preprocessor_config.json`."""
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_dict(), indent=2) + "\n"
-        (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+        write_settings(Path(directory) / CONFIG_FILE, self.to_dict())
 
     def __call__(self, images: Sequence[ImageSource]) -> dict[str, np.ndarray]:
         """Patches of all images, in order.
@@ -211,32 +185,3 @@ class ImageProcessor:
     @cached_property
     def _table_CV(self) -> np.ndarray:
         return value_table(self.image_mean, self.image_std)
-
-
-def _refuse_unsupported(config: dict[str, Any], name: str) -> None:
-    """Raise for every setting that would change the pixels and is not implemented."""
-    refused = [
-        f"{key} = {value}"
-        for key, value in config.items()
-        if (key in _ALWAYS_ON and value is False)
-        or (key.startswith("do_") and value and key not in (*_ALWAYS_ON, "do_resize"))
-    ]
-    resample = config.get("resample")
-    if resample is not None and resample != Image.Resampling.BICUBIC:
-        refused.append(f"resample = {resample} (only {int(Image.Resampling.BICUBIC)}, bicubic)")
-    scale = config.get("rescale_factor")
-    if scale is not None and not np.isclose(scale, 1 / 255, rtol=1e-6, atol=0):
-        refused.append(f"rescale_factor = {scale} (only 1/255)")
-    if refused:
-        raise ValueError(f"{name} asks for what is not implemented here: {'; '.join(refused)}")
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RuntimeError(f"{path} is not valid JSON: {error}") from error

@@ -1,8 +1,10 @@
-"""Video frames: which to take, what time they show, and their patches. Decoding is not here.
+"""Video frames: which to take, what time they show, and their patches.
 
 Source: HF transformers' Qwen3-VL video processor and processor (the prompt form of 4.57).
 Differs: frames are resized by PIL; HF's torchvision resize differs by one step of 8 bits.
 """
+
+from collections.abc import Iterable
 
 import numpy as np
 from PIL import Image
@@ -24,7 +26,7 @@ def sample_frame_indices(
     R is the length in seconds times `target_fps`, kept within `[min_frames, max_frames]` and never
     above `total_num_frames`. 100 frames at 25 fps -> 0 14 28 42 57 71 85 99.
     """
-    wanted = int(total_num_frames / video_fps * target_fps)
+    wanted = int(min(total_num_frames / video_fps * target_fps, max_frames))
     wanted = min(max(wanted, min_frames), max_frames, total_num_frames)
     return np.linspace(0, total_num_frames - 1, wanted).round().astype(np.int64)
 
@@ -48,7 +50,8 @@ def timestamp_text(seconds: float) -> str:
 
 
 def process_frames(
-    frames_RHWC: np.ndarray,
+    frames: Iterable[np.ndarray],
+    num_frames: int,
     *,
     min_pixels: int,
     max_pixels: int,
@@ -58,29 +61,36 @@ def process_frames(
     image_mean: tuple[float, ...],
     image_std: tuple[float, ...],
 ) -> dict[str, np.ndarray]:
-    """Resize and cut the frames of one video.
+    """Resize and cut the frames of one video. They are resized as they come, and not kept before.
 
     Args:
-        frames_RHWC: uint8 RGB; an odd number is filled up by repeating the last frame.
+        frames: uint8 RGB `[H, W, 3]` each; an odd number is filled up by repeating the last frame.
+        num_frames: how many come.
         min_pixels, max_pixels: frames x height x width after resizing; pixels.
 
     Returns:
         pixel_values_videos `[P, 3 * temporal_patch_size * patch_size ** 2]` float32 and
         video_grid_thw `[1, 3]` int64.
+
+    Raises:
+        BadSampleError: fewer frames than fill a temporal patch, or too long and thin ones.
     """
-    height, width = smart_resize_video(
-        *frames_RHWC.shape[:3],
-        patch_size * merge_size,
-        min_pixels,
-        max_pixels,
-        temporal_factor=temporal_patch_size,
-    )
-    resized = [
-        np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC))
-        for frame in frames_RHWC
-    ]
+    resized_RHWC = None
+    for number, frame in enumerate(frames):
+        if resized_RHWC is None:
+            height, width = smart_resize_video(
+                num_frames,
+                *frame.shape[:2],
+                patch_size * merge_size,
+                min_pixels,
+                max_pixels,
+                temporal_factor=temporal_patch_size,
+            )
+            resized_RHWC = np.empty((num_frames, height, width, 3), dtype=np.uint8)
+        image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
+        resized_RHWC[number] = np.asarray(image)
     patches, grid = patchify(
-        np.stack(resized),
+        resized_RHWC,
         value_table(image_mean, image_std),
         patch_size=patch_size,
         temporal_patch_size=temporal_patch_size,

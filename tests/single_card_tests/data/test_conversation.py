@@ -74,6 +74,8 @@ BAD_RECORDS = {
         ({"messages": [user([{"type": "audio"}])]}, "message 1 has the part"),
         (question("<image>", images="a.png"), "'images' must be a list"),
         (question("<image>", images=[{"bytes": 1}]), "is not a path"),
+        (question("<video>", videos="a.mp4"), "'videos' must be a list"),
+        (question("<video>", videos=[["1.jpg", "2.jpg"]]), "video source .* is not a path"),
     ],
     "unknown_role": [
         ({"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; use one of system"),
@@ -85,12 +87,14 @@ BAD_RECORDS = {
     "tag_count": [
         (question("<image>", images=[]), "1 image place.* but 0 entries"),
         (question("none", images=["a.png", "b.png"]), "0 image place.* but 2 entries"),
+        (question("<image><video>", images=["a.png", "b.mp4"]), "1 image place.* but 2 entries"),
+        (question("<video><video>", videos=["a.mp4"]), "2 video place.* but 1 entries"),
         (question("a", "<image>", images=["a.png"]), "message 2 is an assistant's"),
+        (question("a", "<video>", videos=["a.mp4"]), "2 is an assistant's .*<video> tag"),
     ],
     "unsupported": [
-        (question("<video>", videos=["a.mp4"]), r"video \(\['a.mp4'\]\)"),
-        (question("<video>"), "video files cannot be read yet"),
-        (question([{"type": "video", "video": "b.mp4"}]), r"video \(b\.mp4\)"),
+        (question("<video>", videos=["https://x.org/a.mp4"]), "video .* is not a file"),
+        (question([{"type": "video", "video": "a.mp4", "fps": 1}]), "fps.*set data.video_fps"),
         (question("<image>", images=["https://x.org/a.png"]), "is not a file"),
         (question(tools=[{"name": "f"}]), "'tools' cannot be used yet"),
     ],

@@ -53,7 +53,8 @@ BAD_LINES = {
     "tag_count": (question("<image><image>", images=["a.png"]), "2 image place.* but 1 entries"),
     "missing_image": (question("<image>", images=["gone.png"]), r"gone\.png does not exist"),
     "no_assistant": ({"messages": [user("a")]}, "no assistant turn"),
-    "unsupported": (question("<video>", videos=["v.mp4"]), r"v\.mp4.*cannot be read yet"),
+    "missing_video": (question("<video>", videos=["v.mp4"]), r"v\.mp4 does not exist"),
+    "unsupported": (question(tools=["f"]), "'tools' cannot be used"),
 }
 
 

@@ -59,6 +59,7 @@ def test_video_patches_equal_hf_up_to_one_step_of_resizing():
     size = TABLES["video"]["size"]
     output = process_frames(
         golden["video.rgb_uint8"],
+        len(golden["video.rgb_uint8"]),
         min_pixels=size["shortest_edge"],
         max_pixels=size["longest_edge"],
         **{key: value for key, value in settings.items() if key != "size"},

@@ -1,0 +1,112 @@
+"""HF's preprocessor files: what images and videos have in common in them, read and checked."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+# Where transformers 5 keeps all settings together, each under the name of its part.
+NESTED_CONFIG_FILE = "processor_config.json"
+
+_REQUIRED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+
+
+def find_settings(directory: Path, file_name: str, part: str) -> tuple[Path, dict[str, Any]] | None:
+    """The file that holds the settings of a part, and its settings; None where there is none.
+
+    Args:
+        file_name: the part's own file, which is looked for first.
+        part: its name in `processor_config.json`.
+
+    Raises:
+        RuntimeError: a file is not JSON.
+    """
+    path = directory / file_name
+    if path.is_file():
+        return path, _read_json(path)
+    nested = directory / NESTED_CONFIG_FILE
+    if nested.is_file() and part in (outer := _read_json(nested)):
+        return nested, outer[part]
+    return None
+
+
+def common_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Pixel budget, patch sizes, mean and standard deviation, by the names of our fields.
+
+    The budget is read in either dialect: `size` with `shortest_edge` and `longest_edge` (numbers of
+    pixels, despite the names), or `min_pixels` and `max_pixels`; where both stand the latter win,
+    as in HF.
+
+    Raises:
+        ValueError: naming every setting that is missing.
+    """
+    size = config.get("size") or {}
+    if not isinstance(size, dict):
+        raise ValueError(
+            f"{name} has size {size!r}; {{'shortest_edge': ..., 'longest_edge': ...}} is needed"
+        )
+    values = {
+        "min_pixels": _first(config.get("min_pixels"), size.get("shortest_edge")),
+        "max_pixels": _first(config.get("max_pixels"), size.get("longest_edge")),
+    }
+    names = {
+        "min_pixels": "size.shortest_edge (or min_pixels)",
+        "max_pixels": "size.longest_edge (or max_pixels)",
+    }
+    values.update({key: config.get(key) for key in _REQUIRED})
+    missing = [names.get(key, key) for key, value in values.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"{name} lacks {', '.join(missing)}: Qwen3-VL's settings differ from the defaults "
+            "of HF's class, so none is assumed; take the file from the checkpoint"
+        )
+    for key in ("image_mean", "image_std"):
+        values[key] = tuple(float(value) for value in values[key])
+    return values
+
+
+def refuse_unsupported(
+    config: dict[str, Any], name: str, *, always_on: tuple[str, ...], either: tuple[str, ...] = ()
+) -> None:
+    """Raise for every setting that would change the pixels and is not implemented.
+
+    Args:
+        always_on: steps that are always done here.
+        either: steps that a checkpoint may turn off.
+
+    Raises:
+        ValueError: naming all of them.
+    """
+    refused = [
+        f"{key} = {value}"
+        for key, value in config.items()
+        if (key in always_on and value is False)
+        or (key.startswith("do_") and value and key not in (*always_on, *either))
+    ]
+    resample = config.get("resample")
+    if resample is not None and resample != Image.Resampling.BICUBIC:
+        refused.append(f"resample = {resample} (only {int(Image.Resampling.BICUBIC)}, bicubic)")
+    scale = config.get("rescale_factor")
+    if scale is not None and not np.isclose(scale, 1 / 255, rtol=1e-6, atol=0):
+        refused.append(f"rescale_factor = {scale} (only 1/255)")
+    if refused:
+        raise ValueError(f"{name} asks for what is not implemented here: {'; '.join(refused)}")
+
+
+def write_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Write a settings file, and its folder where it is new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RuntimeError(f"{path} is not valid JSON: {error}") from error

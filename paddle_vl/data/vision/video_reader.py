@@ -1,0 +1,276 @@
+"""Video files and frames in memory as a number of frames, a frame rate, and frames by number.
+
+A file is decoded from its start, one frame at a time; frames that nobody asked for are neither
+converted nor kept. Frame i is taken to show the time i / fps, as HF transformers has it, also where
+the frame rate varies.
+
+Differs from HF's PyAV backend: frames are counted where the container does not say how many there
+are (Matroska, WebM, MPEG-TS), frames that an edit list hides are not counted, and a rotation that
+the file states is applied, as for images.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paddle_vl.data.bad_sample import BadSampleError
+
+if TYPE_CHECKING:
+    import av
+
+# HF's assumption for a video that does not say.
+DEFAULT_FPS = 24.0
+MIN_FRAMES = 2
+
+_MOV = "mov,mp4"
+_MATROSKA = "matroska"
+_REMEDY = "copy or download it again, or re-encode it"
+
+
+@dataclass(frozen=True, eq=False)
+class VideoFrames:
+    """Frames in memory, to be sampled like a file.
+
+    Attributes:
+        pixels: uint8 RGB, `[frames, height, width, 3]`.
+        fps: frames per second; None where unknown.
+    """
+
+    pixels: np.ndarray
+    fps: float | None = None
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in all."""
+        return len(self.pixels)
+
+    def frames(self, indices: Iterable[int]) -> Iterator[np.ndarray]:
+        """Frames with these numbers, each uint8 RGB `[height, width, 3]`."""
+        return (self.pixels[index] for index in indices)
+
+
+VideoSource = str | os.PathLike | VideoFrames | np.ndarray
+
+
+@contextlib.contextmanager
+def open_video(source: VideoSource) -> "Iterator[VideoFrames | VideoFile]":
+    """Open a video; what it gives has `num_frames`, `fps` and `frames(indices)`.
+
+    Args:
+        source: a path, `VideoFrames`, or a uint8 array `[R, H, W, 3]` of unknown frame rate.
+
+    Raises:
+        BadSampleError: no such file, not a video, damaged, fewer than two frames, or a frame rate
+            that is not above zero. Damage is found while frames are taken.
+        RuntimeError: PyAV, which reads video files, is not installed.
+    """
+    if isinstance(source, np.ndarray):
+        source = VideoFrames(source)
+    if isinstance(source, VideoFrames):
+        _check_array(source.pixels)
+        _check_numbers(source.num_frames, source.fps)
+        yield source
+        return
+    with _open_container(Path(source)) as container:
+        video = VideoFile(container, Path(source))
+        _check_numbers(video.num_frames, video.fps)
+        yield video
+
+
+class VideoFile:
+    """The first video stream of an open file.
+
+    Attributes:
+        num_frames: frames that the stream shows.
+        fps: average frames per second; None where the file does not say.
+    """
+
+    def __init__(self, container: "av.container.InputContainer", path: Path):
+        """Find the stream and its numbers.
+
+        Raises:
+            BadSampleError: no video stream, or the file ends before its own stated end.
+        """
+        self._container, self._path = container, path
+        if not container.streams.video:
+            kinds = sorted({stream.type for stream in container.streams})
+            raise BadSampleError(
+                "unreadable_video",
+                f"the file has no video stream (it has: {', '.join(kinds) or 'none'}); take a file "
+                "with a picture",
+            )
+        self._stream = container.streams.video[0]
+        # Decodes several frames at once where the codec allows; the frames are the same.
+        self._stream.thread_type = "AUTO"
+        if container.format.name.startswith(_MATROSKA):
+            _check_matroska_end(path)
+        rate = self._stream.average_rate
+        self.fps = None if rate is None else float(rate)
+        self.num_frames = self._stated_frames() or self._count_frames()
+
+    def frames(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
+        """Decode up to the last of these frames.
+
+        Args:
+            indices: ascending numbers.
+
+        Returns:
+            uint8 RGB `[height, width, 3]` of each, upright; one in memory at a time.
+
+        Raises:
+            BadSampleError: the file is damaged or ends too early.
+        """
+        wanted = iter(indices)
+        index = next(wanted, None)
+        decoded = 0
+        for number, frame in enumerate(self._decode()):
+            decoded = number + 1
+            while number == index:
+                yield _upright(frame)
+                index = next(wanted, None)
+            if index is None:
+                return
+        raise BadSampleError(
+            "unreadable_video",
+            f"the file states {self.num_frames} frames and only {decoded} can be decoded: it is "
+            f"cut off or damaged; {_REMEDY}",
+        )
+
+    def _decode(self) -> "Iterator[av.VideoFrame]":
+        """Frames from the start."""
+        with _errors_of(self._path):
+            self._container.seek(0)
+            for frame in self._container.decode(self._stream):
+                if frame.is_corrupt:
+                    raise BadSampleError(
+                        "unreadable_video", f"the frame at {frame.time} s is damaged; {_REMEDY}"
+                    )
+                yield frame
+
+    def _stated_frames(self) -> int:
+        """The container's number of frames; 0 where it has none."""
+        stated = self._stream.frames
+        if stated and self._container.format.name.startswith(_MOV):
+            # The number counts all stored frames; the index tells those that an edit list hides.
+            return sum(not entry.is_discard for entry in self._stream.index_entries)
+        return stated
+
+    def _count_frames(self) -> int:
+        """Frames by decoding all of them once, which nothing cheaper gives for every codec."""
+        return sum(1 for _ in self._decode())
+
+
+def _open_container(path: Path) -> "av.container.InputContainer":
+    if not path.is_file():
+        raise BadSampleError("missing_video", f"there is no file {path}")
+    # Here, so that whoever has no videos needs no PyAV.
+    try:
+        import av
+    except ImportError as error:
+        raise RuntimeError(
+            f"cannot read the video {path}: video files are read by PyAV, which is not installed; "
+            "install it with: pip install 'paddle-vl[video]' (or: pip install av)"
+        ) from error
+    with _errors_of(path):
+        return av.open(str(path))
+
+
+@contextlib.contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """FFmpeg's errors as a bad sample."""
+    import av
+
+    try:
+        yield
+    except av.FFmpegError as error:
+        raise BadSampleError(
+            "unreadable_video",
+            f"the file cannot be decoded as a video ({error.strerror}); {_REMEDY}",
+        ) from error
+
+
+def _upright(frame: "av.VideoFrame") -> np.ndarray:
+    quarter_turns = round(frame.rotation / 90)
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns))
+
+
+def _check_array(frames_RHWC: Any) -> None:
+    shape = np.shape(frames_RHWC)
+    if (
+        not isinstance(frames_RHWC, np.ndarray)
+        or frames_RHWC.dtype != np.uint8
+        or len(shape) != 4
+        or shape[3] != 3
+    ):
+        raise BadSampleError(
+            "unreadable_video",
+            f"video frames have dtype {getattr(frames_RHWC, 'dtype', type(frames_RHWC).__name__)} "
+            f"and shape {list(shape)}; a uint8 array [frames, height, width, 3] is needed",
+        )
+
+
+def _check_numbers(num_frames: int, fps: float | None) -> None:
+    if num_frames < MIN_FRAMES:
+        raise BadSampleError(
+            "too_few_frames",
+            f"video has {num_frames} frame(s); at least {MIN_FRAMES} are needed: use it as an "
+            "image instead",
+        )
+    if fps is not None and not 0 < fps < np.inf:
+        raise BadSampleError(
+            "frame_rate",
+            f"the video states {fps} frames per second; a number above 0 is needed: correct it, or "
+            "re-encode the video",
+        )
+
+
+def frame_rate(video: VideoFrames | VideoFile) -> float:
+    """Its frames per second, or with a warning the 24 that HF assumes of a video without."""
+    if video.fps is None:
+        warnings.warn(
+            f"a video states no frame rate; {DEFAULT_FPS:.0f} frames per second are assumed, by "
+            "which frames are chosen and timestamps written",
+            stacklevel=2,
+        )
+        return DEFAULT_FPS
+    return video.fps
+
+
+def _check_matroska_end(path: Path) -> None:
+    """Compare the stated size of the one segment with the file: FFmpeg reads a part without a word.
+
+    Source: RFC 8794 (EBML) and RFC 9559 (Matroska): the header element, then the segment.
+
+    Raises:
+        BadSampleError: the file ends before the segment.
+    """
+    with path.open("rb") as file:
+        head = file.read(4096)
+    header_size, after_header = _ebml_size(head, 4)
+    segment = after_header + header_size
+    if head[segment : segment + 4] != b"\x18\x53\x80\x67":
+        return
+    segment_size, start = _ebml_size(head, segment + 4)
+    # All bits set: a recording that was written as a stream, of unknown size.
+    is_known = segment_size != (1 << 7 * (start - segment - 4)) - 1
+    found = path.stat().st_size
+    if is_known and start + segment_size > found:
+        raise BadSampleError(
+            "unreadable_video",
+            f"the file states {start + segment_size} bytes and has {found}: it is cut off; "
+            f"{_REMEDY}",
+        )
+
+
+def _ebml_size(head: bytes, at: int) -> tuple[int, int]:
+    """The variable-length size at a position, and the position after it."""
+    first = head[at] if at < len(head) else 0x80
+    length = 9 - first.bit_length()
+    value = int.from_bytes(head[at : at + length], "big") & ((1 << 7 * length) - 1)
+    return value, at + length
