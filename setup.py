@@ -15,9 +15,9 @@ EXTRAS = {
     "visualdl": ["visualdl>=2.5"],
     "tensorboard": ["tensorboardX>=2.6"],
     "digits": ["scikit-learn>=1.3"],
-    "video": ["av>=14.2"],
+    "video": ["av>=17.0"],
     "dev": [
-        "av>=14.2",
+        "av>=17.0",
         "hypothesis>=6.90",
         "jinja2>=3.1",
         "psutil>=5.9",

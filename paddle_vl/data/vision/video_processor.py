@@ -208,24 +208,24 @@ class VideoProcessor:
         return video_grid_thw[:, 1:].prod(axis=1) // self.merge_size**2
 
     def _process(self, source: VideoSource) -> tuple[dict[str, np.ndarray], list[float]]:
-        with open_video(source) as video:
-            fps = frame_rate(video)
-            indices = sample_frame_indices(
-                video.num_frames,
-                fps,
-                target_fps=self.fps,
-                min_frames=self.min_frames,
-                max_frames=self.max_frames,
-            )
-            arrays = process_frames(
-                video.frames(indices.tolist()),
-                len(indices),
-                min_pixels=self.min_pixels,
-                max_pixels=self.max_pixels,
-                patch_size=self.patch_size,
-                temporal_patch_size=self.temporal_patch_size,
-                merge_size=self.merge_size,
-                image_mean=self.image_mean,
-                image_std=self.image_std,
-            )
+        video = open_video(source)
+        fps = frame_rate(video)
+        indices = sample_frame_indices(
+            video.num_frames,
+            fps,
+            target_fps=self.fps,
+            min_frames=self.min_frames,
+            max_frames=self.max_frames,
+        )
+        arrays = process_frames(
+            video.frames(indices.tolist()),
+            len(indices),
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
+            patch_size=self.patch_size,
+            temporal_patch_size=self.temporal_patch_size,
+            merge_size=self.merge_size,
+            image_mean=self.image_mean,
+            image_std=self.image_std,
+        )
         return arrays, patch_timestamps(indices, fps, self.temporal_patch_size)

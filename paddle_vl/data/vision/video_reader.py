@@ -58,9 +58,8 @@ class VideoFrames:
 VideoSource = str | os.PathLike | VideoFrames | np.ndarray
 
 
-@contextlib.contextmanager
-def open_video(source: VideoSource) -> "Iterator[VideoFrames | VideoFile]":
-    """Open a video; what it gives has `num_frames`, `fps` and `frames(indices)`.
+def open_video(source: VideoSource) -> "VideoFrames | VideoFile":
+    """A video with `num_frames`, `fps` and `frames(indices)`. Nothing stays open.
 
     Args:
         source: a path, `VideoFrames`, or a uint8 array `[R, H, W, 3]` of unknown frame rate.
@@ -74,45 +73,36 @@ def open_video(source: VideoSource) -> "Iterator[VideoFrames | VideoFile]":
         source = VideoFrames(source)
     if isinstance(source, VideoFrames):
         _check_array(source.pixels)
-        _check_numbers(source.num_frames, source.fps)
-        yield source
-        return
-    with _open_container(Path(source)) as container:
-        video = VideoFile(container, Path(source))
-        _check_numbers(video.num_frames, video.fps)
-        yield video
+    video = source if isinstance(source, VideoFrames) else VideoFile(Path(source))
+    _check_numbers(video.num_frames, video.fps)
+    return video
 
 
 class VideoFile:
-    """The first video stream of an open file.
+    """The first video stream of a file.
 
     Attributes:
         num_frames: frames that the stream shows.
         fps: average frames per second; None where the file does not say.
     """
 
-    def __init__(self, container: "av.container.InputContainer", path: Path):
+    def __init__(self, path: Path):
         """Find the stream and its numbers.
 
         Raises:
-            BadSampleError: no video stream, or the file ends before its own stated end.
+            BadSampleError: not a video, or the file ends before its own stated end.
+            RuntimeError: PyAV is not installed.
         """
-        self._container, self._path = container, path
-        if not container.streams.video:
-            kinds = sorted({stream.type for stream in container.streams})
-            raise BadSampleError(
-                "unreadable_video",
-                f"the file has no video stream (it has: {', '.join(kinds) or 'none'}); take a file "
-                "with a picture",
-            )
-        self._stream = container.streams.video[0]
-        # Decodes several frames at once where the codec allows; the frames are the same.
-        self._stream.thread_type = "AUTO"
-        if container.format.name.startswith(_MATROSKA):
-            _check_matroska_end(path)
-        rate = self._stream.average_rate
-        self.fps = None if rate is None else float(rate)
-        self.num_frames = self._stated_frames() or self._count_frames()
+        self._path = path
+        with _opened(path) as (container, stream):
+            if container.format.name.startswith(_MATROSKA):
+                _check_matroska_end(path)
+            rate = stream.average_rate
+            self.fps = None if rate is None else float(rate)
+            self.num_frames = _stated_frames(container, stream)
+        if not self.num_frames:
+            # Nothing cheaper gives it for every codec.
+            self.num_frames = sum(1 for _ in self._decode())
 
     def frames(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
         """Decode up to the last of these frames.
@@ -143,30 +133,21 @@ class VideoFile:
         )
 
     def _decode(self) -> "Iterator[av.VideoFrame]":
-        """Frames from the start."""
-        with _errors_of(self._path):
-            self._container.seek(0)
-            for frame in self._container.decode(self._stream):
+        """All frames; from a new opening, because seeking to the start can end elsewhere."""
+        with _opened(self._path) as (container, stream):
+            # Decodes several frames at once where the codec allows; the frames are the same.
+            stream.thread_type = "AUTO"
+            for frame in container.decode(stream):
                 if frame.is_corrupt:
                     raise BadSampleError(
                         "unreadable_video", f"the frame at {frame.time} s is damaged; {_REMEDY}"
                     )
                 yield frame
 
-    def _stated_frames(self) -> int:
-        """The container's number of frames; 0 where it has none."""
-        stated = self._stream.frames
-        if stated and self._container.format.name.startswith(_MOV):
-            # The number counts all stored frames; the index tells those that an edit list hides.
-            return sum(not entry.is_discard for entry in self._stream.index_entries)
-        return stated
 
-    def _count_frames(self) -> int:
-        """Frames by decoding all of them once, which nothing cheaper gives for every codec."""
-        return sum(1 for _ in self._decode())
-
-
-def _open_container(path: Path) -> "av.container.InputContainer":
+@contextlib.contextmanager
+def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.VideoStream]]":
+    """The file and its first video stream; FFmpeg's errors come out as a bad sample."""
     if not path.is_file():
         raise BadSampleError("missing_video", f"there is no file {path}")
     # Here, so that whoever has no videos needs no PyAV.
@@ -177,22 +158,29 @@ def _open_container(path: Path) -> "av.container.InputContainer":
             f"cannot read the video {path}: video files are read by PyAV, which is not installed; "
             "install it with: pip install 'paddle-vl[video]' (or: pip install av)"
         ) from error
-    with _errors_of(path):
-        return av.open(str(path))
-
-
-@contextlib.contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
-    """FFmpeg's errors as a bad sample."""
-    import av
-
     try:
-        yield
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                kinds = sorted({stream.type for stream in container.streams})
+                raise BadSampleError(
+                    "unreadable_video",
+                    f"the file has no video stream (it has: {', '.join(kinds) or 'none'}); take a "
+                    "file with a picture",
+                )
+            yield container, container.streams.video[0]
     except av.FFmpegError as error:
         raise BadSampleError(
             "unreadable_video",
             f"the file cannot be decoded as a video ({error.strerror}); {_REMEDY}",
         ) from error
+
+
+def _stated_frames(container: "av.container.InputContainer", stream: "av.VideoStream") -> int:
+    """The container's number of frames; 0 where it has none."""
+    if stream.frames and container.format.name.startswith(_MOV):
+        # The number counts all stored frames; the index tells those that an edit list hides.
+        return sum(not entry.is_discard for entry in stream.index_entries)
+    return stream.frames
 
 
 def _upright(frame: "av.VideoFrame") -> np.ndarray:
