@@ -5,6 +5,7 @@ Tolerances are those of the golden README, for float32: activations and logits 2
 step by step, its gradient norms, like gradients, in parts of the largest. (Adam divides a gradient
 by its own size, so an entry that is rounding noise, 1e-9 in the patch embedding of the tied model,
 moves by up to a full learning rate in the first step, and the small norms of late steps show it.)
+The experts of a token are compared as a set, in the order of their numbers.
 """
 
 import json
@@ -21,6 +22,7 @@ from paddle_vl.nn.rope import vision_cos_sin
 from parity.comparison import CaseReport
 from parity.golden import GoldenCase, GoldenFolders
 from parity.qwen_vl_processor import compare_processor
+from parity.qwen_vl_recording import Recording, keep, keep_input
 from parity.qwen_vl_training import train_steps
 
 ACTIVATION, LOSS, GRADIENT, DRIFT = 2e-5, 5e-6, 2e-5, 1e-4
@@ -60,16 +62,15 @@ def _unsupported(golden: GoldenFolders, case: GoldenCase) -> str:
         return reason
     if "in.cu_seqlens" in case.tensors:
         return "several samples packed in one row"
-    if case.meta.get("extra_forward_kwargs"):
-        return f"forward arguments {case.meta['extra_forward_kwargs']}"
-    return ""
+    unknown = set(case.meta.get("extra_forward_kwargs") or {}) - {"output_router_logits"}
+    return f"forward arguments {sorted(unknown)}" if unknown else ""
 
 
 def _unsupported_model(golden: GoldenFolders, name: str) -> str:
     if name not in golden.models:
         return f"model {name} is in none of the folders; they hold {sorted(golden.models)}"
     model_type = _config(golden, name).get("model_type")
-    return "" if model_type == "qwen3_vl" else f"model type {model_type} (mixture of experts)"
+    return "" if model_type in ("qwen3_vl", "qwen3_vl_moe") else f"model type {model_type}"
 
 
 def _run_forward(
@@ -77,6 +78,7 @@ def _run_forward(
 ) -> None:
     tensors, inputs = case.tensors, case.inputs()
     real_BL = inputs["attention_mask"].astype(bool)
+    extra = case.meta.get("extra_forward_kwargs") or {}
     host = _host_batch(model, inputs)
     compared = {name for name in tensors if name.startswith("in.")}
 
@@ -107,18 +109,29 @@ def _run_forward(
             for name, value in _tower_quantities(model, inputs[pixels], inputs[grid]):
                 compare("levels" if "deepstack" in name else "tower", f"{kind}.{name}", value)
 
-    with _Recording(model) as recorded:
-        output = model(**inputs)
+    with Recording(model) as recorded:
+        output = model(**inputs, **extra)
     if "visual_pos_masks" in tensors:
         compared.add("visual_pos_masks")
         masks = recorded.get("visual_pos_masks", np.zeros_like(real_BL))
         report.exact("positions", "visual_pos_masks", masks, tensors["visual_pos_masks"])
+    for name, value in recorded.routers(tensors):
+        compared.add(name)
+        rows = real_BL.reshape(-1)
+        if "indices" in name:
+            report.exact("router", name, value[rows], np.sort(tensors[name][rows], axis=-1))
+        else:
+            wanted = tensors[name]
+            if "weights" in name:
+                order = tensors[name.replace("weights", "indices")].argsort(axis=-1)
+                wanted = np.take_along_axis(wanted, order, axis=-1)
+            report.absolute("router", name, value[rows], wanted[rows], ACTIVATION)
     for name, value in recorded.items():
         is_level = name.startswith("lm.deepstack_visual_embeds")
         group = "levels" if is_level else "embeds" if "embeds" in name else "layers"
         compare(group, name, value, None if is_level else real_BL)
     compare("logits", "logits", output.logits.astype("float32").numpy(), real_BL)
-    carried = model(**host)
+    carried = model(**host, **extra)
     report.absolute(
         "carried",
         "logits, indices carried",
@@ -131,6 +144,10 @@ def _run_forward(
     report.absolute(
         "loss", "loss, indices carried", carried.loss.item(), tensors["loss"].item(), LOSS
     )
+    if "aux_loss" in tensors:
+        compared.add("aux_loss")
+        found = float("nan") if output.aux_loss is None else output.aux_loss.item()
+        report.absolute("loss", "aux_loss", found, tensors["aux_loss"].item(), LOSS)
     for name in sorted(set(tensors) - compared):
         report.fail("coverage", name, "the case holds it and it was not compared")
     output.loss.backward()
@@ -193,10 +210,10 @@ def _tower_quantities(model, pixels: np.ndarray, grid: np.ndarray) -> Iterator[t
     tower, config = model.visual, model.config.vision_config
     layout = vision_layout(grid, table_side=config.table_side, merge=config.spatial_merge_size)
     values: dict[str, np.ndarray] = {}
-    hooks = [tower.patch_embed.register_forward_post_hook(_keep(values, "patch_embed"))]
-    hooks.append(tower.blocks[0].register_forward_pre_hook(_keep_input(values, "block_in")))
+    hooks = [tower.patch_embed.register_forward_post_hook(keep(values, "patch_embed"))]
+    hooks.append(tower.blocks[0].register_forward_pre_hook(keep_input(values, "block_in")))
     for i, block in enumerate(tower.blocks):
-        hooks.append(block.register_forward_post_hook(_keep(values, f"block_out.{i}")))
+        hooks.append(block.register_forward_post_hook(keep(values, f"block_out.{i}")))
     try:
         with paddle.no_grad():
             features = tower(paddle.to_tensor(pixels), layout)
@@ -215,71 +232,6 @@ def _tower_quantities(model, pixels: np.ndarray, grid: np.ndarray) -> Iterator[t
     yield from values.items()
 
 
-def _keep(values: dict, name: str, view=lambda x: x):
-    def hook(layer, inputs, output):
-        values[name] = view(output.astype("float32").numpy())
-
-    return hook
-
-
-def _keep_input(values: dict, name: str):
-    def hook(layer, inputs):
-        values[name] = inputs[0].astype("float32").numpy()
-
-    return hook
-
-
-class _Recording(dict):
-    """The decoder's intermediate values by their golden names, while the block is entered."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.language_model = model.language_model
-        self.hooks = []
-
-    def __enter__(self):
-        language_model, shape = self.language_model, []
-
-        def keep_embedding(layer, inputs, output):
-            cos, sin = output["rotary_pos_emb"]
-            shape[:] = cos.shape[:2]
-            self["lm.rope_cos"], self["lm.rope_sin"] = cos.numpy(), sin.numpy()
-            self["lm.inputs_embeds"] = rows(output["hidden_states"].astype("float32").numpy())
-            for n, level in enumerate(output.get("deepstack_visual_emb", [])):
-                self[f"lm.deepstack_visual_embeds.{n}"] = level.astype("float32").numpy()
-            if "visual_pos_masks" in output:
-                self["visual_pos_masks"] = output["visual_pos_masks"].numpy()
-
-        def rows(x_TD):
-            return x_TD.reshape(*shape, -1)
-
-        def keep_layer(i):
-            def hook(layer, inputs, output):
-                # A level, when there is one, replaces the second of these with its own output.
-                self[f"lm.layer_out.{i}"] = rows(output.astype("float32").numpy())
-                self[f"lm.layer_ds.{i}"] = self[f"lm.layer_out.{i}"]
-
-            return hook
-
-        self.hooks.append(language_model.embedding.register_forward_post_hook(keep_embedding))
-        for i, layer in enumerate(language_model.layers):
-            attention = _keep(self, f"lm.attn_out.{i}", rows)
-            self.hooks.append(layer.self_attn.register_forward_post_hook(attention))
-            self.hooks.append(layer.register_forward_post_hook(keep_layer(i)))
-        for i, layer in enumerate(language_model.deepstack_layers):
-            self.hooks.append(
-                layer.register_forward_post_hook(_keep(self, f"lm.layer_ds.{i}", rows))
-            )
-        self.hooks.append(
-            language_model.norm.register_forward_post_hook(_keep(self, "lm.norm_out", rows))
-        )
-        return self
-
-    def __exit__(self, *exception):
-        for hook in self.hooks:
-            hook.remove()
-
-
 def _run_generation(model, case: GoldenCase, report: CaseReport, eos: int) -> None:
     """Greedy tokens, the logits of every step, and the positions that lead to them.
 
@@ -292,7 +244,7 @@ def _run_generation(model, case: GoldenCase, report: CaseReport, eos: int) -> No
         **inputs,
         max_new_tokens=wanted.shape[1],
         min_new_tokens=wanted.shape[1],
-        eos_token_ids=[eos],
+        eos_token_id=eos,
         on_logits=logits.append,
     )
     report.exact("tokens", "generated", found, wanted)

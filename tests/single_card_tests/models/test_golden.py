@@ -23,8 +23,8 @@ from tests.tiny import GOLDEN
 ROOT = Path(__file__).parents[3]
 CASES = GOLDEN / "qwen_vl"
 NAMES = [
-    "gen_one_image", "multi_image_right_pad", "processor", "some_without_image", "text_only",
-    "tied_one_image",
+    "gen_moe_one_image", "gen_one_image", "moe_aux_left", "multi_image_right_pad", "processor",
+    "some_without_image", "text_only", "tied_one_image",
 ]  # fmt: skip
 
 
@@ -48,23 +48,23 @@ def test_golden_case(name, strides):
         assert report.passed, "\n".join([report.line(), *report.failure_lines()])
 
 
-@pytest.mark.parametrize("model", ["dense_untied", "dense_tied"])
+@pytest.mark.parametrize("model", ["dense_untied", "dense_tied", "moe"])
 def test_golden_training_trajectory(model):
     (report,) = [r for r in reports(CASES, "train_traj") if r.name == f"train_traj[{model}]"]
     assert report.passed, "\n".join([report.line(), *report.failure_lines(20)])
 
 
 def test_what_is_not_supported_is_reported_and_fails(tmp_path):
-    shutil.copytree(CASES / "models" / "dense_tied", tmp_path / "models" / "moe")
-    config_file = tmp_path / "models" / "moe" / "config.json"
-    values = json.loads(config_file.read_text()) | {"model_type": "qwen3_vl_moe"}
+    shutil.copytree(CASES / "models" / "dense_tied", tmp_path / "models" / "older")
+    config_file = tmp_path / "models" / "older" / "config.json"
+    values = json.loads(config_file.read_text()) | {"model_type": "qwen2_vl"}
     config_file.write_text(json.dumps(values))
-    for name, model in (("on_experts", "moe"), ("on_nothing", "absent")):
+    for name, model in (("on_older", "older"), ("on_nothing", "absent")):
         case = Path(shutil.copytree(CASES / "text_only", tmp_path / name))
         meta = json.loads((case / "meta.json").read_text()) | {"model": model}
         (case / "meta.json").write_text(json.dumps(meta))
-    (report,) = reports(tmp_path, "on_experts")
-    assert "mixture of experts" in report.line()
+    (report,) = reports(tmp_path, "on_older")
+    assert "model type qwen2_vl" in report.line()
     assert not report.passed
     (report,) = reports(tmp_path, "on_nothing")
     assert "model absent is in none of the folders" in report.line()
