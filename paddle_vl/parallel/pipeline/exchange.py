@@ -1,6 +1,7 @@
 """Tensors between the stages of a pipeline, whose shapes both ends know."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import paddle
 import paddle.distributed as dist
@@ -19,10 +20,13 @@ class Exchange:
 
     def __init__(self, group, dtype: str):
         self.group, self.dtype = group, dtype
-        self._sent: list = []
+        # Tasks with what they send, which must live as long as they do.
+        self._sent: list[tuple[Any, Tensor]] = []
 
     def send(self, rows: Tensor, stage: int) -> None:
-        self._sent.append(dist.isend(rows.contiguous(), self.group.ranks[stage], self.group))
+        self._sent = [sent for sent in self._sent if not sent[0].is_completed()]
+        rows = rows.contiguous()
+        self._sent.append((dist.isend(rows, self.group.ranks[stage], self.group), rows))
 
     def receive(self, shape: Sequence[int], stage: int) -> "Arriving":
         buffer = paddle.empty(list(shape), dtype=self.dtype)
@@ -30,7 +34,7 @@ class Exchange:
 
     def finish(self) -> None:
         """Until everything that was sent has left."""
-        for task in self._sent:
+        for task, _ in self._sent:
             task.wait()
         self._sent.clear()
 
