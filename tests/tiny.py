@@ -10,11 +10,16 @@ from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.nn.placement import SingleDevicePlacement
 
 GOLDEN = Path(__file__).parent / "golden"
+# Text settings of a tiny model with experts, whose second layer is dense.
+EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1],
+}  # fmt: skip
 IMAGE, VIDEO, VISION_START, VISION_END = 60, 61, 62, 63
 
 
 def tiny_config(**text_overrides) -> Qwen3VLConfig:
-    """Three decoder layers of width 16, two deepstack levels, vocabulary of 64."""
+    """Three decoder layers of width 16, two deepstack levels, vocabulary of 64; with experts if
+    their number is given."""
     text = {
         "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 10000.0,
@@ -27,6 +32,7 @@ def tiny_config(**text_overrides) -> Qwen3VLConfig:
     }  # fmt: skip
     return Qwen3VLConfig.from_dict(
         {
+            "model_type": "qwen3_vl_moe" if "num_experts" in text_overrides else "qwen3_vl",
             "text_config": text | text_overrides, "vision_config": vision,
             "image_token_id": IMAGE, "video_token_id": VIDEO,
             "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END,

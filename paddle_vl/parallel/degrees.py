@@ -60,13 +60,18 @@ class ParallelDegrees:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The decoder's sizes that processes have to divide among themselves."""
+    """The decoder's sizes that processes have to divide among themselves.
+
+    Attributes:
+        moe_intermediate_size: inner width of an expert; 0 without experts.
+    """
 
     num_attention_heads: int
     num_key_value_heads: int
     vocab_size: int
     intermediate_size: int
     num_hidden_layers: int
+    moe_intermediate_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -193,6 +198,11 @@ def mlp_width_divides(plan: Plan) -> Problems:
         yield from _indivisible("intermediate_size", plan.model.intermediate_size, plan)
 
 
+def expert_width_divides(plan: Plan) -> Problems:
+    if plan.model is not None:
+        yield from _indivisible("moe_intermediate_size", plan.model.moe_intermediate_size, plan)
+
+
 def token_rows_divide(plan: Plan) -> Problems:
     multiple, mp = plan.pad_to_multiple_of, plan.degrees.mp_degree
     if multiple is not None and plan.degrees.sequence_parallel and multiple % mp:
@@ -227,5 +237,6 @@ RULES = (
     kv_heads_divide,
     vocabulary_divides,
     mlp_width_divides,
+    expert_width_divides,
     token_rows_divide,
 )

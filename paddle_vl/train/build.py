@@ -296,7 +296,8 @@ def _model_form(
 
 def model_shape(form: Qwen3VLConfig) -> ModelShape:
     """The sizes that processes have to divide among themselves."""
-    return ModelShape(**{f.name: getattr(form.text_config, f.name) for f in fields(ModelShape)})
+    text = form.text_config
+    return ModelShape(**{f.name: getattr(text, f.name, f.default) for f in fields(ModelShape)})
 
 
 def _model(

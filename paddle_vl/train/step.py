@@ -20,7 +20,8 @@ class StepResult:
     """What a step did.
 
     Attributes:
-        loss: mean cross entropy over the target tokens of all its micro-batches.
+        loss: mean cross entropy over the target tokens of all its micro-batches; and, if the model
+            computes it, the mean of the micro-batches' load-balancing losses times its weight.
         grad_norm: global gradient norm before clipping.
         num_target_tokens: how many tokens the loss is the mean of.
         num_tokens: real tokens of all micro-batches, visual ones too.
@@ -44,7 +45,13 @@ class WholeModel:
         """Add up the gradients of the mean loss over all batches, and return that loss."""
         total = None
         for batch in batches:
-            loss = self.model(**batch).loss_sum / num_target_tokens
+            output = self.model(**batch)
+            loss = output.loss_sum / num_target_tokens
+            if output.aux_loss is not None:
+                # Not by target tokens: it is about all tokens, and of a micro-batch as a whole.
+                weight = self.model.config.text_config.router_aux_loss_coef
+                share = len(batches) * self.processes.data_size
+                loss = loss + weight * output.aux_loss / share
             loss.backward()
             self.processes.end_micro_batch()
             total = loss.detach() if total is None else total + loss.detach()
@@ -52,7 +59,7 @@ class WholeModel:
 
     @paddle.no_grad()
     def loss_sum(self, batch: Batch) -> Tensor:
-        """Summed loss of one batch."""
+        """Summed cross entropy of one batch."""
         return self.model(**batch).loss_sum
 
 

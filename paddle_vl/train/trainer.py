@@ -13,6 +13,7 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.models.checkpoint.pretrained import DEFAULT_SHARD_BYTES
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
+from paddle_vl.train.expert_load import expert_load
 from paddle_vl.train.loss_curve import CURVE_FILE, draw_loss_curve
 from paddle_vl.train.metrics import METRICS_FILE, MetricsFile, StepMeter
 from paddle_vl.train.optimizer import Optimizer
@@ -164,6 +165,7 @@ class Trainer:
                 "learning_rate": learning_rate(self.step - 1, self.num_steps, train),
                 "skipped_samples": skipped,
             }
+            line |= expert_load(self.runner.model, self.processes)
         if self.evaluate and (is_last or _is_due(self.step, train.eval_steps)):
             line["eval_loss"] = self.evaluate()
             logger.info("step %d: eval loss %.4f", self.step, line["eval_loss"])

@@ -13,7 +13,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLTextConfig
 from paddle_vl.models.qwen3_vl.embedding import decoder_positions
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
 
@@ -30,14 +30,21 @@ def layer_costs(config: Qwen3VLConfig) -> tuple[list[float], float, float]:
     text, vision = config.text_config, config.vision_config
     heads = text.num_attention_heads + text.num_key_value_heads
     attention = 2 * text.hidden_size * heads * text.head_dim
-    mlp = 3 * text.hidden_size * text.intermediate_size
+    mlps = [_mlp_cost(text, layer) for layer in range(text.num_hidden_layers)]
     block = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
     tower = VISUAL_SHARE * vision.spatial_merge_size**2 * vision.depth * block
     return (
-        [float(attention + mlp)] * text.num_hidden_layers,
+        [float(attention + mlp) for mlp in mlps],
         float(tower),
         float(text.hidden_size * text.vocab_size),
     )
+
+
+def _mlp_cost(text: Qwen3VLTextConfig, layer: int) -> int:
+    if not text.has_experts(layer):
+        return 3 * text.hidden_size * text.intermediate_size
+    inner = text.num_experts_per_tok * text.moe_intermediate_size
+    return text.hidden_size * (3 * inner + text.num_experts)
 
 
 class Qwen3VLStage:
@@ -46,11 +53,21 @@ class Qwen3VLStage:
     Args:
         model: one that holds these layers.
         layers: their numbers.
+
+    Raises:
+        ValueError: the model computes the load-balancing loss, which no stage sees all of.
     """
 
     def __init__(self, model: Qwen3VLForConditionalGeneration, layers: range):
         self.model, self.layers = model, layers
         config = model.config
+        if getattr(config.text_config, "output_router_logits", False):
+            raise ValueError(
+                "text_config.output_router_logits is true but the layers are spread over a "
+                "pipeline: the load-balancing loss needs the routing of all layers in one place; "
+                "set output_router_logits to false in the model's config.json, or "
+                "parallel.pp_degree to 1"
+            )
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.text_config.num_hidden_layers
         self.num_levels = len(config.vision_config.deepstack_visual_indexes)

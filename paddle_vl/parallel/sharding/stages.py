@@ -27,7 +27,7 @@ class Sharding:
             ranks. Those that are `stop_gradient` now count as frozen.
         group: a `paddle.distributed` group of at least two ranks.
         stage: 1, 2 or 3, see the package.
-        units: layers that take their tensors as positional arguments and return one tensor; their
+        units: layers that take their tensors as positional arguments and return tensors; their
             parameters are used nowhere else. Not used at stage 1. Their `forward` is replaced:
             apply `recompute_layers` before. At stage 3 without recomputation, a weight of which a
             graph saved a view (a slice, a transpose) keeps its storage until the backward pass.

@@ -21,7 +21,7 @@ class UnitForward:
     """Stands for a layer's forward, with or without recomputation in it.
 
     The layer takes tensors that need a gradient as positional arguments of their own, not inside
-    of others, and returns one tensor.
+    of others, and returns one tensor or a tuple of them.
 
     Args:
         takes_storage: parameters have storage in forward and in backward only.
@@ -71,17 +71,20 @@ class _RunApart(PyLayer):
                 ctx.leaves.append(value)
             inputs.append(value)
         with paddle.enable_grad(), ctx.unit.storage():
-            ctx.output = ctx.unit.forward(*inputs)
-        return ctx.output.detach()
+            output = ctx.unit.forward(*inputs)
+        is_several = isinstance(output, tuple)
+        ctx.outputs = output if is_several else (output,)
+        return tuple(value.detach() for value in output) if is_several else output.detach()
 
     @staticmethod
-    def backward(ctx, grad):
-        unit, output, leaves = ctx.unit, ctx.output, ctx.leaves
-        del ctx.output, ctx.leaves
+    def backward(ctx, *grads):
+        unit, outputs, leaves = ctx.unit, ctx.outputs, ctx.leaves
+        del ctx.outputs, ctx.leaves
+        pairs = [pair for pair in zip(outputs, grads, strict=True) if _needs_gradient(pair[0])]
         with unit.storage():
-            if not output.stop_gradient:
-                paddle.autograd.backward([output], [grad])
-        del output
+            if pairs:
+                paddle.autograd.backward(*map(list, zip(*pairs, strict=True)))
+        del outputs, pairs
         unit.bucket.reduce_gradients()
         # Paddle crashes on None for a tensor that needs a gradient.
         grads = [paddle.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]

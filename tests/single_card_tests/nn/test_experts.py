@@ -1,0 +1,141 @@
+"""Experts over token rows.
+
+Pinned here: the output and every gradient equal a loop over experts, for rows spread over them, for
+one expert with every token and for experts with none; both products agree, and the one for GPUs
+reads nothing on the host; runs repeat to the bit; the sorted order and the counts; what is frozen.
+"""
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+
+from paddle_vl.nn import experts
+from paddle_vl.nn.experts import (
+    Experts,
+    blocked_grouped_linear,
+    grouped_linear,
+    permute_rows,
+    sort_by_expert,
+    unpermute_rows,
+)
+from tests.tiny import forbid_host_reads
+
+NUM_EXPERTS, WIDTH, INNER, TOKENS = 5, 6, 4, 7
+CHOICES = {
+    "mixed": [[0, 3], [3, 1], [1, 0], [3, 4], [4, 3], [0, 1], [3, 0]],
+    "one expert has every token": [[2, e] for e in (0, 1, 3, 4, 0, 1, 3)],
+    "some have none": [[4, 2]] * TOKENS,
+}
+
+
+def inputs(seed: int = 0) -> tuple:
+    rng = np.random.default_rng(seed)
+    x_TD = paddle.to_tensor(rng.normal(size=(TOKENS, WIDTH)).astype(np.float32))
+    weights_TK = paddle.to_tensor(rng.uniform(0.1, 1, size=(TOKENS, 2)).astype(np.float32))
+    x_TD.stop_gradient = weights_TK.stop_gradient = False
+    return x_TD, weights_TK
+
+
+def layer() -> Experts:
+    paddle.seed(0)
+    return Experts(NUM_EXPERTS, WIDTH, INNER, init_std=0.5)
+
+
+def loop_over_experts(layer: Experts, x_TD, indices: list, weights_TK):
+    rows = []
+    for t, chosen in enumerate(indices):
+        row = paddle.zeros([WIDTH])
+        for k, e in enumerate(chosen):
+            gate, up = paddle.matmul(x_TD[t], layer.gate_up_proj[e]).chunk(2)
+            row += weights_TK[t, k] * paddle.matmul(F.silu(gate) * up, layer.down_proj[e])
+        rows.append(row)
+    return paddle.stack(rows)
+
+
+def output_and_gradients(run) -> list[np.ndarray]:
+    module, (x_TD, weights_TK) = layer(), inputs()
+    out_TD = run(module, x_TD, weights_TK)
+    (out_TD * paddle.linspace(-1, 1, TOKENS * WIDTH).reshape([TOKENS, WIDTH])).sum().backward()
+    leaves = (x_TD, weights_TK, module.gate_up_proj, module.down_proj)
+    return [out_TD.numpy(), *(leaf.grad.numpy() for leaf in leaves)]
+
+
+@pytest.mark.parametrize("product", [grouped_linear, blocked_grouped_linear])
+@pytest.mark.parametrize("indices", CHOICES.values(), ids=CHOICES)
+def test_output_and_gradients_equal_a_loop_over_experts(indices, product, monkeypatch):
+    monkeypatch.setattr(experts, "grouped_linear", product)
+    chosen = paddle.to_tensor(indices)
+    found = output_and_gradients(lambda module, x, weights: module(x, chosen, weights))
+    wanted = output_and_gradients(lambda m, x, weights: loop_over_experts(m, x, indices, weights))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 5, 0, 1], [0, 0, 0, 0, 8], [1, 0, 0, 0, 0]], ids=str)
+def test_both_products_agree_whatever_the_counts(counts):
+    paddle.seed(1)
+    weight, found = paddle.randn([5, 3, 4]), []
+    for product in (grouped_linear, blocked_grouped_linear):
+        x_NI = paddle.linspace(0, 1, 3 * sum(counts)).reshape([-1, 3])
+        matrix = weight.clone()
+        x_NI.stop_gradient = matrix.stop_gradient = False
+        y_NO = product(x_NI, matrix, paddle.to_tensor(counts))
+        (y_NO * y_NO).sum().backward()
+        found.append([y_NO.numpy(), x_NI.grad.numpy(), matrix.grad.numpy()])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_the_path_of_a_gpu_reads_nothing_on_the_host(monkeypatch):
+    monkeypatch.setattr(experts, "grouped_linear", blocked_grouped_linear)
+    module, (x_TD, weights_TK) = layer(), inputs()
+    indices_TK = paddle.to_tensor(CHOICES["mixed"])
+    with forbid_host_reads():
+        module(x_TD, indices_TK, weights_TK).sum().backward()
+
+
+def test_rows_are_sorted_by_expert_and_within_one_by_token():
+    dispatch = sort_by_expert(paddle.to_tensor(CHOICES["mixed"]), NUM_EXPERTS)
+    assert dispatch.counts.tolist() == [4, 3, 0, 5, 2]
+    # Expert 0: the first of token 0, the second of 2, the first of 5, the second of 6.
+    assert dispatch.order.tolist()[:4] == [0, 5, 10, 13]
+    rows = permute_rows(paddle.arange(TOKENS, dtype="float32").unsqueeze(1), dispatch)
+    assert rows.reshape([-1]).tolist()[:4] == [0, 2, 5, 6]
+    back = unpermute_rows(rows, dispatch, paddle.full([TOKENS, 2], 0.5))
+    assert back.reshape([-1]).tolist() == list(range(TOKENS))
+
+
+def test_the_counts_of_the_last_call_stay_in_the_layer():
+    module, (x_TD, weights_TK) = layer(), inputs()
+    assert module.tokens_per_expert is None
+    module(x_TD, paddle.to_tensor(CHOICES["some have none"]), weights_TK)
+    module(x_TD, paddle.to_tensor(CHOICES["mixed"]), weights_TK)
+    assert module.tokens_per_expert.tolist() == [4, 3, 0, 5, 2]
+    assert module.tokens_per_expert.stop_gradient
+
+
+def test_a_repeated_run_gives_the_same_bits():
+    chosen = paddle.to_tensor(CHOICES["mixed"])
+    runs = [output_and_gradients(lambda m, x, w: m(x, chosen, w)) for _ in range(2)]
+    for one, other in zip(*runs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weights", "gate_up_proj", "down_proj"])
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen):
+    chosen = paddle.to_tensor(CHOICES["mixed"])
+    _, *wanted = output_and_gradients(lambda m, x, w: m(x, chosen, w))
+    module, (x_TD, weights_TK) = layer(), inputs()
+    leaves = {
+        "x": x_TD, "weights": weights_TK,
+        "gate_up_proj": module.gate_up_proj, "down_proj": module.down_proj,
+    }  # fmt: skip
+    leaves[frozen].stop_gradient = True
+    out_TD = module(x_TD, chosen, weights_TK)
+    (out_TD * paddle.linspace(-1, 1, TOKENS * WIDTH).reshape([TOKENS, WIDTH])).sum().backward()
+    for (name, leaf), expected in zip(leaves.items(), wanted, strict=True):
+        if name == frozen:
+            assert leaf.grad is None
+        else:
+            np.testing.assert_array_equal(leaf.grad.numpy(), expected, err_msg=name)
