@@ -10,6 +10,7 @@ from paddle.autograd import PyLayer
 from paddle.nn.initializer import Constant, Normal
 
 from paddle_vl.nn.backend import column_sum, is_eager_cpu
+from paddle_vl.nn.lora import LowRank, LowRankSettings
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,7 +46,43 @@ class _BiasedLinear(PyLayer):
         return grad_x, grad_weight, column_sum(grad_NO) if needs_bias else None
 
 
-class Linear(nn.Layer):
+class AdaptableLinear(nn.Layer):
+    """A product with a weight, beside which a low-rank adapter may stand.
+
+    Attributes:
+        input_axis: the dim of `weight` that the input's features meet.
+        lora: the adapter, None without.
+    """
+
+    input_axis = 0
+
+    def __init__(self):
+        super().__init__()
+        self.lora: LowRank | None = None
+
+    def add_low_rank(self, settings: LowRankSettings) -> None:
+        """Put an adapter beside the weight, as large as this rank's weight is."""
+        sizes = self.weight.shape
+        in_features, out_features = sizes[self.input_axis], sizes[1 - self.input_axis]
+        self.lora = LowRank(in_features, out_features, settings, self.weight.dtype)
+
+    def adapted(self, y: Tensor, x: Tensor, columns: slice | None = None) -> Tensor:
+        """The product `y` of `x`, or some columns of it, with the adapter's."""
+        return y if self.lora is None else y + self.lora(x, columns)
+
+    @paddle.no_grad()
+    def merge_low_rank(self) -> None:
+        """Add the adapter to the weight and take it away."""
+        if self.lora is None:
+            return
+        delta = self.lora.product()
+        delta = delta.t() if self.input_axis else delta
+        merged = (self.weight.astype("float32") + delta).astype(self.weight.dtype)
+        paddle.assign(merged, self.weight)
+        self.lora = None
+
+
+class Linear(AdaptableLinear):
     """`y = x @ weight + bias`, weights drawn from a normal of width `init_std`, bias zero."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, init_std: float = 0.02):
@@ -60,7 +97,7 @@ class Linear(nn.Layer):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.adapted(linear(x, self.weight, self.bias), x)
 
 
 class Embedding(nn.Layer):
@@ -76,12 +113,14 @@ class Embedding(nn.Layer):
         return F.embedding(ids, self.weight)
 
 
-class VocabHead(nn.Layer):
+class VocabHead(AdaptableLinear):
     """Logits over the vocabulary; the weight is `[vocab, dim]` so that it can be the embedding's.
 
     Args:
         tied_weight: the embedding's parameter to use instead of one of its own.
     """
+
+    input_axis = 1
 
     def __init__(
         self,
@@ -100,4 +139,4 @@ class VocabHead(nn.Layer):
             object.__setattr__(self, "weight", tied_weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return paddle.matmul(x, self.weight, transpose_y=True)
+        return self.adapted(paddle.matmul(x, self.weight, transpose_y=True), x)

@@ -14,7 +14,8 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.linear import Embedding, Linear, VocabHead
+from paddle_vl.nn.linear import AdaptableLinear, Embedding, Linear, VocabHead
+from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.loss import token_loss
 from paddle_vl.nn.norm import RMSNorm
 
@@ -169,6 +170,13 @@ class SingleDevicePlacement:
 
     def mark_tower(self, parameters: list[Tensor]) -> None:
         """Told once which parameters are the vision tower's."""
+
+    def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
+        """Put a low-rank adapter beside a linear of this placement or of the tower.
+
+        Where the linear is split, so is the adapter's factor on that side.
+        """
+        layer.add_low_rank(settings)
 
     def token_loss(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
         """Summed cross entropy and target count, see `paddle_vl.nn.loss.token_loss`."""

@@ -16,7 +16,8 @@ from paddle.autograd import PyLayer
 
 from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.linear import Embedding, Linear, VocabHead, linear
+from paddle_vl.nn.linear import AdaptableLinear, Embedding, Linear, VocabHead, linear
+from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.loss import IGNORE_INDEX
 from paddle_vl.nn.placement import Encoder, HeldLayers, SingleDevicePlacement, Writers
 from paddle_vl.parallel.mp_ops import (
@@ -28,6 +29,7 @@ from paddle_vl.parallel.mp_ops import (
     sum_scatter_rows,
     summed,
 )
+from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.vision_spread import encode_spread
 
 
@@ -169,6 +171,23 @@ class FleetPlacement(SingleDevicePlacement):
         for parameter in parameters:
             parameter.is_partial = self.vision == "spread"
 
+    def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
+        super().add_low_rank(layer, settings)
+        weight, lora = layer.weight, layer.lora
+        axis = split_axis(weight)
+        in_tower = any(weight is parameter for parameter in self.tower_parameters)
+        if axis is None:
+            lora.A.is_partial = lora.B.is_partial = getattr(weight, "is_partial", False)
+        elif axis == layer.input_axis:
+            # Every rank's rows of A make a part of x A, and so of what B multiplies.
+            _mark_split(lora.A, axis=0)
+            lora.B.is_partial = True
+        else:
+            _mark_split(lora.B, axis=1)
+            lora.A.is_partial = True
+        if axis == layer.input_axis or (in_tower and self.vision == "spread"):
+            lora.random = split_random
+
     def token_loss(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
         loss_T = _ParallelCrossEntropy.apply(logits_TV.astype("float32"), targets_T, self.mp_group)
         return loss_T.sum(), (targets_T != IGNORE_INDEX).astype("float32").sum()
@@ -224,7 +243,7 @@ def _mark_split(parameter: Tensor, axis: int, blocks: int = 1) -> None:
     parameter.split_blocks = blocks
 
 
-class _RowLinear(nn.Layer):
+class _RowLinear(AdaptableLinear):
     def __init__(self, in_features, out_features, init_std, group, sequence_parallel):
         super().__init__()
         self.weight = Linear(in_features, out_features, False, init_std).weight
@@ -233,7 +252,8 @@ class _RowLinear(nn.Layer):
         self.leave = sum_scatter_rows if sequence_parallel else sum_over_group
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.leave(linear(x, self.weight), self.group)
+        # The adapter's product is a part of the same sum.
+        return self.leave(self.adapted(linear(x, self.weight), x), self.group)
 
 
 class _SplitExperts(Experts):
@@ -250,7 +270,7 @@ class _SplitExperts(Experts):
         return self.leave(super().forward(x_TD, indices_TK, weights_TK), self.group)
 
 
-class _SharedHeadLinear(nn.Layer):
+class _SharedHeadLinear(AdaptableLinear):
     """All heads on every rank, of which this one uses a single head that others use too."""
 
     def __init__(self, in_features, out_features, init_std, num_heads, own_head):
@@ -258,10 +278,10 @@ class _SharedHeadLinear(nn.Layer):
         self.weight = Linear(in_features, out_features, False, init_std).weight
         self.weight.is_partial = True
         width = out_features // num_heads
-        self.begin, self.end = own_head * width, (own_head + 1) * width
+        self.own = slice(own_head * width, (own_head + 1) * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight[:, self.begin : self.end])
+        return self.adapted(linear(x, self.weight[:, self.own]), x, self.own)
 
 
 class _VocabParallelEmbedding(nn.Layer):
