@@ -135,8 +135,8 @@ class VideoFile:
     def _decode(self) -> "Iterator[av.VideoFrame]":
         """All frames; from a new opening, because seeking to the start can end elsewhere."""
         with _opened(self._path) as (container, stream):
-            # Decodes several frames at once where the codec allows; the frames are the same.
-            stream.thread_type = "AUTO"
+            # Not several frames at once: errors of frames in flight can get lost at the end then.
+            stream.thread_type = "SLICE"
             for frame in container.decode(stream):
                 if frame.is_corrupt:
                     raise BadSampleError(

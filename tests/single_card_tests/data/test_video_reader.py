@@ -1,0 +1,218 @@
+"""Video files: which frames are there, and what is said of files that are no good.
+
+Pinned: frames by number equal those of a full decode, in every container, with an odd number of
+frames too; the number of frames is the one that decoding gives, also where the container states
+none or hides some; a stated rotation is applied; frames come one at a time, and decoding ends at
+the last one asked for; every fault names the file's problem and what to do; PyAV is needed for
+files only.
+"""
+
+import struct
+import subprocess
+import sys
+import warnings
+from contextlib import nullcontext
+from fractions import Fraction
+from types import SimpleNamespace
+
+import av
+import numpy as np
+import pytest
+
+from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.vision import video_reader
+from paddle_vl.data.vision.video_reader import VideoFrames, frame_rate, open_video
+from tests.single_card_tests.data.video_files import (
+    decode_all,
+    moving_frames,
+    write_hidden_start,
+    write_sound,
+    write_video,
+)
+
+CONTAINERS = [
+    ("a.mp4", "libx264", {}),
+    ("a.mp4", "mpeg4", {}),
+    ("a.mp4", "libx264", {"movflags": "frag_keyframe+empty_moov"}),
+    ("a.avi", "mpeg4", {}),
+    ("a.mkv", "libx264", {}),
+    ("a.webm", "libvpx-vp9", {"cluster_time_limit": "300"}),
+    ("a.ts", "libx264", {}),
+]
+
+
+@pytest.mark.parametrize("num_frames", [11, 12])
+@pytest.mark.parametrize(("name", "codec", "options"), CONTAINERS)
+def test_frames_are_those_of_a_full_decode(tmp_path, name, codec, options, num_frames):
+    path = write_video(tmp_path / name, num_frames, codec=codec, **options)
+    every = decode_all(path)
+    video = open_video(path)
+    assert (video.num_frames, video.fps) == (num_frames, 10)
+    for indices in ([0, 4, 7, num_frames - 1], list(range(num_frames)), [3]):
+        np.testing.assert_array_equal(np.stack(list(video.frames(indices))), every[indices])
+    # The red channel tells the number: the oracle counts from the same frame.
+    reds = every[..., 0].mean(axis=(1, 2))
+    written = moving_frames(num_frames)[..., 0].mean(axis=(1, 2))
+    assert np.abs(reds - written).max() < 12
+
+
+def test_frames_come_one_at_a_time_and_end_at_the_last(tmp_path, monkeypatch):
+    decoded = []
+    plain = video_reader.VideoFile._decode
+
+    def counting(self):
+        for frame in plain(self):
+            decoded.append(frame)
+            yield frame
+
+    monkeypatch.setattr(video_reader.VideoFile, "_decode", counting)
+    frames = open_video(write_video(tmp_path / "a.mp4", 12)).frames([2, 5])
+    next(frames)
+    assert len(decoded) == 3
+    assert [frame.shape for frame in frames] == [(32, 48, 3)]
+    assert len(decoded) == 6
+
+
+def test_frames_that_an_edit_list_hides_do_not_count(tmp_path):
+    path = write_hidden_start(tmp_path / "cut.mp4", num_frames=20, num_hidden=6)
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].frames == 20
+    video = open_video(path)
+    assert video.num_frames == 14
+    np.testing.assert_array_equal(np.stack(list(video.frames(range(14)))), decode_all(path))
+
+
+def test_rotated_video_is_turned_upright(tmp_path):
+    path = write_video(tmp_path / "a.mp4", 3, codec="mpeg4")
+    content = bytearray(path.read_bytes())
+    # The matrix of the track header, 16.16 and 2.30 fixed point: a quarter turn clockwise.
+    at = content.index(b"tkhd") + 44
+    content[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
+    path.write_bytes(content)
+    (frame,) = open_video(path).frames([1])
+    np.testing.assert_array_equal(frame, decode_all(path)[1].transpose(1, 0, 2)[:, ::-1])
+
+
+def test_frames_in_memory_are_a_video():
+    frames = moving_frames(5)
+    video = open_video(VideoFrames(frames, fps=3.0))
+    assert (video.num_frames, video.fps) == (5, 3.0)
+    np.testing.assert_array_equal(np.stack(list(video.frames([1, 4]))), frames[[1, 4]])
+    assert open_video(frames).fps is None
+
+
+def test_missing_frame_rate_is_taken_as_24_with_a_warning():
+    with pytest.warns(UserWarning, match="no frame rate; 24 frames per second are assumed"):
+        assert frame_rate(open_video(moving_frames(5))) == 24
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert frame_rate(VideoFrames(moving_frames(5), 3.0)) == 3
+
+
+def cut_off(path, part):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * part)])
+    return path
+
+
+def read_all(path):
+    video = open_video(path)
+    return list(video.frames(range(video.num_frames)))
+
+
+def bad_files(folder):
+    front = {"movflags": "faststart"}
+    empty, text = folder / "empty.mp4", folder / "text.mp4"
+    empty.touch()
+    text.write_text("not a video")
+    fragments = {"movflags": "frag_keyframe+empty_moov"}
+    damaged = write_video(folder / "damaged.mp4", 20, codec="mpeg4")
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 3 : len(content) // 3 + 400] = b"\xff" * 400
+    damaged.write_bytes(content)
+    return {
+        "missing": (folder / "gone.mp4", "missing_video", r"no file .*gone\.mp4"),
+        "folder": (folder, "missing_video", "no file"),
+        "empty": (empty, "unreadable_video", "cannot be decoded .*again"),
+        "text": (text, "unreadable_video", "cannot be decoded .*again"),
+        "sound": (write_sound(folder / "a.wav"), "unreadable_video", r"no video stream .*audio"),
+        "one frame": (write_video(folder / "1.mp4", 1), "too_few_frames", r"1 frame\(s\).* 2 "),
+        "mp4 end": (cut_off(write_video(folder / "b.mp4", 40), 0.9), "unreadable_video", "decoded"),
+        "mp4 frames": (
+            cut_off(write_video(folder / "c.mp4", 40, **front), 0.9), "unreadable_video", "decoded",
+        ),
+        "mp4 fragment": (
+            cut_off(write_video(folder / "d.mp4", 40, **fragments), 0.9), "unreadable_video",
+            "decoded",
+        ),
+        "mkv": (
+            cut_off(write_video(folder / "e.mkv", 40), 0.6), "unreadable_video",
+            r"states \d+ bytes and has \d+: it is cut off",
+        ),
+        "damaged": (damaged, "unreadable_video", "decoded|damaged"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [
+    "missing", "folder", "empty", "text", "sound", "one frame", "mp4 end", "mp4 frames",
+    "mp4 fragment", "mkv", "damaged",
+])  # fmt: skip
+def test_file_that_is_no_good_is_refused_with_its_reason(tmp_path, kind):
+    path, fault, message = bad_files(tmp_path)[kind]
+    with pytest.raises(BadSampleError, match=message) as info:
+        read_all(path)
+    assert info.value.kind == fault
+
+
+def test_fewer_frames_than_stated_are_told_with_both_numbers(tmp_path):
+    video = open_video(write_video(tmp_path / "a.mp4", 12))
+    video.num_frames = 15
+    with pytest.raises(BadSampleError, match="states 15 frames and only 12 can be decoded"):
+        list(video.frames([0, 14]))
+
+
+@pytest.mark.parametrize("fps", [0, -5.0, float("nan"), float("inf")])
+def test_frame_rate_that_is_not_above_zero_is_refused(fps):
+    with pytest.raises(BadSampleError, match="a number above 0 is needed") as info:
+        open_video(VideoFrames(moving_frames(4), fps))
+    assert info.value.kind == "frame_rate"
+
+
+def test_file_that_states_no_frame_rate_or_zero(tmp_path, monkeypatch):
+    """FFmpeg repairs the zeros that headers can hold, so its answer is replaced."""
+    path = write_video(tmp_path / "a.avi", 4, codec="mpeg4")
+    stream = SimpleNamespace(average_rate=None, frames=4)
+    opened = SimpleNamespace(format=SimpleNamespace(name="avi")), stream
+    monkeypatch.setattr(video_reader, "_opened", lambda path: nullcontext(opened))
+    with pytest.warns(UserWarning, match="24 frames per second"):
+        assert frame_rate(open_video(path)) == 24
+    stream.average_rate = Fraction(0)
+    with pytest.raises(BadSampleError, match=r"states 0\.0 frames per second"):
+        open_video(path)
+
+
+@pytest.mark.parametrize("frames", [
+    np.zeros((4, 8, 8, 3), np.float32), np.zeros((4, 8, 8), np.uint8), [[1]],
+])  # fmt: skip
+def test_frames_of_another_form_are_refused(frames):
+    with pytest.raises(BadSampleError, match=r"uint8 array \[frames, height, width, 3\]"):
+        open_video(VideoFrames(frames, 2.0))
+
+
+def test_pyav_is_needed_for_files_only(tmp_path):
+    path = write_video(tmp_path / "a.mp4", 4)
+    program = (
+        "import sys; sys.modules['av'] = None\n"
+        "import numpy as np\n"
+        "from paddle_vl.data import processor\n"
+        "from paddle_vl.data.vision.video_reader import VideoFrames, open_video\n"
+        "print(open_video(VideoFrames(np.zeros((2, 4, 4, 3), np.uint8), 1.0)).num_frames)\n"
+        f"try: open_video({str(path)!r})\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    frames, message = done.stdout.splitlines()
+    assert frames == "2"
+    assert str(path) in message
+    assert "pip install 'paddle-vl[video]'" in message
