@@ -1,6 +1,7 @@
 """Small processors, image files and JSONL files that the data tests build on."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.sft.template import CONTROL_TOKENS
 from paddle_vl.data.tokenizer import TextTokenizer, train_bpe
 from paddle_vl.data.vision.image_processor import ImageProcessor
+from paddle_vl.data.vision.video_processor import VideoProcessor
 
 TEXTS = ["user\n", "assistant\n", "system\n", "What is this?", "A cat on a mat.", "hello hello"]
 
@@ -19,7 +21,10 @@ def tiny_tokenizer() -> TextTokenizer:
 
 
 def tiny_processor() -> Qwen3VLProcessor:
-    """Patches of 4 pixels; an image of 8 x 8 pixels is one visual token, one of 16 x 8 is two."""
+    """Patches of 4 pixels; an image of 8 x 8 pixels is one visual token, one of 16 x 8 is two.
+
+    So is a temporal patch, two frames of that size; 8 frames of 16 x 8 at most keep it.
+    """
     image_processor = ImageProcessor(
         min_pixels=64,
         max_pixels=256,
@@ -29,7 +34,10 @@ def tiny_processor() -> Qwen3VLProcessor:
         image_mean=(0.5, 0.5, 0.5),
         image_std=(0.5, 0.5, 0.5),
     )
-    return Qwen3VLProcessor(tiny_tokenizer(), image_processor)
+    video_processor = replace(
+        VideoProcessor.like_images(image_processor), min_pixels=128, max_pixels=1024
+    )
+    return Qwen3VLProcessor(tiny_tokenizer(), image_processor, video_processor)
 
 
 def random_image(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -38,6 +38,22 @@ def test_list_of_parts_gives_the_same_turns_as_tags():
     assert listed == tagged
 
 
+def test_videos_are_read_in_both_spellings_among_images_in_any_order():
+    parts = [
+        {"type": "video", "video": "a.mp4"},
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "One"},
+        {"type": "video"},
+    ]
+    listed = parse_record(question(parts, videos=["file:///abs/b.mp4"]), HERE)
+    media = {"images": ["a.png"], "videos": ["a.mp4", "/abs/b.mp4"]}
+    tagged = parse_record(question("<video><image>One<video>", **media), HERE)
+    assert listed == tagged
+    assert listed.videos == [str(HERE / "a.mp4"), "/abs/b.mp4"]
+    kinds = [type(part).__name__ for part in listed.turns[0].parts]
+    assert kinds == ["VideoPart", "ImagePart", "str", "VideoPart"]
+
+
 def test_tags_in_the_text_of_a_part_are_literal():
     record = {"messages": [user([{"type": "text", "text": "the <image> tag"}])]}
     assert parse_record(record).turns[0].parts == ("the <image> tag",)

@@ -20,6 +20,7 @@ from tests.single_card_tests.data.chat_builders import (
     user,
     write_jsonl,
 )
+from tests.single_card_tests.data.video_files import write_video
 
 PROCESSOR = tiny_processor()
 
@@ -113,14 +114,23 @@ def test_missing_file_and_missing_files_are_refused(tmp_path):
 def decoding_faults(folder):
     random_image(1, 300).save(folder / "thin.png")
     (folder / "text.png").write_text("not an image")
+    (folder / "text.mp4").write_text("not a video")
+    write_video(folder / "one.mp4", 1)
     return {
         "aspect_ratio": (question("<image>", images=["thin.png"]), "300 x 1 pixels"),
         "unreadable_image": (question("<image>", images=["text.png"]), r"text\.png.* decoded"),
         "special_token": (question("<|im_end|>"), r"<\|im_end\|>"),
+        "unreadable_video": (
+            question("<video>", videos=["text.mp4"]),
+            r"video 1 \(.*text\.mp4\): the file cannot be decoded",
+        ),
+        "too_few_frames": (question("<video>", videos=["one.mp4"]), r"one\.mp4.* 1 frame"),
     }
 
 
-@pytest.mark.parametrize("kind", ["aspect_ratio", "unreadable_image", "special_token"])
+@pytest.mark.parametrize("kind", [
+    "aspect_ratio", "unreadable_image", "special_token", "unreadable_video", "too_few_frames",
+])  # fmt: skip
 def test_fault_found_when_decoding_names_file_line_and_reason(folder, kind):
     row, reason = decoding_faults(folder)[kind]
     file = write_jsonl(folder / "data.jsonl", [question(), row])
@@ -175,6 +185,30 @@ def test_every_limit_either_cuts_without_harm_or_names_it(folder):
             assert info.value.kind == "too_long"
             outcomes.add(harm)
     assert outcomes == {1, 2, "image 2 in half", "every token to learn from"}
+
+
+def test_every_limit_keeps_each_kind_whole_or_names_it(folder):
+    """An image, then a video of two temporal patches, then words: tried at every length."""
+    write_video(folder / "a.mp4", 4, fps=2, size=(8, 16), codec="mpeg4")
+    messages = [
+        *question("<image>?", "one")["messages"],
+        *question("<video>?", "two")["messages"],
+    ]
+    row = {"messages": messages, "images": ["a.png"], "videos": ["a.mp4"]}
+    file = write_jsonl(folder / "data.jsonl", [row])
+    whole = MessagesDataset([file], PROCESSOR)[0]
+    is_video = np.flatnonzero(whole["input_ids"] == PROCESSOR.video_token_id)
+    assert len(is_video) == 4
+    first_target = np.flatnonzero(whole["labels"] != -100)[0] + 1
+    for limit in range(first_target, len(whole["input_ids"])):
+        dataset = MessagesDataset([file], PROCESSOR, max_length=limit)
+        if is_video[0] < limit <= is_video[-1]:
+            with pytest.raises(BadSampleError, match=r"video 1 in half.*data\.video_max_pixels"):
+                dataset[0]
+        else:
+            sample = dataset[0]
+            assert ("pixel_values_videos" in sample) == (limit > is_video[-1])
+            assert sample["image_grid_thw"].tolist() == [[1, 2, 2]]
 
 
 def test_images_that_are_cut_away_whole_leave_no_visual_keys(folder):

@@ -1,4 +1,4 @@
-"""Processor: conversations and images to inputs, and HF's files.
+"""Processor: conversations, images and videos to inputs, and HF's files.
 
 Pinned: pixels of the golden case come through to the bit with the right number of placeholders;
 prompts are padded on the left and keep the images in order; saving and loading changes nothing and
@@ -7,6 +7,7 @@ otherwise is warned of.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.sft.conversation import parse_record
 from paddle_vl.data.vision.image_processor import ImageProcessor
+from paddle_vl.data.vision.video_processor import VideoProcessor
+from paddle_vl.data.vision.video_reader import VideoFrames
 from tests.single_card_tests.data.chat_builders import (
     assistant,
     question,
@@ -26,6 +29,7 @@ from tests.single_card_tests.data.chat_builders import (
     tiny_tokenizer,
     user,
 )
+from tests.single_card_tests.data.video_files import moving_frames
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen_vl" / "processor"
 PROCESSOR = tiny_processor()
@@ -82,6 +86,50 @@ def test_images_of_a_batch_keep_their_order():
     np.testing.assert_array_equal(batch["pixel_values"], expected)
 
 
+def test_video_has_a_placeholder_for_each_merged_patch_and_its_times():
+    golden = load_file(GOLDEN / "processor.safetensors")
+    tables = json.loads((GOLDEN / "processor.json").read_text())
+    images = ImageProcessor.from_dict(tables["image"]["config"])
+    videos = VideoProcessor.from_dict(
+        {**tables["image"]["config"], "size": tables["video"]["size"]}
+    )
+    processor = Qwen3VLProcessor(tiny_tokenizer(), images, videos)
+    clip = VideoFrames(golden["video.rgb_uint8"], 2.0)
+    inputs = processor([user("<video>?")], videos=[clip])
+    assert inputs["video_grid_thw"].tolist() == tables["video"]["grid"]
+    pads = "<|video_pad|>" * 6
+    frames = [f"<{t} seconds><|vision_start|>{pads}<|vision_end|>" for t in ("0.2", "1.2", "2.0")]
+    text = processor.decode(inputs["input_ids"][0], False)
+    assert text.startswith("<|im_start|>user\n" + "".join(frames) + "?<|im_end|>")
+
+
+@pytest.mark.parametrize("content", ["<image>a<video>", "<video>a<image>", "<video><image><video>"])
+def test_images_and_videos_of_a_sample_come_each_in_reading_order(content):
+    clips = [VideoFrames(moving_frames(n, 8, 16), 2.0) for n in (4, 3)][: content.count("<video>")]
+    record = question(content, images=[SMALL], videos=clips)
+    sample = PROCESSOR.encode_sample(parse_record(record))
+    arrays, _ = PROCESSOR.video_processor(clips)
+    for key, value in (PROCESSOR.image_processor([SMALL]) | arrays).items():
+        np.testing.assert_array_equal(sample[key], value)
+    ids = sample["input_ids"]
+    assert np.count_nonzero(ids == PROCESSOR.video_token_id) == 4 * len(clips)
+    assert sample["video_grid_thw"].tolist() == [[2, 2, 4]] * len(clips)
+
+
+def test_mixed_batch_equals_its_samples_one_by_one():
+    clip = VideoFrames(moving_frames(4, 8, 16), 2.0)
+    messages = [[user("<image>a<video>")], [user("hello")], [user("<video><image>")]]
+    media = {"images": [[SMALL], [], [WIDE]], "videos": [[clip], [], [clip]]}
+    batch = PROCESSOR(messages, **media)
+    for row, (own, *parts) in enumerate(zip(messages, *media.values(), strict=True)):
+        single = PROCESSOR(own, *parts)
+        np.testing.assert_array_equal(
+            batch["input_ids"][row][batch["attention_mask"][row] == 1], single["input_ids"][0]
+        )
+    assert batch["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
+    assert batch["video_grid_thw"].tolist() == [[2, 2, 4], [2, 2, 4]]
+
+
 def test_one_conversation_equals_a_batch_of_one():
     single = PROCESSOR([user("<image>?")], images=[SMALL])
     batch = PROCESSOR([[user("<image>?")]], images=[[SMALL]])
@@ -93,6 +141,8 @@ def test_one_conversation_equals_a_batch_of_one():
 def test_images_that_match_no_conversation_are_refused():
     with pytest.raises(ValueError, match="2 conversations but 1 lists of images"):
         PROCESSOR([[user("a")], [user("b")]], images=[[]])
+    with pytest.raises(ValueError, match="2 conversations but 3 lists of videos"):
+        PROCESSOR([[user("a")], [user("b")]], videos=[[], [], []])
 
 
 def test_answer_can_be_left_open_or_not():
@@ -122,6 +172,21 @@ def test_saved_processor_encodes_the_same(tmp_path):
         "chat_template.jinja", "preprocessor_config.json", "special_tokens_map.json",
         "tokenizer.json", "tokenizer_config.json", "video_preprocessor_config.json",
     ]  # fmt: skip
+
+
+def test_settings_of_videos_replace_the_files_and_are_saved(tmp_path):
+    PROCESSOR.save_pretrained(tmp_path)
+    found = Qwen3VLProcessor.from_pretrained(
+        tmp_path, video_fps=1.0, video_min_frames=2, video_max_frames=6, video_min_pixels=256,
+        video_max_pixels=512,
+    )  # fmt: skip
+    wanted = replace(
+        PROCESSOR.video_processor, fps=1.0, min_frames=2, max_frames=6, min_pixels=256,
+        max_pixels=512,
+    )  # fmt: skip
+    assert found.video_processor == wanted
+    found.save_pretrained(tmp_path / "copy")
+    assert Qwen3VLProcessor.from_pretrained(tmp_path / "copy").video_processor == wanted
 
 
 def test_files_of_the_checkpoint_are_carried_along(tmp_path):

@@ -1,10 +1,13 @@
 """Chat template: the ids of a conversation, its targets, and no way to forge control tokens.
 
-Pinned: the exact rendering of ChatML with images; no default system message; targets are the
-answers and their end token, nothing else; the ids that training sees before an answer are those
+Pinned: the exact rendering of ChatML with images and videos; no default system message; targets are
+the answers and their end token, nothing else; the ids that training sees before an answer are those
 that generation starts from; special tokens in text are refused by name; the Jinja template for
 HF's users renders the same text.
 """
+
+import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,7 +15,12 @@ from hypothesis import strategies as st
 
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.sft.conversation import parse_record
-from paddle_vl.data.sft.template import CONTROL_TOKENS, JINJA_TEMPLATE, ChatTemplate
+from paddle_vl.data.sft.template import (
+    CONTROL_TOKENS,
+    JINJA_TEMPLATE,
+    ChatTemplate,
+    VideoPrompt,
+)
 from paddle_vl.data.tokenizer import train_bpe
 from tests.single_card_tests.data.chat_builders import (
     TEXTS,
@@ -21,15 +29,17 @@ from tests.single_card_tests.data.chat_builders import (
     user,
 )
 
+GOLDEN = Path(__file__).parents[2] / "golden" / "qwen_vl" / "processor"
+TABLES = json.loads((GOLDEN / "processor.json").read_text())
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHAT = [SYSTEM, user("<image>What is this?"), assistant("A cat."), user("Sure?"), assistant("Yes")]
 
 
-def encode(messages, num_image_tokens=(), images=(), **options):
-    conversation = parse_record({"messages": messages, "images": list(images)})
-    return TEMPLATE.encode(conversation, num_image_tokens, **options)
+def encode(messages, num_image_tokens=(), images=(), videos=(), prompts=(), **options):
+    record = {"messages": messages, "images": list(images), "videos": list(videos)}
+    return TEMPLATE.encode(parse_record(record), num_image_tokens, prompts, **options)
 
 
 def as_text(ids):
@@ -45,6 +55,56 @@ def test_conversation_renders_as_chatml_with_images():
         "<|im_start|>user\nSure?<|im_end|>\n"
         "<|im_start|>assistant\nYes<|im_end|>\n"
     )
+
+
+CLIP = VideoPrompt([0.28, 1.4], 2)
+CLIP_TEXT = (
+    "<0.3 seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|>"
+    "<1.4 seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|>"
+)
+PICTURE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+@pytest.mark.parametrize("row", TABLES["frame_sampling"], ids=lambda row: str(row["fps"]))
+def test_video_renders_as_the_golden_timestamps_with_their_patches(row):
+    """The form of transformers 4.57: no other vision tokens around."""
+    prompt = VideoPrompt(row["timestamps"], 1)
+    ids = encode([user("<video>")], videos=["a.mp4"], prompts=[prompt]).input_ids
+    pads = "<|vision_start|><|video_pad|><|vision_end|>"
+    assert as_text(ids) == (
+        "<|im_start|>user\n" + "".join(text + pads for text in row["text"]) + "<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("<image>a<video>b", PICTURE_TEXT + "a" + CLIP_TEXT + "b"),
+        ("a<video><image>b", "a" + CLIP_TEXT + PICTURE_TEXT + "b"),
+        (
+            [{"type": "video", "video": "c.mp4"}, {"type": "text", "text": "<video>"},
+             {"type": "image", "image": "a.png"}],
+            CLIP_TEXT + "<video>" + PICTURE_TEXT,
+        ),
+    ],
+)  # fmt: skip
+def test_images_and_videos_stand_in_the_order_of_the_message(content, expected):
+    tagged = isinstance(content, str)
+    media = {"images": ["a.png"], "videos": ["c.mp4"]} if tagged else {}
+    chat = encode([user(content), assistant("x")], [1], prompts=[CLIP], **media)
+    text = as_text(chat.input_ids)
+    assert text.startswith(f"<|im_start|>user\n{expected}<|im_end|>\n")
+    assert as_text([label for label in chat.labels if label != -100]) == "x<|im_end|>"
+
+
+def test_timestamp_is_tokenised_with_the_text_in_front_of_it():
+    """As HF does, which writes it into the text before tokenising."""
+    tokenizer = train_bpe(["Look:<0.3 seconds>"] * 3, 300, CONTROL_TOKENS)
+    whole = tokenizer.encode("user\nLook:<0.3 seconds>")
+    assert whole != [*tokenizer.encode("user\nLook:"), *tokenizer.encode("<0.3 seconds>")]
+    record = {"messages": [user("Look:<video>")], "videos": ["a.mp4"]}
+    chat = ChatTemplate(tokenizer).encode(parse_record(record), (), [VideoPrompt([0.28], 1)])
+    assert chat.input_ids[1 : 1 + len(whole)] == whole
 
 
 def test_there_is_no_default_system_message():
@@ -117,10 +177,14 @@ def test_jinja_template_renders_the_same_text(add_generation_prompt):
         {"type": "text", "text": "Look: "},
         {"type": "image", "image": "a.png"},
         {"type": "text", "text": " what?\n "},
+        {"type": "video", "video": "a.mp4"},
     ]
     messages = [SYSTEM, user(parts), assistant("A cat."), user("Sure?"), assistant("Yes")]
-    expected = encode(messages, [1], add_generation_prompt=add_generation_prompt).input_ids
+    expected = as_text(
+        encode(messages, [1], prompts=[CLIP], add_generation_prompt=add_generation_prompt).input_ids
+    )
     text = environment.from_string(JINJA_TEMPLATE).render(
         messages=messages, add_generation_prompt=add_generation_prompt
     )
-    assert text == as_text(expected)
+    # HF's processor of 4.57 puts a video's patches in the place of these three tokens.
+    assert text.replace("<|vision_start|><|video_pad|><|vision_end|>", CLIP_TEXT) == expected
