@@ -19,11 +19,12 @@ if find_spec("paddle") is None:
     )
 
 _HOME = {
+    "GenerationConfig": "paddle_vl.models.generation.config",
     "Qwen3VLConfig": "paddle_vl.models.qwen3_vl.config",
     "Qwen3VLForConditionalGeneration": "paddle_vl.models.qwen3_vl.model",
     "Qwen3VLProcessor": "paddle_vl.data.processor",
 }
-__all__ = ["Qwen3VLConfig", "Qwen3VLForConditionalGeneration", "Qwen3VLProcessor"]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

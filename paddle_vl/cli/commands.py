@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 MODEL_HELP = (
     "a model folder (config.json, weights, processor files), or a run's output_dir, of which the "
@@ -134,7 +135,9 @@ def add_generate(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="ask a model about images",
-        description="Print a model's greedy answer to one question, about any number of images.",
+        description="Print a model's answer to one question, about any number of images, while it "
+        "comes. What is not given here is as the model's generation_config.json says; without one "
+        "the most likely token is taken every time.",
         epilog="example:\n  paddle-vl generate --model runs/digits --image a.png --image b.png "
         '--prompt "Which digit is larger?"',
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -149,12 +152,19 @@ def add_generate(subparsers: argparse._SubParsersAction) -> None:
         "in front of a prompt without tags",
     )
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the question")
-    _add_max_new_tokens(parser, 128)
+    _add_generation_settings(parser)
+    parser.add_argument(
+        "--no-stream", action="store_true", help="print the answer when it is complete"
+    )
     parser.set_defaults(run=generate)
 
 
 def generate(options: argparse.Namespace) -> int:
     """Print one answer."""
+    from paddle_vl.models.generation.config import GenerationConfig
+
+    settings = _generation_settings(options)
+    GenerationConfig().updated(**settings)  # Refused before a model is loaded.
     _configure_runtime()
     from paddle_vl.infer.chat import Chat
     from paddle_vl.train.checkpoint import model_folder
@@ -164,7 +174,12 @@ def generate(options: argparse.Namespace) -> int:
     if "<image>" not in prompt:
         prompt = "<image>" * len(options.image) + prompt
     message = {"role": "user", "content": prompt}
-    print(chat.ask([message], options.image, options.max_new_tokens))
+    if options.no_stream:
+        print(chat.ask([message], options.image, **settings))
+        return 0
+    for piece in chat.stream([message], options.image, **settings):
+        print(piece, end="", flush=True)
+    print()
     return 0
 
 
@@ -180,6 +195,39 @@ def _configure_runtime() -> None:
     from paddle_vl.compat import configure_cpu_runtime
 
     configure_cpu_runtime(num_threads)
+
+
+def _add_generation_settings(parser: argparse.ArgumentParser) -> None:
+    settings = parser.add_argument_group(
+        "choice of tokens", "--temperature, --top-k or --top-p makes the answer a random one."
+    )
+    for name, kind, metavar, text in (
+        ("--max-new-tokens", int, "N", "longest answer, in tokens (without a file 128)"),
+        ("--temperature", float, "T", "divides the scores: below 1 for likelier tokens"),
+        ("--top-k", int, "K", "draw among the K most likely tokens, 0 among all"),
+        ("--top-p", float, "P", "draw among the most likely tokens that have probability P"),
+        ("--repetition-penalty", float, "R", "above 1 makes tokens that were there less likely"),
+        ("--seed", int, "N", "the same seed draws the same answer"),
+    ):
+        settings.add_argument(name, type=kind, metavar=metavar, help=text)
+    settings.add_argument(
+        "--greedy", action="store_true", help="take the most likely token every time"
+    )
+
+
+def _generation_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Settings that were given, under the names of `GenerationConfig`."""
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+    settings = {name: getattr(options, name) for name in names}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    drawing = sorted(settings.keys() & {"temperature", "top_k", "top_p"})
+    if drawing and options.greedy:
+        raise ValueError(
+            f"--greedy draws nothing, so {drawing[0]} has no meaning: give one of them"
+        )
+    if drawing or options.greedy:
+        settings["do_sample"] = not options.greedy
+    return settings
 
 
 def _add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:

@@ -1,11 +1,13 @@
 """Questions in messages and images, answers as text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.vision.image_file import ImageSource
+from paddle_vl.infer.text_pieces import text_pieces
+from paddle_vl.models.generation.config import GenerationConfig
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
 
 
@@ -32,20 +34,33 @@ class Chat:
         self,
         messages: Sequence[Mapping[str, Any]],
         images: Sequence[ImageSource] = (),
-        max_new_tokens: int = 128,
+        **settings: Any,
     ) -> str:
-        """The model's greedy answer to a conversation.
+        """The model's answer to a conversation; arguments as of `stream`."""
+        return "".join(self.stream(messages, images, **settings))
+
+    def stream(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[ImageSource] = (),
+        **settings: Any,
+    ) -> Iterator[str]:
+        """The model's answer in pieces, as soon as each is certain; see `text_pieces`.
 
         Args:
             messages: `{"role": ..., "content": ...}`, the last one the user's.
             images: paths, PIL images or uint8 arrays for the `<image>` tags, in order.
+            settings: of `GenerationConfig`, in place of the model's own; where neither names
+                ending tokens, the tokenizer's end the answer.
 
         Raises:
-            ValueError: a message or image that cannot be used, or tags and images that differ in
-                number.
+            ValueError: a message or image that cannot be used, tags and images that differ in
+                number, or a bad setting.
         """
+        config = self.model.generation_config or GenerationConfig()
+        config = config.updated(**settings)
+        if config.eos_token_id is None:
+            config = config.updated(eos_token_id=self.processor.eos_token_ids)
         inputs = self.processor(messages=messages, images=images)
-        (new_ids,) = self.model.generate(
-            **inputs, max_new_tokens=max_new_tokens, eos_token_ids=self.processor.eos_token_ids
-        )
-        return self.processor.decode(new_ids).strip()
+        steps = self.model.stream(**inputs, generation_config=config)
+        return text_pieces((int(token_id) for (token_id,) in steps), self.processor.decode)

@@ -85,12 +85,19 @@ def greedy_answers(
         batch_size: turns that are answered together.
     """
     questions = _questions(dataset)
+    # Whatever the model's own generation_config.json says.
+    greedy = {
+        "do_sample": False,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "max_new_tokens": max_new_tokens,
+        "eos_token_id": processor.eos_token_ids,
+        "pad_token_id": processor.pad_token_id,
+    }
     answers = []
     while group := list(islice(questions, batch_size)):
         inputs = processor.encode_prompts([conversation for _, conversation, _ in group])
-        new_ids = model.generate(
-            **inputs, max_new_tokens=max_new_tokens, eos_token_ids=processor.eos_token_ids
-        )
+        new_ids = model.generate(**inputs, **greedy)
         for (sample, conversation, expected), ids in zip(group, new_ids, strict=True):
             answer = processor.decode(ids).strip()
             answers.append(

@@ -6,7 +6,7 @@ V vocabulary.
 Source: Qwen3VLForConditionalGeneration of HF transformers; names, checkpoints and numbers are its.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.vision_layout import vision_layout
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLMoeTextConfig
 from paddle_vl.models.qwen3_vl.decoder import KeyValueCache, LanguageModel
-from paddle_vl.models.qwen3_vl.generate import greedy_decode
+from paddle_vl.models.qwen3_vl.generate import generate, stream
 from paddle_vl.models.qwen3_vl.moe import LoadBalance
 from paddle_vl.models.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.models.qwen3_vl.vision_tower import VisionFeatures, VisionTower
@@ -88,6 +88,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         has_left_padding: bool | None = None,
         caches: list[KeyValueCache] | None = None,
         output_router_logits: bool | None = None,
+        logits_to_keep: int = 0,
     ) -> Qwen3VLOutput:
         """Run the model on a batch: HF's minimal set, or the collator's full one.
 
@@ -109,11 +110,17 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             caches: one per decoder layer when generating.
             output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
                 the configuration's when left out.
+            logits_to_keep: compute logits of that many last columns only, 0 of all; without labels.
 
         Raises:
             ValueError: placeholders, grids and patches do not agree; routers of a model without
-                experts.
+                experts; labels without the logits of all columns.
         """
+        if labels is not None and logits_to_keep:
+            raise ValueError(
+                f"logits_to_keep is {logits_to_keep} and there are labels, whose loss needs the "
+                "logits of all columns: leave one of them out"
+            )
         image_grid_thw, video_grid_thw = _host(image_grid_thw), _host(video_grid_thw)
         dict_args = self.decoder_arguments(
             input_ids=input_ids,
@@ -132,7 +139,12 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         )
         balance = self._load_balance(output_router_logits, attention_mask, input_ids.shape)
         hidden_TD = self.language_model(dict_args, caches, balance)
-        output = self.predict(hidden_TD, input_ids.shape, labels, num_target_tokens)
+        shape = list(input_ids.shape)
+        if logits_to_keep:
+            hidden_BLD = hidden_TD.reshape([*shape, -1])[:, -logits_to_keep:]
+            shape = hidden_BLD.shape[:2]
+            hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
+        output = self.predict(hidden_TD, shape, labels, num_target_tokens)
         if balance is not None:
             output.aux_loss = balance.loss()
             if output.loss is not None:
@@ -287,9 +299,13 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         }
         return {i: count for i, count in counts.items() if count is not None}
 
-    def generate(self, **batch: Any) -> np.ndarray:
-        """Greedy answers, see `paddle_vl.models.qwen3_vl.generate.greedy_decode`."""
-        return greedy_decode(self, **batch)
+    def generate(self, *args: Any, **batch: Any) -> np.ndarray:
+        """Answers `[B, n]`, see `paddle_vl.models.qwen3_vl.generate.stream`."""
+        return generate(self, *args, **batch)
+
+    def stream(self, *args: Any, **batch: Any) -> Iterator[np.ndarray]:
+        """Answers a token of every row at a time, see `paddle_vl.models.qwen3_vl.generate`."""
+        return stream(self, *args, **batch)
 
     @property
     def vision_blocks(self) -> list[nn.Layer]:

@@ -19,6 +19,7 @@ from paddle_vl.models.checkpoint.pretrained import (
     save_parameters,
 )
 from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
+from paddle_vl.models.generation.config import FILE_NAME, GenerationConfig
 from paddle_vl.models.qwen3_vl.checkpoint_map import (
     HEAD_KEY,
     checkpoint_rules,
@@ -32,11 +33,16 @@ Model = TypeVar("Model", bound="PretrainedQwen3VL")
 
 
 class PretrainedQwen3VL(nn.Layer):
-    """What the model inherits: its configuration, its placement, and its files."""
+    """What the model inherits: its configuration, its placement, and its files.
+
+    Attributes:
+        generation_config: how it generates unless told otherwise; None for the defaults.
+    """
 
     def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
         super().__init__()
         self.config, self.placement = config, placement
+        self.generation_config: GenerationConfig | None = None
 
     @classmethod
     def from_config(
@@ -68,6 +74,9 @@ class PretrainedQwen3VL(nn.Layer):
         """
         path = Path(path)
         config = Qwen3VLConfig.from_pretrained(path)
+        generation_config = None
+        if (path / FILE_NAME).is_file():
+            generation_config = GenerationConfig.from_pretrained(path)
         stored = with_experts_as_here(checkpoint_tensors(path), config)
         if not config.tie_flags_agree:
             config = config.with_tie(HEAD_KEY not in stored)
@@ -89,15 +98,19 @@ class PretrainedQwen3VL(nn.Layer):
         ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
         check_keys(path, stored, model._whole().stored_parameters(), ignored)
         fill_parameters(model.stored_parameters(), stored)
+        model.generation_config = generation_config
         return model
 
     def save_pretrained(self, path: str | Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
-        """Write `config.json` (hub dialect) and the weights under HF's key names."""
+        """Write the weights under HF's key names, `config.json` (hub dialect), and
+        `generation_config.json` if the model has one."""
         path = Path(path)
         writers = self.placement.writers
         path.mkdir(parents=True, exist_ok=True)
         if writers.is_first:
             self.config.save_pretrained(path)
+            if self.generation_config is not None:
+                self.generation_config.save_pretrained(path)
         save_parameters(path, self.stored_parameters(), max_shard_bytes, writers)
 
     def stored_parameters(self) -> list[StoredParameter]:

@@ -1,0 +1,218 @@
+"""How tokens are chosen: HF's generation settings, and the file `generation_config.json`."""
+
+import difflib
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "generation_config.json"
+
+# Keys of HF's files that do not change which tokens come out. `max_length` counts the prompt too;
+# `max_new_tokens` is the limit here.
+_INERT_KEYS = frozenset(
+    """
+    _from_model_config assistant_confidence_threshold assistant_early_exit
+    assistant_ensemble_weight assistant_lookbehind bos_token_id cache_config cache_implementation
+    compile_config continuous_batching_config decoder_start_token_id disable_compile early_stopping
+    is_assistant length_penalty low_memory max_cache_len max_length max_matching_ngram_size
+    num_assistant_tokens num_assistant_tokens_schedule output_attentions output_hidden_states
+    output_logits output_scores prefill_chunk_size remove_invalid_values renormalize_logits
+    return_dict_in_generate speculation_type target_lookbehind transformers_version use_cache
+    use_mtp
+    """.split()
+)
+# Keys that would change the tokens, with the value at which they do not (None always is one).
+_NEUTRAL_VALUES = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "constraints": None,
+    "diversity_penalty": 0.0,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "max_time": None,
+    "min_length": 0,
+    "min_p": None,
+    "no_repeat_ngram_size": 0,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "penalty_alpha": None,
+    "prompt_lookup_num_tokens": None,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "token_healing": False,
+    "top_h": None,
+    "typical_p": 1.0,
+    "watermarking_config": None,
+}
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """Settings of one generation, under HF's names and with HF's defaults but for the length.
+
+    Attributes:
+        max_new_tokens: the most tokens to append.
+        min_new_tokens: before this many, ending tokens are not chosen.
+        do_sample: draw from the distribution; otherwise the most likely token is taken, and
+            temperature, top_k and top_p have no effect.
+        temperature: the scores are divided by it.
+        top_k: draw among the k most likely tokens; 0 among all.
+        top_p: draw among the most likely tokens that together have this probability; 1 among all.
+        repetition_penalty: scores of tokens that the prompt or the answer already has are divided
+            by it when positive and multiplied when negative; 1 leaves them.
+        eos_token_id: the token or tokens that end a row; None or none: only the length ends it.
+        pad_token_id: what a row that has ended is filled with; None: the first ending token.
+        seed: the same seed draws the same tokens; None draws others every time.
+
+    Raises:
+        ValueError: a value that cannot be used; it is named.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    eos_token_id: int | tuple[int, ...] | list[int] | None = None
+    pad_token_id: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self):
+        _check_integer("max_new_tokens", self.max_new_tokens, 1)
+        _check_integer("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens} and max_new_tokens "
+                f"{self.max_new_tokens}: there is no room for so many"
+            )
+        if not isinstance(self.do_sample, bool):
+            raise ValueError(f"do_sample is {self.do_sample!r}; it must be true or false")
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+                raise ValueError(f"{name} is {value!r}; it must be a number")
+        if self.do_sample and not 0 < self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature is {self.temperature}; sampling needs one above 0: for the most "
+                "likely token every time set do_sample to false"
+            )
+        _check_integer("top_k", self.top_k, 0, " (0 draws among all tokens)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and not above 1")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 is none)"
+            )
+        if isinstance(self.eos_token_id, list):
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        for token_id in self.eos_token_ids:
+            _check_integer("eos_token_id", token_id, 0)
+        if self.pad_token_id is not None:
+            _check_integer("pad_token_id", self.pad_token_id, 0)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The ending tokens as a list."""
+        if self.eos_token_id is None:
+            return []
+        several = isinstance(self.eos_token_id, tuple)
+        return list(self.eos_token_id) if several else [self.eos_token_id]
+
+    @property
+    def fill_token_id(self) -> int | None:
+        """What fills a row that has ended; None when none can."""
+        if self.pad_token_id is not None:
+            return self.pad_token_id
+        return next(iter(self.eos_token_ids), None)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "GenerationConfig":
+        """Read `generation_config.json` of a model folder, or a JSON file.
+
+        Raises:
+            ValueError: the file asks for something that is not there, naming file and key.
+        """
+        path = Path(path)
+        path = path / FILE_NAME if path.is_dir() else path
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
+        try:
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "GenerationConfig":
+        """Build from the content of HF's file; null stands for the default.
+
+        Raises:
+            ValueError: a way of generating that is not there (beams, say), or an unknown key.
+        """
+        values = {name: value for name, value in values.items() if value is not None}
+        absent = [
+            f"{name} {values[name]!r}"
+            for name, neutral in _NEUTRAL_VALUES.items()
+            if name in values and values[name] != neutral
+        ]
+        if absent:
+            raise ValueError(f"{', '.join(absent)}: not supported; remove it")
+        others = _INERT_KEYS | set(_NEUTRAL_VALUES)
+        return cls().updated(**{name: v for name, v in values.items() if name not in others})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of HF's file: what differs from the defaults."""
+        defaults = asdict(GenerationConfig())
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write `generation_config.json` into a folder."""
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        (Path(path) / FILE_NAME).write_text(text, encoding="utf-8")
+
+    def updated(self, **settings: Any) -> "GenerationConfig":
+        """The same with some settings replaced.
+
+        Raises:
+            ValueError: a name that is no setting, or a bad value.
+        """
+        names = [f.name for f in fields(self)]
+        for name in settings:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+                raise ValueError(f"{name} is not a generation setting; {hint}")
+        return replace(self, **settings)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises ValueError for a token id that a model of so many tokens does not have."""
+        for name, ids in (
+            ("eos_token_id", self.eos_token_ids),
+            ("pad_token_id", [] if self.pad_token_id is None else [self.pad_token_id]),
+        ):
+            outside = [token_id for token_id in ids if token_id >= vocab_size]
+            if outside:
+                raise ValueError(
+                    f"{name} {outside[0]} lies outside the model's vocabulary of {vocab_size}"
+                )
+
+
+def _check_integer(name: str, value: Any, least: int, note: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}{note}")
