@@ -1,0 +1,133 @@
+"""Training a model with experts.
+
+Guarantees: a step's loss is the cross entropy over all target tokens plus the mean of the
+micro-batches' auxiliary losses, over the parts of the data too, and its gradients are that loss's;
+evaluation is about cross entropy alone; runs report tokens per expert, of the layers that other
+processes hold too, and runs of dense models do not; parts of a model behind each other are the
+whole one.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage
+from paddle_vl.train.build import build_trainer
+from paddle_vl.train.expert_load import expert_load
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
+from paddle_vl.train.step import WholeModel
+from tests.single_card_tests.train.batches import image_batch, split_batch
+from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
+from tests.tiny import EXPERTS, tiny_model
+
+TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
+WEIGHT = 0.5
+SETTINGS = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": WEIGHT}
+FEW_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "output_router_logits": True,
+}  # fmt: skip
+
+
+class OneOfTwo(SingleProcess):
+    """A process whose data is one of two parts; the other has the same numbers."""
+
+    data_size = 2
+
+    def sum_losses(self, value):
+        return 2 * value
+
+
+@pytest.mark.parametrize("processes", [ONE_PROCESS, OneOfTwo()], ids=["alone", "one of two"])
+def test_a_steps_loss_has_the_mean_of_the_auxiliary_losses(processes):
+    parts, model, expected = split_batch(TEXTS, PROMPTS), tiny_model(**SETTINGS), 0.0
+    targets = 8 * processes.data_size
+    for part in parts:
+        output = model(**part)
+        share = len(parts) * processes.data_size
+        expected += output.loss_sum / targets + WEIGHT * output.aux_loss / share
+    expected.backward()
+    wanted = {name: p.grad.numpy() for name, p in model.hf_named_parameters()}
+    model = tiny_model(**SETTINGS)
+    loss = WholeModel(model, processes).accumulate_gradients(parts, targets)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    for name, parameter in model.hf_named_parameters():
+        scale = np.abs(wanted[name]).max()
+        np.testing.assert_allclose(
+            parameter.grad.numpy(), wanted[name], atol=2e-6 * scale, err_msg=name
+        )
+
+
+def test_evaluation_is_about_cross_entropy_alone():
+    batch = image_batch(TEXTS, PROMPTS)
+    with_auxiliary = WholeModel(tiny_model(**SETTINGS)).loss_sum(batch)
+    assert with_auxiliary.item() == WholeModel(tiny_model(**EXPERTS)).loss_sum(batch).item()
+
+
+def test_load_is_over_all_experts_of_all_layers_and_parts_of_the_data():
+    model, batch = tiny_model(**EXPERTS), image_batch(TEXTS, PROMPTS)
+    model(**batch)
+    counts = np.concatenate([count.numpy() for count in model.tokens_per_expert().values()])
+    assert counts.sum() == 2 * 2 * batch["input_ids"].size
+    assert expert_load(model, OneOfTwo()) == {
+        "tokens_per_expert_min": 2 * counts.min(),
+        "tokens_per_expert_mean": pytest.approx(2 * counts.mean(), abs=0.05),
+        "tokens_per_expert_max": 2 * counts.max(),
+    }
+    assert expert_load(tiny_model(), ONE_PROCESS) == {}
+
+
+def test_load_of_layers_without_a_count_here_is_left_to_others(monkeypatch):
+    model = tiny_model(**EXPERTS)
+    count = paddle.to_tensor([5, 1, 2, 3, 4, 9])
+    monkeypatch.setattr(model, "tokens_per_expert", lambda: {2: count})
+
+    class OtherStage(SingleProcess):
+        def sum_losses(self, value):
+            assert value.tolist() == [[0] * 6, count.tolist()]
+            return value + 1
+
+    assert expert_load(model, OtherStage())["tokens_per_expert_max"] == 10
+
+
+@pytest.mark.parametrize("experts", [FEW_EXPERTS, {}], ids=["experts", "dense"])
+def test_a_run_reports_tokens_per_expert_and_saves_what_loads(experts, tmp_path: Path):
+    form = MODEL | {"text_config": MODEL["text_config"] | experts}
+    if experts:
+        form |= {"model_type": "qwen3_vl_moe"}
+    run_file = write_tiny_run(tmp_path / "data", model=form)
+    config = load_run_config(run_file, [f"train.output_dir={tmp_path / 'out'}"])
+    assert build_trainer(config).run() is None
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        found = {name: value for name, value in line.items() if name.startswith("tokens_per_exp")}
+        assert len(found) == (3 if experts else 0)
+        if experts:
+            low, mean, high = (found[f"tokens_per_expert_{n}"] for n in ("min", "mean", "max"))
+            assert 0 <= low <= mean <= high
+            assert low < high
+    written = json.loads((tmp_path / "out/final/config.json").read_text())
+    assert written["model_type"] == form.get("model_type", "qwen3_vl")
+
+
+def test_parts_in_a_row_are_the_whole_model():
+    batch = image_batch(TEXTS, PROMPTS)
+    whole, model = tiny_model(**EXPERTS), tiny_model(**EXPERTS)
+    wanted = whole(**batch).loss_sum
+    wanted.backward()
+    rows = None
+    for layers in (range(1), range(1, 3)):
+        rows = Qwen3VLStage(model, layers)(batch, rows)
+    rows.backward()
+    assert rows.item() == pytest.approx(wanted.item(), rel=1e-6)
+    expected = dict(whole.hf_named_parameters())
+    for name, parameter in model.hf_named_parameters():
+        grad = expected[name].grad.numpy()
+        np.testing.assert_allclose(
+            parameter.grad.numpy(), grad, atol=1e-6 * np.abs(grad).max(), err_msg=name
+        )
