@@ -57,6 +57,7 @@ def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> T
     """`weight * (x - mean) / sqrt(var + epsilon) + bias`, the variance being that over C."""
     if paddle.in_dynamic_mode():
         return _LayerNorm.apply(x, weight_C, bias_C, epsilon)
+    weight_C, bias_C = weight_C.astype("float32"), bias_C.astype("float32")
     return (_standardise(x, epsilon)[0] * weight_C + bias_C).astype(x.dtype)
 
 
@@ -74,7 +75,8 @@ class _LayerNorm(PyLayer):
         standard, inverse = _standardise(x, epsilon)
         ctx.save_for_backward(standard, inverse, weight)
         ctx.needs = tuple(not tensor.stop_gradient for tensor in (x, weight, bias))
-        return (standard * weight).add_(bias).astype(x.dtype)
+        wide = standard * weight.astype("float32")
+        return wide.add_(bias.astype("float32")).astype(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -91,7 +93,7 @@ class _LayerNorm(PyLayer):
         grad_bias = column_sum(grad_NC).astype(weight.dtype) if needs_bias else None
         if not needs_x:
             return None, grad_weight, grad_bias
-        scaled = grad * weight
+        scaled = grad * weight.astype("float32")
         mean = row_sum(scaled) / channels
         projection = row_sum(scaled * standard) / channels
         grad_x = (scaled - mean - standard * projection) * inverse

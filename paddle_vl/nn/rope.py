@@ -69,7 +69,12 @@ def apply_rotary(x_TNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     cos, sin = cos_TH.unsqueeze(-2), sin_TH.unsqueeze(-2)
     if paddle.in_dynamic_mode():
         return _Rotary.apply(x_TNH, cos, sin)
-    return (x_TNH * cos + rotate_half(x_TNH) * sin).astype(x_TNH.dtype)
+    return _rotated(x_TNH, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.astype(cos.dtype)
+    return (wide * cos + rotate_half(wide) * sin).astype(x.dtype)
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -88,10 +93,11 @@ class _Rotary(PyLayer):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return (x * cos + rotate_half(x) * sin).astype(x.dtype)
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensor()
+        wide = grad.astype(cos.dtype)
         # The transpose of rotate_half is its negative.
-        return (grad * cos - rotate_half(grad * sin)).astype(grad.dtype), None, None
+        return (wide * cos - rotate_half(wide * sin)).astype(grad.dtype), None, None
