@@ -34,7 +34,8 @@ def draw_tokens(scores_BV: Tensor, uniform_B1: Tensor) -> Tensor:
         uniform_B1: float64 in [0, 1). A token of probability 0 is never drawn.
     """
     # The CPU's softmax and exp give a token at -inf a tiny probability instead of none.
-    weight_BV = F.softmax(scores_BV, axis=-1).astype("float64") * (scores_BV > -np.inf)
+    is_possible_BV = (scores_BV > -np.inf).astype("float64")
+    weight_BV = F.softmax(scores_BV, axis=-1).astype("float64") * is_possible_BV
     reached_BV = weight_BV.cumsum(axis=-1)
     return (reached_BV <= uniform_B1 * reached_BV[:, -1:]).sum(axis=-1)
 

@@ -7,6 +7,7 @@ together on a run folder; a stopped training exits with 128 + the signal's numbe
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,6 +167,57 @@ def test_generate_answers_about_images(trained, run_file, capsys):
     capsys.readouterr()
     assert main([*common, *one, "--prompt", "<image> and <image>?"]) == 1
     assert "2 image place(s)" in capsys.readouterr().err
+
+
+def test_generate_prints_the_same_answer_at_once_as_it_streams(trained, run_file, capsys):
+    image = str(run_file.parent / "images" / "0.png")
+    common = ["generate", "--model", str(trained), "--image", image, "--prompt", "Which colour?"]
+    common += ["--max-new-tokens", "12"]
+    answers = {}
+    for name, options in {
+        "greedy": [],
+        "drawn": ["--temperature", "3", "--top-k", "0", "--top-p", "1", "--seed", "1"],
+        "drawn otherwise": ["--temperature", "3", "--top-k", "0", "--seed", "2"],
+        "top k of 1": ["--top-k", "1"],
+        "without repetition": ["--repetition-penalty", "1e9"],
+    }.items():
+        assert main([*common, *options]) == 0
+        answers[name] = capsys.readouterr().out
+        assert main([*common, *options, "--no-stream"]) == 0
+        assert capsys.readouterr().out == answers[name]
+    assert answers["top k of 1"] == answers["greedy"]
+    assert len(set(answers.values())) == 4
+
+
+def test_generate_follows_the_models_own_settings_unless_told_otherwise(
+    trained, run_file, tmp_path, capsys
+):
+    folder = tmp_path / "model"
+    shutil.copytree(trained / "final", folder)
+    common = ["generate", "--model", str(folder), "--prompt", "Which colour?"]
+    common += ["--max-new-tokens", "12"]
+    assert main(common) == 0
+    greedy = capsys.readouterr().out
+    settings = {"do_sample": True, "temperature": 3.0, "top_k": 0, "seed": 1}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    assert main(common) == 0
+    assert capsys.readouterr().out != greedy
+    assert main([*common, "--greedy"]) == 0
+    assert capsys.readouterr().out == greedy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "0"], "temperature is 0.0; sampling needs one above 0"),
+        (["--top-p", "1.5"], "top_p is 1.5"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--greedy", "--top-k", "3"], "--greedy draws nothing, so top_k has no meaning"),
+    ],
+)
+def test_bad_generation_settings_are_refused_before_the_model_is_read(options, message, capsys):
+    assert main(["generate", "--model", "nowhere", "--prompt", "x", *options]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 def test_used_output_folder_is_refused(trained, run_file, capsys):
