@@ -4,13 +4,44 @@ The models are frozen and strict: no unknown key, no silent conversion. What sev
 satisfy together is in `paddle_vl.config.validate`.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class LoRAConfig(_Section):
+    """Low-rank adapters beside linears, under PEFT's names. Modules are those of HF's model."""
+
+    r: int = Field(8, ge=1, description="rank of the adapters")
+    lora_alpha: float = Field(
+        8, gt=0, description="an adapter's product counts lora_alpha / r times (see use_rslora)"
+    )
+    lora_dropout: float = Field(
+        0.0, ge=0, lt=1, description="dropout of the adapters' input in training"
+    )
+    target_modules: str | list[str] = Field(
+        min_length=1,
+        description="linears that get an adapter: patterns (*, ?) over module names, which may fit "
+        'the end of a name: "q_proj"; or "all-linear", every linear but the head',
+    )
+    exclude_modules: list[str] = Field(
+        [], description="patterns, as of target_modules, of linears that get none"
+    )
+    use_rslora: bool = Field(False, description="lora_alpha / sqrt(r) in place of lora_alpha / r")
+    modules_to_save: list[str] = Field(
+        [],
+        description="modules that are trained whole and saved with the adapters: patterns, as of "
+        "target_modules, or parts (vision, mergers, language)",
+    )
+
+    @property
+    def scaling(self) -> float:
+        """The factor on an adapter's product."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
 class ModelConfig(_Section):
@@ -31,8 +62,11 @@ class ModelConfig(_Section):
     )
     freeze: list[str] = Field(
         [],
-        description="patterns (*, ?) over HF parameter names whose parameters are not trained, "
-        'e.g. ["model.visual.*"]',
+        description="what is not trained: parts (vision, mergers, language), or patterns (*, ?) "
+        'over HF parameter names, e.g. ["model.visual.blocks.*"]',
+    )
+    lora: LoRAConfig | None = Field(
+        None, description="train low-rank adapters only, beside the frozen model.pretrained"
     )
 
 
@@ -141,6 +175,11 @@ class TrainConfig(_Section):
     per_device_eval_batch_size: int = Field(8, ge=1, description="samples per evaluation batch")
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per step")
     learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
+    part_learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {},
+        description="peak learning rates of what has another one: by part (vision, mergers, "
+        "language) or pattern over HF parameter names; of several that fit, the last",
+    )
     lr_scheduler_type: Literal["cosine", "constant"] = Field(
         "cosine", description="learning rate after warmup"
     )
@@ -209,8 +248,23 @@ class RunConfig(_Section):
 def setting_descriptions() -> dict[str, tuple[str, str]]:
     """`section.name` of every setting to its default ("required" if none) and its description."""
     described = {}
-    for section, section_field in RunConfig.model_fields.items():
-        for name, field in section_field.annotation.model_fields.items():
+    sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
+    for section, settings in _with_inner_sections(sections).items():
+        for name, field in settings.model_fields.items():
             default = "required" if field.is_required() else repr(field.default)
             described[f"{section}.{name}"] = (default, field.description)
     return described
+
+
+def _with_inner_sections(sections: dict[str, type[_Section]]) -> dict[str, type[_Section]]:
+    """Sections by name, behind each those that it may have as a setting."""
+    found = {}
+    for name, section in sections.items():
+        inner = {
+            f"{name}.{setting}": kind
+            for setting, field in section.model_fields.items()
+            for kind in get_args(field.annotation)
+            if isinstance(kind, type) and issubclass(kind, _Section)
+        }
+        found |= {name: section} | _with_inner_sections(inner)
+    return found

@@ -76,6 +76,22 @@ def evaluation_has_data(config: RunConfig) -> Problems:
         )
 
 
+def adapters_have_a_base(config: RunConfig) -> Problems:
+    if config.model.lora is not None and config.model.pretrained is None:
+        yield (
+            "model.lora trains adapters beside a checkpoint, which they are saved without, but "
+            "model.pretrained is not set: set it, or remove model.lora to train all of model.config"
+        )
+
+
+def part_rates_have_a_whole(config: RunConfig) -> Problems:
+    if config.train.part_learning_rates and config.train.learning_rate == 0:
+        yield (
+            "train.part_learning_rates are peaks of the schedule of train.learning_rate, which is "
+            "0: set it above 0, and freeze (model.freeze) what is not to be trained"
+        )
+
+
 def visual_bounds_are_ordered(config: RunConfig) -> Problems:
     for name in ("{}_pixels", "video_{}_pixels", "video_{}_frames"):
         lowest, highest = name.format("min"), name.format("max")
@@ -130,6 +146,8 @@ CONFIG_RULES = (
     warmup_fits,
     floor_needs_cosine,
     evaluation_has_data,
+    adapters_have_a_base,
+    part_rates_have_a_whole,
     visual_bounds_are_ordered,
 )
 LAUNCH_RULES = (

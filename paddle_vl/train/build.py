@@ -32,6 +32,7 @@ from paddle_vl.train.evaluate import Answer, FirstSamples, greedy_answers, mean_
 from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.optimizer import Optimizer, decayed_names
+from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.processes import ONE_PROCESS
 from paddle_vl.train.random_state import seed_everything
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume, flatten
@@ -82,16 +83,16 @@ def build_trainer(config: RunConfig) -> Trainer:
     if config.train.recompute == "full":
         recompute_layers([*model.vision_blocks, *model.decoder_layers])
     whole_shapes = model.whole_shapes()
-    trained = freeze_parameters(
-        list(model.hf_named_parameters()), config.model.freeze, whole_shapes
-    )
+    trained = trained_names(whole_shapes, config.model.freeze)
+    parameters = freeze_parameters(list(model.hf_named_parameters()), trained, whole_shapes)
     layout.shard(model, processes)
     optimizer = Optimizer(
-        trained,
+        parameters,
         config.train,
         decayed_names(whole_shapes, config.train.weight_decay_exclude),
         placement,
-        trained_names(whole_shapes, config.model.freeze),
+        trained,
+        rate_factors(config.train, trained),
     )
     runner = layout.runner(model, Qwen3VLStage, processes)
     collator = _collator(config, processor, placement.row_part)

@@ -4,7 +4,8 @@ Keys of a line: `step`; `epoch`, passes over the training data so far; `loss`, m
 over the target tokens since the last line (null when every update was skipped); `learning_rate` and
 `grad_norm` (before clipping, null if not finite) of the last step; `tokens_per_second` of training
 alone; `target_tokens`, `skipped_updates` and `skipped_samples` of the whole run so far; `eval_loss`
-in steps that evaluate; with experts, `tokens_per_expert_min`, `_mean` and `_max`, see
+in steps that evaluate; `learning_rate/PART`, for each of train.part_learning_rates, as
+`learning_rate`; with experts, `tokens_per_expert_min`, `_mean` and `_max`, see
 `paddle_vl.train.expert_load`. With the load-balancing loss (`output_router_logits` of the model's
 configuration) `loss` includes it, `eval_loss` does not. A line of an evaluation between two reports
 has `step` and `eval_loss` only.

@@ -33,6 +33,7 @@ class Optimizer:
         decayed: names with weight decay, see `decayed_names`.
         placement: says what this rank holds of each parameter.
         trained_names: HF names that the whole run trains, where this rank has some of them only.
+        rate_factors: by HF name the factor on the learning rate, 1 for those left out.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Optimizer:
         decayed: set[str],
         placement: SingleDevicePlacement | None = None,
         trained_names: Iterable[str] | None = None,
+        rate_factors: Mapping[str, float] | None = None,
     ):
         self.parameters = parameters
         self.trained_names = set(trained_names or (name for name, _ in parameters))
@@ -49,6 +51,9 @@ class Optimizer:
         self.max_grad_norm = train.max_grad_norm
         self.tensors = [self.placement.trained_tensor(p) for _, p in parameters]
         names = [name for name, _ in parameters]
+        for name, tensor in zip(names, self.tensors, strict=True):
+            # What AdamW multiplies its rate with; its lr_ratio does the same on GPUs only.
+            tensor.optimize_attr = {"learning_rate": (rate_factors or {}).get(name, 1.0)}
         with_decay = {
             tensor.name for name, tensor in zip(names, self.tensors, strict=True) if name in decayed
         }
@@ -99,7 +104,7 @@ class Optimizer:
                 grad.scale_(factor)
 
     def step(self, learning_rate: float) -> None:
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient, at the rate times the parameter's factor."""
         # A stage of a pipeline may have nothing to train, and Paddle's optimizer then fails.
         if self.tensors:
             self._adamw.set_lr(learning_rate)

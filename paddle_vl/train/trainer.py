@@ -17,6 +17,7 @@ from paddle_vl.train.expert_load import expert_load
 from paddle_vl.train.loss_curve import CURVE_FILE, draw_loss_curve
 from paddle_vl.train.metrics import METRICS_FILE, MetricsFile, StepMeter
 from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.part_rates import reported_rates
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.progress import ProgressBar
 from paddle_vl.train.random_state import seed_step
@@ -160,10 +161,12 @@ class Trainer:
         line: dict[str, Any] = {}
         if is_last or self.step % self.config.logging.logging_steps == 0:
             (skipped,) = self.processes.totals([sum(self.data.skipped.values())])
+            rate = learning_rate(self.step - 1, self.num_steps, train)
             line = self.meter.report() | {
                 "epoch": self._epoch(),
-                "learning_rate": learning_rate(self.step - 1, self.num_steps, train),
+                "learning_rate": rate,
                 "skipped_samples": skipped,
+                **reported_rates(train, rate),
             }
             line |= expert_load(self.runner.model, self.processes)
         if self.evaluate and (is_last or _is_due(self.step, train.eval_steps)):

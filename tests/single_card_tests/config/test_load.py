@@ -166,7 +166,7 @@ def test_every_setting_is_read_somewhere():
         if path.name != "schema.py":
             tree = ast.parse(path.read_text(encoding="utf-8"))
             read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    names = {name.partition(".")[2] for name in setting_descriptions()}
+    names = {name.rpartition(".")[2] for name in setting_descriptions()}
     assert names <= read
 
 

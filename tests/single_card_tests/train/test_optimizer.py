@@ -2,7 +2,8 @@
 
 Guarantees: frozen parameters get neither gradients nor state; a pattern that fits nothing is
 refused; clipping is torch's formula over trained parameters only; weight decay leaves out what the
-patterns say; the state round-trips bit for bit under HF names.
+patterns say; the state round-trips bit for bit under HF names; parts of the model freeze by name
+and have learning rates of their own.
 """
 
 import numpy as np
@@ -10,8 +11,9 @@ import paddle
 import pytest
 
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.train.freeze import freeze_parameters
+from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
+from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.step import WholeModel, train_step
 from tests.single_card_tests.train.batches import image_batch
 from tests.tiny import tiny_model
@@ -20,8 +22,13 @@ from tests.tiny import tiny_model
 def build(model, freeze=(), **settings):
     train = TrainConfig(output_dir="o", **settings)
     named = list(model.hf_named_parameters())
-    trained = freeze_parameters(named, freeze)
-    return Optimizer(trained, train, decayed_names(dict(named), train.weight_decay_exclude))
+    trained = trained_names(dict(named), freeze)
+    return Optimizer(
+        freeze_parameters(named, trained),
+        train,
+        decayed_names(dict(named), train.weight_decay_exclude),
+        rate_factors=rate_factors(train, trained),
+    )
 
 
 def arrays(optimizer) -> dict[str, np.ndarray]:
@@ -51,14 +58,56 @@ def test_frozen_parameters_get_no_gradient_state_or_update(batch):
 def test_pattern_that_fits_nothing_names_the_nearest():
     named = list(tiny_model().hf_named_parameters())
     with pytest.raises(ValueError, match=r"'model\.visul\.\*' fits none of .*model\.visual"):
-        freeze_parameters(named, ["model.visul.*"])
+        trained_names(dict(named), ["model.visul.*"])
     with pytest.raises(ValueError, match="weight_decay_exclude: the pattern 'bias'"):
         decayed_names(dict(named), ["bias"])
 
 
 def test_freezing_everything_is_refused():
     with pytest.raises(ValueError, match="nothing to train"):
-        freeze_parameters(list(tiny_model().hf_named_parameters()), ["*"])
+        trained_names(dict(tiny_model().hf_named_parameters()), ["*"])
+
+
+@pytest.mark.parametrize("part", ["vision", "mergers", "language"])
+def test_freezing_a_part_leaves_the_others(part):
+    names = {name for name, _ in tiny_model().hf_named_parameters()}
+    mergers = {name for name in names if "merger" in name}
+    visual = {name for name in names if name.startswith("model.visual.")}
+    frozen = {"vision": visual - mergers, "mergers": mergers, "language": names - visual}[part]
+    assert frozen
+    assert trained_names(names, [part]) == names - frozen
+
+
+def test_learning_rates_of_parts_are_peaks_of_the_one_schedule(batch):
+    """AdamW's first update is its rate times the sign of a gradient, whatever the gradient's size;
+    with decay, the rate times the decay is taken off too."""
+    rates = {"vision": 1e-3, "mergers": 4e-3, "model.visual.blocks.0.*": 2e-4}
+    model = tiny_model()
+    optimizer = build(
+        model, learning_rate=1e-2, part_learning_rates=rates, adam_epsilon=1e-30, weight_decay=0.5
+    )
+    before = model.hf_state_dict()
+    WholeModel(model).accumulate_gradients([batch], batch["num_target_tokens"])
+    # Half of the peak.
+    optimizer.step(5e-3)
+    after, seen = model.hf_state_dict(), set()
+    for name, parameter in model.hf_named_parameters():
+        if "merger" in name:
+            rate = 2e-3
+        elif name.startswith("model.visual.blocks.0."):
+            rate = 1e-4
+        else:
+            rate = 5e-4 if name.startswith("model.visual.") else 5e-3
+        decay = 0.5 if len(parameter.shape) > 1 else 0.0
+        moved = np.abs(before[name] * (1 - rate * decay) - after[name])
+        assert np.median(moved[moved > 1e-6]) == pytest.approx(rate, rel=2e-2), name
+        seen.add(rate)
+    assert len(seen) == 4
+
+
+def test_learning_rate_of_a_part_that_is_not_trained_is_refused():
+    with pytest.raises(ValueError, match=r"part_learning_rates.*'vision' fits none of .* nearest"):
+        build(tiny_model(), ["vision"], part_learning_rates={"vision": 1e-3})
 
 
 def test_default_decay_leaves_out_norms_and_biases():

@@ -11,7 +11,7 @@ import pytest
 
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.train.freeze import freeze_parameters
+from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.step import WholeModel, train_step
 from tests.single_card_tests.train.batches import image_batch, split_batch
@@ -24,7 +24,9 @@ def build(model, **settings):
     named = list(model.hf_named_parameters())
     train = TrainConfig(output_dir="o", **settings)
     return Optimizer(
-        freeze_parameters(named, []), train, decayed_names(dict(named), train.weight_decay_exclude)
+        freeze_parameters(named, dict(named)),
+        train,
+        decayed_names(dict(named), train.weight_decay_exclude),
     )
 
 
@@ -93,7 +95,8 @@ def test_recomputation_changes_no_gradient(frozen):
     results = []
     for recomputed in (False, True):
         model = tiny_model()
-        trained = freeze_parameters(list(model.hf_named_parameters()), patterns)
+        named = list(model.hf_named_parameters())
+        trained = freeze_parameters(named, trained_names(dict(named), patterns))
         if recomputed:
             recompute_layers([*model.vision_blocks, *model.decoder_layers])
         calls = count_calls(model.decoder_layers[2].mlp)
