@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ MODEL_HELP = (
     "a model folder (config.json, weights, processor files), or a run's output_dir, of which the "
     "final model is taken, or its newest checkpoint while there is none"
 )
+MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
 
 
 def add_train(subparsers: argparse._SubParsersAction) -> None:
@@ -131,26 +133,30 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def add_generate(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl generate --model DIR --image FILE --prompt TEXT`"""
+    """`paddle-vl generate --model DIR --image FILE --video FILE --prompt TEXT`"""
     parser = subparsers.add_parser(
         "generate",
-        help="ask a model about images",
-        description="Print a model's answer to one question, about any number of images, while it "
-        "comes. What is not given here is as the model's generation_config.json says; without one "
-        "the most likely token is taken every time.",
+        help="ask a model about images and videos",
+        description="Print a model's answer to one question, about any number of images and "
+        "videos, while it comes. What is not given here is as the model's generation_config.json "
+        "says; without one the most likely token is taken every time.",
         epilog="example:\n  paddle-vl generate --model runs/digits --image a.png --image b.png "
         '--prompt "Which digit is larger?"',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="DIR", required=True, help=MODEL_HELP)
-    parser.add_argument(
-        "--image",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="a picture; repeat it for several, in the order of the <image> tags of the prompt, or "
-        "in front of a prompt without tags",
-    )
+    for kind, name in MEDIA_KINDS.items():
+        parser.add_argument(
+            f"--{kind}",
+            metavar="FILE",
+            # One list for both kinds, which keeps their order.
+            dest="media",
+            type=partial(_media, kind),
+            action="append",
+            default=[],
+            help=f"{name}; repeat it for several, in the order of the <{kind}> tags of the prompt; "
+            "a prompt without tags has all images and videos in front, in the order given",
+        )
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the question")
     _add_generation_settings(parser)
     parser.add_argument(
@@ -171,13 +177,14 @@ def generate(options: argparse.Namespace) -> int:
 
     chat = Chat.from_pretrained(model_folder(Path(options.model)))
     prompt = options.prompt
-    if "<image>" not in prompt:
-        prompt = "<image>" * len(options.image) + prompt
+    if not any(f"<{kind}>" in prompt for kind in MEDIA_KINDS):
+        prompt = "".join(f"<{kind}>" for kind, _ in options.media) + prompt
     message = {"role": "user", "content": prompt}
+    images, videos = ([file for own, file in options.media if own == kind] for kind in MEDIA_KINDS)
     if options.no_stream:
-        print(chat.ask([message], options.image, **settings))
+        print(chat.ask([message], images, videos, **settings))
         return 0
-    for piece in chat.stream([message], options.image, **settings):
+    for piece in chat.stream([message], images, videos, **settings):
         print(piece, end="", flush=True)
     print()
     return 0
@@ -240,6 +247,10 @@ def _add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
     )
 
 
+def _media(kind: str, file: str) -> tuple[str, str]:
+    return kind, file
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -257,7 +268,8 @@ def _train_epilog() -> str:
         "  paddle-vl train run.yaml train.resume_from_checkpoint=auto",
         "  paddle-vl train run.yaml --nproc 4 parallel.dp_degree=2 parallel.mp_degree=2",
         "",
-        "Paths are relative to the current directory; image paths in a data file to that file.",
+        "Paths are relative to the current directory; those of images and videos in a data file to "
+        "that file.",
         "",
         "train.output_dir receives:",
         "  config.yaml        the resolved settings, usable as CONFIG",

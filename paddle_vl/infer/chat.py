@@ -1,4 +1,4 @@
-"""Questions in messages and images, answers as text."""
+"""Questions in messages, images and videos, answers as text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.vision.image_file import ImageSource
+from paddle_vl.data.vision.video_reader import VideoSource
 from paddle_vl.infer.text_pieces import text_pieces
 from paddle_vl.models.generation.config import GenerationConfig
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
@@ -34,15 +35,17 @@ class Chat:
         self,
         messages: Sequence[Mapping[str, Any]],
         images: Sequence[ImageSource] = (),
+        videos: Sequence[VideoSource] = (),
         **settings: Any,
     ) -> str:
         """The model's answer to a conversation; arguments as of `stream`."""
-        return "".join(self.stream(messages, images, **settings))
+        return "".join(self.stream(messages, images, videos, **settings))
 
     def stream(
         self,
         messages: Sequence[Mapping[str, Any]],
         images: Sequence[ImageSource] = (),
+        videos: Sequence[VideoSource] = (),
         **settings: Any,
     ) -> Iterator[str]:
         """The model's answer in pieces, as soon as each is certain; see `text_pieces`.
@@ -50,17 +53,19 @@ class Chat:
         Args:
             messages: `{"role": ..., "content": ...}`, the last one the user's.
             images: paths, PIL images or uint8 arrays for the `<image>` tags, in order.
+            videos: paths, `VideoFrames` or uint8 arrays of frames for the `<video>` tags.
             settings: of `GenerationConfig`, in place of the model's own; where neither names
                 ending tokens, the tokenizer's end the answer.
 
         Raises:
-            ValueError: a message or image that cannot be used, tags and images that differ in
-                number, or a bad setting.
+            ValueError: a message, image or video that cannot be used, tags and images or videos
+                that differ in number, or a bad setting.
+            RuntimeError: a video file is given and PyAV is not installed.
         """
         config = self.model.generation_config or GenerationConfig()
         config = config.updated(**settings)
         if config.eos_token_id is None:
             config = config.updated(eos_token_id=self.processor.eos_token_ids)
-        inputs = self.processor(messages=messages, images=images)
+        inputs = self.processor(messages=messages, images=images, videos=videos)
         steps = self.model.stream(**inputs, generation_config=config)
         return text_pieces((int(token_id) for (token_id,) in steps), self.processor.decode)

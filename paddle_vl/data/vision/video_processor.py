@@ -85,7 +85,8 @@ class VideoProcessor:
             if not least <= values[0] <= values[1]:
                 raise ValueError(
                     f"video {low} {values[0]} and {high} {values[1]}: {least} <= {low} <= {high} "
-                    "is needed"
+                    f"is needed; set data.video_{low} and data.video_{high} together, or correct "
+                    f"{CONFIG_FILE}"
                 )
         if not 0 < self.fps < np.inf:
             raise ValueError(

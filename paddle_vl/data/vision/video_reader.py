@@ -161,11 +161,12 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                kinds = sorted({stream.type for stream in container.streams})
+                kinds = ", ".join(sorted({stream.type for stream in container.streams}))
                 raise BadSampleError(
                     "unreadable_video",
-                    f"the file has no video stream (it has: {', '.join(kinds) or 'none'}); take a "
-                    "file with a picture",
+                    f"the file has no video stream, only: {kinds}; take a file with a picture"
+                    if kinds
+                    else f"the file cannot be decoded as a video (no stream in it); {_REMEDY}",
                 )
             yield container, container.streams.video[0]
     except av.FFmpegError as error:

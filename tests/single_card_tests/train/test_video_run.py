@@ -1,0 +1,120 @@
+"""Training on video files, from JSONL records to weights.
+
+Guarantees: records with videos, alone and among images in either order, train; worker processes
+that decode the files give the bits of one process; settings of videos reach the frames and are
+saved with the model; a bad video stops the run with file, line and reason, or is skipped and
+counted; the trained model answers about a video.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_vl.cli.main import main
+from paddle_vl.config.load import load_run_config
+from paddle_vl.train.build import build_trainer
+from tests.single_card_tests.data.video_files import write_video
+from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
+
+SMALL = [
+    "data.video_min_frames=2", "data.video_min_pixels=512", "data.video_max_pixels=2048",
+    "data.max_length=512", "train.warmup_steps=0",
+]  # fmt: skip
+
+
+def record(content: str, **media) -> dict:
+    answer = {"role": "assistant", "content": "red"}
+    return {"messages": [{"role": "user", "content": content}, answer], **media}
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    """Two samples, of 5 and 4 frames at the run's 2 frames per second."""
+    folder = tmp_path_factory.mktemp("video")
+    run_file = write_tiny_run(folder, num_samples=2)
+    write_video(folder / "a.mp4", 25, fps=10, size=(16, 24), codec="mpeg4")
+    write_video(folder / "b.mkv", 12, fps=6, size=(16, 16))
+    picture = {"images": ["images/0.png"]}
+    write_records(
+        folder / "train.jsonl",
+        [
+            record("<video>Which <image>colour?", videos=["a.mp4"], **picture),
+            record("<image>Which <video>colour?", videos=["b.mkv"], **picture),
+        ],
+    )
+    return run_file
+
+
+def train(run_file: Path, output_dir: Path, *overrides: str):
+    settings = [
+        f"train.output_dir={output_dir}", "train.max_steps=2", *SMALL, *overrides,
+    ]  # fmt: skip
+    trainer = build_trainer(load_run_config(run_file, settings))
+    assert trainer.run() is None
+    return load_file(output_dir / "final" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def trained(run_file, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("out")
+    train(run_file, folder)
+    return folder
+
+
+def test_two_samples_with_videos_train(trained):
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 2
+    assert np.isfinite(losses).all()
+    assert losses[1] < losses[0]
+
+
+def test_settings_of_videos_are_saved_with_the_model(trained):
+    found = json.loads((trained / "final" / "video_preprocessor_config.json").read_text())
+    assert (found["min_frames"], found["size"]["longest_edge"]) == (2, 2048)
+
+
+def test_worker_processes_that_decode_give_the_same_weights(run_file, trained, tmp_path):
+    expected = load_file(trained / "final" / "model.safetensors")
+    found = train(run_file, tmp_path, "data.num_workers=2")
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_bad_video_stops_the_run_or_is_skipped_and_counted(run_file, trained, tmp_path, capsys):
+    whole = (run_file.parent / "a.mp4").read_bytes()
+    (run_file.parent / "cut.mp4").write_bytes(whole[: len(whole) // 2])
+    data = run_file.with_name("bad.jsonl")
+    records = [json.loads(line) for line in run_file.with_name("train.jsonl").open()]
+    write_records(data, [*records, record("<video>Which?", videos=["cut.mp4"])])
+    common = ["train", str(run_file), f"data.train=[{data}]", "train.max_steps=2", *SMALL]
+    assert main([*common, f"train.output_dir={tmp_path / 'fail'}"]) == 1
+    error = capsys.readouterr().err
+    assert f"{data}:3: video 1 ({run_file.parent / 'cut.mp4'}): the file cannot be decoded" in error
+    skipping = ["data.on_bad_sample=skip", f"train.output_dir={tmp_path / 'skip'}"]
+    assert main([*common, *skipping]) == 0
+    lines = (tmp_path / "skip" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["skipped_samples"] > 0
+
+
+def test_generate_answers_about_videos_and_images_in_the_order_given(trained, run_file, capsys):
+    folder = run_file.parent
+    media = {"image": str(folder / "images" / "0.png"), "video": str(folder / "b.mkv")}
+    common = ["generate", "--model", str(trained), "--max-new-tokens", "4"]
+
+    def answer(*kinds: str, prompt: str) -> str:
+        files = [part for kind in kinds for part in (f"--{kind}", media[kind])]
+        assert main([*common, *files, "--prompt", prompt]) == 0
+        return capsys.readouterr().out
+
+    for kinds in (("video",), ("image", "video"), ("video", "image")):
+        tags = "".join(f"<{kind}>" for kind in kinds)
+        in_front = answer(*kinds, prompt="Which colour?")
+        assert in_front == answer(*kinds, prompt=f"{tags}Which colour?")
+    assert main([*common, "--video", media["video"], "--prompt", "<video><video>?"]) == 1
+    assert "2 video place(s)" in capsys.readouterr().err
+    assert main([*common, "--video", "gone.mp4", "--prompt", "What?"]) == 1
+    assert "there is no file gone.mp4" in capsys.readouterr().err
