@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.sample_order import SampleOrder
 from paddle_vl.data.worker_pool import (
     Collator,
@@ -185,6 +186,10 @@ class PrefetchLoader:
                 "likely killed for memory: lower data.num_workers or data.prefetch_batches. "
                 "data.num_workers=0 prepares batches in this process"
             ) from error
+        except (BadSampleError, RuntimeError) as error:
+            self.close()
+            # Ours, whatever frames of the pool it passed: the command tells errors by the last one.
+            raise error.with_traceback(None) from error.__cause__
         except BaseException:
             self.close()
             raise

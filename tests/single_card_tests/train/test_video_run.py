@@ -91,9 +91,16 @@ def test_bad_video_stops_the_run_or_is_skipped_and_counted(run_file, trained, tm
     records = [json.loads(line) for line in run_file.with_name("train.jsonl").open()]
     write_records(data, [*records, record("<video>Which?", videos=["cut.mp4"])])
     common = ["train", str(run_file), f"data.train=[{data}]", "train.max_steps=2", *SMALL]
-    assert main([*common, f"train.output_dir={tmp_path / 'fail'}"]) == 1
-    error = capsys.readouterr().err
-    assert f"{data}:3: video 1 ({run_file.parent / 'cut.mp4'}): the file cannot be decoded" in error
+    for workers in (0, 1):
+        settings = [
+            f"train.output_dir={tmp_path / f'fail{workers}'}",
+            f"data.num_workers={workers}",
+        ]
+        assert main([*common, *settings]) == 1
+        error = capsys.readouterr().err
+        place = f"error: {data}:3: video 1 ({run_file.parent / 'cut.mp4'}): the file cannot be"
+        assert place in error
+        assert "Traceback" not in error
     skipping = ["data.on_bad_sample=skip", f"train.output_dir={tmp_path / 'skip'}"]
     assert main([*common, *skipping]) == 0
     lines = (tmp_path / "skip" / "metrics.jsonl").read_text().splitlines()
