@@ -432,7 +432,7 @@ def half_gradients(group, stage: int) -> tuple[str, set[float]]:
     run.sharding.end_backward()
     weight = run.model.units[0].weight
     grad = run.sharding.shard_of(weight).grad
-    whole = run.sharding.gathered_value(weight, grad.astype("float32"))
+    whole = run.sharding.gathered_value(weight, grad)
     return str(grad.dtype), set(whole.numpy().reshape(-1).tolist())
 
 

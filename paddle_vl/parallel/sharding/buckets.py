@@ -10,11 +10,9 @@ import paddle
 from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
+from paddle_vl.nn.master_weights import WideGradients, master_copy
 from paddle_vl.parallel.gradients import BUCKET_ELEMENTS
 from paddle_vl.parallel.mp_ops import gathered, sum_scattered
-
-# What a shard tells the steps behind the backward pass about its parameter.
-_COPIED_MARKS = ("is_partial", "is_distributed", "is_tied", "is_tied_copy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +21,8 @@ class Part:
 
     Attributes:
         parameter: as the model holds it, with or without storage.
-        shard: `[n]` in the parameter's dtype; an optimizer's parameter if the model's is trained.
+        shard: `[n]`; of a trained parameter float32, what the optimizer updates; of a frozen one in
+            its dtype.
     """
 
     parameter: Tensor
@@ -33,11 +32,9 @@ class Part:
     @paddle.no_grad()
     def of(cls, parameter: Tensor, group) -> "Part":
         own = as_rows(parameter, group.nranks)[group.rank].clone()
-        shard = EagerParamBase.from_tensor(own, trainable=not parameter.stop_gradient)
-        for mark in _COPIED_MARKS:
-            if hasattr(parameter, mark):
-                setattr(shard, mark, getattr(parameter, mark))
-        return cls(parameter, shard)
+        if not parameter.stop_gradient:
+            return cls(parameter, master_copy(parameter, own))
+        return cls(parameter, EagerParamBase.from_tensor(own, trainable=False))
 
     @property
     def is_trained(self) -> bool:
@@ -67,7 +64,13 @@ class Bucket:
     def __init__(self, parts: Sequence[Part], group):
         self.parts, self.group = list(parts), group
         self.trained = [part for part in parts if part.is_trained]
+        halves = [p.parameter for p in self.trained if p.parameter.dtype != paddle.float32]
+        self._wide = WideGradients(halves)
         self._sum_N: Tensor | None = None
+
+    def keep_gradients(self) -> None:
+        """Add half-precision gradients up in float32 until they are reduced."""
+        self._wide.take()
 
     @paddle.no_grad()
     def reduce_gradients(self) -> None:
@@ -75,8 +78,10 @@ class Bucket:
         if not self.trained:
             return
         num_ranks, rows = self.group.nranks, []
+        self._wide.take()
         for part in self.trained:
-            grad = part.parameter.grad
+            grad = self._wide.give(part.parameter)
+            grad = part.parameter.grad if grad is None else grad
             if grad is None:
                 rows.append(paddle.zeros([num_ranks, part.shard.size], dtype="float32"))
             else:
@@ -89,7 +94,7 @@ class Bucket:
 
     @paddle.no_grad()
     def hand_out_gradients(self) -> None:
-        """The sum becomes the shards' gradients, in their dtypes; zeros if nothing was reduced."""
+        """The sum becomes the shards' gradients, float32; zeros if nothing was reduced."""
         if not self.trained:
             return
         lengths = [part.shard.size for part in self.trained]
@@ -98,7 +103,7 @@ class Bucket:
             sum_N = paddle.zeros([sum(lengths)], dtype="float32")
         for part, grad in zip(self.trained, paddle.split(sum_N, lengths), strict=True):
             # Paddle copies what is set here: no shard's gradient keeps the storage of all.
-            part.shard.grad = grad.astype(part.shard.dtype)
+            part.shard.grad = grad
 
     @paddle.no_grad()
     def fill_parameters(self) -> None:
@@ -124,9 +129,10 @@ class Bucket:
     def _gathered_parts(self) -> list[Tensor]:
         """Whole values in the parameters' order and shapes."""
         wholes: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(part.shard.dtype for part in self.parts):
-            parts = [part for part in self.parts if part.shard.dtype == dtype]
-            own_N = paddle.concat([part.shard for part in parts])
+        for dtype in dict.fromkeys(part.parameter.dtype for part in self.parts):
+            parts = [part for part in self.parts if part.parameter.dtype == dtype]
+            # What travels is rounded already.
+            own_N = paddle.concat([part.shard.astype(dtype) for part in parts])
             all_SN = gathered(own_N, self.group).reshape([self.group.nranks, -1])
             columns = paddle.split(all_SN, [part.shard.size for part in parts], axis=1)
             for part, rows in zip(parts, columns, strict=True):

@@ -72,10 +72,14 @@ class Sharding:
     def end_micro_batch(self) -> None:
         """Behind each micro-batch's backward pass: reduce what no unit has reduced.
 
+        At stage 1 nothing travels; half-precision gradients are added up in float32.
+
         Raises:
             RuntimeError: a unit's parameter got a gradient outside of the unit.
         """
         if self.stage == 1:
+            for bucket in self._root:
+                bucket.keep_gradients()
             return
         for part in (part for unit in self._units for part in unit.trained):
             if part.parameter.grad is not None:
@@ -108,7 +112,9 @@ class Sharding:
         """
         if value is None and parameter._is_initialized():
             return parameter.detach()
-        shard = self.shard_of(parameter).detach() if value is None else value
+        shard = value
+        if value is None:
+            shard = self.shard_of(parameter).detach().astype(parameter.dtype)
         with paddle.no_grad():
             return from_rows(gathered(shard, self.group), parameter)
 
