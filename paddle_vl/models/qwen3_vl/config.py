@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.models.qwen3_vl.sizes import size_values
+
 # Keys that HF's base configuration or its tools write, without effect on this model's numbers.
 _INERT_KEYS = frozenset(
     """
@@ -234,6 +236,15 @@ class Qwen3VLConfig:
             return cls.from_dict(values)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def named(cls, name: str) -> "Qwen3VLConfig":
+        """A published size: `qwen3-vl-8b`, or `Qwen3-VL-8B-Instruct` as on the hub.
+
+        Raises:
+            ValueError: there is no such size.
+        """
+        return cls.from_dict(size_values(name))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Qwen3VLConfig":
