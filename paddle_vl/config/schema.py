@@ -52,8 +52,8 @@ class ModelConfig(_Section):
     )
     config: str | dict[str, Any] | None = Field(
         None,
-        description="a config.json, or its content inline, to start from random weights; token ids "
-        "that are left out come from the processor's tokenizer",
+        description="a config.json, its content inline, or a published size (qwen3-vl-2b), to "
+        "start from random weights; token ids that are left out are those of the tokenizer",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",

@@ -119,7 +119,9 @@ def files_exist(config: RunConfig, device: str) -> Problems:
     ):  # fmt: skip
         if folder is not None and not Path(folder).is_dir():
             yield _absent(name, folder, "folder")
-    if isinstance(model.config, str) and not Path(model.config).is_file():
+    # What does not look like a file may be the name of a size, which the model's code knows.
+    path = Path(model.config) if isinstance(model.config, str) else None
+    if path is not None and path.suffix == ".json" and not path.is_file():
         yield _absent("model.config", model.config, "file")
 
 

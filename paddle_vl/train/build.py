@@ -21,6 +21,7 @@ from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.sft.dataset import MessagesDataset
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.models.qwen3_vl.sizes import size_values
 from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage, layer_costs
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.agree import check_settings_agree
@@ -216,12 +217,17 @@ def model_config(source: str | dict[str, Any], processor: Qwen3VLProcessor) -> Q
     """The configuration of a new model, with token ids from the processor where it has none.
 
     Args:
-        source: a config.json, or its content.
+        source: a config.json, the name of a published size, or the content of a config.json.
 
     Raises:
         ValueError: it is not a Qwen3-VL configuration, or its vocabulary is too small.
     """
-    if isinstance(source, str):
+    if isinstance(source, str) and not Path(source).is_file():
+        try:
+            values, name = size_values(source), f"model.config {source}"
+        except ValueError as error:
+            raise ValueError(f"model.config: there is no file {source}, and {error}") from error
+    elif isinstance(source, str):
         try:
             values = json.loads(Path(source).read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:

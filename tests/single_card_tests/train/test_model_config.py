@@ -1,0 +1,47 @@
+"""The model that `model.config` asks for.
+
+Pinned here: a published size can be named in place of a file; what is neither, and a size that the
+tokenizer does not fit, are refused with the reason.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from paddle_vl import Qwen3VLConfig
+from paddle_vl.config.load import load_run_config
+from paddle_vl.config.validate import launch_problems
+from paddle_vl.data.processor import Qwen3VLProcessor
+from paddle_vl.train.build import check_processor_fits, model_config
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def processor(run_file) -> Qwen3VLProcessor:
+    return Qwen3VLProcessor.from_pretrained(load_run_config(run_file, []).data.processor)
+
+
+def test_a_published_size_is_named_in_place_of_a_file(processor):
+    assert model_config("Qwen3-VL-2B-Instruct", processor) == Qwen3VLConfig.named("qwen3-vl-2b")
+
+
+def test_a_size_that_the_tokenizer_does_not_fit_is_refused(processor):
+    config = model_config("qwen3-vl-2b", processor)
+    with pytest.raises(ValueError, match="image_token_id is 151655 in the model"):
+        check_processor_fits(config, processor)
+
+
+def test_what_is_neither_file_nor_size_is_refused(processor):
+    with pytest.raises(ValueError, match="model.config: there is no file qwen3-vl-7b, and .*-235b"):
+        model_config("qwen3-vl-7b", processor)
+
+
+@pytest.mark.parametrize(("source", "is_absent"), [("none.json", True), ("qwen3-vl-2b", False)])
+def test_an_absent_file_is_found_before_the_launch(run_file, source, is_absent):
+    problems = launch_problems(load_run_config(run_file, [f"model.config={source}"]), "cpu")
+    assert any("model.config: no file" in problem for problem in problems) == is_absent
