@@ -156,7 +156,7 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
     except ImportError as error:
         raise RuntimeError(
             f"cannot read the video {path}: video files are read by PyAV, which is not installed; "
-            "install it with: pip install 'paddle-vl[video]' (or: pip install av)"
+            "install it with: pip install 'av>=17' (the extra `video` of this package)"
         ) from error
     try:
         with av.open(str(path)) as container:

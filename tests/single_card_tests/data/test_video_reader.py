@@ -215,4 +215,4 @@ def test_pyav_is_needed_for_files_only(tmp_path):
     frames, message = done.stdout.splitlines()
     assert frames == "2"
     assert str(path) in message
-    assert "pip install 'paddle-vl[video]'" in message
+    assert "pip install 'av>=17'" in message
