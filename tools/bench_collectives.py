@@ -145,7 +145,7 @@ def measure(degrees: dict) -> None:
     processes = FleetProcesses(topology)
     layout = Layout(run_config, topology, model_shape(config), layer_costs(config))
     model = Qwen3VLForConditionalGeneration.from_config(config, layout.placement())
-    layout.shard(model, processes)
+    layout.prepare_training(model)
     runner = layout.runner(model, Qwen3VLStage, processes)
     trained = [model.placement.trained_tensor(parameter) for parameter in model.parameters()]
     batch = make_batch(config)
@@ -162,11 +162,12 @@ def measure(degrees: dict) -> None:
             recording.phase = "backward"
             loss.backward()
             recording.phase = "gradients"
-            processes.end_micro_batch()
+            model.placement.trained.end_micro_batch()
         recording.phase = "gradients"
+        model.placement.trained.end_backward()
         processes.sum_gradients(trained)
         recording.phase = "update"
-        processes.spread_parameters()
+        model.placement.trained.spread_parameters()
     if topology.rank == 0:
         parameters = sum(int(np.prod(parameter.shape)) for parameter in model.parameters())
         print(json.dumps({"calls": recording.calls, "parameters": parameters}), flush=True)

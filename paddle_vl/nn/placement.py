@@ -17,6 +17,7 @@ from paddle_vl.nn.experts import Experts
 from paddle_vl.nn.linear import AdaptableLinear, Embedding, Linear, VocabHead
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.loss import token_loss
+from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.norm import RMSNorm
 
 # Pixels and grid of some items to merged rows `[M, D]` and levels, G times `[M, D]`.
@@ -69,15 +70,21 @@ class SingleDevicePlacement:
             sequence parallelism, as fleet has them; None on one device.
         held: the layers that this rank has.
         writers: those that write the model together.
-        sharding: what shares optimizer state, gradients or parameters, see
-            `paddle_vl.parallel.sharding`; set when the model is there. None without.
+        trained: what the optimizer works on in place of some parameters: float32 masters
+            (`paddle_vl.nn.master_weights`), or shards of them (`paddle_vl.parallel.sharding`). Set
+            when the model is there; of nothing before.
     """
 
     mp_group = None
-    sharding = None
 
     def __init__(self, held: HeldLayers | None = None, writers: Writers | None = None):
         self.held, self.writers = held or HeldLayers(), writers or Writers()
+        self.trained: Any = MasterWeights([])
+
+    @property
+    def layers_are_collective(self) -> bool:
+        """Whether all ranks must run the same layers, as they share them piecewise."""
+        return self.trained.stage > 1
 
     @property
     def splits_parameters(self) -> bool:
@@ -198,15 +205,12 @@ class SingleDevicePlacement:
         return self._local_value(parameter, value).numpy()
 
     def trained_tensor(self, parameter: Tensor) -> Tensor:
-        """What the optimizer updates for a parameter: itself, or this rank's shard of it."""
-        return parameter if self.sharding is None else self.sharding.shard_of(parameter)
+        """What the optimizer updates for a parameter: itself, its master, or a shard of that."""
+        return self.trained.shard_of(parameter)
 
     def trained_part(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
         """What this rank's optimizer holds of a whole value in the parameter's layout."""
-        part = self.own_part(parameter, whole)
-        return part if self.sharding is None else self.sharding.own_shard(parameter, part)
+        return self.trained.own_shard(parameter, self.own_part(parameter, whole))
 
     def _local_value(self, parameter: Tensor, value: Tensor | None) -> Tensor:
-        if self.sharding is not None:
-            return self.sharding.gathered_value(parameter, value)
-        return parameter if value is None else value
+        return self.trained.gathered_value(parameter, value)

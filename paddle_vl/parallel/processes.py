@@ -12,29 +12,18 @@ from paddle import Tensor
 
 from paddle_vl.parallel.gradients import sum_gradients, sum_partial_gradients
 from paddle_vl.parallel.random_state import seed_split_random
-from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.topology import Topology
 
 
 class FleetProcesses:
-    """One process of a run. Values differ per rank.
-
-    Attributes:
-        sharding: the shards that the optimizer works on, set when the model is there; None when no
-            processes share its work.
-    """
+    """One process of a run. Values differ per rank."""
 
     def __init__(self, topology: Topology):
         self.topology = topology
-        self.sharding: Sharding | None = None
         self.is_main = topology.rank == 0
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
         self.holds_model = topology.dp_rank == 0
         self.random_place = (topology.data_rank, topology.pp_rank)
-
-    @property
-    def layers_are_collective(self) -> bool:
-        return self.sharding is not None and self.sharding.stage > 1
 
     def totals(self, counts: Sequence[int]) -> list[int]:
         own = paddle.to_tensor(list(counts), dtype="int64")
@@ -61,14 +50,8 @@ class FleetProcesses:
     def seed_split_random(self, entropy: Sequence[int]) -> None:
         seed_split_random(entropy, self.topology.mp_rank)
 
-    def end_micro_batch(self) -> None:
-        if self.sharding is not None:
-            self.sharding.end_micro_batch()
-
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         topology = self.topology
-        if self.sharding is not None:
-            self.sharding.end_backward()
         if topology.mp_group.nranks > 1:
             sum_partial_gradients(parameters, topology.mp_group)
         if topology.ends_group is not None:
@@ -77,10 +60,6 @@ class FleetProcesses:
         # A stage of a pipeline may have nothing to train.
         if topology.dp_group.nranks > 1:
             sum_gradients(parameters, topology.dp_group)
-
-    def spread_parameters(self) -> None:
-        if self.sharding is not None:
-            self.sharding.spread_parameters()
 
     def agreed_signal(self, received: int | None) -> int | None:
         largest = paddle.to_tensor([received or 0], dtype="int64")

@@ -155,7 +155,7 @@ class FleetPlacement(SingleDevicePlacement):
                 group=self.mp_group,
                 gradients_are_parts=self.sequence_parallel,
                 takes_gradient=any(not p.stop_gradient for p in self.tower_parameters),
-                layers_are_collective=self.sharding is not None and self.sharding.stage > 1,
+                layers_are_collective=self.layers_are_collective,
                 **sizes,
             )
         merged, levels = encode(pixels, grid_thw)

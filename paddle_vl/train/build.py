@@ -86,7 +86,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     whole_shapes = model.whole_shapes()
     trained = trained_names(whole_shapes, config.model.freeze)
     parameters = freeze_parameters(list(model.hf_named_parameters()), trained, whole_shapes)
-    layout.shard(model, processes)
+    layout.prepare_training(model)
     optimizer = Optimizer(
         parameters,
         config.train,

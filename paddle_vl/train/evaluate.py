@@ -50,9 +50,10 @@ def mean_loss(
         ValueError: no batch has a target token.
     """
     total, count = paddle.zeros([], dtype="float64"), 0
-    if processes.layers_are_collective:
-        config, part = runner.model.config, runner.model.placement.row_part
-        batches = evaluated_in_step(batches, processes, config.vision_config, part.size)
+    placement = runner.model.placement
+    if placement.layers_are_collective:
+        vision, length = runner.model.config.vision_config, placement.row_part.size
+        batches = evaluated_in_step(batches, processes, vision, length)
     was_training = runner.model.training
     runner.model.eval()
     try:

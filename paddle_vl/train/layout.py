@@ -7,6 +7,7 @@ from paddle import nn
 
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
 from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
@@ -73,18 +74,17 @@ class Layout:
             topology.mp_group, parallel.sequence_parallel, parallel.vision, held, writers
         )
 
-    def shard(self, model: nn.Layer, processes: SingleProcess) -> None:
-        """Divide what sharding processes share; the model is there and its frozen parts are known.
+    def prepare_training(self, model: nn.Layer) -> None:
+        """Make what the optimizer works on; the model is there, and what of it is frozen is known.
 
-        Units are what recomputation works on, and recomputed already.
+        Units of sharding are what recomputation works on, and recomputed already.
         """
-        group = self.topology.sharding_group
+        group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
         if group.nranks == 1:
-            return
-        units = [*model.vision_blocks, *model.decoder_layers]
-        stage = self.topology.degrees.sharding_stage
-        sharding = Sharding(model.parameters(), group, stage, units)
-        model.placement.sharding = processes.sharding = sharding
+            model.placement.trained = MasterWeights(model.parameters())
+        else:
+            units = [*model.vision_blocks, *model.decoder_layers]
+            model.placement.trained = Sharding(model.parameters(), group, stage, units)
 
     def runner(
         self,

@@ -27,8 +27,8 @@ class Optimizer:
     """AdamW with global-norm clipping.
 
     Args:
-        parameters: HF names and parameters to train. Those of a half type get a float32 master
-            weight, which is what the updates go to.
+        parameters: HF names and parameters to train. Updates go to what the placement says is
+            trained for them, all of it float32.
         train: the optimizer's settings.
         decayed: names with weight decay, see `decayed_names`.
         placement: says what this rank holds of each parameter.
@@ -65,7 +65,6 @@ class Optimizer:
             parameters=self.tensors,
             weight_decay=train.weight_decay,
             apply_decay_param_fun=with_decay.__contains__,
-            multi_precision=True,
         )
         # Paddle makes state at the first step; a checkpoint is loaded before that.
         block = framework.default_main_program().global_block()
@@ -140,8 +139,8 @@ class Optimizer:
             for state in _STATES:
                 tensor = self._adamw._get_accumulator_master(state, trained)
                 yield f"{name}/{state}", parameter, tensor
-            if trained.name in self._adamw._master_weights:
-                yield f"{name}/{_MASTER}", parameter, self._adamw._master_weights[trained.name]
+            if parameter.dtype != trained.dtype:
+                yield f"{name}/{_MASTER}", parameter, trained
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Set all state, bit for bit; every array is asked for once, when its turn comes.

@@ -17,7 +17,6 @@ class SingleProcess:
         holds_model: whether this process and those that have the rest of its model save it.
         random_place: what random numbers depend on beside seed and step; equal on processes that
             must draw the same.
-        layers_are_collective: whether all must run the same layers, as they share them piecewise.
         data_rank, data_size: which part of every batch of samples is this process's, of how many.
     """
 
@@ -26,7 +25,6 @@ class SingleProcess:
     data_rank = 0
     data_size = 1
     random_place: tuple[int, ...] = ()
-    layers_are_collective = False
 
     def totals(self, counts: Sequence[int]) -> list[int]:
         """Each count added up over the parts of the data. Called by all together."""
@@ -48,14 +46,12 @@ class SingleProcess:
     def seed_split_random(self, entropy: Sequence[int]) -> None:
         """Start the generator for what this process has a part of, before every step."""
 
-    def end_micro_batch(self) -> None:
-        """Told behind every backward pass. Called by all together."""
-
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Make every gradient that of the whole step. Called by all together, once per step."""
+        """Make every gradient that of the whole step. Called by all together, once per step.
 
-    def spread_parameters(self) -> None:
-        """Share what the optimizer's update made. Called by all together, once per step."""
+        Args:
+            parameters: what the optimizer works on.
+        """
 
     def agreed_signal(self, received: int | None) -> int | None:
         """A stop signal that any process received. Called by all together."""

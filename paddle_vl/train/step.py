@@ -53,7 +53,7 @@ class WholeModel:
                 share = len(batches) * self.processes.data_size
                 loss = loss + weight * output.aux_loss / share
             loss.backward()
-            self.processes.end_micro_batch()
+            self.model.placement.trained.end_micro_batch()
             total = loss.detach() if total is None else total + loss.detach()
         return total
 
@@ -96,9 +96,11 @@ def train_step(
             "label is -100: nothing can be learned from them; check that the samples have "
             "assistant turns within data.max_length"
         )
-    if processes.layers_are_collective:
+    placement = model.model.placement
+    if placement.layers_are_collective:
         micro_batches = in_step(micro_batches, with_visual, model.model.config.vision_config)
     loss = model.accumulate_gradients(micro_batches, total)
+    placement.trained.end_backward()
     processes.sum_gradients(optimizer.tensors)
     loss = float(processes.sum_losses(loss))
     norm = float(optimizer.gradient_norm(processes))
@@ -106,6 +108,6 @@ def train_step(
     if is_finite:
         optimizer.clip_gradients(norm)
         optimizer.step(learning_rate)
-        processes.spread_parameters()
+        placement.trained.spread_parameters()
     optimizer.clear_gradients()
     return StepResult(loss, norm, total, num_tokens, not is_finite)

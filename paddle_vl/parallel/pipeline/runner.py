@@ -73,6 +73,7 @@ class _Step:
     def __init__(self, runner: PipelineRunner, batches: Sequence[Batch], num_target_tokens: int):
         self.parts, self.exchange = runner.parts, runner.exchange
         self.batches, self.num_target_tokens = batches, num_target_tokens
+        self.trained = runner.model.placement.trained
         self.loss = paddle.zeros([])
         # By part and micro-batch: what entered a part, what it made, and what is on its way here.
         self.entered: dict[tuple[int, int], Tensor | None] = {}
@@ -112,6 +113,7 @@ class _Step:
         # A first part that is frozen made rows that nothing depends on.
         if not made.stop_gradient:
             paddle.autograd.backward([made], [gradient])
+        self.trained.end_micro_batch()
 
     def send(self, operation: Operation) -> None:
         _, of, number, micro_batch, peer = operation

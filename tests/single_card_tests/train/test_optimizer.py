@@ -11,6 +11,8 @@ import paddle
 import pytest
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.nn.master_weights import MasterWeights
+from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.part_rates import rate_factors
@@ -166,10 +168,20 @@ def test_state_round_trips_bit_for_bit(batch):
         np.testing.assert_array_equal(arrays(moved)[name], value, err_msg=name)
 
 
+def half_parameter(values: np.ndarray) -> paddle.Tensor:
+    weight = paddle.to_tensor(values).astype("bfloat16")
+    return paddle.base.framework.EagerParamBase.from_tensor(weight, name="half_weight")
+
+
+def with_masters(parameter: paddle.Tensor, **settings) -> Optimizer:
+    placement = SingleDevicePlacement()
+    placement.trained = MasterWeights([parameter])
+    train = TrainConfig(output_dir="o", **settings)
+    return Optimizer([("a.weight", parameter)], train, {"a.weight"}, placement)
+
+
 def test_half_precision_parameters_keep_float32_master_weights_and_state():
-    weight = paddle.ones([3, 2]).astype("bfloat16")
-    parameter = paddle.base.framework.EagerParamBase.from_tensor(weight, name="half_weight")
-    optimizer = Optimizer([("a.weight", parameter)], TrainConfig(output_dir="o"), set())
+    optimizer = with_masters(half_parameter(np.ones([3, 2], np.float32)))
     state = arrays(optimizer)
     assert set(state) == {
         f"a.weight/{name}"
@@ -181,6 +193,46 @@ def test_half_precision_parameters_keep_float32_master_weights_and_state():
     np.testing.assert_array_equal(
         arrays(optimizer)["a.weight/master_weight"], state["a.weight/master_weight"]
     )
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """To the nearest bfloat16, in float32."""
+    return paddle.to_tensor(values.astype(np.float32)).astype("bfloat16").astype("float32").numpy()
+
+
+def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
+    """Three steps of two micro-batches against the formula: gradients come in bfloat16 and are
+    added in float32; the weights that count never are in bfloat16."""
+    rng = np.random.default_rng(0)
+    start = rounded(rng.normal(size=(4, 5)))
+    parameter = half_parameter(start)
+    settings = {"weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
+    optimizer = with_masters(parameter, **settings)
+    trained, rate = optimizer.placement.trained, 1e-3
+    master, first, second = start.astype(np.float64), 0.0, 0.0
+    for step in range(1, 4):
+        total = np.zeros((4, 5), np.float32)
+        for _ in range(2):
+            grad = rounded(rng.normal(size=(4, 5)) * 10.0 ** rng.integers(-4, 3))
+            (parameter.astype("float32") * paddle.to_tensor(grad)).sum().backward()
+            assert parameter.grad.dtype == paddle.bfloat16
+            trained.end_micro_batch()
+            assert parameter.grad is None
+            total = total + grad
+        trained.end_backward()
+        optimizer.step(rate)
+        trained.spread_parameters()
+        optimizer.clear_gradients()
+        first = 0.9 * first + 0.1 * total
+        second = 0.95 * second + 0.05 * total.astype(np.float64) ** 2
+        update = (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.95**step)) + 1e-8)
+        master = master * (1 - rate * 0.1) - rate * update
+        found = arrays(optimizer)["a.weight/master_weight"]
+        np.testing.assert_allclose(found, master, rtol=2e-6, atol=1e-7)
+        np.testing.assert_array_equal(parameter.astype("float32").numpy(), rounded(found))
+    # Steps this small would have vanished in bfloat16 weights.
+    assert np.abs(found - start).max() < 0.01
+    assert (found != rounded(found)).mean() > 0.9
 
 
 def test_state_of_other_parameters_is_refused_naming_all():
