@@ -2,7 +2,8 @@
 
 from paddle_vl.models.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
 from paddle_vl.models.checkpoint.safetensors_io import StoredTensor
-from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLMoeTextConfig
+from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.models.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 
 HEAD_KEY = "lm_head.weight"
 
@@ -19,6 +20,15 @@ def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
     embed_tokens = "embed_tokens.weight"
     embed_key = f"model.language_model.{embed_tokens}"
     return (
+        *(
+            Rule(f"{ours}*.lora.{factor}", f"{theirs}*.lora_{factor}.weight", LinearWeights())
+            for ours, theirs in (
+                ("visual", "model.visual"),
+                ("language_model", "model.language_model"),
+                ("lm_head", "lm_head"),
+            )
+            for factor in "AB"
+        ),
         Rule(
             "visual.patch_embed.weight", "model.visual.patch_embed.proj.weight", PatchKernel(kernel)
         ),

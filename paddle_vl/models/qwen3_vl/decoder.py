@@ -11,10 +11,11 @@ from typing import Any
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLTextConfig
+from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.deepstack import DeepstackLayer
 from paddle_vl.models.qwen3_vl.embedding import GPTEmbedding
 from paddle_vl.models.qwen3_vl.moe import LoadBalance, SparseMoE
+from paddle_vl.models.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.nn.activation import swiglu
 from paddle_vl.nn.attention import MASKED_SCORE, causal_attention
 from paddle_vl.nn.placement import SingleDevicePlacement

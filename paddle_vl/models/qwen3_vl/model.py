@@ -16,10 +16,10 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.vision_layout import vision_layout
-from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLMoeTextConfig
+from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.decoder import KeyValueCache, LanguageModel
 from paddle_vl.models.qwen3_vl.generate import generate, stream
-from paddle_vl.models.qwen3_vl.moe import LoadBalance
+from paddle_vl.models.qwen3_vl.moe import asked_balance
 from paddle_vl.models.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.models.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.loss import next_token_targets
@@ -109,7 +109,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
                 padding and no mask is applied.
             caches: one per decoder layer when generating.
             output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
-                the configuration's when left out.
+                the configuration's when left out. Not with caches.
             logits_to_keep: compute logits of that many last columns only, 0 of all; without labels.
 
         Raises:
@@ -137,7 +137,14 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         dict_args |= self.encode_visual(
             _device(pixel_values), image_grid_thw, _device(pixel_values_videos), video_grid_thw
         )
-        balance = self._load_balance(output_router_logits, attention_mask, input_ids.shape)
+        balance = None
+        if caches is None:
+            balance = asked_balance(
+                self.config.text_config,
+                output_router_logits,
+                _device(attention_mask),
+                tuple(input_ids.shape),
+            )
         hidden_TD = self.language_model(dict_args, caches, balance)
         shape = list(input_ids.shape)
         if logits_to_keep:
@@ -151,20 +158,6 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
                 weight = self.config.text_config.router_aux_loss_coef
                 output.loss = output.loss + weight * output.aux_loss
         return output
-
-    def _load_balance(
-        self, asked: bool | None, attention_mask: Array | None, shape: Sequence[int]
-    ) -> LoadBalance | None:
-        text = self.config.text_config
-        if not isinstance(text, Qwen3VLMoeTextConfig):
-            if asked:
-                raise ValueError(
-                    "output_router_logits is true but this model has no experts: leave it out"
-                )
-            return None
-        if asked is False or (asked is None and not text.output_router_logits):
-            return None
-        return LoadBalance(_device(attention_mask), tuple(shape))
 
     def decoder_arguments(
         self,

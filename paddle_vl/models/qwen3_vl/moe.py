@@ -11,7 +11,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from paddle_vl.models.qwen3_vl.config import Qwen3VLMoeTextConfig
+from paddle_vl.models.qwen3_vl.text_config import Qwen3VLMoeTextConfig, Qwen3VLTextConfig
 from paddle_vl.nn.backend import column_sum
 from paddle_vl.nn.placement import SingleDevicePlacement
 
@@ -92,6 +92,30 @@ def routing_sums(probabilities_TE: Tensor, indices_TK: Tensor, real_T: Tensor) -
     )
     real_T1 = real_T.unsqueeze(1)
     return paddle.stack([column_sum(chosen_TE * real_T1), column_sum(probabilities_TE * real_T1)])
+
+
+def asked_balance(
+    text: Qwen3VLTextConfig,
+    asked: bool | None,
+    attention_mask_BL: Tensor | None,
+    shape_BL: tuple[int, int],
+) -> "LoadBalance | None":
+    """What collects the routing of a call, None if nobody asked for the loss.
+
+    Args:
+        asked: whether the call does; None leaves it to the configuration.
+
+    Raises:
+        ValueError: the call asks a model without experts.
+    """
+    if not isinstance(text, Qwen3VLMoeTextConfig):
+        if asked:
+            raise ValueError(
+                "output_router_logits is true but this model has no experts: leave it out"
+            )
+        return None
+    is_asked = text.output_router_logits if asked is None else asked
+    return LoadBalance(attention_mask_BL, shape_BL) if is_asked else None
 
 
 class LoadBalance:

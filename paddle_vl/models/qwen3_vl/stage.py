@@ -13,9 +13,10 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLTextConfig
+from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.embedding import decoder_positions
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.models.qwen3_vl.text_config import Qwen3VLTextConfig
 
 VISUAL_SHARE = 0.5
 _NOT_FOR_DECODER = ("pixel_values", "pixel_values_videos", "labels", "num_target_tokens")
