@@ -253,3 +253,9 @@ def test_costs_count_the_experts_a_token_sees():
     attention = 2 * 16 * 6 * 8
     dense, sparse = attention + 3 * 16 * 24, attention + 16 * (3 * 2 * 8 + 6)
     assert layers == [sparse, dense, sparse]
+
+
+def test_generation_works_with_a_configuration_that_asks_for_the_auxiliary_loss():
+    prompt = {"input_ids": token_rows([1, 9, 2, 5]), "max_new_tokens": 3, "eos_token_id": 63}
+    answers = tiny_model(**EXPERTS, output_router_logits=True).generate(**prompt)
+    np.testing.assert_array_equal(answers, tiny_model(**EXPERTS).generate(**prompt))
