@@ -16,7 +16,7 @@ from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.nn.placement import Writers
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-_STORED_DTYPES = {
+STORED_DTYPES = {
     paddle.float32: "F32",
     paddle.float64: "F64",
     paddle.float16: "F16",
@@ -25,9 +25,16 @@ _STORED_DTYPES = {
 
 
 def check_keys(
-    folder: Path, stored: dict[str, StoredTensor], placed: list[StoredParameter], ignored: set[str]
+    folder: Path,
+    stored: dict[str, StoredTensor],
+    placed: list[StoredParameter],
+    ignored: set[str],
+    owner: str = "the model of its config.json",
 ) -> None:
     """Compare a checkpoint's keys and shapes with a model's before anything is read.
+
+    Args:
+        owner: whose parameters they have to be, for the message.
 
     Raises:
         ValueError: every missing, unexpected and misshapen key, all at once.
@@ -50,10 +57,7 @@ def check_keys(
         if keys
     ]
     if problems:
-        raise ValueError(
-            f"the checkpoint in {folder} does not fit the model of its config.json; "
-            + "; ".join(problems)
-        )
+        raise ValueError(f"the checkpoint in {folder} does not fit {owner}; " + "; ".join(problems))
 
 
 def fill_parameters(placed: Iterable[StoredParameter], stored: dict[str, StoredTensor]) -> None:
@@ -112,7 +116,7 @@ def save_parameters(
         TensorToWrite(
             item.key,
             item.stored_shape,
-            _STORED_DTYPES[item.parameter.dtype],
+            STORED_DTYPES[item.parameter.dtype],
             lambda item=item: parameter_array(item),
         )
         for item in placed

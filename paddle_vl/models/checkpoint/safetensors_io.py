@@ -145,6 +145,15 @@ class TensorToWrite(NamedTuple):
         return int(np.prod(self.shape)) * np.dtype(_NUMPY_DTYPES[self.dtype]).itemsize
 
 
+def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
+    """An array of numbers as a file holds them; bfloat16 as its bits, rounded to even."""
+    if dtype != "BF16":
+        return array.astype(_NUMPY_DTYPES[dtype], copy=False)
+    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)
+
+
 def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> None:
     """Write one file; it appears under its name only when it is complete on disk."""
     tensors = list(tensors)

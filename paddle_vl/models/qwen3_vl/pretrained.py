@@ -7,8 +7,9 @@ from typing import TypeVar
 
 import numpy as np
 import paddle
-from paddle import Tensor, nn
+from paddle import Tensor
 
+from paddle_vl.models.checkpoint.adapter_files import Adapter, base_folder, is_adapter
 from paddle_vl.models.checkpoint.pretrained import (
     DEFAULT_SHARD_BYTES,
     check_keys,
@@ -20,6 +21,7 @@ from paddle_vl.models.checkpoint.pretrained import (
 )
 from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.models.generation.config import FILE_NAME, GenerationConfig
+from paddle_vl.models.qwen3_vl.adapter import AdaptableModel
 from paddle_vl.models.qwen3_vl.checkpoint_map import (
     HEAD_KEY,
     checkpoint_rules,
@@ -32,8 +34,8 @@ logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound="PretrainedQwen3VL")
 
 
-class PretrainedQwen3VL(nn.Layer):
-    """What the model inherits: its configuration, its placement, and its files.
+class PretrainedQwen3VL(AdaptableModel):
+    """What the model inherits: its configuration, its placement, its adapters, and its files.
 
     Attributes:
         generation_config: how it generates unless told otherwise; None for the defaults.
@@ -43,6 +45,8 @@ class PretrainedQwen3VL(nn.Layer):
         super().__init__()
         self.config, self.placement = config, placement
         self.generation_config: GenerationConfig | None = None
+        self.name_or_path: str | None = None
+        self.adapter: Adapter | None = None
 
     @classmethod
     def from_config(
@@ -65,14 +69,27 @@ class PretrainedQwen3VL(nn.Layer):
         path: str | Path,
         dtype: str = "float32",
         placement: SingleDevicePlacement | None = None,
+        base: str | Path | None = None,
     ) -> Model:
-        """Load a model folder in HF's layout, one tensor at a time.
+        """Load a model folder in HF's layout, or adapters and the model that they belong to.
+
+        One tensor is read at a time.
+
+        Args:
+            base: the model to load adapters beside, instead of the one that their files name.
 
         Raises:
-            ValueError: keys are missing, unexpected or misshapen, all named at once.
+            ValueError: keys are missing, unexpected or misshapen, all named at once; a base for a
+                folder that holds a whole model.
             RuntimeError: files are missing or damaged.
         """
         path = Path(path)
+        if is_adapter(path):
+            model = cls.from_pretrained(base_folder(path, base), dtype, placement)
+            model.load_adapter(path)
+            return model
+        if base is not None:
+            raise ValueError(f"{path} is a whole model, not an adapter of {base}: leave --base out")
         config = Qwen3VLConfig.from_pretrained(path)
         generation_config = None
         if (path / FILE_NAME).is_file():
@@ -99,11 +116,21 @@ class PretrainedQwen3VL(nn.Layer):
         check_keys(path, stored, model._whole().stored_parameters(), ignored)
         fill_parameters(model.stored_parameters(), stored)
         model.generation_config = generation_config
+        model.name_or_path = str(path.resolve())
         return model
 
     def save_pretrained(self, path: str | Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
         """Write the weights under HF's key names, `config.json` (hub dialect), and
-        `generation_config.json` if the model has one."""
+        `generation_config.json` if the model has one.
+
+        Raises:
+            ValueError: the model has adapters, which these files have no place for.
+        """
+        if self.adapter is not None:
+            raise ValueError(
+                "the model has adapters: save_adapter() writes them, merge_lora() makes them a "
+                "part of the weights to save"
+            )
         path = Path(path)
         writers = self.placement.writers
         path.mkdir(parents=True, exist_ok=True)
@@ -135,4 +162,7 @@ class PretrainedQwen3VL(nn.Layer):
         if not self.placement.splits_parameters:
             return self
         with paddle.LazyGuard():
-            return type(self)(self.config)
+            whole = type(self)(self.config)
+            if self.adapter is not None:
+                whole._attach(self.adapter)
+        return whole
