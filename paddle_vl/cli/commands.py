@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 MODEL_HELP = (
-    "a model folder (config.json, weights, processor files), or a run's output_dir, of which the "
-    "final model is taken, or its newest checkpoint while there is none"
+    "a model folder (config.json, weights, processor files), a folder of adapters in PEFT's "
+    "format, or a run's output_dir, of which the final model is taken, or its newest checkpoint "
+    "while there is none"
 )
 MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
 
@@ -79,6 +80,7 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL_OR_RUN_DIR", help=MODEL_HELP)
+    _add_base(parser)
     parser.add_argument(
         "--data", metavar="FILE", nargs="+", required=True, help="JSONL files of conversations"
     )
@@ -120,6 +122,7 @@ def evaluate(options: argparse.Namespace) -> int:
         batch_size=options.batch_size,
         max_length=options.max_length,
         limit=options.limit,
+        base=options.base,
     )
     loss, num_targets = evaluation.loss()
     answers = evaluation.answers(options.max_new_tokens)
@@ -145,6 +148,7 @@ def add_generate(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="DIR", required=True, help=MODEL_HELP)
+    _add_base(parser)
     for kind, name in MEDIA_KINDS.items():
         parser.add_argument(
             f"--{kind}",
@@ -175,7 +179,7 @@ def generate(options: argparse.Namespace) -> int:
     from paddle_vl.infer.chat import Chat
     from paddle_vl.train.checkpoint import model_folder
 
-    chat = Chat.from_pretrained(model_folder(Path(options.model)))
+    chat = Chat.from_pretrained(model_folder(Path(options.model)), base=options.base)
     prompt = options.prompt
     if not any(f"<{kind}>" in prompt for kind in MEDIA_KINDS):
         prompt = "".join(f"<{kind}>" for kind, _ in options.media) + prompt
@@ -188,6 +192,54 @@ def generate(options: argparse.Namespace) -> int:
         print(piece, end="", flush=True)
     print()
     return 0
+
+
+def add_merge(subparsers: argparse._SubParsersAction) -> None:
+    """`paddle-vl merge ADAPTER_OR_RUN_DIR OUT`"""
+    parser = subparsers.add_parser(
+        "merge",
+        help="make one model of adapters and their base",
+        description="Add LoRA adapters to the weights of the model that they were trained beside, "
+        "and write the sum as a model folder in HF's layout, a tensor at a time.",
+        epilog="example:\n  paddle-vl merge runs/doors models/doors",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "adapter",
+        metavar="ADAPTER_OR_RUN_DIR",
+        help="a folder of adapters in PEFT's format, or the output_dir of a run with model.lora",
+    )
+    parser.add_argument("out", metavar="OUT", help="the new model folder")
+    _add_base(parser)
+    parser.set_defaults(run=merge)
+
+
+def merge(options: argparse.Namespace) -> int:
+    """Write the merged model with its processor files."""
+    _configure_runtime()
+    from paddle_vl.data.processor import Qwen3VLProcessor
+    from paddle_vl.models.checkpoint.adapter_files import folder_with, is_adapter
+    from paddle_vl.models.qwen3_vl.merge_files import merge_adapter
+    from paddle_vl.train.checkpoint import model_folder
+
+    folder, out = model_folder(Path(options.adapter)), Path(options.out)
+    if not is_adapter(folder):
+        raise ValueError(f"{folder} is a whole model, there is nothing to merge")
+    processor = Qwen3VLProcessor.from_pretrained(
+        folder_with("tokenizer.json", folder, options.base)
+    )
+    base = merge_adapter(folder, out, options.base)
+    processor.save_pretrained(out)
+    print(f"{folder} and {base} are one model in {out}")
+    return 0
+
+
+def _add_base(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--base",
+        metavar="DIR",
+        help="the model that adapters belong to (default: the folder that their files name)",
+    )
 
 
 def _configure_runtime() -> None:
@@ -276,6 +328,7 @@ def _train_epilog() -> str:
         "  metrics.jsonl      one line per report; loss.png is its curve",
         "  checkpoint-STEP/   everything to continue from, also loads as a model",
         "  final/             the trained model in HF's layout, for evaluate and generate",
+        "With model.lora, the last two hold adapters in PEFT's format instead of a model.",
         "Ctrl-C or SIGTERM finishes the step, saves a checkpoint and exits with 130 or 143.",
         "",
         "settings (default):",

@@ -98,4 +98,5 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_train(subparsers)
     commands.add_evaluate(subparsers)
     commands.add_generate(subparsers)
+    commands.add_merge(subparsers)
     return parser

@@ -8,6 +8,7 @@ from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.vision.image_file import ImageSource
 from paddle_vl.data.vision.video_reader import VideoSource
 from paddle_vl.infer.text_pieces import text_pieces
+from paddle_vl.models.checkpoint.adapter_files import folder_with
 from paddle_vl.models.generation.config import GenerationConfig
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
 
@@ -20,15 +21,20 @@ class Chat:
         self.processor = processor
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, dtype: str = "float32") -> "Chat":
-        """Load a model folder that holds its processor files too.
+    def from_pretrained(
+        cls, path: str | Path, dtype: str = "float32", base: str | Path | None = None
+    ) -> "Chat":
+        """Load a model folder that holds its processor files too, or adapters and their base.
+
+        Args:
+            base: the model to load adapters beside, instead of the one that their files name.
 
         Raises:
-            ValueError, RuntimeError: it is not one.
+            ValueError, RuntimeError: it is neither.
         """
         return cls(
-            Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype),
-            Qwen3VLProcessor.from_pretrained(path),
+            Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, base=base),
+            Qwen3VLProcessor.from_pretrained(folder_with("tokenizer.json", Path(path), base)),
         )
 
     def ask(

@@ -19,6 +19,7 @@ from paddle_vl.data.collate import VLCollator
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.sft.dataset import MessagesDataset
+from paddle_vl.models.checkpoint.adapter_files import folder_with
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.models.qwen3_vl.sizes import size_values
@@ -84,7 +85,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     if config.train.recompute == "full":
         recompute_layers([*model.vision_blocks, *model.decoder_layers])
     whole_shapes = model.whole_shapes()
-    trained = trained_names(whole_shapes, config.model.freeze)
+    trained = trained_names(whole_shapes, config.model.freeze, model.adapter_names())
     parameters = freeze_parameters(list(model.hf_named_parameters()), trained, whole_shapes)
     layout.prepare_training(model)
     optimizer = Optimizer(
@@ -112,7 +113,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     num_steps = _num_steps(config, len(loader))
 
     def save_model(folder: Path) -> None:
-        model.save_pretrained(folder)
+        (model.save_pretrained if model.adapter is None else model.save_adapter)(folder)
         if processes.is_main:
             processor.save_pretrained(folder)
 
@@ -185,21 +186,24 @@ def build_evaluation(
     batch_size: int,
     max_length: int,
     limit: int | None = None,
+    base: str | Path | None = None,
 ) -> Evaluation:
     """A model folder with its own processor, and data files, of which a bad sample is an error.
 
     Args:
+        folder: of a model, or of adapters.
         limit: use the first samples only.
+        base: the model to load adapters beside, instead of the one that their files name.
 
     Raises:
         ValueError, RuntimeError: the folder is not a model with its processor, or the data cannot
             be used.
     """
-    processor = Qwen3VLProcessor.from_pretrained(folder)
+    processor = Qwen3VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, base))
     dataset: MessagesDataset | FirstSamples = MessagesDataset(files, processor, max_length)
     if limit is not None:
         dataset = FirstSamples(dataset, limit)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(folder)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, base=base)
     check_processor_fits(model.config, processor)
     collator = VLCollator(
         pad_token_id=processor.pad_token_id,
@@ -291,7 +295,7 @@ def _model_form(
     config: RunConfig, processor: Qwen3VLProcessor, checkpoint: Path | None
 ) -> Qwen3VLConfig:
     """The configuration of the model to train, before anything of it is built."""
-    source = checkpoint or config.model.pretrained
+    source = _weights(config, checkpoint)
     form = (
         model_config(config.model.config, processor)
         if source is None
@@ -313,12 +317,25 @@ def _model(
     checkpoint: Path | None,
     placement: SingleDevicePlacement,
 ) -> Qwen3VLForConditionalGeneration:
-    dtype = config.model.compute_dtype
-    source = checkpoint or config.model.pretrained
-    if source is not None:
-        return Qwen3VLForConditionalGeneration.from_pretrained(source, dtype, placement)
-    with _default_dtype(dtype):
-        return Qwen3VLForConditionalGeneration.from_config(form, placement)
+    dtype, source = config.model.compute_dtype, _weights(config, checkpoint)
+    if source is None:
+        with _default_dtype(dtype):
+            return Qwen3VLForConditionalGeneration.from_config(form, placement)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(source, dtype, placement)
+    if config.model.lora is None:
+        return model
+    if checkpoint is None:
+        model.add_lora(config.model.lora)
+    else:
+        model.load_adapter(checkpoint)
+    return model
+
+
+def _weights(config: RunConfig, checkpoint: Path | None) -> str | Path | None:
+    """The folder of the whole weights to start or continue from; checkpoints with adapters have
+    none. None for fresh weights."""
+    from_base = checkpoint is None or config.model.lora is not None
+    return config.model.pretrained if from_base else checkpoint
 
 
 def _dataset(

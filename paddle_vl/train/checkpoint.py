@@ -10,6 +10,9 @@
         config.yaml               configuration it was trained with
       final/                      the trained model, without training state
 
+With model.lora, `adapter_config.json` and `adapter_model.safetensors` of PEFT stand in place of the
+model's files, in both; they name the base, which is not repeated.
+
 A folder is filled under a name that starts with `.partial-`, flushed to disk, and renamed.
 """
 
@@ -24,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.models.checkpoint.adapter_files import CONFIG_FILE
 from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
@@ -31,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER_STEM = "optimizer"
 STATE_FILE = "trainer_state.json"
+# One of them says that a folder is a model, or adapters of one.
+_MODEL_FILES = ("config.json", CONFIG_FILE)
 _PARTIAL = ".partial-"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -96,8 +102,10 @@ def complete_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 def missing_files(checkpoint: Path) -> list[str]:
     """Files without which a checkpoint cannot be resumed from."""
-    needed = ["config.json", "config.yaml", STATE_FILE]
+    needed = ["config.yaml", STATE_FILE]
     missing = [name for name in needed if not (checkpoint / name).is_file()]
+    if not any((checkpoint / name).is_file() for name in _MODEL_FILES):
+        missing.append(_MODEL_FILES[0])
     single = f"{OPTIMIZER_STEM}.safetensors"
     if not any((checkpoint / name).is_file() for name in (single, f"{single}.index.json")):
         missing.append(single)
@@ -105,7 +113,8 @@ def missing_files(checkpoint: Path) -> list[str]:
 
 
 def model_folder(path: Path) -> Path:
-    """The model that a path names: itself, or a run's final model, or its newest checkpoint.
+    """The model or adapters that a path names: itself, or a run's final ones, or the newest
+    checkpoint's.
 
     Raises:
         RuntimeError: there is none.
@@ -113,11 +122,12 @@ def model_folder(path: Path) -> Path:
     candidates = [path, path / "final"]
     candidates += [folder for _, folder in reversed(complete_checkpoints(path))]
     for candidate in candidates:
-        if (candidate / "config.json").is_file():
+        if any((candidate / name).is_file() for name in _MODEL_FILES):
             return candidate
     raise RuntimeError(
-        f"{path} is neither a model folder (it has no config.json) nor the output_dir of a run "
-        "(it has neither final/ nor a complete checkpoint)"
+        f"{path} is neither a model folder (it has no config.json) nor one of adapters (no "
+        f"{CONFIG_FILE}) nor the output_dir of a run (it has neither final/ nor a complete "
+        "checkpoint)"
     )
 
 

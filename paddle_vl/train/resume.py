@@ -14,6 +14,7 @@ FIXED = (
     "model.config",
     "model.compute_dtype",
     "model.freeze",
+    "model.lora",
     "data.train",
     "data.processor",
     "data.max_length",
