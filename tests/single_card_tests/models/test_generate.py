@@ -158,6 +158,23 @@ def test_repetition_penalty_forbids_when_it_is_huge():
     assert not set(found) & {1, 2, 3}
 
 
+def test_padding_is_no_token_to_repeat():
+    model, row = tiny_model(), token_rows([1, 2, 3])
+    first = int(model.generate(input_ids=row, max_new_tokens=1)[0, 0])
+    padded = np.concatenate([np.full((1, 2), first), row], axis=1)
+    settings = {"max_new_tokens": 1, "repetition_penalty": 1e9}
+    mask = np.array([[0, 0, 1, 1, 1]])
+    assert model.generate(padded, mask, **settings).tolist() == [[first]]
+    assert model.generate(padded, **settings).tolist() != [[first]]
+
+
+def test_the_head_sees_the_last_column_only():
+    model, shapes = tiny_model(), []
+    model.lm_head.register_forward_post_hook(lambda _, __, logits: shapes.append(logits.shape))
+    model.generate(input_ids=token_rows([1, 2, 3], [4, 5, 6]), max_new_tokens=2)
+    assert shapes == [[2, 64], [2, 64]]
+
+
 def test_streamed_steps_are_the_columns_of_generate():
     model, ids = tiny_model(), token_rows([1, 2, 3], [7, 8, 9])
     steps = list(model.stream(input_ids=ids, max_new_tokens=4))

@@ -67,7 +67,7 @@ def rules(**settings) -> LogitsRules:
             ],
         ),
         (
-            {"top_p": 0.001},
+            {"top_p": 1e-9},
             [
                 [OUT, OUT, OUT, 3.0, OUT, OUT, OUT, OUT],
                 [OUT, OUT, OUT, OUT, 2.5, OUT, OUT, OUT],
