@@ -62,7 +62,7 @@ class AdaptableModel(nn.Layer):
             raise ValueError("the model has adapters already: merge_lora() first, to add others")
         targets, saved = self._resolved(config)
         self._attach(Adapter(config, targets, saved, self.name_or_path))
-        seed = int(paddle.randint(0, 2**31 - 1, [1]))
+        seed = paddle.randint(0, 2**31 - 1, [1]).item()
         for item in self._adapter_parameters():
             if item.key.endswith(A_KEY):
                 rng = np.random.default_rng([seed, zlib.crc32(item.key.encode())])

@@ -1,0 +1,134 @@
+"""LoRA runs over several processes.
+
+Pinned here: loss, gradient norm, every factor of every adapter, every module that is trained whole
+and every state of the optimizer after four steps equal the run on one device, under tensor and
+sequence parallelism (with a key head that two ranks share), in a pipeline, and with sharded
+parameters; the adapters are one file of PEFT's whoever wrote it, and one process continues from it.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from paddle_vl.config.load import load_run_config
+from paddle_vl.data.processor import Qwen3VLProcessor
+from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.train.build import build_trainer, model_config
+from tests.launch import launch
+from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
+
+TOPOLOGIES = {
+    "mp2 with sequence parallelism": [
+        "parallel.mp_degree=2", "parallel.sequence_parallel=true", "data.pad_to_multiple_of=2",
+        "train.recompute=full",
+    ],
+    "pp2": ["parallel.pp_degree=2"],
+    "sharding2 stage 3": ["parallel.sharding_degree=2", "parallel.sharding_stage=3"],
+}  # fmt: skip
+TOLERANCE = 1e-5
+
+
+def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
+    config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
+    assert build_trainer(config).run() is None
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run"), num_samples=16)
+
+
+@pytest.fixture(scope="module")
+def common(run_file) -> list[str]:
+    """Settings of a run beside a base with a head of its own, every linear of which is adapted."""
+    processor = Qwen3VLProcessor.from_pretrained(run_file.with_name("processor"))
+    form: Qwen3VLConfig = model_config(MODEL | {"tie_word_embeddings": False}, processor)
+    base = run_file.with_name("base")
+    Qwen3VLForConditionalGeneration.from_config(form).save_pretrained(base)
+    return [
+        "model.config=null",
+        f"model.pretrained={base}",
+        "model.lora={r: 2, lora_alpha: 6, target_modules: [all-linear, lm_head]}",
+        "model.lora.modules_to_save=[mergers, model.language_model.norm]",
+        "train.part_learning_rates={vision: 0.02, mergers: 0.005}",
+        "train.save_steps=2",
+        "train.adam_epsilon=1e-2",
+        "train.weight_decay=0.1",
+        "train.gradient_accumulation_steps=2",
+    ]
+
+
+def settings(num_data_parts: int) -> list[str]:
+    return [f"train.per_device_train_batch_size={4 // num_data_parts}"]
+
+
+@pytest.fixture(scope="module")
+def one_device(run_file, common, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("one") / "out"
+    train(str(run_file), str(output_dir), [*common, *settings(1)])
+    return output_dir
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES)
+def several(request, run_file, common, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("several") / "out"
+    parts = 2 if "sharding" in request.param else 1
+    overrides = [*common, *settings(parts), *TOPOLOGIES[request.param]]
+    launch(train, 2, arguments=(str(run_file), str(output_dir), overrides))
+    return output_dir
+
+
+def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
+    stored = read_checkpoint_headers(checkpoint, "optimizer")
+    arrays = {name: tensor.read() for name, tensor in stored.items()}
+    return arrays | load_file(checkpoint / "adapter_model.safetensors")
+
+
+def assert_close(found: Path, wanted: Path) -> None:
+    arrays, expected = arrays_of(found), arrays_of(wanted)
+    assert arrays.keys() == expected.keys()
+    for key, array in expected.items():
+        assert arrays[key].shape == array.shape, key
+        error = np.abs(arrays[key] - array).max()
+        assert error <= TOLERANCE * max(np.abs(array).max(), 1e-6), key
+
+
+def test_every_step_and_every_adapter_equal_one_device(several, one_device):
+    found, wanted = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (several, one_device)
+    )
+    assert [line["step"] for line in found] == [line["step"] for line in wanted]
+    for line, expected in zip(found, wanted, strict=True):
+        for key in ("loss", "grad_norm", "learning_rate/vision"):
+            assert line[key] == pytest.approx(expected[key], rel=TOLERANCE), (line["step"], key)
+    for name in ("checkpoint-2", "checkpoint-4"):
+        assert_close(several / name, one_device / name)
+
+
+def test_every_factor_was_trained(one_device):
+    """Else the comparison above would be about nothing."""
+    for key, array in load_file(one_device / "final" / "adapter_model.safetensors").items():
+        if key.endswith("lora_B.weight"):
+            assert np.abs(array).max() > 0, key
+
+
+def test_the_adapter_is_one_file_and_says_where_it_belongs(several, one_device):
+    configs = [
+        json.loads((folder / "final" / "adapter_config.json").read_text())
+        for folder in (several, one_device)
+    ]
+    assert configs[0] == configs[1]
+    assert not list((several / "final").glob("model*"))
+
+
+def test_one_process_continues_what_several_saved(several, one_device, run_file, common, tmp_path):
+    shutil.copytree(several / "checkpoint-2", tmp_path / "checkpoint-2")
+    overrides = [*common, *settings(1), "train.resume_from_checkpoint=auto"]
+    train(str(run_file), str(tmp_path), overrides)
+    assert_close(tmp_path / "checkpoint-4", one_device / "checkpoint-4")
