@@ -164,6 +164,18 @@ def test_file_that_is_no_good_is_refused_with_its_reason(tmp_path, kind):
     assert info.value.kind == fault
 
 
+def test_frame_that_is_cut_in_half_is_refused(tmp_path):
+    """FFmpeg decodes what is there of it, and marks it."""
+    path = write_video(tmp_path / "a.avi", 12, codec="mpeg4")
+    with av.open(str(path)) as container:
+        packets = [(packet.pos, packet.size) for packet in container.demux(video=0)]
+    position, size = packets[5]
+    path.write_bytes(path.read_bytes()[: position + size // 2])
+    assert len(list(open_video(path).frames([4]))) == 1
+    with pytest.raises(BadSampleError, match="the frame at .* is damaged"):
+        list(open_video(path).frames([5]))
+
+
 def test_fewer_frames_than_stated_are_told_with_both_numbers(tmp_path):
     video = open_video(write_video(tmp_path / "a.mp4", 12))
     video.num_frames = 15

@@ -15,13 +15,14 @@ from safetensors.numpy import load_file
 
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
+from paddle_vl.infer.chat import Chat
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.data.video_files import write_video
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
 
 SMALL = [
     "data.video_min_frames=2", "data.video_min_pixels=512", "data.video_max_pixels=2048",
-    "data.max_length=512", "train.warmup_steps=0",
+    "data.video_fps=2.5", "data.video_max_frames=6", "data.max_length=512", "train.warmup_steps=0",
 ]  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def record(content: str, **media) -> dict:
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
-    """Two samples, of 5 and 4 frames at the run's 2 frames per second."""
+    """Two samples, of 6 and 5 frames at the run's 2.5 frames per second."""
     folder = tmp_path_factory.mktemp("video")
     run_file = write_tiny_run(folder, num_samples=2)
     write_video(folder / "a.mp4", 25, fps=10, size=(16, 24), codec="mpeg4")
@@ -74,7 +75,8 @@ def test_two_samples_with_videos_train(trained):
 
 def test_settings_of_videos_are_saved_with_the_model(trained):
     found = json.loads((trained / "final" / "video_preprocessor_config.json").read_text())
-    assert (found["min_frames"], found["size"]["longest_edge"]) == (2, 2048)
+    assert found["size"] == {"shortest_edge": 512, "longest_edge": 2048}
+    assert (found["fps"], found["min_frames"], found["max_frames"]) == (2.5, 2, 6)
 
 
 def test_worker_processes_that_decode_give_the_same_weights(run_file, trained, tmp_path):
@@ -107,20 +109,28 @@ def test_bad_video_stops_the_run_or_is_skipped_and_counted(run_file, trained, tm
     assert json.loads(lines[-1])["skipped_samples"] > 0
 
 
-def test_generate_answers_about_videos_and_images_in_the_order_given(trained, run_file, capsys):
+def test_generate_answers_about_videos_and_images_in_the_order_given(
+    trained, run_file, capsys, monkeypatch
+):
     folder = run_file.parent
     media = {"image": str(folder / "images" / "0.png"), "video": str(folder / "b.mkv")}
     common = ["generate", "--model", str(trained), "--max-new-tokens", "4"]
+    asked = []
+    plain = Chat.stream
 
-    def answer(*kinds: str, prompt: str) -> str:
+    def recorded(self, messages, images, videos, **settings):
+        asked.append((messages[0]["content"], images, videos))
+        return plain(self, messages, images, videos, **settings)
+
+    monkeypatch.setattr(Chat, "stream", recorded)
+    for kinds in (["video"], ["image", "video"], ["video", "image", "video"]):
         files = [part for kind in kinds for part in (f"--{kind}", media[kind])]
-        assert main([*common, *files, "--prompt", prompt]) == 0
-        return capsys.readouterr().out
-
-    for kinds in (("video",), ("image", "video"), ("video", "image")):
+        for prompt in ("Which colour?", "Which " + "".join(f"<{kind}>" for kind in kinds)):
+            assert main([*common, *files, "--prompt", prompt]) == 0
+        lists = [[media[kind]] * kinds.count(kind) for kind in media]
         tags = "".join(f"<{kind}>" for kind in kinds)
-        in_front = answer(*kinds, prompt="Which colour?")
-        assert in_front == answer(*kinds, prompt=f"{tags}Which colour?")
+        assert asked[-2:] == [(f"{tags}Which colour?", *lists), (f"Which {tags}", *lists)]
+    capsys.readouterr()
     assert main([*common, "--video", media["video"], "--prompt", "<video><video>?"]) == 1
     assert "2 video place(s)" in capsys.readouterr().err
     assert main([*common, "--video", "gone.mp4", "--prompt", "What?"]) == 1
