@@ -161,12 +161,14 @@ def _apply_override(values: dict, places: dict[Key, str], override: str) -> list
 def _schema_problems(error: ValidationError, places: dict[Key, str], path: str) -> list[str]:
     """One message per wrong setting; a setting of several allowed types has several errors."""
     settings = {tuple(name.split(".")) for name in setting_descriptions()}
+    sections = {setting[:-1] for setting in settings}
     by_key: dict[Key, list[dict]] = {}
     for item in error.errors(include_url=False):
         key = item["loc"]
         known = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in settings), None)
         # Beyond a setting the location names a list item or the alternative of a union.
-        if known is not None and not all(isinstance(part, int) for part in key[len(known) :]):
+        is_inner = known is not None and known not in sections
+        if is_inner and not all(isinstance(part, int) for part in key[len(known) :]):
             key = known
         by_key.setdefault(key, []).append(item)
     return [_message(key, items, places, path) for key, items in by_key.items()]
@@ -187,17 +189,17 @@ def _message(key: Key, items: list[dict], places: dict[Key, str], path: str) -> 
 def _nearest(key: Key) -> str:
     if len(key) == 1:
         return f"the sections are {', '.join(RunConfig.model_fields)}"
-    section, leaf = str(key[0]), str(key[-1])
+    section, leaf = ".".join(map(str, key[:-1])), str(key[-1])
 
     def closeness(name: str) -> tuple[float, bool]:
-        other_section, _, other = name.partition(".")
+        other_section, _, other = name.rpartition(".")
         return difflib.SequenceMatcher(None, leaf, other).ratio(), section == other_section
 
     best = max(setting_descriptions(), key=closeness)
     if closeness(best)[0] >= 0.6:
         return f"did you mean {best}?"
-    names = [name for name in setting_descriptions() if name.startswith(section + ".")]
-    return f"{section} has {', '.join(name.partition('.')[2] for name in names)}"
+    names = [name.rpartition(".") for name in setting_descriptions()]
+    return f"{section} has {', '.join(name for own, _, name in names if own == section)}"
 
 
 def _dotted(key: Key) -> str:
