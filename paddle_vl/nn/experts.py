@@ -9,6 +9,8 @@ added up in an order that could change from run to run. Shapes depend on T only,
 nothing is read by the host.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import paddle
@@ -60,12 +62,16 @@ def permute_rows(x_TD: Tensor, dispatch: Dispatch) -> Tensor:
 def unpermute_rows(y_ND: Tensor, dispatch: Dispatch, weights_TK: Tensor) -> Tensor:
     """Weighted sum of each token's rows, from the order of `permute_rows`: `[T, D]`."""
     order_N, place_N, _ = dispatch
-    if paddle.in_dynamic_mode():
-        y_ND = _Reorder.apply(y_ND, order_N, place_N)
-    else:
-        y_ND = paddle.index_select(y_ND, place_N)
+    y_ND = reorder_rows(y_ND, place_N, order_N)
     y_TKD = y_ND.reshape([*weights_TK.shape, -1])
     return paddle.matmul(weights_TK.unsqueeze(1), y_TKD).squeeze(1)
+
+
+def reorder_rows(y_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+    """Row `order[i]` at place i; `inverse` is the order that undoes it."""
+    if paddle.in_dynamic_mode():
+        return _Reorder.apply(y_ND, order_N, inverse_N)
+    return paddle.index_select(y_ND, order_N)
 
 
 class _PermuteRows(PyLayer):
@@ -84,14 +90,14 @@ class _PermuteRows(PyLayer):
 
 class _Reorder(PyLayer):
     @staticmethod
-    def forward(ctx, y_ND, order_N, place_N):
-        ctx.save_for_backward(order_N)
-        return paddle.index_select(y_ND, place_N)
+    def forward(ctx, y_ND, order_N, inverse_N):
+        ctx.save_for_backward(inverse_N)
+        return paddle.index_select(y_ND, order_N)
 
     @staticmethod
     def backward(ctx, grad_ND):
-        (order_N,) = ctx.saved_tensor()
-        return paddle.index_select(grad_ND, order_N), None, None
+        (inverse_N,) = ctx.saved_tensor()
+        return paddle.index_select(grad_ND, inverse_N), None, None
 
 
 def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, counts_E: Tensor) -> Tensor:
@@ -167,23 +173,84 @@ def blocked_grouped_linear(x_NI: Tensor, weight_EIO: Tensor, counts_E: Tensor) -
 
     Each expert's rows fill blocks of `ceil(N / E)` rows, the last one up with zeros. Whatever the
     counts, E further blocks than N rows fill are enough; so the product is at most twice what is
-    needed, and each block has a copy of its expert's matrix. It has run on CPUs only.
+    needed. Each block has a copy of its expert's matrix, made again for the backward pass. It has
+    run on CPUs only.
     """
-    num_rows, (num_experts, _, columns) = x_NI.shape[0], weight_EIO.shape
-    rows = -(-num_rows // num_experts)
-    num_blocks = (num_rows + min(num_experts, num_rows) * (rows - 1)) // rows
-    ends_E, blocks_E = counts_E.cumsum(), (counts_E + (rows - 1)) // rows
-    block_ends_E = blocks_E.cumsum()
-    numbers_N = paddle.arange(num_rows, dtype="int64")
-    expert_N = paddle.searchsorted(ends_E, numbers_N, right=True)
-    shift_E = (block_ends_E - blocks_E) * rows - (ends_E - counts_E)
-    place_N = numbers_N + paddle.index_select(shift_E, expert_N)
-    numbers_B = paddle.arange(num_blocks, dtype="int64")
-    expert_B = paddle.searchsorted(block_ends_E, numbers_B, right=True).clip(max=num_experts - 1)
-    empty = paddle.zeros([num_blocks * rows, x_NI.shape[1]], dtype=x_NI.dtype)
-    x_BRI = paddle.scatter(empty, place_N, x_NI).reshape([num_blocks, rows, -1])
-    y_BRO = paddle.matmul(x_BRI, paddle.index_select(weight_EIO, expert_B))
-    return paddle.index_select(y_BRO.reshape([-1, columns]), place_N)
+    blocks = _Blocks.of(counts_E, x_NI.shape[0])
+    if paddle.in_dynamic_mode():
+        return _BlockedLinear.apply(x_NI, weight_EIO, *blocks)
+    return _blocked_product(x_NI, weight_EIO, blocks)
+
+
+class _Blocks(NamedTuple):
+    """Where sorted rows lie in B blocks of R rows.
+
+    Attributes:
+        place: `[N]` int64, each row's place among the `B * R`.
+        expert: `[B]` int64, each block's expert, ascending; unused blocks have the last.
+        num_rows: R.
+    """
+
+    place: Tensor
+    expert: Tensor
+    num_rows: int
+
+    @classmethod
+    def of(cls, counts_E: Tensor, total: int) -> "_Blocks":
+        num_experts = counts_E.shape[0]
+        rows = -(-total // num_experts)
+        num_blocks = (total + min(num_experts, total) * (rows - 1)) // rows
+        ends_E, blocks_E = counts_E.cumsum(), (counts_E + (rows - 1)) // rows
+        block_ends_E = blocks_E.cumsum()
+        numbers_N = paddle.arange(total, dtype="int64")
+        expert_N = paddle.searchsorted(ends_E, numbers_N, right=True)
+        shift_E = (block_ends_E - blocks_E) * rows - (ends_E - counts_E)
+        place_N = numbers_N + paddle.index_select(shift_E, expert_N)
+        numbers_B = paddle.arange(num_blocks, dtype="int64")
+        expert_B = paddle.searchsorted(block_ends_E, numbers_B, right=True)
+        return cls(place_N, expert_B.clip(max=num_experts - 1), rows)
+
+    def filled(self, x_NI: Tensor) -> Tensor:
+        """The rows in their blocks, `[B, R, I]`."""
+        num_blocks, columns = self.expert.shape[0], x_NI.shape[1]
+        empty = paddle.zeros([num_blocks * self.num_rows, columns], dtype=x_NI.dtype)
+        return paddle.scatter(empty, self.place, x_NI).reshape([num_blocks, -1, columns])
+
+
+def _blocked_product(
+    x_NI: Tensor, weight_EIO: Tensor, blocks: _Blocks, transposed: bool = False
+) -> Tensor:
+    weight_BIO = paddle.index_select(weight_EIO, blocks.expert)
+    y_BRO = paddle.matmul(blocks.filled(x_NI), weight_BIO, transpose_y=transposed)
+    return paddle.index_select(y_BRO.reshape([-1, y_BRO.shape[-1]]), blocks.place)
+
+
+class _BlockedLinear(PyLayer):
+    """Left to autograd, the copies of the matrices would be kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x_NI, weight_EIO, place_N, expert_B, num_rows):
+        ctx.save_for_backward(x_NI, weight_EIO, place_N, expert_B)
+        ctx.num_rows = num_rows
+        ctx.needs = (not x_NI.stop_gradient, not weight_EIO.stop_gradient)
+        return _blocked_product(x_NI, weight_EIO, _Blocks(place_N, expert_B, num_rows))
+
+    @staticmethod
+    def backward(ctx, grad_NO):
+        x_NI, weight_EIO, place_N, expert_B = ctx.saved_tensor()
+        blocks = _Blocks(place_N, expert_B, ctx.num_rows)
+        needs_x, needs_weight = ctx.needs
+        grad_x = grad_weight = None
+        if needs_x:
+            grad_x = _blocked_product(grad_NO, weight_EIO, blocks, transposed=True)
+        if needs_weight:
+            grad_BIO = paddle.matmul(blocks.filled(x_NI), blocks.filled(grad_NO), transpose_x=True)
+            # The sum over an expert's blocks as a product: its order is always the same.
+            numbers_E1 = paddle.arange(weight_EIO.shape[0], dtype="int64").unsqueeze(1)
+            is_of_EB = (numbers_E1 == expert_B.unsqueeze(0)).astype(grad_BIO.dtype)
+            grad_weight = paddle.matmul(is_of_EB, grad_BIO.reshape([expert_B.shape[0], -1]))
+            grad_weight = grad_weight.reshape(weight_EIO.shape)
+        return grad_x, grad_weight, None, None
 
 
 class Experts(nn.Layer):
@@ -192,6 +259,10 @@ class Experts(nn.Layer):
     Weights are `[E, in, out]`, gate and up beside each other, drawn from a normal of `init_std`.
 
     Attributes:
+        num_experts: E that rows are sent to; those that a process does not hold are reached through
+            `exchange`.
+        exchange: takes `run_experts`, rows by expert and their counts, and returns what their
+            experts make of them; None where all experts are.
         tokens_per_expert: `[E]` int64, rows of each expert in the last call; None before.
     """
 
@@ -204,6 +275,7 @@ class Experts(nn.Layer):
         self.down_proj = self.create_parameter(
             [num_experts, inner, width], default_initializer=Normal(std=init_std)
         )
+        self.exchange: Callable[..., Tensor] | None = None
         self.tokens_per_expert: Tensor | None = None
 
     def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -216,7 +288,10 @@ class Experts(nn.Layer):
         dispatch = sort_by_expert(indices_TK, self.num_experts)
         if paddle.in_dynamic_mode():
             self.tokens_per_expert = dispatch.counts
-        rows_ND = self.run_experts(permute_rows(x_TD, dispatch), dispatch.counts)
+        run = (
+            self.run_experts if self.exchange is None else partial(self.exchange, self.run_experts)
+        )
+        rows_ND = run(permute_rows(x_TD, dispatch), dispatch.counts)
         return unpermute_rows(rows_ND, dispatch, weights_TK)
 
     def run_experts(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:

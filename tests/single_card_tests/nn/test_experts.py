@@ -115,15 +115,19 @@ def test_the_counts_of_the_last_call_stay_in_the_layer():
     assert module.tokens_per_expert.stop_gradient
 
 
-def test_a_repeated_run_gives_the_same_bits():
+@pytest.mark.parametrize("product", [grouped_linear, blocked_grouped_linear])
+def test_a_repeated_run_gives_the_same_bits(product, monkeypatch):
+    monkeypatch.setattr(experts, "grouped_linear", product)
     chosen = paddle.to_tensor(CHOICES["mixed"])
     runs = [output_and_gradients(lambda m, x, w: m(x, chosen, w)) for _ in range(2)]
     for one, other in zip(*runs, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("product", [grouped_linear, blocked_grouped_linear])
 @pytest.mark.parametrize("frozen", ["x", "weights", "gate_up_proj", "down_proj"])
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen):
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen, product, monkeypatch):
+    monkeypatch.setattr(experts, "grouped_linear", product)
     chosen = paddle.to_tensor(CHOICES["mixed"])
     _, *wanted = output_and_gradients(lambda m, x, w: m(x, chosen, w))
     module, (x_TD, weights_TK) = layer(), inputs()
