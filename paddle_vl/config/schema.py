@@ -143,6 +143,9 @@ class ParallelConfig(_Section):
     sharding_stage: Literal[1, 2, 3] = Field(
         1, description="1 shares optimizer state, 2 gradients too, 3 parameters too (as ZeRO)"
     )
+    ep_degree: int = Field(
+        1, ge=1, description="dp processes that share the experts of a mixture among them"
+    )
     sequence_parallel: bool = Field(
         False, description="split the token rows between the matrices over the mp processes"
     )

@@ -14,7 +14,7 @@ from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
 # What a copy tells the steps behind the backward pass about its parameter.
-MARKS = ("is_partial", "is_distributed", "is_tied", "is_tied_copy")
+MARKS = ("is_partial", "is_distributed", "is_tied", "is_tied_copy", "is_expert")
 
 
 def master_copy(parameter: Tensor, value: Tensor) -> Tensor:

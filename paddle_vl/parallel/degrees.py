@@ -22,6 +22,7 @@ class ParallelDegrees:
         dp_degree, mp_degree, pp_degree, sharding_degree: processes along each axis.
         sequence_parallel: split the token rows between the matrices over the mp processes.
         sharding_stage: 1 shares optimizer state, 2 gradients too, 3 parameters too.
+        ep_degree: processes of the dp axis that share the experts of a model among them.
         num_micro_batches: micro-batches of a step (train.gradient_accumulation_steps), which go
             through the pipeline one behind the other.
         num_virtual_stages: pieces of the layers on each pipeline process.
@@ -36,6 +37,7 @@ class ParallelDegrees:
     sharding_degree: int = 1
     sequence_parallel: bool = False
     sharding_stage: int = 1
+    ep_degree: int = 1
     num_micro_batches: int = 1
     num_virtual_stages: int = 1
 
@@ -201,6 +203,26 @@ def mlp_width_divides(plan: Plan) -> Problems:
 def expert_width_divides(plan: Plan) -> Problems:
     if plan.model is not None:
         yield from _indivisible("moe_intermediate_size", plan.model.moe_intermediate_size, plan)
+
+
+def experts_divide(plan: Plan) -> Problems:
+    ep, dp = plan.degrees.ep_degree, plan.degrees.dp_degree
+    if ep == 1:
+        return
+    if dp % ep:
+        yield (
+            f"parallel.ep_degree {ep} does not divide parallel.dp_degree {dp}: experts are shared "
+            f"among processes of the dp axis; choose a dp_degree that is a multiple of {ep}"
+        )
+    if plan.model is not None and plan.model.num_experts == 0:
+        yield (f"parallel.ep_degree is {ep} but the model has no experts: set ep_degree=1")
+    elif plan.model is not None and plan.model.num_experts % ep:
+        experts = plan.model.num_experts
+        yield (
+            f"num_experts {experts} does not divide by parallel.ep_degree {ep} "
+            f"({experts} = {experts // ep} x {ep} + {experts % ep}): choose an ep_degree that "
+            f"divides {experts}"
+        )
 
 
 def token_rows_divide(plan: Plan) -> Problems:

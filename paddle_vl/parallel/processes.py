@@ -10,6 +10,7 @@ import paddle
 import paddle.distributed as dist
 from paddle import Tensor
 
+from paddle_vl.parallel.expert_parallel import is_expert
 from paddle_vl.parallel.gradients import sum_gradients, sum_partial_gradients
 from paddle_vl.parallel.random_state import seed_split_random
 from paddle_vl.parallel.topology import Topology
@@ -22,7 +23,8 @@ class FleetProcesses:
         self.topology = topology
         self.is_main = topology.rank == 0
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
-        self.holds_model = topology.dp_rank == 0
+        # The first copy of everything: of experts, the first processes that share them.
+        self.holds_model = topology.dp_rank < topology.degrees.ep_degree
         self.random_place = (topology.data_rank, topology.pp_rank)
 
     def totals(self, counts: Sequence[int]) -> list[int]:
@@ -44,8 +46,10 @@ class FleetProcesses:
 
     def counts_here(self, tensor: Tensor) -> bool:
         is_first_of_its_kind = tensor.is_distributed or self.topology.mp_rank == 0
-        is_copy = getattr(tensor, "is_tied_copy", False)
-        return self.topology.dp_rank == 0 and is_first_of_its_kind and not is_copy
+        if getattr(tensor, "is_tied_copy", False):
+            return False
+        copies = self.topology.degrees.ep_degree if is_expert(tensor) else 1
+        return self.topology.dp_rank < copies and is_first_of_its_kind
 
     def seed_split_random(self, entropy: Sequence[int]) -> None:
         seed_split_random(entropy, self.topology.mp_rank)
@@ -54,12 +58,16 @@ class FleetProcesses:
         topology = self.topology
         if topology.mp_group.nranks > 1:
             sum_partial_gradients(parameters, topology.mp_group)
+        # A stage of a pipeline may have nothing to train: then nothing is sent.
         if topology.ends_group is not None:
             tied = [tensor for tensor in parameters if getattr(tensor, "is_tied", False)]
             sum_gradients(tied, topology.ends_group)
-        # A stage of a pipeline may have nothing to train.
         if topology.dp_group.nranks > 1:
-            sum_gradients(parameters, topology.dp_group)
+            whole = [tensor for tensor in parameters if not is_expert(tensor)]
+            sum_gradients(whole, topology.dp_group)
+        experts = topology.expert_dp_group
+        if experts is not None and experts.nranks > 1:
+            sum_gradients([tensor for tensor in parameters if is_expert(tensor)], experts)
 
     def agreed_signal(self, received: int | None) -> int | None:
         largest = paddle.to_tensor([received or 0], dtype="int64")

@@ -17,6 +17,7 @@ _SITES = (
     (dist, "all_gather", 1),
     (dist.stream, "all_gather", 1),
     (dist.stream, "reduce_scatter", 1),
+    (dist, "alltoall_single", 1),
     (dist, "isend", 0),
 )
 
@@ -26,7 +27,8 @@ class Collective(NamedTuple):
 
     Attributes:
         phase: what the recording was told it is in.
-        kind: all_reduce, all_gather or reduce_scatter; isend for a message to one rank.
+        kind: all_reduce, all_gather, reduce_scatter or alltoall_single; isend for a message to
+            one rank.
         num_ranks: size of the group.
         num_bytes: what this rank contributes.
     """

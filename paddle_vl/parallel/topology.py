@@ -41,6 +41,8 @@ class Topology:
             coordinates, in order along the axis; `rank` and `nranks` of a group are this
             process's place on the axis and the axis' size. One with `nranks` 1 has no connection:
             leave collectives over it out.
+        ep_group: the processes that share the experts, neighbours on the dp axis.
+        expert_dp_group: those that hold the same experts; None where that is dp_group.
         ends_group: first and last process of the pipeline, on these two; None on others.
     """
 
@@ -50,12 +52,14 @@ class Topology:
     mp_group: Group = field(repr=False)
     pp_group: Group = field(repr=False)
     sharding_group: Group = field(repr=False)
+    ep_group: Group = field(repr=False)
+    expert_dp_group: Group | None = field(repr=False, default=None)
     ends_group: Group | None = field(repr=False, default=None)
 
     @classmethod
     def single(cls, degrees: ParallelDegrees | None = None) -> "Topology":
         """One process, without fleet."""
-        groups = {f"{axis}_group": _group_of_one(0) for axis in AXES}
+        groups = {f"{axis}_group": _group_of_one(0) for axis in (*AXES, "ep")}
         return cls(degrees or ParallelDegrees(), rank=0, **groups)
 
     @property
@@ -126,16 +130,33 @@ def initialize(degrees: ParallelDegrees) -> Topology:
             f"fleet was started in this process before, with {', '.join(other)}: start it once, "
             "through paddle_vl.parallel.topology.initialize"
         )
-    lines = communicators.topology().get_comm_list("pipe")
-    return Topology(degrees, rank, **groups, ends_group=_ends_group(lines, rank, degrees))
+    lines = communicators.topology().get_comm_list
+    ends = []
+    if degrees.pp_degree > 1:
+        ends = [[line[0], line[-1]] for line in lines("pipe")]
+    sharers, holders = [], []
+    if (size := degrees.ep_degree) > 1:
+        for line in lines("data"):
+            sharers += [line[i : i + size] for i in range(0, len(line), size)]
+            holders += [line[i::size] for i in range(size)]
+    return Topology(
+        degrees,
+        rank,
+        **groups,
+        ep_group=_own_group(sharers, rank) or _group_of_one(rank),
+        expert_dp_group=_own_group(holders, rank),
+        ends_group=_own_group(ends, rank),
+    )
 
 
-def _ends_group(lines: list[list[int]], rank: int, degrees: ParallelDegrees) -> Group | None:
-    """Every process makes the groups of all pipelines, in one order, and keeps its own."""
-    if degrees.pp_degree == 1:
-        return None
-    made = [(line, dist.new_group([line[0], line[-1]])) for line in lines]
-    return next((group for line, group in made if rank in (line[0], line[-1])), None)
+def _own_group(members: list[list[int]], rank: int) -> Group | None:
+    """Every process makes all of these groups, in one order, and keeps its own, if it has one."""
+    own = None
+    for ranks in members:
+        group = dist.new_group(ranks) if len(ranks) > 1 else None
+        if rank in ranks:
+            own = group or _group_of_one(rank)
+    return own
 
 
 def _strategy(degrees: ParallelDegrees) -> fleet.DistributedStrategy:

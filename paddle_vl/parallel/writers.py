@@ -11,7 +11,7 @@ from paddle_vl.parallel.topology import Topology
 
 @dataclass(frozen=True)
 class FleetWriters(Writers):
-    """The mp and sharding processes of a stage have its layers, and share the writing of them."""
+    """The mp, sharding and expert processes of a stage have its layers, and share writing them."""
 
     pp_group: Any = field(default=None, repr=False)
 
@@ -20,6 +20,9 @@ class FleetWriters(Writers):
         degrees = topology.degrees
         number = topology.mp_rank * degrees.sharding_degree + topology.sharding_rank
         size = degrees.mp_degree * degrees.sharding_degree
+        # Of processes that share experts the first ones have a whole model between them.
+        number += topology.ep_group.rank * size
+        size *= degrees.ep_degree
         return cls(number, size, topology.pp_rank, topology.pp_group)
 
     def of_stages(self, value: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
 from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.expert_parallel import ExpertPlacement, FleetExpertPlacement
 from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
 from paddle_vl.parallel.pipeline.split import split_layers
 from paddle_vl.parallel.sharding import Sharding
@@ -68,11 +69,14 @@ class Layout:
                 layers=frozenset(layer for part in self.parts for layer in part),
                 head=self.parts[-1].stop == self.num_layers,
             )
-        if topology.mp_group.nranks == 1:
-            return SingleDevicePlacement(held, writers)
-        return FleetPlacement(
-            topology.mp_group, parallel.sequence_parallel, parallel.vision, held, writers
-        )
+        splits_matrices = topology.mp_group.nranks > 1
+        arguments = [held, writers]
+        if splits_matrices:
+            arguments = [topology.mp_group, parallel.sequence_parallel, parallel.vision, *arguments]
+        if topology.ep_group.nranks > 1:
+            placement = FleetExpertPlacement if splits_matrices else ExpertPlacement
+            return placement(topology.ep_group, *arguments)
+        return (FleetPlacement if splits_matrices else SingleDevicePlacement)(*arguments)
 
     def prepare_training(self, model: nn.Layer) -> None:
         """Make what the optimizer works on; the model is there, and what of it is frozen is known.

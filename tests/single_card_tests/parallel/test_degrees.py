@@ -34,10 +34,11 @@ def problems(shape: dict | None = None, pad_to_multiple_of: int = 8, **degrees) 
         {"pp_degree": 4, "num_virtual_stages": 4, "num_micro_batches": 9},
         {"pp_degree": 2, "num_virtual_stages": 3, "num_micro_batches": 3},
         {"num_micro_batches": 4},
+        {"dp_degree": 4, "ep_degree": 2, "sharding_degree": 2},
     ],
 )
 def test_divisions_that_fit_pass(degrees):
-    assert problems(**degrees) == []
+    assert problems({"num_experts": 8}, **degrees) == []
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,20 @@ def test_divisions_that_fit_pass(degrees):
             {"num_hidden_layers": 11},
             "num_hidden_layers is 11 but parallel.pp_degree 4 x num_virtual_stages 3 = 12: every "
             "stage needs a layer; lower one of them",
+        ),
+        (
+            {"dp_degree": 3, "ep_degree": 2}, {"num_experts": 8},
+            "parallel.ep_degree 2 does not divide parallel.dp_degree 3: experts are shared among "
+            "processes of the dp axis; choose a dp_degree that is a multiple of 2",
+        ),
+        (
+            {"dp_degree": 4, "ep_degree": 4}, {"num_experts": 6},
+            "num_experts 6 does not divide by parallel.ep_degree 4 (6 = 1 x 4 + 2): choose an "
+            "ep_degree that divides 6",
+        ),
+        (
+            {"dp_degree": 2, "ep_degree": 2}, {},
+            "parallel.ep_degree is 2 but the model has no experts: set ep_degree=1",
         ),
         (
             {"mp_degree": 4}, {"num_attention_heads": 6},
