@@ -65,7 +65,8 @@ class ModelShape:
     """The decoder's sizes that processes have to divide among themselves.
 
     Attributes:
-        moe_intermediate_size: inner width of an expert; 0 without experts.
+        moe_intermediate_size, num_experts: inner width of an expert, and how many there are; 0
+            without experts.
     """
 
     num_attention_heads: int
@@ -74,6 +75,7 @@ class ModelShape:
     intermediate_size: int
     num_hidden_layers: int
     moe_intermediate_size: int = 0
+    num_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ def experts_divide(plan: Plan) -> Problems:
             f"among processes of the dp axis; choose a dp_degree that is a multiple of {ep}"
         )
     if plan.model is not None and plan.model.num_experts == 0:
-        yield (f"parallel.ep_degree is {ep} but the model has no experts: set ep_degree=1")
+        yield f"parallel.ep_degree is {ep} but the model has no experts: set ep_degree=1"
     elif plan.model is not None and plan.model.num_experts % ep:
         experts = plan.model.num_experts
         yield (
@@ -260,5 +262,6 @@ RULES = (
     vocabulary_divides,
     mlp_width_divides,
     expert_width_divides,
+    experts_divide,
     token_rows_divide,
 )

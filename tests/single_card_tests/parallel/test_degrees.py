@@ -113,6 +113,11 @@ def test_divisions_that_fit_pass(degrees):
             "intermediate_size 20 does not divide by parallel.mp_degree 8 (20 = 2 x 8 + 4): choose "
             "an mp_degree that divides 20",
         ),
+        (
+            {"mp_degree": 4}, {"moe_intermediate_size": 6},
+            "moe_intermediate_size 6 does not divide by parallel.mp_degree 4 (6 = 1 x 4 + 2): "
+            "choose an mp_degree that divides 6",
+        ),
     ],
 )  # fmt: skip
 def test_a_rule_refuses_with_its_arithmetic(degrees, shape, message):

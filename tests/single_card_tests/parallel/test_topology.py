@@ -44,6 +44,7 @@ def test_samples_split_over_dp_then_sharding():
     degrees = ParallelDegrees(dp_degree=3, sharding_degree=2)
     for rank in range(6):
         topology = Topology(
+            ep_group=None,
             degrees,
             rank,
             dp_group=_group(rank // 2, 3),
