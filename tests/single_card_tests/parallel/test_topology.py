@@ -44,13 +44,13 @@ def test_samples_split_over_dp_then_sharding():
     degrees = ParallelDegrees(dp_degree=3, sharding_degree=2)
     for rank in range(6):
         topology = Topology(
-            ep_group=None,
             degrees,
             rank,
             dp_group=_group(rank // 2, 3),
             mp_group=_group(0, 1),
             pp_group=_group(0, 1),
             sharding_group=_group(rank % 2, 2),
+            ep_group=_group(0, 1),
         )
         assert (topology.data_rank, topology.data_size) == (rank, 6)
         assert topology.describe() == f"rank {rank} (dp {rank // 2}, sharding {rank % 2})"
