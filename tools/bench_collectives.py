@@ -40,30 +40,36 @@ TOPOLOGIES = {
     "sharding2 stage 1": {"sharding_degree": 2},
     "sharding2 stage 2": {"sharding_degree": 2, "sharding_stage": 2},
     "sharding2 stage 3": {"sharding_degree": 2, "sharding_stage": 3},
+    "dp2 ep2": {"dp_degree": 2, "ep_degree": 2},
     "dp2 mp2 with sequence parallelism": {
         "dp_degree": 2,
         "mp_degree": 2,
         "sequence_parallel": True,
     },
 }
+AXES = ("dp_degree", "mp_degree", "pp_degree", "sharding_degree")
 PHASES = ("forward", "backward", "pipeline", "gradients", "update")
 LAYERS, DEPTH, WIDTH, LEVELS, ROWS, VISUAL = 8, 2, 64, 2, 2 * 64, 2 * 16
 IMAGE, MICRO_BATCHES = 500, 4
 
 
-def model_settings() -> dict:
+def model_settings(degrees: dict) -> dict:
     text = {
         "vocab_size": 512, "hidden_size": WIDTH, "intermediate_size": 96,
         "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "rope_scaling": {"mrope_section": [4, 2, 2]},
     }  # fmt: skip
+    if "ep_degree" in degrees:
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     vision = {
         "depth": DEPTH, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
         "out_hidden_size": WIDTH, "num_position_embeddings": 64,
         "deepstack_visual_indexes": list(range(LEVELS)),
     }  # fmt: skip
     ids = {"image_token_id": IMAGE, "video_token_id": 501, "vision_start_token_id": 502}
-    return {"text_config": text, "vision_config": vision, "vision_end_token_id": 503, **ids}
+    kind = "qwen3_vl_moe" if "ep_degree" in degrees else "qwen3_vl"
+    configs = {"model_type": kind, "text_config": text, "vision_config": vision}
+    return {**configs, "vision_end_token_id": 503, **ids}
 
 
 def expected_calls(degrees: dict) -> dict[str, Counter]:
@@ -84,6 +90,9 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
         calls["gradients"].update(all_reduce=1)
     if degrees.get("dp_degree", 1) > 1:
         calls["gradients"].update(all_reduce=1)
+    if "ep_degree" in degrees:
+        calls["forward"].update(all_gather=LAYERS, alltoall_single=2 * LAYERS)
+        calls["backward"].update(alltoall_single=2 * LAYERS)
     if degrees.get("pp_degree", 1) > 1:
         virtual = degrees.get("num_virtual_stages", 1)
         calls["pipeline"].update(isend=(2 * virtual - 1) * MICRO_BATCHES)
@@ -134,13 +143,13 @@ def measure(degrees: dict) -> None:
 
     run_config = RunConfig.model_validate(
         {
-            "model": {"config": model_settings()},
+            "model": {"config": model_settings(degrees)},
             "data": {"train": ["none"], "processor": "none", "pad_to_multiple_of": 4},
             "parallel": degrees,
             "train": {"output_dir": "none", "gradient_accumulation_steps": MICRO_BATCHES},
         }
     )
-    config = Qwen3VLConfig.from_dict(model_settings())
+    config = Qwen3VLConfig.from_dict(model_settings(degrees))
     topology = initialize(parallel_degrees(run_config))
     processes = FleetProcesses(topology)
     layout = Layout(run_config, topology, model_shape(config), layer_costs(config))
@@ -178,7 +187,7 @@ def measure(degrees: dict) -> None:
 
 def run(degrees: dict) -> dict:
     """Start the processes of a topology and return what rank 0 measured."""
-    processes = math.prod(value for name, value in degrees.items() if name.endswith("_degree"))
+    processes = math.prod(value for name, value in degrees.items() if name in AXES)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "paddle.distributed.launch", "--log_dir", folder]
         command += ["--nproc_per_node", str(processes), __file__, json.dumps(degrees)]
