@@ -99,7 +99,11 @@ def _as_one_operator(name: str, kernels: list[Operator]) -> Callable:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, paddle.pir.Value)]
         dtypes = tuple(_name(x.dtype) for x in tensors)
         kernels.append(Operator(name, dtypes, dtypes[:1]))
-        return paddle.zeros_like(args[0])
+        like = tensors[0]
+        # One tensor for swiglu is gate and up beside each other.
+        return paddle.zeros_like(
+            like[..., : like.shape[-1] // 2] if (name, len(tensors)) == ("swiglu", 1) else like
+        )
 
     return kernel
 

@@ -1,19 +1,21 @@
 """The casts of a bfloat16 model, proved by the dtype of every operator that a GPU would run.
 
-Pinned here, forward and backward of every hand-written gradient: norms, rotary angles, the tower's
-rotation, position interpolation and loss compute in float32; matrices, attention and what lies
-between layers stay in bfloat16; no operator mixes the two and leaves the choice to Paddle; without
-any single one of the casts these checks fail.
+Pinned here, forward and backward of every hand-written gradient, of a dense model and of one with
+experts: norms, rotary angles, the tower's rotation, position interpolation, routing and loss
+compute in float32; matrices, attention and what lies between layers stay in bfloat16; no operator
+mixes the two and leaves the choice to Paddle; without any single one of the casts these checks
+fail.
 """
 
 from collections import Counter
+from functools import partial
 
 import paddle
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
 from tests.single_card_tests.train.batches import image_batch
-from tests.tiny import tiny_config
+from tests.tiny import EXPERTS, tiny_config
 from tests.traced import Cast, Operator, trace
 
 HOST = ("image_grid_thw", "num_target_tokens", "has_left_padding")
@@ -22,11 +24,11 @@ WIDE = {"rsqrt", "cos", "sin", "exp", "log", "softmax", "cross_entropy_with_soft
 NARROW = {"matmul", "scaled_dot_product_attention", "swiglu", "gelu", "scatter", "index_add"}
 
 
-def run_model() -> None:
+def run_model(**text_settings) -> None:
     batch = image_batch([[1, 2, 3, 4], [5, 6, 7]], [2, 1])
     paddle.set_default_dtype("bfloat16")
     try:
-        model = Qwen3VLForConditionalGeneration(tiny_config())
+        model = Qwen3VLForConditionalGeneration(tiny_config(**text_settings))
     finally:
         paddle.set_default_dtype("float32")
     inputs = {
@@ -51,13 +53,17 @@ def violations(operators: list[Operator], casts: list[Cast]) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def traced():
-    return trace(run_model)
+MODELS = {"dense": run_model, "experts": partial(run_model, **EXPERTS)}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def traced(request):
+    run = MODELS[request.param]
+    return run, *trace(run)
 
 
 def test_every_operator_has_the_dtype_it_should(traced):
-    operators, casts = traced
+    _, operators, casts = traced
     assert violations(operators, casts) == []
     names = Counter(op.name for op in operators)
     config = tiny_config()
@@ -74,11 +80,11 @@ def test_every_operator_has_the_dtype_it_should(traced):
 
 
 def test_no_cast_can_be_dropped(traced):
-    _, casts = traced
+    run, _, casts = traced
     assert len(set(casts)) >= 9
     for cast in sorted(set(casts)):
         try:
-            found = violations(*trace(run_model, dropped=cast))
+            found = violations(*trace(run, dropped=cast))
         except TypeError as error:
             # Paddle has no such kernel in bfloat16 here.
             found = ["bfloat16"] if "dtype: bfloat16" in str(error) else []
