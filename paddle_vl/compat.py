@@ -3,6 +3,8 @@
 import ctypes
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import paddle
@@ -10,6 +12,7 @@ import paddle
 # glibc's mallopt parameters, from malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _CPU_INFO = Path("/proc/cpuinfo")
+_STRIDE_KERNELS = "FLAGS_use_stride_kernel"
 
 
 def configure_cpu_runtime(num_threads: int | None = None) -> bool:
@@ -46,8 +49,23 @@ def configure_cpu_runtime(num_threads: int | None = None) -> bool:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_M_TOP_PAD, 64 << 20)
-    paddle.set_flags({"FLAGS_use_stride_kernel": False})
+    paddle.set_flags({_STRIDE_KERNELS: False})
     return True
+
+
+@contextmanager
+def strided_views() -> Iterator[None]:
+    """Slices and transposes are views while the block runs, whatever the process has chosen.
+
+    For steps over little that look into large buffers, which would be copied otherwise. A view must
+    not leave the block: without stride kernels operations take every tensor for a contiguous one.
+    """
+    kept = paddle.get_flags(_STRIDE_KERNELS)
+    paddle.set_flags({_STRIDE_KERNELS: True})
+    try:
+        yield
+    finally:
+        paddle.set_flags(kept)
 
 
 def amd_instruction_set(cpu_info: Path = _CPU_INFO) -> str | None:

@@ -26,7 +26,8 @@ class KeyValueCache:
     """Keys and values of one decoder layer: buffers `[B, K, capacity, H]` that grow in chunks.
 
     New ones are written in place. Heads come before places, as the CPU's attention wants them, so
-    what `append` returns is a view and no step copies the past.
+    what `append` returns is a view, where Paddle has views (`paddle_vl.compat.strided_views`), and
+    no step copies the past.
     """
 
     CHUNK = 256

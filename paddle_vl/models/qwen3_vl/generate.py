@@ -4,12 +4,14 @@ Shapes: B batch, L prompt length, S keys so far, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.compat import strided_views
 from paddle_vl.models.generation.config import GenerationConfig
 from paddle_vl.models.generation.logits import LogitsRules
 from paddle_vl.models.generation.sampling import TokenChoice
@@ -101,13 +103,14 @@ def _chosen_tokens(
     try:
         token_B = None
         for _ in range(config.max_new_tokens):
-            with paddle.no_grad():
-                logits_BV = decoder.prefill() if token_B is None else decoder.advance(token_B)
+            is_prefill = token_B is None
+            with paddle.no_grad(), nullcontext() if is_prefill else strided_views():
+                logits_BV = decoder.prefill() if is_prefill else decoder.advance(token_B)
                 if on_logits is not None:
                     on_logits(logits_BV.numpy())
                 chosen_B = choose(rules(logits_BV))
                 rules.append(chosen_B)
-            token_B = chosen_B.numpy()
+                token_B = chosen_B.numpy()
             if config.fill_token_id is not None:
                 token_B = np.where(ended_B, config.fill_token_id, token_B)
             ended_B |= np.isin(token_B, config.eos_token_ids)

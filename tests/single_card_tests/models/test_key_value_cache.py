@@ -8,6 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_vl.compat import strided_views
 from paddle_vl.models.qwen3_vl.decoder import KeyValueCache
 
 
@@ -22,7 +23,9 @@ def random_pair(length: int, rng: np.random.Generator) -> tuple[paddle.Tensor, p
     return paddle.to_tensor(key), paddle.to_tensor(value)
 
 
-def test_appended_pairs_come_back_in_order_whatever_the_chunk(cache):
+@pytest.mark.parametrize("has_views", [False, True])
+def test_appended_pairs_come_back_in_order_whatever_the_chunk(cache, has_views):
+    paddle.set_flags({"FLAGS_use_stride_kernel": has_views})
     rng = np.random.default_rng(0)
     keys, values = [], []
     for length in (3, 1, 1, 2, 9, 1):
@@ -38,6 +41,7 @@ def test_appended_pairs_come_back_in_order_whatever_the_chunk(cache):
 def test_a_step_within_the_capacity_keeps_the_buffer(cache):
     rng = np.random.default_rng(0)
     cache.append(*random_pair(5, rng))
-    addresses = [[x.data_ptr() for x in cache.append(*random_pair(1, rng))] for _ in range(4)]
+    with strided_views():
+        addresses = [[x.data_ptr() for x in cache.append(*random_pair(1, rng))] for _ in range(4)]
     assert addresses[0] == addresses[1] == addresses[2]
     assert addresses[3] != addresses[2]
