@@ -3,7 +3,9 @@
 Pinned here: loss, gradient norm, every factor of every adapter, every module that is trained whole
 and every state of the optimizer after four steps equal the run on one device, under tensor and
 sequence parallelism (with a key head that two ranks share), in a pipeline, and with sharded
-parameters; the adapters are one file of PEFT's whoever wrote it, and one process continues from it.
+parameters; the adapters are one file of PEFT's whoever wrote it, and one process continues from it;
+dropout draws the same on the ranks of a tensor-parallel group where their input is the same, and
+differently where each has a part of it.
 """
 
 import json
@@ -11,13 +13,18 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
+from paddle.distributed import fleet
 from safetensors.numpy import load_file
 
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.nn.linear import Linear
+from paddle_vl.nn.lora import LowRankSettings
+from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.train.build import build_trainer, model_config
 from tests.launch import launch
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
@@ -36,6 +43,29 @@ TOLERANCE = 1e-5
 def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
     config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
     assert build_trainer(config).run() is None
+
+
+def worker(run_file: str, output_dir: str, overrides: list[str]) -> dict[str, np.ndarray]:
+    """A whole run; with tensor parallelism, then what dropout keeps of each kind of input."""
+    train(run_file, output_dir, overrides)
+    group = fleet.get_hybrid_communicate_group().get_model_parallel_group()
+    if group.nranks == 1:
+        return {}
+    placement = FleetPlacement(group)
+    tower = Linear(32, 32, bias=True)
+    placement.mark_tower([tower.weight, tower.bias])
+    layers = {
+        "whole rows": placement.column_linear(32, 64),
+        "own features": placement.row_linear(64, 32),
+        "own images": tower,
+    }
+    kept = {}
+    for name, layer in layers.items():
+        placement.add_low_rank(layer, LowRankSettings(32, 1.0, dropout=0.5))
+        layer.lora.A.set_value(np.eye(32, dtype=np.float32))
+        layer.lora.B.set_value(np.eye(32, dtype=np.float32))
+        kept[name] = layer.lora(paddle.ones([4, 32])).numpy()
+    return kept
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +104,19 @@ def one_device(run_file, common, tmp_path_factory) -> Path:
     return output_dir
 
 
+@pytest.fixture(scope="module")
+def dropout_of_ranks() -> dict[str, list[dict[str, np.ndarray]]]:
+    """What the workers returned, by topology."""
+    return {}
+
+
 @pytest.fixture(scope="module", params=TOPOLOGIES)
-def several(request, run_file, common, tmp_path_factory) -> Path:
+def several(request, run_file, common, tmp_path_factory, dropout_of_ranks) -> Path:
     output_dir = tmp_path_factory.mktemp("several") / "out"
     parts = 2 if "sharding" in request.param else 1
     overrides = [*common, *settings(parts), *TOPOLOGIES[request.param]]
-    launch(train, 2, arguments=(str(run_file), str(output_dir), overrides))
+    kept = launch(worker, 2, arguments=(str(run_file), str(output_dir), overrides))
+    dropout_of_ranks[request.param] = kept
     return output_dir
 
 
@@ -109,6 +146,13 @@ def test_every_step_and_every_adapter_equal_one_device(several, one_device):
             assert line[key] == pytest.approx(expected[key], rel=TOLERANCE), (line["step"], key)
     for name in ("checkpoint-2", "checkpoint-4"):
         assert_close(several / name, one_device / name)
+
+
+def test_dropout_draws_the_same_where_the_input_is_the_same(several, dropout_of_ranks):
+    for first, second in (kept for kept in dropout_of_ranks.values() if kept[0]):
+        for name, values in first.items():
+            assert set(np.unique(values)) == {0.0, 2.0}
+            assert (values == second[name]).all() == (name == "whole rows"), name
 
 
 def test_every_factor_was_trained(one_device):

@@ -184,7 +184,13 @@ def test_configuration_is_frozen(write):
 )
 def test_every_example_loads_and_its_processes_add_up(path):
     config = load_run_config(path)
-    launched = {"one_card": 1, "digits": 1, "digits_4_processes": 4, "one_node_8_gpus": 8}
+    launched = {
+        "one_card": 1,
+        "lora": 1,
+        "digits": 1,
+        "digits_4_processes": 4,
+        "one_node_8_gpus": 8,
+    }
     plan = Plan(
         parallel_degrees(config),
         launched.get(path.stem, 16),

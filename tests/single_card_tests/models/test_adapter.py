@@ -265,6 +265,20 @@ def test_a_loaded_adapter_is_the_saved_one(tmp_path):
     np.testing.assert_array_equal(logits(other), logits(model))
 
 
+def test_adapters_have_the_bases_dtype_and_keep_it_on_disk(tmp_path):
+    """Float32 masters are the optimizer's, as of any weight."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(BASE, dtype="bfloat16")
+    model.add_lora(config("all-linear", r=2))
+    assert {parameter.dtype for _, parameter in model.hf_named_parameters()} == {paddle.bfloat16}
+    model.save_adapter(tmp_path)
+    stored = StoredAdapter.read(tmp_path).tensors
+    assert {tensor.dtype for tensor in stored.values()} == {"BF16"}
+    other = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype="bfloat16", base=BASE)
+    expected = model.hf_state_dict()
+    for name, array in other.hf_state_dict().items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
 def test_what_does_not_belong_to_the_model_is_refused(tmp_path):
     model = adapted("q_proj")
     with pytest.raises(ValueError, match="already"):
