@@ -1,4 +1,4 @@
-"""Models and checks that run on every rank of a sharding group; see `test_sharding`."""
+"""Checks that run on every rank of a sharding group; see `test_sharding`."""
 
 import gc
 from functools import partial
@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.nn.functional as F
 import pytest
 from paddle import Tensor, nn
 from paddle.base.core import (
@@ -15,133 +14,24 @@ from paddle.base.core import (
     host_memory_stat_reset_peak_value,
 )
 
-from paddle_vl.nn.linear import Embedding, Linear, VocabHead
-from paddle_vl.nn.norm import rms_norm
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.sharding import Sharding, buckets
 from paddle_vl.parallel.topology import initialize
 from tests.launch import run_checks
+from tests.multi_card_tests.sharding_models import (
+    DIM,
+    VOCAB,
+    WIDE,
+    HalfModel,
+    WideStack,
+    sample,
+    toy,
+    trained,
+)
 
 STAGES = (1, 2, 3)
 STEPS, MICRO_BATCHES = 3, 2
-VOCAB, DIM, ROWS = 11, 6, 5
-NUM_LAYERS, NUM_BLOCKS = 3, 2
-# Of the model for memory: one float32 weight of a layer, and how many there are.
-WIDE, NUM_WIDE = 256, 8
-WIDE_BYTES = WIDE * WIDE * 4
-
-
-class Block(nn.Layer):
-    """A unit that the data enter, which need no gradient: as in a vision tower."""
-
-    def __init__(self):
-        super().__init__()
-        self.proj = Linear(DIM, DIM, bias=True, init_std=0.4)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return x_TD + paddle.tanh(self.proj(x_TD))
-
-
-class Layer(nn.Layer):
-    """A unit with all that could go wrong: weights that autograd or a PyLayer saves, a frozen one,
-    one smaller than the group, a table, slices, and gradients that come back through a chain of
-    operations on weights alone that is much longer than the layer's own."""
-
-    def __init__(self, is_sided: bool):
-        super().__init__()
-        self.is_sided = is_sided
-        self.norm = self.create_parameter([DIM], default_initializer=nn.initializer.Constant(1.0))
-        self.up = Linear(DIM, 7, bias=True, init_std=0.4)
-        self.down = Linear(7, DIM, bias=False, init_std=0.4)
-        self.sliced = self.create_parameter([DIM, 9])
-        self.scale = self.create_parameter([1], default_initializer=nn.initializer.Constant(0.7))
-        self.table = self.create_parameter([3, DIM])
-        self.frozen = self.create_parameter([DIM, DIM])
-        self.frozen.stop_gradient = True
-
-    def forward(self, x_TD: Tensor, side_TD: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        h_TD = rms_norm(x_TD, self.norm, 1e-6)
-        h_TD = self.down(F.silu(self.up(h_TD))) * self.scale + paddle.matmul(h_TD, self.frozen)
-        h_TD = h_TD + paddle.matmul(h_TD, self.sliced[:, 2 : 2 + DIM])
-        h_TD = h_TD + F.embedding(paddle.arange(ROWS) % 3, self.table)
-        chained = self.norm * self.scale
-        for _ in range(20):
-            chained = paddle.tanh(chained * self.norm)
-        x_TD = x_TD + h_TD + chained * len(sizes)
-        return x_TD + side_TD if self.is_sided else x_TD
-
-
-class Toy(nn.Layer):
-    """Blocks over data, layers over tokens; parameters of the root around them."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = Embedding(VOCAB, DIM, init_std=0.5)
-        self.blocks = nn.LayerList([Block() for _ in range(NUM_BLOCKS)])
-        self.layers = nn.LayerList([Layer(is_sided=i < 2) for i in range(NUM_LAYERS)])
-        self.rare = self.create_parameter([DIM], default_initializer=nn.initializer.Constant(0.3))
-        self.fixed = self.create_parameter([DIM], default_initializer=nn.initializer.Constant(0.9))
-        self.fixed.stop_gradient = True
-        self.head = VocabHead(DIM, VOCAB, init_std=0.5)
-
-    @property
-    def units(self) -> list[nn.Layer]:
-        return [*self.blocks, *self.layers]
-
-    def forward(self, ids_T: Tensor, pixels_TD: Tensor, uses_rare: bool) -> Tensor:
-        side_TD = pixels_TD
-        for block in self.blocks:
-            side_TD = block(side_TD)
-        x_TD = self.embedding(ids_T) * self.fixed
-        if uses_rare:
-            x_TD = x_TD * self.rare
-        for layer in self.layers:
-            x_TD = layer(x_TD, side_TD, (1, 2))
-        return (self.head(x_TD) ** 2).mean()
-
-
-class Wide(nn.Layer):
-    """Two matrices' product with few rows: the weight is nearly all of a layer's memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = self.create_parameter([WIDE, WIDE])
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return paddle.tanh(paddle.matmul(x_TD, self.weight))
-
-
-class WideStack(nn.Layer):
-    def __init__(self):
-        super().__init__()
-        self.units = nn.LayerList([Wide() for _ in range(NUM_WIDE)])
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        for unit in self.units:
-            x_TD = unit(x_TD)
-        return x_TD.mean()
-
-
-def sample(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor, bool]:
-    """A micro-batch of a rank's; only rank 0 uses the rare parameter, in its first one."""
-    random = np.random.default_rng([step, micro, rank])
-    ids_T = random.integers(0, VOCAB, ROWS)
-    pixels_TD = random.normal(size=(ROWS, DIM)).astype(np.float32)
-    return paddle.to_tensor(ids_T), paddle.to_tensor(pixels_TD), rank == 0 and micro == 0
-
-
-def toy(recomputed: bool = False) -> Toy:
-    paddle.seed(5)
-    model = Toy()
-    if recomputed:
-        recompute_layers(model.units)
-    return model
-
-
-def trained(model: nn.Layer) -> list[Tensor]:
-    return [parameter for parameter in model.parameters() if not parameter.stop_gradient]
 
 
 def adamw(parameters: list[Tensor]) -> paddle.optimizer.AdamW:
@@ -400,27 +290,6 @@ def never_used(group, stage: int) -> list[str]:
             if not np.array_equal(run.sharding.shard_of(parameter).grad.numpy(), wanted):
                 wrong.append(name)
     return wrong
-
-
-class Half(nn.Layer):
-    """bfloat16 as a weight's storage only: CPUs have no arithmetic in it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = self.create_parameter([3, 5], dtype="bfloat16")
-        self.bias = self.create_parameter([5])
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return paddle.matmul(x_TD, self.weight.astype("float32")) + self.bias
-
-
-class HalfModel(nn.Layer):
-    def __init__(self):
-        super().__init__()
-        self.units = nn.LayerList([Half()])
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.units[0](x_TD).sum()
 
 
 def half_gradients(group, stage: int) -> tuple[str, set[float]]:

@@ -16,15 +16,8 @@ import numpy as np
 import pytest
 
 from tests.launch import launch, outcome_of
-from tests.multi_card_tests.sharding_checks import (
-    MICRO_BATCHES,
-    NUM_BLOCKS,
-    NUM_LAYERS,
-    NUM_WIDE,
-    STAGES,
-    WIDE_BYTES,
-    worker,
-)
+from tests.multi_card_tests.sharding_checks import MICRO_BATCHES, STAGES, worker
+from tests.multi_card_tests.sharding_models import NUM_BLOCKS, NUM_LAYERS, NUM_WIDE, WIDE_BYTES
 
 TOLERANCE = 1e-5
 UNITS = NUM_BLOCKS + NUM_LAYERS
