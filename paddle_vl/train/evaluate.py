@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,11 @@ def mean_loss(
     was_training = runner.model.training
     runner.model.eval()
     try:
-        for batch in batches:
-            total += runner.loss_sum(batch).astype("float64")
-            count += batch["num_target_tokens"]
+        # A loader begins anew when it is asked behind its end; a chain does not.
+        stream = chain(batches)
+        while group := list(islice(stream, runner.batches_at_once)):
+            total += runner.loss_sum(group).astype("float64")
+            count += sum(batch["num_target_tokens"] for batch in group)
     finally:
         if was_training:
             runner.model.train()

@@ -57,10 +57,12 @@ class WholeModel:
             total = loss.detach() if total is None else total + loss.detach()
         return total
 
+    batches_at_once = 1
+
     @paddle.no_grad()
-    def loss_sum(self, batch: Batch) -> Tensor:
-        """Summed cross entropy of one batch."""
-        return self.model(**batch).loss_sum
+    def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
+        """Summed cross entropy of all batches."""
+        return sum(self.model(**batch).loss_sum for batch in batches)
 
 
 def train_step(

@@ -57,10 +57,15 @@ class PipelineRunner:
         """
         return _Step(self, batches, num_target_tokens).run(self._operations(len(batches)))
 
+    @property
+    def batches_at_once(self) -> int:
+        """How many batches of an evaluation keep all stages at work."""
+        return 2 * self.num_stages
+
     @paddle.no_grad()
-    def loss_sum(self, batch: Batch) -> Tensor:
-        """Summed loss of one batch on the last stage, zero on the others."""
-        return _Step(self, [batch], 1).run(self._operations(1, forward_only=True))
+    def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
+        """Summed loss of all batches on the last stage, zero on the others."""
+        return _Step(self, batches, 1).run(self._operations(len(batches), forward_only=True))
 
     def _operations(self, num_batches: int, forward_only: bool = False) -> list[Operation]:
         plans = plan(self.num_stages, self.num_virtual, num_batches, forward_only)

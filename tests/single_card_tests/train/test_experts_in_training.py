@@ -64,8 +64,8 @@ def test_a_steps_loss_has_the_mean_of_the_auxiliary_losses(processes):
 
 def test_evaluation_is_about_cross_entropy_alone():
     batch = image_batch(TEXTS, PROMPTS)
-    with_auxiliary = WholeModel(tiny_model(**SETTINGS)).loss_sum(batch)
-    assert with_auxiliary.item() == WholeModel(tiny_model(**EXPERTS)).loss_sum(batch).item()
+    with_auxiliary = WholeModel(tiny_model(**SETTINGS)).loss_sum([batch])
+    assert with_auxiliary.item() == WholeModel(tiny_model(**EXPERTS)).loss_sum([batch]).item()
 
 
 def test_load_is_over_all_experts_of_all_layers_and_parts_of_the_data():
