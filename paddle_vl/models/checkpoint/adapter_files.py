@@ -10,6 +10,7 @@ Source: PEFT 0.21, `peft/utils/save_and_load.py` and `peft/tuners/lora/config.py
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -114,39 +115,38 @@ class StoredAdapter:
         Raises:
             ValueError: tensors of the adapter that do not fit the base.
         """
-        weights = {f"{module}.weight": module for module in self.targets}
-        ranks = {
-            key: (self.tensors[module + A_KEY].shape, self.tensors.get(module + B_KEY))
-            for key, module in weights.items()
-        }
-        lone = [
-            key for key in [*weights, *self.tensors] if key not in base and not is_low_rank(key)
-        ]
-        misfits = [
-            key
-            for key, (a_shape, b) in ranks.items()
-            if key in base and (b is None or base[key].shape != (b.shape[0], a_shape[1]))
-        ]
-        misfits += [
-            key for key, t in self.tensors.items() if key in base and t.shape != base[key].shape
-        ]
-        if lone or misfits:
-            raise ValueError(
-                f"the adapter in {self.folder} does not fit the base: absent from it are "
-                f"{lone or 'none'}, of other shapes {misfits or 'none'}; choose its own base"
-            )
-
-        def value(key: str) -> np.ndarray:
-            array = self.tensors.get(key, base[key]).read()
-            if key in weights:
-                delta = self.delta(weights[key])
-                array = array.astype(np.float32) + delta
-            return encoded(array, base[key].dtype)
-
+        self._check_fits(base)
         return [
-            TensorToWrite(key, tensor.shape, tensor.dtype, lambda key=key: value(key))
+            TensorToWrite(key, tensor.shape, tensor.dtype, partial(self._merged, key, tensor))
             for key, tensor in base.items()
         ]
+
+    def _merged(self, key: str, tensor: StoredTensor) -> np.ndarray:
+        array, module = self.tensors.get(key, tensor).read(), key.removesuffix(".weight")
+        if module + A_KEY in self.tensors:
+            array = array.astype(np.float32) + self.delta(module)
+        return encoded(array, tensor.dtype)
+
+    def _check_fits(self, base: Mapping[str, StoredTensor]) -> None:
+        shapes = {key: base[key].shape for key in self.tensors if key in base}
+        for module in self.targets:
+            weight = base.get(f"{module}.weight")
+            if weight is not None and len(weight.shape) == 2:
+                shapes[module + A_KEY] = (self.config.r, weight.shape[1])
+                shapes[module + B_KEY] = (weight.shape[0], self.config.r)
+        strange = sorted(self.tensors.keys() - shapes.keys())
+        misfits = [
+            f"{key} {list(self.tensors[key].shape) if key in self.tensors else 'absent'}, not "
+            f"{list(shape)}"
+            for key, shape in sorted(shapes.items())
+            if key not in self.tensors or self.tensors[key].shape != shape
+        ]
+        if strange or misfits:
+            raise ValueError(
+                f"the adapter in {self.folder} does not fit the base: {len(strange)} tensors are "
+                f"for what it does not have ({', '.join(strange)}), {len(misfits)} are of other "
+                f"shapes ({'; '.join(misfits)}); choose its own base"
+            )
 
     def delta(self, module: str) -> np.ndarray:
         """What the adapter adds to a module's weight, `[out, in]` float32."""
