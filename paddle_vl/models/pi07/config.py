@@ -1,12 +1,42 @@
-"""Configuration of pi07: the numbers of the engine under the field names of OpenTau.
+"""Configuration of pi07's low-level policy, under the field names and defaults of OpenTau.
 
 A policy's configuration holds `vlm_config`, the engine's, which holds the two towers'. Some
-settings stand at both levels: given at one they hold for both, given at both they must agree.
+settings stand at both levels; the original lets several of the policy's have no effect. Here a
+setting that is given at one level holds for both, and given at both it must be the same. A file
+that OpenTau wrote holds every setting whether anyone gave it or not: there, a level that has the
+default has said nothing.
 """
 
-from dataclasses import asdict, dataclass, field, fields
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
+from paddle_vl.models.pi07.engine_config import (
+    Gemma3Config,
+    Gemma3TextConfig,
+    Gemma3WithExpertConfig,
+    GemmaExpertConfig,
+    SiglipVisionConfig,
+    check_training,
+)
+from paddle_vl.models.pi07.features import PolicyFeature, check_normalization, feature_from_dict
+
+__all__ = [
+    "SHARED_SETTINGS",
+    "Gemma3Config",
+    "Gemma3TextConfig",
+    "Gemma3WithExpertConfig",
+    "GemmaExpertConfig",
+    "PI07Config",
+    "SiglipVisionConfig",
+]
+logger = logging.getLogger(__name__)
+
+POLICY_TYPE = "pi07_low_level"
+CURRENT_CONFIG_VERSION = 1
 # Settings that stand in the policy's configuration and in `vlm_config`, with their defaults.
 SHARED_SETTINGS: dict[str, Any] = {
     "attention_implementation": "eager",
@@ -17,204 +47,57 @@ SHARED_SETTINGS: dict[str, Any] = {
     "gradient_checkpointing": False,
 }
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
+# Where a configuration may lie, best first; the last two hold the policy's as a section.
+CONFIG_FILES = ("config.json", "train_config.json", "hf_config.json")
 
-# Keys of HF's configuration classes without effect on the numbers here. The original ignores
-# `rope_scaling` and `sliding_window` too: see `paddle_vl.models.pi07.interleaved`.
-_INERT_KEYS = frozenset(
+# OpenTau's and LeRobot's keys without effect here: how they run, where they publish.
+_UNUSED = frozenset(
     """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path
-    _sliding_window_pattern add_cross_attention architectures attention_bias attention_dropout
-    attn_logit_softcapping auto_map bad_words_ids begin_suppress_tokens boi_token_index bos_token_id
-    cache_implementation chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eoi_token_index
-    eos_token_id exponential_decay_length_penalty final_logit_softcapping finetuning_task
-    forced_bos_token_id forced_eos_token_id head_dtype hidden_act hidden_activation id2label
-    ignore_index image_token_id image_token_index initializer_range is_decoder is_encoder_decoder
-    label2id length_penalty max_length max_position_embeddings min_length model_type
-    no_repeat_ngram_size num_beam_groups num_beams num_channels num_return_sequences
-    output_attentions output_hidden_states output_scores pad_token_id prefix problem_type
-    projection_dim projector_hidden_act pruned_heads remove_invalid_values repetition_penalty
-    return_dict return_dict_in_generate rope_scaling sep_token_id sliding_window
-    sliding_window_pattern suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tie_word_embeddings tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p use_bfloat16 use_bidirectional_attention use_cache
-    vision_use_head
+    action_decoder_latency_lower action_decoder_latency_mean action_decoder_latency_std
+    action_decoder_latency_upper cloud_vlm_latency_lower cloud_vlm_latency_mean
+    cloud_vlm_latency_std cloud_vlm_latency_upper compile_mode compile_model device init_strategy
+    license opentau_version pretrained_path private push_to_hub repo_id
+    skip_input_resolution_check tags torch_compile_mode type use_amp use_peft use_torch_compile
     """.split()
 )
+# OpenTau's settings that would change the actions; only these values are supported.
+_ONLY = {"accel_prefix": None, "n_candidates": 1, "action_chunk_critic_path": None}
 
 
-def build_part(cls: type, values: dict[str, Any], where: str):
-    """`cls` from a part of a config.json.
-
-    Raises:
-        ValueError: a key that is neither a field nor known to be without effect.
-    """
-    names = {f.name for f in fields(cls)}
-    unknown = sorted(set(values) - names - _INERT_KEYS)
-    if unknown:
-        raise ValueError(
-            f"{where} has keys that this model does not know: {unknown}; remove them, or check "
-            "that the file belongs to a pi07 policy"
-        )
-    return cls(**{name: value for name, value in values.items() if name in names})
-
-
-@dataclass(frozen=True)
-class SiglipVisionConfig:
-    """The image tower. Defaults are those of the original."""
-
-    hidden_size: int = 1152
-    intermediate_size: int = 4304
-    num_attention_heads: int = 16
-    num_hidden_layers: int = 27
-    patch_size: int = 14
-    image_size: int = 448
-    layer_norm_eps: float = 1e-6
-
-    def __post_init__(self):
-        _check_divides(self, "vision_config", "hidden_size", "num_attention_heads")
-        _check_divides(self, "vision_config", "image_size", "patch_size")
-
-    @property
-    def grid_side(self) -> int:
-        """Patches of an image in one direction."""
-        return self.image_size // self.patch_size
-
-    @property
-    def num_patches(self) -> int:
-        return self.grid_side**2
-
-
-@dataclass(frozen=True)
-class Gemma3TextConfig:
-    """The backbone. `layer_types` defaults to one full layer behind every five sliding ones."""
-
-    hidden_size: int = 2560
-    intermediate_size: int = 10240
-    num_hidden_layers: int = 34
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 4
-    head_dim: int = 256
-    query_pre_attn_scalar: float = 256
-    rope_theta: float = 1e6
-    rope_local_base_freq: float = 1e4
-    rms_norm_eps: float = 1e-6
-    vocab_size: int = 262208
-    layer_types: list[str] | None = None
-
-    def __post_init__(self):
-        _check_divides(self, "text_config", "num_attention_heads", "num_key_value_heads")
-        if self.layer_types is None:
-            kinds = [
-                "sliding_attention" if (i + 1) % 6 else "full_attention"
-                for i in range(self.num_hidden_layers)
-            ]
-            object.__setattr__(self, "layer_types", kinds)
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"text_config: layer_types names {len(self.layer_types)} layers, "
-                f"num_hidden_layers is {self.num_hidden_layers}"
-            )
-
-    def rope_base(self, layer: int) -> float:
-        """Base of the rotary angles of a layer, for both streams."""
-        is_local = self.layer_types[layer] == "sliding_attention"
-        return self.rope_local_base_freq if is_local else self.rope_theta
-
-
-@dataclass(frozen=True)
-class Gemma3Config:
-    """Backbone, image tower and the projector between them."""
-
-    text_config: Gemma3TextConfig = field(default_factory=Gemma3TextConfig)
-    vision_config: SiglipVisionConfig = field(default_factory=SiglipVisionConfig)
-    mm_tokens_per_image: int = 256
-
-    def __post_init__(self):
-        side = self.vision_config.grid_side
-        if round(self.mm_tokens_per_image**0.5) ** 2 != self.mm_tokens_per_image or (
-            side % round(self.mm_tokens_per_image**0.5)
-        ):
-            raise ValueError(
-                f"mm_tokens_per_image is {self.mm_tokens_per_image}: it must be a square whose "
-                f"side divides the {side} patches in a row of an image"
-            )
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Gemma3Config":
-        """From the content of `gemma3_config`."""
-        values = dict(values)
-        text = build_part(Gemma3TextConfig, values.pop("text_config", {}), "text_config")
-        vision = build_part(SiglipVisionConfig, values.pop("vision_config", {}), "vision_config")
-        values |= {"text_config": text, "vision_config": vision}
-        return build_part(cls, values, "gemma3_config")
-
-
-@dataclass(frozen=True)
-class GemmaExpertConfig:
-    """The action expert. Its heads are the backbone's; the original ignores its `rope_theta`."""
-
-    hidden_size: int = 1280
-    intermediate_size: int = 5120
-    num_hidden_layers: int = 34
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 4
-    head_dim: int = 256
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e4
-    use_adarms: bool = True
-    adarms_cond_dim: int = 1280
-    vocab_size: int = 262208
-
-
-@dataclass(frozen=True)
-class Gemma3WithExpertConfig:
-    """The engine: backbone and expert, and which of their parameters train.
-
-    Attributes:
-        discrete_action_vocab_size: of the FAST tokenizer; None until one is there.
-    """
-
-    gemma3_config: Gemma3Config = field(default_factory=Gemma3Config)
-    gemma_expert_config: GemmaExpertConfig = field(default_factory=GemmaExpertConfig)
-    attention_implementation: str | None = None
-    dropout: float | None = None
-    freeze_vision_encoder: bool | None = None
-    train_expert_only: bool | None = None
-    train_vision_encoder_only: bool = False
-    train_state_action_representation_only: bool | None = None
-    gradient_checkpointing: bool | None = None
-    disable_action_expert: bool = False
-    load_pretrained_gemma3: bool = False
-    disable_internal_bf16_cast: bool = False
-    discrete_action_vocab_size: int | None = None
-
-    def __post_init__(self):
-        text, expert = self.gemma3_config.text_config, self.gemma_expert_config
-        for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
-            if not self.disable_action_expert and getattr(text, name) != getattr(expert, name):
-                raise ValueError(
-                    f"gemma_expert_config.{name} {getattr(expert, name)} differs from "
-                    f"text_config.{name} {getattr(text, name)}: both streams share every attention"
-                )
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Gemma3WithExpertConfig":
-        """From the content of `vlm_config`."""
-        values = dict(values)
-        expert = values.pop("gemma_expert_config", {})
-        values |= {
-            "gemma3_config": Gemma3Config.from_dict(values.pop("gemma3_config", {})),
-            "gemma_expert_config": build_part(GemmaExpertConfig, expert, "gemma_expert_config"),
-        }
-        return build_part(cls, values, "vlm_config")
+def _default_normalization() -> dict[str, str]:
+    return {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 
 
 @dataclass(frozen=True)
 class PI07Config:
     """The low-level policy.
 
-    After construction the settings of `SHARED_SETTINGS` have values at both levels, the same.
+    Attributes:
+        vlm_config: the engine. The settings of `SHARED_SETTINGS` have the same value there.
+        n_obs_steps: frames of an observation, the current one included.
+        history_interval: environment steps between two of them.
+        chunk_size: actions that the model predicts at once.
+        n_action_steps: how many of them are executed before it predicts anew.
+        input_features, output_features: the data's features by name.
+        normalization_mapping: for STATE, ACTION and VISUAL: MEAN_STD, MIN_MAX, QUANTILE, IDENTITY.
+        resize_imgs_with_padding: (height, width) of the images that the tower sees.
+        empty_cameras: how many cameras may be absent from a batch.
+        *_max_length: tokens, to which the texts and the discrete actions are padded or cut.
+        discrete_action_tokenizer_path: folder of the FAST tokenizer, or a name on the hub, which
+            is not fetched.
+        proj_width: width of the action rows; the expert's `hidden_size`.
+        per_group_projection: state and action projections of their own for each group of data.
+        num_steps: Euler steps from noise to actions.
+        max_delay: actions of the previous chunk that may still run while the next is computed.
+        knowledge_insulation: the action loss does not train the backbone.
+        spacetime_layer_stride: every so-manieth layer of the tower looks back in time.
+        warn_outlier_threshold: normalised values beyond it are warned of in training; 0 for never.
+        dataset_names: the groups of the statistics, in the order of their rows.
+        dataset_to_norm_index: row by name of the data set that a group consists of.
+        config_version: of the normalisation's convention; None before it is settled, which
+            computes as the current one.
+        skip_normalization_weights: loading leaves a checkpoint's statistics out.
+        save_normalization_stats: saving writes the statistics.
     """
 
     vlm_config: Gemma3WithExpertConfig = field(default_factory=Gemma3WithExpertConfig)
@@ -222,12 +105,18 @@ class PI07Config:
     history_interval: int = 1
     chunk_size: int = 50
     n_action_steps: int = 50
+    input_features: dict[str, PolicyFeature] = field(default_factory=dict)
+    output_features: dict[str, PolicyFeature] = field(default_factory=dict)
+    normalization_mapping: dict[str, str] = field(default_factory=_default_normalization)
     max_state_dim: int = 32
     max_action_dim: int = 32
+    resize_imgs_with_padding: tuple[int, int] = (448, 448)
+    empty_cameras: int = 0
     prompt_max_length: int = 256
     response_max_length: int = 52
     metadata_max_length: int = 52
     discrete_action_max_length: int = 32
+    discrete_action_tokenizer_path: str = "physical-intelligence/fast"
     proj_width: int = 1280
     num_steps: int = 5
     max_delay: int = 0
@@ -240,47 +129,131 @@ class PI07Config:
     train_expert_only: bool | None = None
     train_state_action_representation_only: bool | None = None
     gradient_checkpointing: bool | None = None
+    optimizer_lr: float = 2.5e-5
+    optimizer_betas: tuple[float, float] = (0.9, 0.95)
+    optimizer_eps: float = 1e-8
+    optimizer_weight_decay: float = 1e-10
+    scheduler_warmup_steps: int = 1_000
+    scheduler_decay_steps: int = 30_000
+    scheduler_decay_lr: float = 2.5e-6
+    warn_outlier_threshold: float = 32.0
+    dataset_names: list[str] | None = None
+    dataset_to_norm_index: dict[str, int] | None = None
+    config_version: int | None = None
+    skip_normalization_weights: bool = False
+    save_normalization_stats: bool = True
+    other: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
+        for name in ("resize_imgs_with_padding", "optimizer_betas"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         self._settle_shared()
-        self._check_freezing()
-        width = self.vlm_config.gemma_expert_config.hidden_size
-        if self.proj_width != width:
-            raise ValueError(
-                f"proj_width {self.proj_width} differs from gemma_expert_config.hidden_size {width}"
-            )
-        if self.attention_implementation not in ATTENTION_IMPLEMENTATIONS:
-            raise ValueError(
-                f"attention_implementation is {self.attention_implementation!r}; this package has "
-                f"{ATTENTION_IMPLEMENTATIONS}"
-            )
-        if not self.n_action_steps <= self.chunk_size or not self.max_delay <= self.chunk_size:
-            raise ValueError(
-                f"n_action_steps {self.n_action_steps} and max_delay {self.max_delay} must not "
-                f"exceed chunk_size {self.chunk_size}"
-            )
-        if self.n_action_steps < self.chunk_size and self.max_delay > 0:
-            raise ValueError(
-                f"max_delay {self.max_delay} needs n_action_steps {self.n_action_steps} to be "
-                f"chunk_size {self.chunk_size}"
-            )
+        check_training(self.vlm_config)
+        self._check_ranges()
+        self._check_horizon()
+        self._check_engine()
+        check_normalization(self.normalization_mapping)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "PI07Config":
+    def from_pretrained(cls, path: str | Path) -> "PI07Config":
+        """Read the configuration of a model folder, or a JSON file.
+
+        Raises:
+            RuntimeError: there is none.
+            ValueError: it is not a pi07 policy's, naming what is wrong.
+        """
+        path = Path(path)
+        candidates = [path / name for name in CONFIG_FILES] if path.is_dir() else [path]
+        file = next((file for file in candidates if file.is_file()), None)
+        if file is None:
+            raise RuntimeError(
+                f"{path} has no configuration: none of {', '.join(f.name for f in candidates)}"
+            )
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} holds a {type(values).__name__}, not a configuration")
+        if "type" not in values and isinstance(values.get("policy"), dict):
+            values = values["policy"]
+        try:
+            return cls.from_dict(values)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "PI07Config":
         """From the content of config.json.
 
         Raises:
-            ValueError: unknown keys, contradictory settings, named.
+            ValueError: another policy's type, unknown keys, contradictory settings, named.
         """
-        values = dict(values)
-        vlm = Gemma3WithExpertConfig.from_dict(values.pop("vlm_config", {}))
-        return build_part(cls, values | {"vlm_config": vlm}, "the configuration")
+        values = {name: value for name, value in values.items() if name != "other"}
+        kind = values.get("type", POLICY_TYPE)
+        if kind != POLICY_TYPE:
+            raise ValueError(f"type is {kind!r}; this configuration reads {POLICY_TYPE!r}")
+        for name, only in _ONLY.items():
+            if (found := values.pop(name, only)) != only:
+                raise ValueError(f"{name} is {found!r}, which is not supported; it must be {only}")
+        names = {f.name for f in fields(cls)}
+        if unknown := sorted(set(values) - names - _UNUSED):
+            raise ValueError(
+                f"the configuration has keys that a pi07 policy does not know: {unknown}; correct "
+                "or remove them"
+            )
+        vlm = values.pop("vlm_config", None) or {}
+        if "model_type" in vlm:
+            values, vlm = _without_defaults(values), _without_defaults(vlm)
+        values["vlm_config"] = Gemma3WithExpertConfig.from_dict(vlm)
+        for name in ("input_features", "output_features"):
+            features = values.get(name) or {}
+            values[name] = {key: feature_from_dict(key, f) for key, f in features.items()}
+        other = {name: value for name, value in values.items() if name not in names}
+        return cls(**{n: v for n, v in values.items() if n in names}, other=other)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of config.json."""
-        return asdict(self)
+        """The content of config.json in the original's form."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "other"}
+        values |= {name: list(v) for name, v in values.items() if isinstance(v, tuple)}
+        values["vlm_config"] = self.vlm_config.to_dict()
+        for name in ("input_features", "output_features"):
+            values[name] = {key: feature.to_dict() for key, feature in values[name].items()}
+        return {"type": POLICY_TYPE, **self.other, **values}
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write `config.json` into a folder."""
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        (Path(path) / "config.json").write_text(text, encoding="utf-8")
+
+    def changed(self, **settings: Any) -> "PI07Config":
+        """The same configuration with other settings, shared ones at both levels.
+
+        `discrete_action_vocab_size` and other settings of `vlm_config` alone are given in a whole
+        `vlm_config`.
+        """
+        shared = {name: settings[name] for name in SHARED_SETTINGS if name in settings}
+        vlm = replace(settings.pop("vlm_config", self.vlm_config), **shared)
+        return replace(self, **settings, vlm_config=vlm)
+
+    @property
+    def obs_buffer_size(self) -> int:
+        """Environment steps that must be remembered to make up an observation."""
+        return (self.n_obs_steps - 1) * self.history_interval + 1
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of data with statistics, and maybe projections, of their own."""
+        return max(1, len(self.dataset_names or ()))
+
+    @property
+    def normalization_version(self) -> int:
+        """The convention that is computed by."""
+        version = self.config_version
+        return CURRENT_CONFIG_VERSION if version is None else version
 
     def _settle_shared(self) -> None:
+        settled = {}
         for name, default in SHARED_SETTINGS.items():
             own, engine = getattr(self, name), getattr(self.vlm_config, name)
             if None not in (own, engine) and own != engine:
@@ -288,28 +261,72 @@ class PI07Config:
                     f"{name} is {own} in the policy's configuration and {engine} in vlm_config: "
                     "give one of them, or the same value twice"
                 )
-            value = next((v for v in (own, engine) if v is not None), default)
+            settled[name] = next((v for v in (own, engine) if v is not None), default)
+        if settled["attention_implementation"] == "fa2":
+            logger.warning("attention_implementation fa2 computes as eager, as in the original")
+            settled["attention_implementation"] = "eager"
+        for name, value in settled.items():
             object.__setattr__(self, name, value)
-            object.__setattr__(self.vlm_config, name, value)
+        object.__setattr__(self, "vlm_config", replace(self.vlm_config, **settled))
 
-    def _check_freezing(self) -> None:
-        vlm = self.vlm_config
-        refused = [
-            ("train_expert_only", "without", "freeze_vision_encoder"),
-            ("train_expert_only", "with", "disable_action_expert"),
-            ("train_vision_encoder_only", "with", "train_expert_only"),
-            ("train_vision_encoder_only", "with", "freeze_vision_encoder"),
-            ("train_state_action_representation_only", "with", "train_expert_only"),
-            ("train_state_action_representation_only", "with", "train_vision_encoder_only"),
-        ]
-        for first, how, second in refused:
-            if getattr(vlm, first) and getattr(vlm, second) == (how == "with"):
-                raise ValueError(f"{first} {how} {second}: these settings contradict each other")
+    def _check_ranges(self) -> None:
+        if self.attention_implementation not in ATTENTION_IMPLEMENTATIONS:
+            raise ValueError(
+                f"attention_implementation is {self.attention_implementation!r}; choose one of "
+                f"{', '.join(ATTENTION_IMPLEMENTATIONS)}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; it must be in [0, 1)")
+        for least, names in (
+            (
+                1,
+                "n_obs_steps history_interval chunk_size n_action_steps max_state_dim "
+                "max_action_dim prompt_max_length response_max_length metadata_max_length "
+                "discrete_action_max_length num_steps spacetime_layer_stride",
+            ),
+            (0, "empty_cameras max_delay"),
+        ):
+            for name in names.split():
+                value = getattr(self, name)
+                if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                    raise ValueError(f"{name} is {value!r}; it must be an integer >= {least}")
+        if self.config_version not in (None, 0, CURRENT_CONFIG_VERSION):
+            raise ValueError(
+                f"config_version is {self.config_version!r}; this package knows 0 and "
+                f"{CURRENT_CONFIG_VERSION}: a newer checkpoint needs a newer package"
+            )
+
+    def _check_horizon(self) -> None:
+        chunk = f"chunk_size {self.chunk_size}"
+        if self.n_action_steps > self.chunk_size:
+            raise ValueError(f"n_action_steps {self.n_action_steps} exceeds {chunk}")
+        if self.max_delay > self.chunk_size:
+            raise ValueError(f"max_delay {self.max_delay} exceeds {chunk}")
+        if self.n_action_steps < self.chunk_size and self.max_delay:
+            raise ValueError(
+                f"max_delay {self.max_delay} needs whole chunks to be executed, but n_action_steps "
+                f"{self.n_action_steps} is less than {chunk}: set max_delay to 0 or n_action_steps "
+                f"to {self.chunk_size}"
+            )
+
+    def _check_engine(self) -> None:
+        width = self.vlm_config.gemma_expert_config.hidden_size
+        if self.proj_width != width:
+            raise ValueError(
+                f"proj_width {self.proj_width} differs from gemma_expert_config.hidden_size {width}"
+            )
+        side = self.vlm_config.gemma3_config.vision_config.image_size
+        if self.resize_imgs_with_padding != (side, side):
+            raise ValueError(
+                f"resize_imgs_with_padding {self.resize_imgs_with_padding} differs from the image "
+                f"of the tower, vision_config.image_size {side}: set it to ({side}, {side})"
+            )
 
 
-def _check_divides(config, where: str, whole: str, part: str) -> None:
-    if getattr(config, whole) % getattr(config, part):
-        raise ValueError(
-            f"{where}: {whole} {getattr(config, whole)} is not a multiple of {part} "
-            f"{getattr(config, part)}"
-        )
+def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings less the shared ones that have their default."""
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in SHARED_SETTINGS or value != SHARED_SETTINGS[name]
+    }

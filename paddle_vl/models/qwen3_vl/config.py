@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.models.hub_keys import INERT_KEYS
 from paddle_vl.models.qwen3_vl.sizes import size_values
 from paddle_vl.models.qwen3_vl.text_config import (
     Qwen3VLMoeTextConfig,
@@ -17,23 +18,6 @@ from paddle_vl.models.qwen3_vl.text_config import (
     plain_text,
 )
 
-# Keys that HF's base configuration or its tools write, without effect on this model's numbers.
-_INERT_KEYS = frozenset(
-    """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention
-    architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
-    do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    id2label is_decoder is_encoder_decoder label2id length_penalty max_length min_length model_type
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_router_logits output_scores pad_token_id prefix problem_type
-    pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
-    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version
-    typical_p use_bfloat16 use_cache
-    """.split()
-)
 _MOE_TYPE = "qwen3_vl_moe"
 
 
@@ -245,7 +229,7 @@ def _build(cls, values: dict[str, Any], where: str, model_types: tuple[str, ...]
 def _known(cls, values: dict[str, Any], where: str) -> dict[str, Any]:
     """The values of `cls`'s fields; an unknown key that is not inert raises."""
     names = {f.name for f in fields(cls)} - {"tie_flags_agree"}
-    unknown = sorted(set(values) - names - _INERT_KEYS)
+    unknown = sorted(set(values) - names - INERT_KEYS)
     if unknown:
         raise ValueError(
             f"{where} has keys that this model does not know: {unknown}; remove them, or check "
