@@ -22,6 +22,7 @@ def mrope_position_ids(
     image_token_id: int,
     video_token_id: int,
     spatial_merge_size: int = 2,
+    cu_seqlens: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Positions for the interleaved rotary embedding.
 
@@ -33,10 +34,13 @@ def mrope_position_ids(
         attention_mask_BL: 1 at real tokens, 0 at padding on either side; None means all real.
         image_grid_thw: `[n, 3]` patches (t, h, w) per image, in reading order over the batch.
         video_grid_thw: `[n, 3]` per video; each of its t frames is a run of its own.
+        cu_seqlens: offsets of several samples in a row, see `paddle_vl.batch.packing`: positions
+            begin anew in each.
 
     Returns:
-        position_ids `[3, B, L]` int64 and rope_deltas `[B]` int64: the position of the first
-        generated token is the number of real tokens plus the delta.
+        position_ids `[3, B, L]` int64 and rope_deltas `[B]` int64, of a packed batch one per
+        segment: the position of the first generated token is the number of real tokens plus the
+        delta.
 
     Raises:
         ValueError: placeholders and grids do not match, or a run is broken by other tokens.
@@ -48,6 +52,9 @@ def mrope_position_ids(
     )
     advance_T = real_BL.astype(np.int64).reshape(-1)
     offset_3T = np.zeros((3, advance_T.size), dtype=np.int64)
+    batch, length = input_ids_BL.shape
+    starts_S = np.arange(batch) * length if cu_seqlens is None else np.asarray(cu_seqlens)[:-1]
+    segment_T = np.repeat(np.arange(starts_S.size), np.diff(starts_S, append=advance_T.size))
     for kind, token_id, frames in (
         ("image", image_token_id, _as_grid(image_grid_thw)),
         ("video", video_token_id, _split_frames(_as_grid(video_grid_thw))),
@@ -57,22 +64,22 @@ def mrope_position_ids(
             kind,
             rows_V,
             frames // [1, spatial_merge_size, spatial_merge_size],
-            input_ids_BL.shape[1],
+            segment_T,
             advance_T,
             offset_3T,
         )
-    advance_BL = advance_T.reshape(input_ids_BL.shape)
-    begin_BL = advance_BL.cumsum(axis=1) - advance_BL
-    position_ids = (begin_BL + offset_3T.reshape(3, *input_ids_BL.shape)) * real_BL
-    rope_deltas_B = advance_BL.sum(axis=1) - real_BL.sum(axis=1)
-    return position_ids, rope_deltas_B
+    begin_T = advance_T.cumsum() - advance_T
+    begin_T -= begin_T[starts_S][segment_T]
+    position_ids = (begin_T + offset_3T).reshape(3, batch, length) * real_BL
+    real_T = real_BL.reshape(-1).astype(np.int64)
+    return position_ids, np.add.reduceat(advance_T - real_T, starts_S)
 
 
 def _place_items(
     kind: str,
     rows_V: np.ndarray,
     merged_thw: np.ndarray,
-    length: int,
+    segment_T: np.ndarray,
     advance_T: np.ndarray,
     offset_3T: np.ndarray,
 ) -> None:
@@ -89,14 +96,14 @@ def _place_items(
     last_I = counts_I.cumsum() - 1
     first_I = last_I - counts_I + 1
     broken = (rows_V[last_I] - rows_V[first_I] != counts_I - 1) | (
-        rows_V[last_I] // length != rows_V[first_I] // length
+        segment_T[rows_V[last_I]] != segment_T[rows_V[first_I]]
     )
     if broken.any():
         item = int(np.flatnonzero(broken)[0])
         raise ValueError(
             f"{kind} item {item} (merged grid {merged_thw[item].tolist()}) is not one unbroken run "
-            f"of {counts_I[item]} placeholders in row {rows_V[first_I[item]] // length}: check the "
-            "order of the grids and that no other token stands between the placeholders"
+            f"of {counts_I[item]} placeholders in sample {segment_T[rows_V[first_I[item]]]}: check "
+            "the order of the grids and that no other token stands between the placeholders"
         )
     within_V = np.arange(rows_V.size) - first_I[item_V]
     _, height_V, width_V = merged_thw[item_V].T

@@ -17,7 +17,7 @@ from paddle_vl.models.qwen3_vl.embedding import GPTEmbedding
 from paddle_vl.models.qwen3_vl.moe import LoadBalance, SparseMoE
 from paddle_vl.models.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.nn.activation import swiglu
-from paddle_vl.nn.attention import MASKED_SCORE, causal_attention
+from paddle_vl.nn.attention import MASKED_SCORE, PackedSamples, causal_attention
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.nn.rope import apply_rotary
 
@@ -120,22 +120,23 @@ class LanguageModel(nn.Layer):
 
         Args:
             levels: `[M_local, D]` by the layer that they follow.
-            inputs: `rotary_pos_emb`, and `attention_mask` and `visual_update_indices` if there are
-                any, as `GPTEmbedding` returns them.
+            inputs: `rotary_pos_emb`, and `attention_mask`, `packed` and `visual_update_indices` if
+                there are any, as `GPTEmbedding` returns them.
         """
         cos_BLH, sin_BLH = inputs["rotary_pos_emb"]
         key_bias_BS = None
         if inputs.get("attention_mask") is not None:
             key_bias_BS = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
+        packed = inputs.get("packed")
         for i in layers:
             cache = None if caches is None else caches[i]
             if balance is not None and self.layers[i].has_experts:
                 x_TD, sums_2E = self.layers[i](
-                    x_TD, cos_BLH, sin_BLH, key_bias_BS, cache, balance.real_T
+                    x_TD, cos_BLH, sin_BLH, key_bias_BS, cache, packed, balance.real_T
                 )
                 balance.add(sums_2E)
             else:
-                x_TD = self.layers[i](x_TD, cos_BLH, sin_BLH, key_bias_BS, cache)
+                x_TD = self.layers[i](x_TD, cos_BLH, sin_BLH, key_bias_BS, cache, packed)
             if i in levels:
                 x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
         return x_TD
@@ -159,11 +160,12 @@ class DecoderLayer(nn.Layer):
         sin_BLH: Tensor,
         key_bias_BS: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        packed: PackedSamples | None = None,
         real_T: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The rows; with `real_T`, for a layer that has experts, and its `routing_sums`."""
         x_TD = x_TD + self.self_attn(
-            self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias_BS, cache
+            self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias_BS, cache, packed
         )
         rows_TD = self.post_attention_layernorm(x_TD)
         if not self.has_experts:
@@ -195,6 +197,7 @@ class SelfAttention(nn.Layer):
         sin_BLH: Tensor,
         key_bias_BS: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        packed: PackedSamples | None = None,
     ) -> Tensor:
         batch, length, _ = cos_BLH.shape
         cos_BLH, sin_BLH = cos_BLH.astype(x_TD.dtype), sin_BLH.astype(x_TD.dtype)
@@ -207,7 +210,7 @@ class SelfAttention(nn.Layer):
         k_BLKH = apply_rotary(k_BLKH, cos_BLH, sin_BLH)
         if cache is not None:
             k_BLKH, v_BLKH = cache.append(k_BLKH, v_BLKH)
-        out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias_BS)
+        out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias_BS, packed)
         return self.o_proj(out_BLNH.reshape([batch * length, -1]))
 
 

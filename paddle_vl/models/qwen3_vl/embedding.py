@@ -27,6 +27,8 @@ def decoder_positions(config: Qwen3VLConfig, dict_args: dict[str, Any]) -> dict[
     outputs = {"position_ids": position_ids, "rotary_pos_emb": cos_sin}
     if dict_args.get("attention_mask") is not None:
         outputs["attention_mask"] = dict_args["attention_mask"]
+    if dict_args.get("packed") is not None:
+        outputs["packed"] = dict_args["packed"]
     return outputs
 
 
@@ -51,7 +53,7 @@ class GPTEmbedding(nn.Layer):
 
         Args:
             dict_args: `input_ids` `[B, L]` int64; `position_ids` `[3, B, L]` int64; optionally
-                `attention_mask`, passed on; `image_embeds` / `video_embeds` `[M, D]`;
+                `attention_mask` and `packed`, passed on; `image_embeds` / `video_embeds` `[M, D]`;
                 `deepstack_image_embeds` / `deepstack_video_embeds`, lists of G `[M, D]`;
                 `visual_update_indices`, `visual_gather_indices` and, with both modalities,
                 `visual_source_indices` (see `paddle_vl.batch.visual_index`), and how many visual
@@ -60,8 +62,8 @@ class GPTEmbedding(nn.Layer):
 
         Returns:
             `hidden_states` `[T, D]`; `position_ids`; `rotary_pos_emb`, cosine and sine `[B, L, H]`;
-            `attention_mask` if given; and, unless the batch is all text, `visual_pos_masks`
-            `[B, L]` bool, `deepstack_visual_emb` (G tensors `[M_local, D]`),
+            `attention_mask` and `packed` if given; and, unless the batch is all text,
+            `visual_pos_masks` `[B, L]` bool, `deepstack_visual_emb` (G tensors `[M_local, D]`),
             `visual_update_indices` and `visual_gather_indices` `[M_local]`.
 
         Raises:

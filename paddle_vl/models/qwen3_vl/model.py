@@ -14,6 +14,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.batch.packing import check_offsets, restart_offsets
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.vision_layout import vision_layout
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
@@ -22,6 +23,7 @@ from paddle_vl.models.qwen3_vl.generate import generate, stream
 from paddle_vl.models.qwen3_vl.moe import asked_balance
 from paddle_vl.models.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.models.qwen3_vl.vision_tower import VisionFeatures, VisionTower
+from paddle_vl.nn.attention import PackedSamples
 from paddle_vl.nn.loss import next_token_targets
 from paddle_vl.nn.placement import SingleDevicePlacement
 
@@ -86,6 +88,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         num_unused_visual_rows: int = 0,
         num_target_tokens: int | None = None,
         has_left_padding: bool | None = None,
+        cu_seqlens: Array | None = None,
         caches: list[KeyValueCache] | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int = 0,
@@ -95,7 +98,9 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         Args:
             input_ids: `[B, L]` int64 with placeholders for visual tokens.
             attention_mask: `[B, L]`, 1 at real tokens; with caches `[B, S]` over all keys so far.
-            position_ids: `[3, B, L]`; computed on the host from ids and grids when left out.
+            position_ids: `[3, B, L]`; computed on the host from ids and grids when left out. Or
+                `[4, B, L]`, a text position first, whose restarts say where packed samples begin
+                if there is neither `cu_seqlens` nor an attention mask; that costs a host read.
             labels: `[B, L]` int64, not shifted, -100 ignored.
             pixel_values: `[P, patch_dim]` patches of all images; `pixel_values_videos` of videos.
             image_grid_thw: `[n, 3]` patches per image; `video_grid_thw` per video. Kept on the
@@ -107,6 +112,9 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             num_target_tokens: how many labels count, when the host knows it.
             has_left_padding: False when no real token follows padding: causality then hides the
                 padding and no mask is applied.
+            cu_seqlens: `[S + 1]` int32 offsets of several samples in a row, see
+                `paddle_vl.batch.packing`; kept on the host. Padding is a segment of its own, and
+                the first label of each sample has to be -100. Not with caches.
             caches: one per decoder layer when generating.
             output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
                 the configuration's when left out. Not with caches.
@@ -114,7 +122,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
 
         Raises:
             ValueError: placeholders, grids and patches do not agree; routers of a model without
-                experts; labels without the logits of all columns.
+                experts; labels without the logits of all columns; segments that do not tile the
+                rows, or with caches.
         """
         if labels is not None and logits_to_keep:
             raise ValueError(
@@ -133,7 +142,13 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             visual_source_indices=visual_source_indices,
             num_unused_visual_rows=num_unused_visual_rows,
             has_left_padding=has_left_padding,
+            cu_seqlens=cu_seqlens,
         )
+        if caches is not None and dict_args["packed"] is not None:
+            raise ValueError(
+                "the batch has several samples in a row and there are caches: generation continues "
+                "one sample per row; give every prompt a row of its own"
+            )
         dict_args |= self.encode_visual(
             _device(pixel_values), image_grid_thw, _device(pixel_values_videos), video_grid_thw
         )
@@ -172,17 +187,33 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         visual_source_indices: Array | None = None,
         num_unused_visual_rows: int = 0,
         has_left_padding: bool | None = None,
+        cu_seqlens: Array | None = None,
     ) -> dict[str, Any]:
         """What `GPTEmbedding` takes, all but the tower's outputs; arguments as of `forward`."""
+        cu_seqlens = _host(cu_seqlens)
         if position_ids is None:
             position_ids, _ = self.position_ids(
-                input_ids, attention_mask, image_grid_thw, video_grid_thw
+                input_ids, attention_mask, image_grid_thw, video_grid_thw, cu_seqlens
             )
-        mask_is_needed = attention_mask is not None and has_left_padding is not False
+        elif position_ids.shape[0] == 4:
+            if cu_seqlens is None and attention_mask is None:
+                cu_seqlens = restart_offsets(_host(position_ids[0]))
+            position_ids = position_ids[1:]
+        packed = None
+        if cu_seqlens is not None:
+            batch, length = input_ids.shape
+            check_offsets(cu_seqlens, batch, length)
+            # With one segment a row causality says all, and rows stay a dimension of one product.
+            if len(cu_seqlens) > batch + 1:
+                packed = PackedSamples(cu_seqlens, length)
+        mask_is_needed = (
+            attention_mask is not None and has_left_padding is not False and cu_seqlens is None
+        )
         return {
             "input_ids": _device(input_ids),
             "position_ids": _device(position_ids),
             "attention_mask": _device(attention_mask) if mask_is_needed else None,
+            "packed": packed,
             "visual_update_indices": _device(visual_update_indices),
             "visual_gather_indices": _device(visual_gather_indices),
             "visual_source_indices": _device(visual_source_indices),
@@ -267,6 +298,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         attention_mask: Array | None = None,
         image_grid_thw: Array | None = None,
         video_grid_thw: Array | None = None,
+        cu_seqlens: Array | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Positions `[3, B, L]` and rope deltas `[B]`, see `paddle_vl.batch.positions`."""
         return mrope_position_ids(
@@ -277,6 +309,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             image_token_id=self.config.image_token_id,
             video_token_id=self.config.video_token_id,
             spatial_merge_size=self.config.vision_config.spatial_merge_size,
+            cu_seqlens=_host(cu_seqlens),
         )
 
     def tokens_per_expert(self) -> dict[int, Tensor]:
