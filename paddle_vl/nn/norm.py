@@ -19,10 +19,10 @@ def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     """
     if paddle.in_dynamic_mode():
         return _RMSNorm.apply(x, weight_C, epsilon)
-    return _rms_quotient(x, epsilon)[0].astype(x.dtype) * weight_C
+    return rms_quotient(x, epsilon)[0].astype(x.dtype) * weight_C
 
 
-def _rms_quotient(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def rms_quotient(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """The float32 quotient `[..., C]` and the inverse root mean square `[..., 1]`."""
     x = x.astype("float32")
     inverse = paddle.rsqrt(row_sum(x * x) / x.shape[-1] + epsilon)
@@ -32,7 +32,7 @@ def _rms_quotient(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 class _RMSNorm(PyLayer):
     @staticmethod
     def forward(ctx, x, weight, epsilon):
-        quotient, inverse = _rms_quotient(x, epsilon)
+        quotient, inverse = rms_quotient(x, epsilon)
         ctx.save_for_backward(quotient, inverse, weight)
         ctx.needs = (not x.stop_gradient, not weight.stop_gradient)
         return quotient.astype(x.dtype) * weight
