@@ -138,7 +138,7 @@ def measure(degrees: dict) -> None:
     from paddle_vl.parallel.processes import FleetProcesses
     from paddle_vl.parallel.recorder import record_collectives
     from paddle_vl.parallel.topology import initialize
-    from paddle_vl.train.build import model_shape
+    from paddle_vl.train.build_model import model_shape
     from paddle_vl.train.layout import Layout, parallel_degrees
 
     run_config = RunConfig.model_validate(

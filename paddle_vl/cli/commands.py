@@ -112,7 +112,7 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
 def evaluate(options: argparse.Namespace) -> int:
     """Print loss and exact answers."""
     _configure_runtime()
-    from paddle_vl.train.build import build_evaluation
+    from paddle_vl.train.build_evaluation import build_evaluation
     from paddle_vl.train.checkpoint import model_folder
     from paddle_vl.train.evaluate import evaluation_report, shown_answers, write_predictions
 

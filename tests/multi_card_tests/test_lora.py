@@ -25,7 +25,8 @@ from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.parallel.tensor import FleetPlacement
-from paddle_vl.train.build import build_trainer, model_config
+from paddle_vl.train.build import build_trainer
+from paddle_vl.train.build_model import model_config
 from tests.launch import launch
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 

@@ -12,7 +12,7 @@ from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.processor import Qwen3VLProcessor
-from paddle_vl.train.build import check_processor_fits, model_config
+from paddle_vl.train.build_model import check_processor_fits, model_config
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 
