@@ -15,6 +15,7 @@ import numpy as np
 import paddle
 
 from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.batch.packing import restart_offsets
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.vision_layout import vision_layout
 from paddle_vl.batch.visual_index import host_visual_indices
@@ -60,8 +61,6 @@ def _unsupported(golden: GoldenFolders, case: GoldenCase) -> str:
     """What this package lacks for a case, empty when nothing."""
     if reason := _unsupported_model(golden, case.meta["model"]):
         return reason
-    if "in.cu_seqlens" in case.tensors:
-        return "several samples packed in one row"
     unknown = set(case.meta.get("extra_forward_kwargs") or {}) - {"output_router_logits"}
     return f"forward arguments {sorted(unknown)}" if unknown else ""
 
@@ -77,10 +76,16 @@ def _run_forward(
     model: Qwen3VLForConditionalGeneration, case: GoldenCase, report: CaseReport
 ) -> None:
     tensors, inputs = case.tensors, case.inputs()
-    real_BL = inputs["attention_mask"].astype(bool)
+    real_BL = _real_tokens(inputs)
     extra = case.meta.get("extra_forward_kwargs") or {}
-    host = _host_batch(model, inputs)
+    offsets = tensors.get("in.cu_seqlens")
+    host = _host_batch(model, inputs, offsets)
     compared = {name for name in tensors if name.startswith("in.")}
+    if offsets is not None:
+        # HF has no other way to say where packed samples begin.
+        inputs = inputs | {"position_ids": tensors["in.position_ids"]}
+        restarts = restart_offsets(tensors["in.position_ids"][0])
+        report.exact("positions", "in.cu_seqlens", restarts, offsets)
 
     def compare(group: str, name: str, found, rows=None) -> None:
         if name in tensors:
@@ -99,7 +104,7 @@ def _run_forward(
         )
     if "rope_deltas" in tensors:
         compared.add("rope_deltas")
-        deltas = model.position_ids(*_of(inputs, _POSITION_INPUTS))[1]
+        deltas = model.position_ids(*_of(inputs, _POSITION_INPUTS), offsets)[1]
         report.exact("positions", "rope_deltas", deltas, tensors["rope_deltas"].reshape(-1))
     for kind, pixels, grid in (
         ("vis_image", "pixel_values", "image_grid_thw"),
@@ -183,7 +188,13 @@ def _of(inputs: dict, names: tuple[str, ...]) -> list:
     return [inputs.get(name) for name in names]
 
 
-def _host_batch(model, inputs: dict[str, np.ndarray]) -> dict:
+def _real_tokens(inputs: dict[str, np.ndarray]) -> np.ndarray:
+    """Packed rows come without a mask."""
+    mask = inputs.get("attention_mask")
+    return np.ones(inputs["input_ids"].shape, bool) if mask is None else mask.astype(bool)
+
+
+def _host_batch(model, inputs: dict[str, np.ndarray], offsets: np.ndarray | None) -> dict:
     """The same batch with everything that a collator adds."""
     config = model.config
     ids = {"image_token_id": config.image_token_id, "video_token_id": config.video_token_id}
@@ -194,15 +205,19 @@ def _host_batch(model, inputs: dict[str, np.ndarray]) -> dict:
         if f"{kind}_grid_thw" in inputs
     }
     position_ids, _ = mrope_position_ids(
-        *_of(inputs, _POSITION_INPUTS), spatial_merge_size=merge, **ids
+        *_of(inputs, _POSITION_INPUTS), spatial_merge_size=merge, cu_seqlens=offsets, **ids
     )
-    mask = inputs["attention_mask"]
-    return inputs | {
-        "position_ids": position_ids,
-        **host_visual_indices(inputs["input_ids"], **rows, **ids),
-        "num_target_tokens": int((inputs["labels"][:, 1:] != -100).sum()),
-        "has_left_padding": bool((np.diff(mask, axis=1) > 0).any()),
-    }
+    packed = {} if offsets is None else {"cu_seqlens": offsets}
+    return (
+        inputs
+        | packed
+        | {
+            "position_ids": position_ids,
+            **host_visual_indices(inputs["input_ids"], **rows, **ids),
+            "num_target_tokens": int((inputs["labels"][:, 1:] != -100).sum()),
+            "has_left_padding": bool((np.diff(_real_tokens(inputs).astype(int), axis=1) > 0).any()),
+        }
+    )
 
 
 def _tower_quantities(model, pixels: np.ndarray, grid: np.ndarray) -> Iterator[tuple]:

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[3]
 CASES = GOLDEN / "qwen_vl"
 NAMES = [
     "gen_moe_one_image", "gen_one_image", "mixed_image_video", "moe_aux_left",
-    "multi_image_right_pad", "processor", "some_without_image", "text_only", "tied_one_image",
+    "multi_image_right_pad", "packed", "processor", "some_without_image", "text_only",
+    "tied_one_image",
 ]  # fmt: skip
 
 
