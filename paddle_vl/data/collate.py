@@ -1,4 +1,7 @@
-"""Samples to one batch: padding, positions, visual indices and the count of targets."""
+"""Samples to one batch: padding, positions, visual indices and the count of targets.
+
+Rows hold one sample (`VLCollator`) or several (`PackedCollator`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from paddle_vl.batch.packing import segment_offsets
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
 
@@ -49,18 +53,24 @@ class VLCollator:
     pad_to_multiple_of: int = 1
     part: RowPart = WHOLE_BATCH
 
-    def __call__(self, samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
+    def __call__(
+        self,
+        samples: Sequence[dict[str, np.ndarray]],
+        segments: Sequence[Sequence[int]] | None = None,
+    ) -> dict[str, Any]:
         """Collate samples.
 
         Args:
             samples: input_ids and labels `[L]`; optionally pixel_values and image_grid_thw, and
                 pixel_values_videos and video_grid_thw.
+            segments: of rows that hold several samples, the length of each.
 
         Returns:
             input_ids, attention_mask, labels `[B, L]` and position_ids `[3, B, L]`, all int64; the
             visual arrays of the samples that have any, concatenated; visual_update_indices,
             visual_gather_indices and, with images and videos, visual_source_indices;
-            num_target_tokens and has_left_padding as Python values.
+            num_target_tokens and has_left_padding as Python values; with `segments` their
+            offsets, cu_seqlens `[S + 1]` int32.
 
         Raises:
             ValueError: no sample, placeholders that do not match the grids, or B * L that `part`
@@ -69,7 +79,8 @@ class VLCollator:
         if not samples:
             raise ValueError("cannot collate a batch without samples")
         ids = [sample["input_ids"] for sample in samples]
-        longest = max(len(row) for row in ids)
+        # A packed row may be all padding.
+        longest = max(1, *(len(row) for row in ids))
         length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         side = self.padding_side
         batch: dict[str, Any] = {
@@ -91,6 +102,8 @@ class VLCollator:
                 part=self.part,
             )
         )
+        if segments is not None:
+            batch["cu_seqlens"] = segment_offsets(segments, length)
         batch["position_ids"], _ = mrope_position_ids(
             batch["input_ids"],
             batch["attention_mask"],
@@ -99,6 +112,7 @@ class VLCollator:
             image_token_id=self.image_token_id,
             video_token_id=self.video_token_id,
             spatial_merge_size=self.spatial_merge_size,
+            cu_seqlens=batch.get("cu_seqlens"),
         )
         batch["num_target_tokens"] = int(np.count_nonzero(batch["labels"][:, 1:] != IGNORED_LABEL))
         batch["has_left_padding"] = bool((batch["attention_mask"][:, 0] == 0).any())
@@ -108,3 +122,47 @@ class VLCollator:
         if grid_thw is None:
             return 0
         return int(grid_thw.prod(axis=1).sum()) // self.spatial_merge_size**2
+
+
+@dataclass(frozen=True)
+class PackedCollator:
+    """Makes the model's batch from rows of several samples, one behind the other.
+
+    Positions begin anew in each sample, attention does not leave it, and its first token is no
+    target: it would be predicted from the sample before. Padding at the end of a row is a segment
+    of its own.
+
+    Attributes:
+        collator: one that pads at the right.
+    """
+
+    collator: VLCollator
+
+    def __call__(self, rows: Sequence[Sequence[dict[str, np.ndarray]]]) -> dict[str, Any]:
+        """Collate rows.
+
+        Args:
+            rows: the samples of each row, in order; a row without one is all padding.
+
+        Returns:
+            As `VLCollator`, and cu_seqlens `[S + 1]` int32, see `paddle_vl.batch.packing`.
+        """
+        segments = [[len(sample["input_ids"]) for sample in row] for row in rows]
+        return self.collator([_joined(row) for row in rows], segments)
+
+
+def _joined(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    if not samples:
+        nothing = np.zeros(0, dtype=np.int64)
+        return {"input_ids": nothing, "labels": nothing}
+    labels = [sample["labels"].copy() for sample in samples]
+    for own in labels:
+        own[0] = IGNORED_LABEL
+    row = {
+        "input_ids": np.concatenate([sample["input_ids"] for sample in samples]),
+        "labels": np.concatenate(labels),
+    }
+    for key in VISUAL_KEYS:
+        if arrays := [sample[key] for sample in samples if key in sample]:
+            row[key] = np.concatenate(arrays)
+    return row

@@ -3,9 +3,11 @@
 from collections import Counter, deque
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.packed_order import PackedOrder
+from paddle_vl.data.packing import RowBudget, SampleLengths
 from paddle_vl.data.sample_order import SampleOrder
 from paddle_vl.data.worker_pool import (
     Collator,
@@ -13,7 +15,15 @@ from paddle_vl.data.worker_pool import (
     SampleSource,
     WorkerPool,
     load_batch,
+    load_packed_batch,
 )
+
+
+class Packing(NamedTuple):
+    """What rows of several samples are made from."""
+
+    lengths: SampleLengths
+    budget: RowBudget
 
 
 class PrefetchLoader:
@@ -26,6 +36,9 @@ class PrefetchLoader:
     For training: `shuffle=True, drop_last=True` and no `num_epochs` gives batches without end, all
     of the same size; `len(loader)` is the number in an epoch. For evaluation: `shuffle=False,
     drop_last=False, num_epochs=1` gives every sample once, and begins anew at the next `iter`.
+
+    Packed rows: with `packing` and a `PackedCollator` a batch has `batch_size` rows of several
+    samples, every sample once in an epoch; it takes `shuffle=True, drop_last=False`.
 
     Bad samples: where the dataset skips them, `drop_last=True` puts the next good sample in file
     order in their place, so that every rank keeps its number of batches, and `drop_last=False`
@@ -50,6 +63,7 @@ class PrefetchLoader:
         prefetch_batches: int = 2,
         rank: int = 0,
         size: int = 1,
+        packing: Packing | None = None,
     ):
         """Set up; processes start at the first batch.
 
@@ -59,6 +73,7 @@ class PrefetchLoader:
             num_workers: processes; 0 prepares batches in this one when they are asked for.
             prefetch_batches: batches asked of the workers ahead of use; at least one per worker.
             rank, size: this data-parallel rank, and their number.
+            packing: lengths of the samples and what a row may hold; None for one sample a row.
 
         Raises:
             ValueError: the samples do not fill one batch, or a number is out of range.
@@ -72,7 +87,16 @@ class PrefetchLoader:
                 raise ValueError(f"{name} is {value}; at least {least} is needed")
         self._dataset = dataset
         self._collator = collator
-        self._order = SampleOrder(len(dataset), batch_size, shuffle, seed, drop_last, rank, size)
+        self._drop_last = drop_last
+        self._order: SampleOrder | PackedOrder
+        if packing is None:
+            self._order = SampleOrder(
+                len(dataset), batch_size, shuffle, seed, drop_last, rank, size
+            )
+        elif shuffle and not drop_last:
+            self._order = PackedOrder(*packing, batch_size, seed, rank, size)
+        else:
+            raise ValueError("packed rows are shuffled and leave no sample out")
         self._num_epochs = num_epochs
         self._num_workers = num_workers
         self._max_pending = max(prefetch_batches, num_workers)
@@ -82,8 +106,12 @@ class PrefetchLoader:
         self._move_to(0, 0)
 
     def __len__(self) -> int:
-        """Batches per epoch, the same on every rank."""
-        return self._order.batches_per_epoch
+        """Batches of the epoch of the next batch, the same on every rank."""
+        return self._order.batches_in(self.epoch)
+
+    def batches_in(self, num_epochs: int) -> int:
+        """Batches of the first epochs."""
+        return sum(map(self._order.batches_in, range(num_epochs)))
 
     def __iter__(self) -> "PrefetchLoader":
         return self
@@ -169,8 +197,15 @@ class PrefetchLoader:
         return loaded.batch
 
     def _load_inline(self) -> LoadedBatch:
-        numbers = self._order.batch(self.epoch, self.batches_consumed)
-        return load_batch(self._dataset, self._collator, numbers, self._order.drop_last)
+        load, *arguments = self._job(self.epoch, self.batches_consumed)
+        return load(self._dataset, self._collator, *arguments)
+
+    def _job(self, epoch: int, number: int) -> tuple:
+        """The function that loads a batch, and what it takes after dataset and collator."""
+        samples = self._order.batch(epoch, number)
+        if isinstance(self._order, PackedOrder):
+            return load_packed_batch, samples, self._order.budget.tokens
+        return load_batch, samples, self._drop_last
 
     def _load_from_workers(self) -> LoadedBatch:
         try:
@@ -200,12 +235,12 @@ class PrefetchLoader:
         if self._pool is None:
             self._pool = WorkerPool(self._dataset, self._collator, self._num_workers)
         while len(self._pending) < self._max_pending:
-            epoch, number = divmod(self._requested, len(self))
+            epoch, number = self._requested
             if self._num_epochs is not None and epoch >= self._num_epochs:
                 return
-            numbers = self._order.batch(epoch, number)
-            self._pending.append(self._pool.submit(numbers, self._order.drop_last))
-            self._requested += 1
+            self._pending.append(self._pool.submit(*self._job(epoch, number)))
+            is_last = number + 1 == self._order.batches_in(epoch)
+            self._requested = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
     def _move_to(self, epoch: int, batches_consumed: int) -> None:
         for future in self._pending:
@@ -213,16 +248,15 @@ class PrefetchLoader:
         self._pending.clear()
         self.epoch = epoch
         self.batches_consumed = batches_consumed
-        self._requested = epoch * len(self) + batches_consumed
+        self._requested = (epoch, batches_consumed)
         self._has_batch = batches_consumed > 0
 
     def _stream(self) -> dict[str, Any]:
         """What the order of samples follows from."""
         return {
-            "num_samples": self._order.num_samples,
+            "num_samples": len(self._dataset),
             "fingerprint": self._dataset.fingerprint,
             "global_batch_size": self._order.batch_size * self._order.size,
-            "shuffle": self._order.shuffle,
             "seed": self._order.seed,
-            "drop_last": self._order.drop_last,
+            **self._order.describe(),
         }

@@ -1,5 +1,6 @@
 """Qwen3-VL's processor: tokenizer, image and video processors and chat template, in HF's files."""
 
+import hashlib
 import json
 import os
 import re
@@ -161,6 +162,15 @@ class Qwen3VLProcessor:
         """
         return self._encode(conversation, add_generation_prompt=False)
 
+    def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
+        """A training sample without its pixels, which are not read: zeros stand for them that take
+        no memory. An image's height and width may be exchanged in its grid; sizes are right.
+
+        Raises:
+            BadSampleError, RuntimeError: as `encode_sample`, as far as headers of files show it.
+        """
+        return self._encode(conversation, add_generation_prompt=False, with_pixels=False)
+
     def encode_prompts(
         self, conversations: Sequence[Conversation], *, add_generation_prompt: bool = True
     ) -> dict[str, np.ndarray]:
@@ -226,21 +236,39 @@ class Qwen3VLProcessor:
         ]
         return self.encode_prompts(conversations, add_generation_prompt=add_generation_prompt)
 
+    def fingerprint(self) -> str:
+        """Changes with the tokenizer and with the settings of the image and video processors."""
+        settings = [self.image_processor.to_dict(), self.video_processor.to_dict()]
+        content = self.tokenizer.to_json() + json.dumps(settings, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of one row of ids."""
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def _encode(
-        self, conversation: Conversation, *, add_generation_prompt: bool
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool,
+        with_pixels: bool = True,
     ) -> dict[str, np.ndarray]:
         visual: dict[str, np.ndarray] = {}
         num_image_tokens: Sequence[int] = ()
         if conversation.images:
-            visual = self.image_processor(conversation.images)
+            if with_pixels:
+                visual = self.image_processor(conversation.images)
+            else:
+                grids = self.image_processor.grids(conversation.images)
+                visual = {"image_grid_thw": grids, "pixel_values": _no_pixels(grids)}
             num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
         video_prompts: list[VideoPrompt] = []
         if conversation.videos:
-            arrays, timestamps = self.video_processor(conversation.videos)
+            if with_pixels:
+                arrays, timestamps = self.video_processor(conversation.videos)
+            else:
+                grids, timestamps = self.video_processor.grids(conversation.videos)
+                arrays = {"video_grid_thw": grids, "pixel_values_videos": _no_pixels(grids)}
             counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
             video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
             visual.update(arrays)
@@ -280,6 +308,10 @@ _SPECIAL_TOKENS_MAP = {
     "eos_token": IM_END,
     "pad_token": END_OF_TEXT,
 }
+
+
+def _no_pixels(grid_thw: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.float32(0), (int(grid_thw.prod(axis=1).sum()), 1))
 
 
 def _dump(content: dict[str, Any]) -> str:

@@ -49,6 +49,13 @@ class SampleOrder:
         whole, rest = divmod(self.num_samples, self.batch_size * self.size)
         return whole if self.drop_last or not rest else whole + 1
 
+    def batches_in(self, epoch: int) -> int:
+        return self.batches_per_epoch
+
+    def describe(self) -> dict[str, int | bool]:
+        """What the order follows from beside samples and seed; JSON values."""
+        return {"shuffle": self.shuffle, "drop_last": self.drop_last}
+
     def batch(self, epoch: int, number: int) -> np.ndarray:
         """Sample numbers of one batch of this rank: int64.
 

@@ -104,6 +104,10 @@ class TextTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return {i: str(token.content) for i, token in sorted(added.items()) if token.special}
 
+    def to_json(self) -> str:
+        """The content of its file."""
+        return self._tokenizer.to_str()
+
     def save(self, directory: str | os.PathLike) -> None:
         """Write `tokenizer.json`."""
         directory = Path(directory)

@@ -20,7 +20,8 @@ from paddle_vl.data.bad_sample import BadSampleError
 MAX_BAD_IN_A_ROW = 1000
 
 Sample = dict[str, np.ndarray]
-Collator = Callable[[Sequence[Sample]], dict[str, Any]]
+# Takes samples, or for packed rows the samples of each.
+Collator = Callable[[Sequence[Any]], dict[str, Any]]
 
 
 class SampleSource(Protocol):
@@ -77,6 +78,37 @@ def load_batch(
     return LoadedBatch(collator(samples) if samples else None, skipped)
 
 
+def load_packed_batch(
+    dataset: SampleSource, collator: Collator, rows: Sequence[np.ndarray], max_length: int
+) -> LoadedBatch:
+    """Load and collate rows of several samples; a bad sample is left out of its row.
+
+    Raises:
+        BadSampleError: a bad sample that is not to be skipped.
+        RuntimeError: the samples of a row have grown since they were measured.
+    """
+    skipped: Counter[str] = Counter()
+    loaded = []
+    for numbers in rows:
+        samples = []
+        for number in numbers.tolist():
+            try:
+                samples.append(dataset[number])
+            except BadSampleError as error:
+                if dataset.on_bad_sample == "fail":
+                    raise
+                skipped[error.kind] += 1
+        length = sum(len(sample["input_ids"]) for sample in samples)
+        if length > max_length:
+            raise RuntimeError(
+                f"samples {numbers.tolist()} were measured to fit a row of {max_length} tokens "
+                f"and have {length}: images or videos changed under the same name; delete the "
+                ".lengths-*.npz file beside the data"
+            )
+        loaded.append(samples)
+    return LoadedBatch(collator(loaded), skipped)
+
+
 class WorkerPool:
     """Worker processes, started when they are first needed."""
 
@@ -89,10 +121,10 @@ class WorkerPool:
             initargs=(dataset, collator),
         )
 
-    def submit(self, numbers: np.ndarray, replace_bad: bool) -> "Future[LoadedBatch]":
-        """Have a worker run `load_batch`."""
+    def submit(self, load: Callable[..., LoadedBatch], *arguments: Any) -> "Future[LoadedBatch]":
+        """Have a worker run `load(dataset, collator, *arguments)`."""
         with _main_script_hidden():
-            return self._executor.submit(_load_in_worker, numbers, replace_bad)
+            return self._executor.submit(_load_in_worker, load, *arguments)
 
     def close(self) -> None:
         """Drop what is not begun, and wait for the workers to end."""
@@ -131,5 +163,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _load_in_worker(numbers: np.ndarray, replace_bad: bool) -> LoadedBatch:
-    return load_batch(*_worker_state, numbers, replace_bad)
+def _load_in_worker(load: Callable[..., LoadedBatch], *arguments: Any) -> LoadedBatch:
+    return load(*_worker_state, *arguments)

@@ -5,10 +5,11 @@ tags, that image and video files exist. What needs decoding (broken files, extre
 shows when a sample is taken.
 """
 
+import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -72,8 +73,27 @@ class MessagesDataset:
             BadSampleError: it cannot be used; as `file:line: reason`.
             RuntimeError: it has a video file and PyAV is not installed.
         """
+        return self._encoded(number, self._processor.encode_sample)
+
+    def lengths(self, number: int) -> tuple[int, int]:
+        """Tokens of a sample, and how many of them are of images and videos; pixels are not read.
+
+        Raises:
+            BadSampleError: it cannot be used, as far as headers of files show it.
+        """
+        ids = self._encoded(number, self._processor.outline_sample)["input_ids"]
+        visual = (self._processor.image_token_id, self._processor.video_token_id)
+        return ids.size, int(np.isin(ids, visual).sum())
+
+    def length_settings(self) -> str:
+        """What the lengths of samples follow from, beside the files."""
+        return json.dumps([self.max_length, self.fingerprint, self._processor.fingerprint()])
+
+    def _encoded(
+        self, number: int, encode: Callable[[Conversation], dict[str, np.ndarray]]
+    ) -> dict[str, np.ndarray]:
         try:
-            sample = self._processor.encode_sample(self.conversation(number))
+            sample = encode(self.conversation(number))
             if self.max_length is None:
                 return sample
             return truncate_sample(

@@ -1,6 +1,8 @@
 """Image files and PIL images to 8-bit RGB, upright."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,19 @@ ImageSource = str | os.PathLike | Image.Image | np.ndarray
 
 # Converting these modes to RGB clips to 255 instead of scaling, which leaves an almost white image.
 _WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+
+
+def image_size(source: ImageSource) -> tuple[int, int]:
+    """Two sides of an image from the file's header alone, in any order: EXIF may turn it.
+
+    Raises:
+        BadSampleError: as `load_rgb`, as far as the header shows it.
+    """
+    if isinstance(source, np.ndarray | Image.Image):
+        return load_rgb(source).size
+    with _opened(Path(source)) as image:
+        _check_mode(image)
+        return image.size
 
 
 def load_rgb(source: ImageSource) -> Image.Image:
@@ -33,13 +48,18 @@ def load_rgb(source: ImageSource) -> Image.Image:
         return Image.fromarray(source)
     if isinstance(source, Image.Image):
         return _to_rgb(source)
-    path = Path(source)
+    with _opened(Path(source)) as image:
+        image.load()
+        return _to_rgb(image)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
     if not path.is_file():
         raise BadSampleError("missing_image", f"there is no file {path}")
     try:
         with Image.open(path) as image:
-            image.load()
-            return _to_rgb(image)
+            yield image
     except BadSampleError:
         raise
     # Pillow's decoders report a broken file by any of these.
@@ -50,10 +70,14 @@ def load_rgb(source: ImageSource) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    _check_mode(image)
+    return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def _check_mode(image: Image.Image) -> None:
     if image.mode in _WIDE_MODES:
         raise BadSampleError(
             "unreadable_image",
             f"it has mode {image.mode} (more than 8 bits per channel), which would be clipped; "
             "convert it to 8-bit RGB or grayscale first",
         )
-    return ImageOps.exif_transpose(image).convert("RGB")

@@ -5,7 +5,8 @@ backend rounds differently while resizing, by one step of 8 bits.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.vision.image_file import ImageSource, load_rgb
+from paddle_vl.data.vision.image_file import ImageSource, image_size, load_rgb
 from paddle_vl.data.vision.patches import patchify, value_table
 from paddle_vl.data.vision.preprocessor_files import (
     common_settings,
@@ -145,19 +146,27 @@ class ImageProcessor:
             raise ValueError("no image given: a text-only sample has no pixel_values")
         patches, grids = [], []
         for number, source in enumerate(images, start=1):
-            try:
+            with named_item("image", number, source):
                 image_patches, grid = self._process(source)
-            except BadSampleError as error:
-                name = f"image {number}"
-                if isinstance(source, str | os.PathLike):
-                    name += f" ({os.fspath(source)})"
-                raise BadSampleError(error.kind, f"{name}: {error.reason}") from error
             patches.append(image_patches)
             grids.append(grid)
         return {
             "pixel_values": patches[0] if len(patches) == 1 else np.concatenate(patches),
             "image_grid_thw": np.array(grids, dtype=np.int64),
         }
+
+    def grids(self, images: Sequence[ImageSource]) -> np.ndarray:
+        """Grids `[n, 3]` int64 of images from their headers; height and width may be exchanged.
+
+        Raises:
+            BadSampleError: as a call, as far as the header shows it.
+        """
+        grids = np.ones((len(images), 3), dtype=np.int64)
+        for number, source in enumerate(images, start=1):
+            with named_item("image", number, source):
+                grids[number - 1, 1:] = self._resized(*image_size(source))
+        grids[:, 1:] //= self.patch_size
+        return grids
 
     def num_tokens(self, image_grid_thw: np.ndarray) -> np.ndarray:
         """Visual tokens of every item of a `[n, 3]` grid: `[n]` int64."""
@@ -166,13 +175,7 @@ class ImageProcessor:
     def _process(self, source: ImageSource) -> tuple[np.ndarray, tuple[int, int, int]]:
         image = load_rgb(source)
         if self.do_resize:
-            height, width = smart_resize(
-                image.height,
-                image.width,
-                self.patch_size * self.merge_size,
-                self.min_pixels,
-                self.max_pixels,
-            )
+            height, width = self._resized(image.height, image.width)
             image = image.resize((width, height), Image.Resampling.BICUBIC)
         return patchify(
             np.asarray(image)[None],
@@ -182,6 +185,24 @@ class ImageProcessor:
             merge_size=self.merge_size,
         )
 
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        if not self.do_resize:
+            return height, width
+        factor = self.patch_size * self.merge_size
+        return smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
+
     @cached_property
     def _table_CV(self) -> np.ndarray:
         return value_table(self.image_mean, self.image_std)
+
+
+@contextmanager
+def named_item(kind: str, number: int, source: Any) -> Iterator[None]:
+    """Gives the error of an image or a video its number, and its file."""
+    try:
+        yield
+    except BadSampleError as error:
+        name = f"{kind} {number}"
+        if isinstance(source, str | os.PathLike):
+            name += f" ({os.fspath(source)})"
+        raise BadSampleError(error.kind, f"{name}: {error.reason}") from error

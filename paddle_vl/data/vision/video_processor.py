@@ -2,26 +2,34 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.vision.image_processor import ImageProcessor
+from paddle_vl.data.vision.image_processor import ImageProcessor, named_item
 from paddle_vl.data.vision.preprocessor_files import (
     common_settings,
     find_settings,
     refuse_unsupported,
     write_settings,
 )
+from paddle_vl.data.vision.resize_rule import smart_resize_video
 from paddle_vl.data.vision.video_frames import (
     patch_timestamps,
     process_frames,
     sample_frame_indices,
 )
-from paddle_vl.data.vision.video_reader import MIN_FRAMES, VideoSource, frame_rate, open_video
+from paddle_vl.data.vision.video_reader import (
+    MIN_FRAMES,
+    VideoFile,
+    VideoFrames,
+    VideoSource,
+    frame_rate,
+    open_video,
+)
 
 CONFIG_FILE = "video_preprocessor_config.json"
 
@@ -189,13 +197,8 @@ class VideoProcessor:
             raise ValueError("no video given: a sample without has no pixel_values_videos")
         arrays, timestamps = [], []
         for number, source in enumerate(videos, start=1):
-            try:
+            with named_item("video", number, source):
                 patches, times = self._process(source)
-            except BadSampleError as error:
-                name = f"video {number}"
-                if isinstance(source, str | os.PathLike):
-                    name += f" ({os.fspath(source)})"
-                raise BadSampleError(error.kind, f"{name}: {error.reason}") from error
             arrays.append(patches)
             timestamps.append(times)
         joined = {
@@ -204,20 +207,37 @@ class VideoProcessor:
         }
         return ProcessedVideos(joined, timestamps)
 
+    def grids(self, videos: Sequence[VideoSource]) -> tuple[np.ndarray, list[list[float]]]:
+        """Grids `[n, 3]` int64 and timestamps of videos from their headers and first frames.
+
+        Raises:
+            BadSampleError, RuntimeError: as a call, as far as these show it.
+        """
+        grids, timestamps = np.empty((len(videos), 3), dtype=np.int64), []
+        for number, source in enumerate(videos, start=1):
+            with named_item("video", number, source):
+                video, indices, times = self._chosen(source)
+                with closing(video.frames([0])) as frames:
+                    height, width = next(frames).shape[:2]
+                sides = smart_resize_video(
+                    len(indices),
+                    height,
+                    width,
+                    self.patch_size * self.merge_size,
+                    self.min_pixels,
+                    self.max_pixels,
+                    temporal_factor=self.temporal_patch_size,
+                )
+            grids[number - 1] = len(times), *(side // self.patch_size for side in sides)
+            timestamps.append(times)
+        return grids, timestamps
+
     def tokens_per_patch(self, video_grid_thw: np.ndarray) -> np.ndarray:
         """Visual tokens of one temporal patch of every video of a `[n, 3]` grid: `[n]` int64."""
         return video_grid_thw[:, 1:].prod(axis=1) // self.merge_size**2
 
     def _process(self, source: VideoSource) -> tuple[dict[str, np.ndarray], list[float]]:
-        video = open_video(source)
-        fps = frame_rate(video)
-        indices = sample_frame_indices(
-            video.num_frames,
-            fps,
-            target_fps=self.fps,
-            min_frames=self.min_frames,
-            max_frames=self.max_frames,
-        )
+        video, indices, times = self._chosen(source)
         arrays = process_frames(
             video.frames(indices.tolist()),
             len(indices),
@@ -229,4 +249,19 @@ class VideoProcessor:
             image_mean=self.image_mean,
             image_std=self.image_std,
         )
-        return arrays, patch_timestamps(indices, fps, self.temporal_patch_size)
+        return arrays, times
+
+    def _chosen(
+        self, source: VideoSource
+    ) -> tuple[VideoFrames | VideoFile, np.ndarray, list[float]]:
+        """A video, the numbers of the frames to take, and what times they show."""
+        video = open_video(source)
+        fps = frame_rate(video)
+        indices = sample_frame_indices(
+            video.num_frames,
+            fps,
+            target_fps=self.fps,
+            min_frames=self.min_frames,
+            max_frames=self.max_frames,
+        )
+        return video, indices, patch_timestamps(indices, fps, self.temporal_patch_size)
