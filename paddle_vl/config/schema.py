@@ -117,6 +117,19 @@ class DataConfig(_Section):
         ge=1,
         description="largest size of a video, in frames x height x width; default: the processor's",
     )
+    packing: bool = Field(
+        False,
+        description="several samples in a row of training data, each attending to itself only; "
+        "evaluation keeps one a row",
+    )
+    packing_length: int | None = Field(
+        None, ge=2, description="tokens of a packed row at most; default: data.max_length"
+    )
+    max_vision_tokens_per_row: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of images and videos in a packed row at most; default: all may be",
+    )
     padding_side: Literal["right", "left"] = Field(
         "right", description="where shorter samples of a batch are filled up"
     )
@@ -174,7 +187,9 @@ class TrainConfig(_Section):
     num_train_epochs: float | None = Field(
         None, gt=0, description="passes over data.train, a fraction is allowed"
     )
-    per_device_train_batch_size: int = Field(8, ge=1, description="samples per micro-batch")
+    per_device_train_batch_size: int = Field(
+        8, ge=1, description="samples per micro-batch, with data.packing rows of them"
+    )
     per_device_eval_batch_size: int = Field(8, ge=1, description="samples per evaluation batch")
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per step")
     learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")

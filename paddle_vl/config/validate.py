@@ -68,6 +68,26 @@ def floor_needs_cosine(config: RunConfig) -> Problems:
         )
 
 
+def packing_is_consistent(config: RunConfig) -> Problems:
+    data = config.data
+    if not data.packing:
+        for name in ("packing_length", "max_vision_tokens_per_row"):
+            if (value := getattr(data, name)) is not None:
+                yield f"data.{name} is {value} but data.packing is false: set data.packing=true"
+        return
+    if data.packing_length is not None and data.packing_length < data.max_length:
+        yield (
+            f"data.packing_length {data.packing_length} is below data.max_length "
+            f"{data.max_length}: a sample of that length would fit no row; raise the one or lower "
+            "the other"
+        )
+    if data.padding_side == "left":
+        yield (
+            "data.padding_side is left but packed rows are filled up at the right: set "
+            "data.padding_side=right or data.packing=false"
+        )
+
+
 def evaluation_has_data(config: RunConfig) -> Problems:
     if config.train.eval_steps is not None and not config.data.eval:
         yield (
@@ -147,6 +167,7 @@ CONFIG_RULES = (
     processor_is_known,
     warmup_fits,
     floor_needs_cosine,
+    packing_is_consistent,
     evaluation_has_data,
     adapters_have_a_base,
     part_rates_have_a_whole,

@@ -11,9 +11,11 @@ from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
-from paddle_vl.data.collate import VLCollator
-from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.data.collate import PackedCollator, VLCollator
+from paddle_vl.data.loader import Packing, PrefetchLoader
+from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.processor import Qwen3VLProcessor
+from paddle_vl.data.sample_lengths import sample_lengths
 from paddle_vl.data.sft.dataset import MessagesDataset
 from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage, layer_costs
 from paddle_vl.parallel.agree import check_settings_agree
@@ -26,7 +28,7 @@ from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.part_rates import rate_factors
-from paddle_vl.train.processes import ONE_PROCESS
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.random_state import seed_everything
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume, flatten
 from paddle_vl.train.trainer import Trainer
@@ -87,19 +89,21 @@ def build_trainer(config: RunConfig) -> Trainer:
     )
     runner = layout.runner(model, Qwen3VLStage, processes)
     collator = _collator(config, processor, placement.row_part)
+    packing = _packing(config, train_data, processes)
     share = {"rank": processes.data_rank, "size": processes.data_size}
     loader = PrefetchLoader(
         train_data,
-        collator,
+        collator if packing is None else PackedCollator(collator),
         config.train.per_device_train_batch_size,
         shuffle=True,
-        drop_last=True,
+        drop_last=packing is None,
+        packing=packing,
         seed=config.train.seed,
         num_workers=config.data.num_workers,
         prefetch_batches=config.data.prefetch_batches,
         **share,
     )
-    num_steps = _num_steps(config, len(loader))
+    num_steps = _num_steps(config, loader)
 
     def save_model(folder: Path) -> None:
         (model.save_pretrained if model.adapter is None else model.save_adapter)(folder)
@@ -133,11 +137,12 @@ def build_trainer(config: RunConfig) -> Trainer:
     if checkpoint is not None:
         trainer.restore(checkpoint)
     logger.info(
-        "%d samples, %d steps of %d x %d samples%s",
+        "%d samples, %d steps of %d x %d %s%s",
         len(train_data),
         num_steps,
         config.train.gradient_accumulation_steps,
         config.train.per_device_train_batch_size * processes.data_size,
+        "samples" if packing is None else "packed rows",
         f", continuing {checkpoint}" if checkpoint else "",
     )
     return trainer
@@ -161,11 +166,27 @@ def _collator(config: RunConfig, processor: Qwen3VLProcessor, part: RowPart) -> 
     )
 
 
-def _num_steps(config: RunConfig, batches_per_epoch: int) -> int:
+def _packing(
+    config: RunConfig, dataset: MessagesDataset, processes: SingleProcess
+) -> Packing | None:
+    data = config.data
+    if not data.packing:
+        return None
+    budget = RowBudget(data.packing_length or data.max_length, data.max_vision_tokens_per_row)
+    # The first process measures; the others then find what it wrote.
+    if not processes.is_main:
+        processes.wait()
+    lengths = sample_lengths(dataset, budget)
+    if processes.is_main:
+        processes.wait()
+    return Packing(lengths, budget)
+
+
+def _num_steps(config: RunConfig, loader: PrefetchLoader) -> int:
     train = config.train
     if train.max_steps is not None:
         return train.max_steps
-    batches = train.num_train_epochs * batches_per_epoch
+    batches = loader.batches_in(train.num_train_epochs)
     num_steps = max(1, math.ceil(batches / train.gradient_accumulation_steps))
     if train.warmup_steps > num_steps:
         raise ValueError(

@@ -3,8 +3,9 @@
 Keys of a line: `step`; `epoch`, passes over the training data so far; `loss`, mean cross entropy
 over the target tokens since the last line (null when every update was skipped); `learning_rate` and
 `grad_norm` (before clipping, null if not finite) of the last step; `tokens_per_second` of training
-alone; `target_tokens`, `skipped_updates` and `skipped_samples` of the whole run so far; `eval_loss`
-in steps that evaluate; `learning_rate/PART`, for each of train.part_learning_rates, as
+alone; `packing_efficiency` with data.packing, the share of real tokens in rows since the last line
+or start; `target_tokens`, `skipped_updates` and `skipped_samples` of the whole run so far;
+`eval_loss` in steps that evaluate; `learning_rate/PART`, for each of train.part_learning_rates, as
 `learning_rate`; with experts, `tokens_per_expert_min`, `_mean` and `_max`, see
 `paddle_vl.train.expert_load`. With the load-balancing loss (`output_router_logits` of the model's
 configuration) `loss` includes it, `eval_loss` does not. A line of an evaluation between two reports
@@ -28,13 +29,14 @@ class StepMeter:
         self.target_tokens = 0
         self.skipped_updates = 0
         self._window = {"loss_sum": 0.0, "targets": 0}
-        self._tokens, self._seconds = 0, 0.0
+        self._tokens, self._places, self._seconds = 0, 0, 0.0
         self._grad_norm = math.nan
 
     def add(self, result: StepResult, seconds: float) -> None:
         """Count one step that took `seconds`."""
         self.skipped_updates += result.is_skipped
         self._tokens += result.num_tokens
+        self._places += result.num_packed_places
         self._seconds += seconds
         self._grad_norm = result.grad_norm
         if not result.is_skipped:
@@ -59,8 +61,10 @@ class StepMeter:
             "target_tokens": self.target_tokens,
             "skipped_updates": self.skipped_updates,
         }
+        if self._places:
+            line["packing_efficiency"] = round(self._tokens / self._places, 4)
         self._window = {"loss_sum": 0.0, "targets": 0}
-        self._tokens, self._seconds = 0, 0.0
+        self._tokens, self._places, self._seconds = 0, 0, 0.0
         return line
 
     def state_dict(self) -> dict[str, Any]:

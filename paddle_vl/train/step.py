@@ -25,6 +25,7 @@ class StepResult:
         grad_norm: global gradient norm before clipping.
         num_target_tokens: how many tokens the loss is the mean of.
         num_tokens: real tokens of all micro-batches, visual ones too.
+        num_packed_places: tokens that packed rows have place for, padding included; 0 without.
         is_skipped: True when loss or norm was not finite, and nothing was updated.
     """
 
@@ -33,6 +34,7 @@ class StepResult:
     num_target_tokens: int
     num_tokens: int
     is_skipped: bool
+    num_packed_places: int = 0
 
 
 class WholeModel:
@@ -85,10 +87,11 @@ def train_step(
     Raises:
         ValueError: no micro-batch has a target token, so that there is no loss.
     """
-    total, num_tokens, *with_visual = processes.totals(
+    total, num_tokens, num_places, *with_visual = processes.totals(
         [
             sum(batch["num_target_tokens"] for batch in micro_batches),
             sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+            sum(batch["input_ids"].size for batch in micro_batches if "cu_seqlens" in batch),
             *map(has_visual, micro_batches),
         ]
     )
@@ -112,4 +115,4 @@ def train_step(
         optimizer.step(learning_rate)
         placement.trained.spread_parameters()
     optimizer.clear_gradients()
-    return StepResult(loss, norm, total, num_tokens, not is_finite)
+    return StepResult(loss, norm, total, num_tokens, not is_finite, num_places)
