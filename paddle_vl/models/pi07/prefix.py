@@ -1,0 +1,237 @@
+"""The prefix: what the backbone sees and reads, block by block.
+
+Shapes: B batch, L prefix tokens, D backbone width, T steps of history, M tokens of a camera.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.embeddings import PaddedEmbedding
+from paddle_vl.models.pi07.group_linear import GroupedProjection
+from paddle_vl.models.pi07.prefix_layout import (
+    LABELS,
+    PREFIX_BLOCKS,
+    Attends,
+    Block,
+    Presence,
+    Source,
+)
+from paddle_vl.models.pi07.video_encoder import VideoEncoder
+
+
+class Prefix(NamedTuple):
+    """A prefix with its masks.
+
+    Attributes:
+        embs: `[B, L, D]`.
+        pad_masks: `[B, L]` bool, True for real tokens.
+        att_masks: `[B, L]` bool marks, see `paddle_vl.models.pi07.attention_masks`.
+        num_seen: the expert sees so many of the tokens, the first ones: those before the action
+            tail, so that training and sampling look the same to it.
+    """
+
+    embs: Tensor
+    pad_masks: Tensor
+    att_masks: Tensor
+    num_seen: int
+
+
+class _Embedded(NamedTuple):
+    rows: Tensor  # [B, n, D]
+    pad: Tensor  # [B, n] bool
+    num_parts: int = 1  # cameras
+
+
+class PrefixEmbedding(nn.Layer):
+    """Everything that turns a batch into the rows of the prefix.
+
+    Attributes:
+        embed_absent: embed the blocks that a batch has inputs for even where it leaves them out,
+            so that all ranks that share the parameters piecewise run the same layers.
+    """
+
+    def __init__(
+        self,
+        config: PI07Config,
+        label_ids: Mapping[str, Sequence[int]],
+        num_groups: int | None,
+    ):
+        """
+        Args:
+            label_ids: the token ids of each of `prefix_layout.LABELS`, no special tokens.
+
+        Raises:
+            ValueError: a label without ids, or no vocabulary of discrete actions.
+        """
+        super().__init__()
+        missing = [label for label in LABELS if not label_ids.get(label)]
+        if missing:
+            raise ValueError(f"no token ids for the labels {missing} of the prefix")
+        vlm = config.vlm_config
+        backbone = vlm.gemma3_config
+        if vlm.discrete_action_vocab_size is None:
+            raise ValueError(
+                "vlm_config.discrete_action_vocab_size is None: it is that of the action tokenizer"
+            )
+        width = backbone.text_config.hidden_size
+        self.config = config
+        self.label_ids = {label: list(label_ids[label]) for label in LABELS}
+        self.embed_absent = False
+        self.video_encoder = VideoEncoder(
+            backbone, config.n_obs_steps, config.spacetime_layer_stride
+        )
+        self.embed_tokens = PaddedEmbedding(
+            backbone.text_config.vocab_size, width, scale=width**0.5
+        )
+        self.discrete_action_embedding = PaddedEmbedding(vlm.discrete_action_vocab_size, width)
+        self.state_proj = GroupedProjection(config.max_state_dim, width, num_groups)
+
+    def forward(
+        self, batch: Mapping[str, Any], presence: Presence, training: bool = True
+    ) -> Prefix:
+        """Embed a batch.
+
+        Args:
+            batch: see `PI07LowLevelFlowMatching.forward`.
+            presence: which optional parts to lay out.
+            training: with the action tail, which needs `discrete_actions`.
+        """
+        chosen = [block for block in PREFIX_BLOCKS if presence.has(block, training)]
+        embedded = self.embed_blocks(batch, self._blocks_to_embed(batch, chosen, training))
+        return self._joined(chosen, embedded)
+
+    def embed_blocks(
+        self, batch: Mapping[str, Any], blocks: Sequence[Block]
+    ) -> dict[str, _Embedded]:
+        """Rows and pad masks of each of the blocks, laid out or not."""
+        texts = self._text_ids(batch, blocks)
+        rows = self._text_rows(texts)
+        found = {name: _Embedded(rows[name], pad_BL) for name, (_, pad_BL) in texts.items()}
+        for block in blocks:
+            if block.source is Source.VIDEOS:
+                found[block.name] = self._videos(batch)
+            elif block.source is Source.SUBGOALS:
+                found[block.name] = self._subgoals(batch)
+            elif block.source is Source.STATE:
+                found[block.name] = self._state(batch)
+            elif block.source is Source.ACTIONS:
+                found[block.name] = self._actions(batch)
+        return found
+
+    def _blocks_to_embed(
+        self, batch: Mapping[str, Any], chosen: list[Block], training: bool
+    ) -> list[Block]:
+        if not self.embed_absent:
+            return chosen
+        given = Presence(
+            batch.get("response_tokens") is not None,
+            batch.get("metadata_tokens") is not None,
+            bool(batch.get("subgoal_images")),
+        )
+        return [b for b in PREFIX_BLOCKS if b in chosen or given.has(b, training)]
+
+    def _joined(self, chosen: list[Block], embedded: dict[str, _Embedded]) -> Prefix:
+        parts = [embedded[block.name] for block in chosen]
+        embs_BLD = paddle.concat([part.rows for part in parts], axis=1)
+        left_out = set(embedded) - {block.name for block in chosen}
+        for name in sorted(left_out):
+            # Part of the graph without effect: the layers behind it run backward on every rank.
+            embs_BLD = embs_BLD + embedded[name].rows.sum() * 0.0
+        pad_BL = paddle.concat([part.pad for part in parts], axis=1)
+        marks = [
+            mark
+            for block, part in zip(chosen, parts, strict=True)
+            for mark in _marks(block.attends, part.rows.shape[1], part.num_parts)
+        ]
+        att_BL = paddle.to_tensor(np.array([marks], dtype=bool)).expand(pad_BL.shape)
+        seen = [
+            embedded[block.name].rows.shape[1]
+            for block in chosen
+            if block.name not in ("action_label", "actions")
+        ]
+        return Prefix(embs_BLD, pad_BL, att_BL, sum(seen))
+
+    def _text_ids(
+        self, batch: Mapping[str, Any], blocks: Sequence[Block]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Ids `[B, n]` and pad masks `[B, n]` of the blocks that are text."""
+        size = batch["lang_tokens"].shape[0]
+        found = {}
+        for block in blocks:
+            if block.source is Source.FIELD:
+                found[block.name] = (
+                    batch[f"{block.text}_tokens"],
+                    batch[f"{block.text}_masks"],
+                )
+            elif block.source is Source.LABEL:
+                ids = np.array(self.label_ids[block.text], dtype=np.int64)
+                pad = paddle.ones([size, ids.size], dtype="bool")
+                if block.hidden_without_subgoal:
+                    has_goal = paddle.stack(batch["subgoal_img_masks"]).any(axis=0)
+                    pad = paddle.logical_and(pad, has_goal.unsqueeze(1))
+                found[block.name] = (paddle.to_tensor(np.tile(ids, (size, 1))), pad)
+        return found
+
+    def _text_rows(self, texts: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        # One look-up for all: each has a gradient as large as the table.
+        ids = [ids_BL for ids_BL, _ in texts.values()]
+        rows = self.embed_tokens(paddle.concat(ids, axis=1))
+        parts = paddle.split(rows, [x.shape[1] for x in ids], axis=1)
+        return dict(zip(texts, parts, strict=True))
+
+    def _videos(self, batch: Mapping[str, Any]) -> _Embedded:
+        videos, history = batch["videos"], batch.get("obs_history_is_pad")
+        # All cameras in one pass of the tower.
+        stacked = paddle.concat(videos)
+        if history is not None:
+            history = paddle.concat([history] * len(videos))
+        return _cameras(self.video_encoder(stacked, history), batch["vid_masks"])
+
+    def _subgoals(self, batch: Mapping[str, Any]) -> _Embedded:
+        images = paddle.concat(batch["subgoal_images"])
+        return _cameras(self.video_encoder.embed_image(images), batch["subgoal_img_masks"])
+
+    def _state(self, batch: Mapping[str, Any]) -> _Embedded:
+        state_BTS, history = batch["state"], batch.get("obs_history_is_pad")
+        steps = state_BTS.shape[1]
+        current = paddle.arange(steps) == steps - 1
+        if history is None:
+            real_BT = current.unsqueeze(0).expand(state_BTS.shape[:2])
+        else:
+            real_BT = paddle.logical_or(paddle.logical_not(history), current)
+        state_BTS = state_BTS * real_BT.astype(state_BTS.dtype).unsqueeze(-1)
+        state_BTS = state_BTS.astype(self.embed_tokens.weight.dtype)
+        return _Embedded(self.state_proj(state_BTS, batch.get("group_index")), real_BT)
+
+    def _actions(self, batch: Mapping[str, Any]) -> _Embedded:
+        tokens_BL = batch["discrete_actions"]
+        wanted = self.config.discrete_action_max_length
+        if tokens_BL.shape[1] != wanted:
+            raise ValueError(
+                f"discrete_actions has {tokens_BL.shape[1]} tokens a sample; "
+                f"discrete_action_max_length is {wanted}"
+            )
+        rows = self.discrete_action_embedding(tokens_BL)
+        return _Embedded(rows, batch["discrete_action_masks"])
+
+
+def _cameras(rows_ZMD: Tensor, masks: Sequence[Any]) -> _Embedded:
+    """Rows of all cameras' samples, camera-major, to those of each sample, camera after camera."""
+    cameras = len(masks)
+    rows = paddle.concat(paddle.split(rows_ZMD, cameras, axis=0), axis=1)
+    pad_Bc1 = paddle.stack(list(masks), axis=1).unsqueeze(-1)
+    pad_BcM = pad_Bc1.expand([*pad_Bc1.shape[:2], rows_ZMD.shape[1]])
+    return _Embedded(rows, pad_BcM.flatten(1), cameras)
+
+
+def _marks(attends: Attends, num_tokens: int, num_parts: int) -> list[bool]:
+    if attends is Attends.CAUSAL:
+        return [True] * num_tokens
+    begins = attends is Attends.TOGETHER
+    part = num_tokens // num_parts
+    return [begins and i % part == 0 for i in range(num_tokens)]

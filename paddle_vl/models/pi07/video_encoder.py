@@ -1,0 +1,82 @@
+"""Videos and single images to tokens of the backbone.
+
+Shapes: B videos, T frames, the current one last; N patches, U tower width; M tokens of a camera, D
+backbone width.
+"""
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.models.pi07.engine_config import Gemma3Config
+from paddle_vl.models.pi07.projector import MultiModalProjector
+from paddle_vl.models.pi07.siglip import FrameHistory, SiglipTower, visible_frames
+from paddle_vl.nn.masked_attention import AttentionMask
+
+_SHORTEST, _LONGEST = 4e-3, 40.0
+
+
+def frame_codes(num_frames: int, width: int) -> np.ndarray:
+    """What tells the age of each frame, the current one last: float64 `[T, U]`.
+
+    Frame i has age i - (T - 1), in frames; sine and cosine of `2 pi age / period`, the periods
+    geometric from 0.004 to 40, less the current frame's own, so that this one's code is zero.
+
+    Raises:
+        ValueError: ages beyond the longest period.
+    """
+    if num_frames - 1 > _LONGEST:
+        raise ValueError(
+            f"{num_frames} frames reach further back than {_LONGEST:g} frames, the longest period "
+            "of the code of their age: lower n_obs_steps"
+        )
+    age_T1 = np.arange(num_frames, dtype=np.float64)[:, None] - (num_frames - 1)
+    period = _SHORTEST * (_LONGEST / _SHORTEST) ** np.linspace(0.0, 1.0, width // 2)
+    angle = 2 * np.pi * age_T1 / period
+    codes = np.concatenate([np.sin(angle), np.cos(angle)], axis=1)
+    return codes - codes[-1:]
+
+
+class VideoEncoder(nn.Layer):
+    """Tower and projector; the tower's layers at every `stride` look back in time."""
+
+    def __init__(self, config: Gemma3Config, max_num_frames: int, stride: int):
+        super().__init__()
+        self.max_num_frames = max_num_frames
+        self.tower = SiglipTower(config.vision_config, stride)
+        self.projector = MultiModalProjector(config)
+
+    def forward(self, video_BTCHW: Tensor, is_pad_BT: Tensor | None = None) -> Tensor:
+        """Tokens of the current frame, which has seen the others: `[B, M, D]`.
+
+        Args:
+            video_BTCHW: values in [0, 1]; with one frame the temporal part has nothing to do.
+            is_pad_BT: bool; None takes all but the current frame for padded.
+
+        Raises:
+            ValueError: more frames than `n_obs_steps`.
+        """
+        batch, frames = video_BTCHW.shape[:2]
+        if frames > self.max_num_frames:
+            raise ValueError(
+                f"a video has {frames} frames; n_obs_steps allows {self.max_num_frames}"
+            )
+        pixels = video_BTCHW.reshape([batch * frames, *video_BTCHW.shape[2:]]) * 2.0 - 1.0
+        history = None if frames == 1 else self._history(batch, frames, is_pad_BT)
+        return self.projector(self.tower(pixels, history))
+
+    def embed_image(self, images_BCHW: Tensor) -> Tensor:
+        """Tokens of images that stand alone, values in [-1, 1]: `[B, M, D]`."""
+        return self.projector(self.tower(images_BCHW))
+
+    def _history(self, batch: int, frames: int, is_pad_BT: Tensor | None) -> FrameHistory:
+        vision = self.tower.config
+        if is_pad_BT is None:
+            is_pad_BT = paddle.ones([batch, frames], dtype="bool")
+        visible_B1TT = visible_frames(is_pad_BT).unsqueeze(1)
+        per_patch = visible_B1TT.expand([batch, vision.num_patches, frames, frames])
+        dtype = self.tower.patch_embedding.weight.dtype
+        code = paddle.to_tensor(frame_codes(frames, vision.hidden_size)).astype(dtype)
+        return FrameHistory(
+            batch, frames, code, AttentionMask(per_patch.reshape([-1, frames, frames]))
+        )
