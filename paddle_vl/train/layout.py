@@ -100,4 +100,5 @@ class Layout:
         if self.topology.degrees.pp_degree == 1:
             return WholeModel(model, processes)
         parts = [make_part(model, layers) for layers in self.parts]
-        return PipelineRunner(model, parts, self.topology.pp_group, self.config.model.compute_dtype)
+        group, dtype = self.topology.pp_group, self.config.model.compute_dtype
+        return PipelineRunner(model, parts, group, dtype, processes.data_size)

@@ -47,13 +47,8 @@ class WholeModel:
         """Add up the gradients of the mean loss over all batches, and return that loss."""
         total = None
         for batch in batches:
-            output = self.model(**batch)
-            loss = output.loss_sum / num_target_tokens
-            if output.aux_loss is not None:
-                # Not by target tokens: it is about all tokens, and of a micro-batch as a whole.
-                weight = self.model.config.text_config.router_aux_loss_coef
-                share = len(batches) * self.processes.data_size
-                loss = loss + weight * output.aux_loss / share
+            num_batches = len(batches) * self.processes.data_size
+            loss = self.model(**batch).share_of_step(num_target_tokens, num_batches)
             loss.backward()
             self.model.placement.trained.end_micro_batch()
             total = loss.detach() if total is None else total + loss.detach()

@@ -107,3 +107,20 @@ def test_one_process_continues_what_several_saved(several, one_device, run_file,
     overrides = [*common(run_file), *settings(1), "train.resume_from_checkpoint=auto"]
     train(str(run_file), str(tmp_path), overrides)
     assert_close(tmp_path, one_device, "checkpoint-4")
+
+
+def test_the_load_balancing_loss_travels_through_a_pipeline(tmp_path):
+    """Micro-batches are those of one device, and so is the loss of each."""
+    model = MOE | {
+        "text_config": MOE["text_config"]
+        | {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    }
+    run_file = write_tiny_run(tmp_path / "run", num_samples=24, model=model)
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(str(run_file), str(one), [*common(run_file), *settings(1)])
+    overrides = [*common(run_file), *settings(1), "parallel.pp_degree=2"]
+    launch(train, 2, arguments=(str(run_file), str(two), overrides))
+    for found, wanted in zip(metrics_of(two), metrics_of(one), strict=True):
+        for key, value in wanted.items():
+            assert found[key] == pytest.approx(value, rel=TOLERANCE), (wanted["step"], key)
+    assert_close(two, one, "checkpoint-4")

@@ -7,7 +7,6 @@ Source: Qwen3VLForConditionalGeneration of HF transformers; names, checkpoints a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,8 @@ from paddle_vl.batch.vision_layout import vision_layout
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.decoder import KeyValueCache, LanguageModel
 from paddle_vl.models.qwen3_vl.generate import generate, stream
-from paddle_vl.models.qwen3_vl.moe import asked_balance
+from paddle_vl.models.qwen3_vl.moe import LoadBalance, asked_balance
+from paddle_vl.models.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.models.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.models.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.attention import PackedSamples
@@ -28,27 +28,6 @@ from paddle_vl.nn.loss import next_token_targets
 from paddle_vl.nn.placement import SingleDevicePlacement
 
 Array = np.ndarray | Tensor
-
-
-@dataclass
-class Qwen3VLOutput:
-    """What a call returns.
-
-    Attributes:
-        logits: `[B, L, V]`; of V this rank's part under model parallelism.
-        loss: mean cross entropy over the target tokens of the batch; None without labels. A batch
-            without a single target gives 0, where HF gives NaN. With `aux_loss`, and that times the
-            configuration's `router_aux_loss_coef`.
-        loss_sum: the cross entropy's sum, for whoever averages over several batches.
-        num_target_tokens: how many tokens that is; the batch's own host number when it has one.
-        aux_loss: how unevenly the experts were used, see `LoadBalance`; None unless asked for.
-    """
-
-    logits: Tensor
-    loss: Tensor | None = None
-    loss_sum: Tensor | None = None
-    num_target_tokens: int | Tensor | None = None
-    aux_loss: Tensor | None = None
 
 
 class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
@@ -166,13 +145,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             hidden_BLD = hidden_TD.reshape([*shape, -1])[:, -logits_to_keep:]
             shape = hidden_BLD.shape[:2]
             hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
-        output = self.predict(hidden_TD, shape, labels, num_target_tokens)
-        if balance is not None:
-            output.aux_loss = balance.loss()
-            if output.loss is not None:
-                weight = self.config.text_config.router_aux_loss_coef
-                output.loss = output.loss + weight * output.aux_loss
-        return output
+        return self.predict(hidden_TD, shape, labels, num_target_tokens, balance)
 
     def decoder_arguments(
         self,
@@ -226,8 +199,9 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         shape: Sequence[int],
         labels: Array | None = None,
         num_target_tokens: int | None = None,
+        balance: LoadBalance | None = None,
     ) -> Qwen3VLOutput:
-        """Logits and loss of rows behind the final norm; `shape` is (B, L)."""
+        """Logits and losses of rows behind the final norm; `shape` is (B, L)."""
         logits_TV = self.lm_head(self.placement.enter_columns(hidden_TD))
         output = Qwen3VLOutput(logits_TV.reshape([*shape, -1]))
         if labels is not None:
@@ -238,6 +212,11 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             output.loss = output.loss_sum / (
                 max(num_target_tokens, 1) if known else count.clip(min=1.0)
             )
+        if balance is not None:
+            output.aux_loss = balance.loss()
+            output.aux_weight = self.config.text_config.router_aux_loss_coef
+            if output.loss is not None:
+                output.loss = output.loss + output.aux_weight * output.aux_loss
         return output
 
     def encode_visual(

@@ -123,19 +123,21 @@ class LoadBalance:
 
     Attributes:
         real_T: float32, 1 at real tokens of the whole batch, 0 at padding.
+        sums_2E: of all layers so far, `[2, E]` float32; None before the first.
+        num_layers: how many these are.
     """
 
     def __init__(self, attention_mask_BL: Tensor | None, shape_BL: tuple[int, int]):
         if attention_mask_BL is None:
             attention_mask_BL = paddle.ones(shape_BL)
         self.real_T = attention_mask_BL.astype("float32").reshape([-1])
-        self._sums_2E: Tensor | None = None
-        self._num_layers = 0
+        self.sums_2E: Tensor | None = None
+        self.num_layers = 0
 
     def add(self, sums_2E: Tensor) -> None:
         """One layer's `routing_sums`."""
-        self._sums_2E = sums_2E if self._sums_2E is None else self._sums_2E + sums_2E
-        self._num_layers += 1
+        self.sums_2E = sums_2E if self.sums_2E is None else self.sums_2E + sums_2E
+        self.num_layers += 1
 
     def loss(self) -> Tensor:
         """`E * sum_e f_e * P_e` with the tokens of all layers pooled, a float32 scalar.
@@ -143,7 +145,7 @@ class LoadBalance:
         f_e is how often a token had expert e among its K, P_e the expert's mean probability; the
         value is about K when all experts are used alike. Without a layer of experts it is 0.
         """
-        if self._sums_2E is None:
+        if self.sums_2E is None:
             return paddle.zeros([])
-        means_2E = self._sums_2E / (self.real_T.sum() * self._num_layers)
+        means_2E = self.sums_2E / (self.real_T.sum() * self.num_layers)
         return means_2E.shape[1] * (means_2E[0] * means_2E[1]).sum()

@@ -1,11 +1,13 @@
 """Consecutive layers of a Qwen3-VL as one function of a batch, for a pipeline.
 
 What travels from a part to the next is one tensor: the token rows, and below them the rows of the
-deepstack levels that layers further on add. Positions and indices do not travel: every process has
-the batch. So both ends of a message know its shape beforehand, and a micro-batch without images
-has no rows but its tokens'.
+deepstack levels that layers further on add; then, when the load-balancing loss is asked for, the
+sums of where the layers so far routed. Positions and indices do not travel: every process has the
+batch. So both ends of a message know its shape beforehand, and a micro-batch without images has no
+rows but its tokens'.
 
-Shapes: T token rows and M visual rows of this rank, D width; R = T + M * (levels still to add).
+Shapes: T token rows and M visual rows of this rank, D width; R = T + M * (levels still to add), and
+the rows that carry `[2, E]` sums over E experts.
 """
 
 from typing import Any
@@ -16,7 +18,10 @@ from paddle import Tensor
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.embedding import decoder_positions
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.models.qwen3_vl.moe import LoadBalance, asked_balance
+from paddle_vl.models.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.models.qwen3_vl.text_config import Qwen3VLTextConfig
+from paddle_vl.nn.carried import carried, carry, num_carrying_rows
 
 VISUAL_SHARE = 0.5
 _NOT_FOR_DECODER = ("pixel_values", "pixel_values_videos", "labels", "num_target_tokens")
@@ -62,16 +67,15 @@ class Qwen3VLStage:
     def __init__(self, model: Qwen3VLForConditionalGeneration, layers: range):
         self.model, self.layers = model, layers
         config = model.config
-        if getattr(config.text_config, "output_router_logits", False):
-            raise ValueError(
-                "text_config.output_router_logits is true but the layers are spread over a "
-                "pipeline: the load-balancing loss needs the routing of all layers in one place; "
-                "set output_router_logits to false in the model's config.json, or "
-                "parallel.pp_degree to 1"
-            )
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.text_config.num_hidden_layers
         self.num_levels = len(config.vision_config.deepstack_visual_indexes)
+        # Of the routing of the layers so far, for the load-balancing loss at the end.
+        text = config.text_config
+        is_asked = getattr(text, "output_router_logits", False)
+        self.sums_shape = (2, text.num_experts) if is_asked else None
+        self.num_layers_before = sum(text.has_experts(i) for i in range(layers.start))
+        self._dtype = model.parameters()[0].dtype
 
     def input_shape(self, batch: dict[str, Any]) -> tuple[int, int]:
         """(R, D) of the rows that arrive, from the shapes of the batch alone.
@@ -82,10 +86,15 @@ class Qwen3VLStage:
         tokens = batch["input_ids"].size // self.model.placement.row_part.size
         travelling = len(self._travelling(self.layers.start))
         rows = tokens + travelling * _num_visual_rows(batch)
-        return rows, self.model.config.text_config.hidden_size
+        width = self.model.config.text_config.hidden_size
+        if self.sums_shape is not None:
+            rows += num_carrying_rows(self.sums_shape, width, self._dtype)
+        return rows, width
 
-    def __call__(self, batch: dict[str, Any], rows_RD: Tensor | None = None) -> Tensor:
-        """Rows for the next part, `[R, D]`; of the last part the summed loss of the batch.
+    def __call__(
+        self, batch: dict[str, Any], rows_RD: Tensor | None = None
+    ) -> Tensor | Qwen3VLOutput:
+        """Rows for the next part, `[R, D]`; of the last part the model's output with its losses.
 
         Args:
             batch: as the collator makes it.
@@ -95,19 +104,35 @@ class Qwen3VLStage:
         dict_args = model.decoder_arguments(
             **{name: value for name, value in batch.items() if name not in _NOT_FOR_DECODER}
         )
+        balance = asked_balance(
+            model.config.text_config,
+            None,
+            paddle.to_tensor(batch["attention_mask"]),
+            tuple(batch["input_ids"].shape),
+        )
         if self.is_first:
             inputs = model.language_model.embedding(dict_args | self._encode_visual(batch))
             x_TD = inputs["hidden_states"]
             levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         else:
             inputs = dict_args | decoder_positions(model.config, dict_args)
-            x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch))
-        x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs)
+            x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch), balance)
+        x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, balance=balance)
         if self.is_last:
             hidden_TD = model.language_model.norm(x_TD)
-            shape, labels = batch["input_ids"].shape, batch["labels"]
-            return model.predict(hidden_TD, shape, labels, batch["num_target_tokens"]).loss_sum
+            return model.predict(
+                hidden_TD,
+                batch["input_ids"].shape,
+                batch["labels"],
+                batch["num_target_tokens"],
+                balance,
+            )
         left = [levels[g] for g in self._travelling(self.layers.stop) if g in levels]
+        if balance is not None:
+            sums_2E = balance.sums_2E
+            if sums_2E is None:
+                sums_2E = paddle.zeros(self.sums_shape)
+            left.append(carry(sums_2E, x_TD.shape[1], x_TD.dtype))
         return paddle.concat([x_TD, *left]) if left else x_TD
 
     def _encode_visual(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -119,13 +144,20 @@ class Qwen3VLStage:
             pixels, batch.get("image_grid_thw"), video_pixels, batch.get("video_grid_thw")
         )
 
-    def _unpack(self, rows_RD: Tensor, num_visual: int) -> tuple[Tensor, dict[int, Tensor]]:
-        travelling = self._travelling(self.layers.start)
-        if not travelling or num_visual == 0:
+    def _unpack(
+        self, rows_RD: Tensor, num_visual: int, balance: LoadBalance | None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        travelling = self._travelling(self.layers.start) if num_visual else range(0)
+        sizes = [num_visual] * len(travelling)
+        if balance is not None:
+            sizes.append(num_carrying_rows(self.sums_shape, rows_RD.shape[1], rows_RD.dtype))
+        if not sizes:
             return rows_RD, {}
-        tokens = rows_RD.shape[0] - num_visual * len(travelling)
-        x_TD, *levels = paddle.split(rows_RD, [tokens] + [num_visual] * len(travelling))
-        return x_TD, dict(zip(travelling, levels, strict=True))
+        x_TD, *others = paddle.split(rows_RD, [rows_RD.shape[0] - sum(sizes), *sizes])
+        if balance is not None:
+            balance.sums_2E = carried(others.pop(), self.sums_shape)
+            balance.num_layers = self.num_layers_before
+        return x_TD, dict(zip(travelling, others, strict=True))
 
     def _travelling(self, layer: int) -> range:
         """Levels that are still to be added where that layer begins; level g follows layer g."""

@@ -4,7 +4,7 @@ A part is a function of a batch and of the rows that the part before made. Gradi
 parameters; nothing is scaled on the way, the last part divides by the step's number of targets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import paddle
@@ -16,6 +16,15 @@ from paddle_vl.parallel.pipeline.schedule import Operation, plan
 Batch = dict[str, Any]
 
 
+class Losses(Protocol):
+    """What the last part makes of a batch."""
+
+    loss_sum: Tensor
+
+    def share_of_step(self, num_target_tokens: int, num_batches: int) -> Tensor:
+        """What the batch adds to the loss of a step of so many targets and batches."""
+
+
 class Part(Protocol):
     """Consecutive layers of a model."""
 
@@ -25,8 +34,8 @@ class Part(Protocol):
     def input_shape(self, batch: Batch) -> tuple[int, ...]:
         """Shape of the rows that arrive, known without them."""
 
-    def __call__(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
-        """Rows for the next part; of the last part the summed loss."""
+    def __call__(self, batch: Batch, rows: Tensor | None = None) -> Tensor | Losses:
+        """Rows for the next part; of the last part its losses."""
 
 
 class PipelineRunner:
@@ -41,10 +50,13 @@ class PipelineRunner:
             `i * num_stages + stage` of all.
         group: the processes of the pipeline, by stage.
         dtype: of the rows between parts.
+        data_size: parts of the data, each with such a pipeline.
     """
 
-    def __init__(self, model: nn.Layer, parts: Sequence[Part], group, dtype: str):
-        self.model = model
+    def __init__(
+        self, model: nn.Layer, parts: Sequence[Part], group, dtype: str, data_size: int = 1
+    ):
+        self.model, self.data_size = model, data_size
         self.parts = {i * group.nranks + group.rank: part for i, part in enumerate(parts)}
         self.num_stages, self.num_virtual, self.stage = group.nranks, len(parts), group.rank
         self.exchange = Exchange(group, dtype)
@@ -55,7 +67,12 @@ class PipelineRunner:
         Returns:
             That loss on the last stage, zero on the others.
         """
-        return _Step(self, batches, num_target_tokens).run(self._operations(len(batches)))
+        num_batches = len(batches) * self.data_size
+
+        def share(losses: Losses) -> Tensor:
+            return losses.share_of_step(num_target_tokens, num_batches)
+
+        return _Step(self, batches, share).run(self._operations(len(batches)))
 
     @property
     def batches_at_once(self) -> int:
@@ -65,7 +82,8 @@ class PipelineRunner:
     @paddle.no_grad()
     def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
         """Summed loss of all batches on the last stage, zero on the others."""
-        return _Step(self, batches, 1).run(self._operations(len(batches), forward_only=True))
+        step = _Step(self, batches, lambda losses: losses.loss_sum)
+        return step.run(self._operations(len(batches), forward_only=True))
 
     def _operations(self, num_batches: int, forward_only: bool = False) -> list[Operation]:
         plans = plan(self.num_stages, self.num_virtual, num_batches, forward_only)
@@ -73,11 +91,20 @@ class PipelineRunner:
 
 
 class _Step:
-    """What a stage holds during a step."""
+    """What a stage holds during a step.
 
-    def __init__(self, runner: PipelineRunner, batches: Sequence[Batch], num_target_tokens: int):
+    Args:
+        loss_of: what a batch's losses add to the result.
+    """
+
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        batches: Sequence[Batch],
+        loss_of: Callable[[Losses], Tensor],
+    ):
         self.parts, self.exchange = runner.parts, runner.exchange
-        self.batches, self.num_target_tokens = batches, num_target_tokens
+        self.batches, self.loss_of = batches, loss_of
         self.trained = runner.model.placement.trained
         self.loss = paddle.zeros([])
         # By part and micro-batch: what entered a part, what it made, and what is on its way here.
@@ -105,7 +132,7 @@ class _Step:
             rows.stop_gradient = not paddle.is_grad_enabled()
         made = part(self.batches[micro_batch], rows)
         if part.is_last:
-            made = made / self.num_target_tokens
+            made = self.loss_of(made)
             self.loss = self.loss + made.detach().astype("float32")
         self.entered[number, micro_batch], self.made[number, micro_batch] = rows, made
 

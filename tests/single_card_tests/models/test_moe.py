@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.models.qwen3_vl.moe import LoadBalance, Router, SparseMoE, routing_sums
-from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage, layer_costs
+from paddle_vl.models.qwen3_vl.stage import layer_costs
 from paddle_vl.nn.linear import Linear
 from paddle_vl.parallel.recompute import recompute_layers
 from tests.tiny import EXPERTS, GOLDEN, IMAGE, patches, tiny_config, tiny_model, token_rows
@@ -238,14 +238,6 @@ def test_the_last_calls_tokens_per_expert_are_known_by_layer():
     assert list(counts) == [0, 2]
     assert [int(count.sum()) for count in counts.values()] == [2 * inputs["input_ids"].size] * 2
     assert tiny_model().tokens_per_expert() == {}
-
-
-def test_stages_refuse_the_auxiliary_loss():
-    model = tiny_model(**EXPERTS, output_router_logits=True)
-    with pytest.raises(
-        ValueError, match=r"output_router_logits is true .* parallel.pp_degree to 1"
-    ):
-        Qwen3VLStage(model, range(1))
 
 
 def test_costs_count_the_experts_a_token_sees():

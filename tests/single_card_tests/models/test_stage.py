@@ -1,8 +1,9 @@
 """Parts of a Qwen3-VL as a pipeline runs them, here one behind the other on one device.
 
 Guarantees: parts give the whole model's loss and every gradient, wherever the layers are cut,
-tied or not, with images and without; a part knows the shape of what arrives beforehand; levels
-travel no further than the layer that adds them; a part holds its own parameters and no others.
+tied or not, with images and without, with experts and their load-balancing loss; a part knows the
+shape of what arrives beforehand; levels travel no further than the layer that adds them; a part
+holds its own parameters and no others.
 """
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.models.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage, layer_costs
 from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
-from tests.tiny import IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+from tests.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
 
 CUTS = [[3], [1, 2, 3], [1, 3], [2, 3]]
 
@@ -41,7 +43,7 @@ def ranges(ends: list[int]) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def loss_through_parts(parts: list[Qwen3VLStage], batch: dict) -> paddle.Tensor:
+def loss_through_parts(parts: list[Qwen3VLStage], batch: dict) -> Qwen3VLOutput:
     rows = None
     for part in parts:
         if rows is not None:
@@ -50,16 +52,24 @@ def loss_through_parts(parts: list[Qwen3VLStage], batch: dict) -> paddle.Tensor:
     return rows
 
 
+# The load-balancing loss as large as the other.
+BALANCED = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 4.0}
+
+
 @pytest.mark.parametrize("ends", CUTS, ids=str)
 @pytest.mark.parametrize("grids", [[[1, 2, 4], [1, 4, 2]], []], ids=["images", "text"])
-def test_parts_in_a_row_are_the_whole_model(ends, grids):
+@pytest.mark.parametrize("text", [{}, BALANCED], ids=["dense", "experts"])
+def test_parts_in_a_row_are_the_whole_model(ends, grids, text):
     batch = batch_of(grids)
-    model = tiny_model()
-    wanted = model(**batch).loss_sum
+    model = tiny_model(**text)
+    wanted = model(**batch).share_of_step(3, 2)
     wanted.backward()
     gradients = {n: p.grad for n, p in model.hf_named_parameters()}
-    other = tiny_model()
-    loss = loss_through_parts([Qwen3VLStage(other, layers) for layers in ranges(ends)], batch)
+    other = tiny_model(**text)
+    parts = [Qwen3VLStage(other, layers) for layers in ranges(ends)]
+    output = loss_through_parts(parts, batch)
+    assert (output.aux_loss is not None) == bool(text)
+    loss = output.share_of_step(3, 2)
     loss.backward()
     np.testing.assert_allclose(loss.numpy(), wanted.numpy(), rtol=1e-6)
     for name, parameter in other.hf_named_parameters():
