@@ -2,15 +2,24 @@
 
 Pinned here: values and gradients of the CPU implementation, and of the one that a GPU or a traced
 program takes, against softmax over a dense mask; grouped key heads, cached keys, masked keys, rows
-longer than a query block. The oracle repeats key heads and masks densely, in double precision.
+longer than a query block, several samples in a row, of which only what they see of themselves is
+computed and masked; what the kernels are called with. The oracle repeats key heads and masks
+densely, in double precision.
 """
 
 import numpy as np
 import paddle
 import pytest
 
+from paddle_vl.batch.packing import segment_offsets
 from paddle_vl.nn import attention
-from paddle_vl.nn.attention import MASKED_SCORE, causal_attention, segment_attention
+from paddle_vl.nn.attention import (
+    MASKED_SCORE,
+    PackedSamples,
+    causal_attention,
+    segment_attention,
+)
+from paddle_vl.nn.softmax_blocks import packed_blocks
 
 CPU, KERNEL = "cpu", "kernel"
 
@@ -92,6 +101,60 @@ def test_segments_see_themselves_only(segments):
     wanted = dense(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), allowed)
     found = segment_attention(q, k, v, segments).unsqueeze(0)
     assert_same(found, wanted, [q, k, v])
+
+
+PACKINGS = {
+    "short ones": ([[3, 1, 5], [7, 2], []], 9),
+    "a block and more": ([[128, 2], [1, 129]], 130),
+    "long and short": ([[300, 10, 20, 5], [40, 100, 200]], 345),
+}
+
+
+@pytest.mark.usefixtures("_implementation")
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2)])
+def test_packed_samples_see_themselves_only(packing, heads, key_heads):
+    lengths, length = PACKINGS[packing]
+    batch = len(lengths)
+    q = draw(batch, length, heads, 8, seed=1)
+    k, v = (draw(batch, length, key_heads, 8, seed=s) for s in (2, 3))
+    offsets = segment_offsets(lengths, length)
+    label = np.repeat(np.arange(offsets.size - 1), np.diff(offsets)).reshape(batch, 1, length)
+    allowed = np.tril(np.ones((length, length), bool)) & (label[..., None] == label[:, :, None])
+    found = causal_attention(q, k, v, packed=PackedSamples(offsets, length))
+    assert_same(found, dense(q, k, v, allowed), [q, k, v])
+
+
+def test_scores_of_packed_samples_are_those_of_each_alone_but_for_blocks():
+    """4 samples of 1000 tokens: a sixth of the scores of the row, half a block above the least."""
+    offsets = tuple(range(0, 4001, 1000))
+    blocks = packed_blocks(offsets, 1)
+    scores = [(b.end - b.begin) * (b.end_key - b.first_key) for b in blocks]
+    assert sum(scores) <= 4 * (1000 * 1000 / 2 + 1000 * 64)
+    assert all(tuple(block.bias().shape) == (b, k) for block, b, k in (
+        (block, block.end - block.begin, block.end_key - block.first_key) for block in blocks
+    ))  # fmt: skip
+    assert len(packed_blocks(tuple(range(0, 1281, 10)), 1)) == 11
+
+
+def test_packed_samples_reach_the_kernel_as_the_ends_of_their_keys(monkeypatch):
+    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
+    taken = []
+
+    def kernel(q, k, v, startend_row_indices, *, causal):
+        taken.append((startend_row_indices, causal))
+        return q
+
+    monkeypatch.setattr(attention.F, "flashmask_attention", kernel)
+    q = draw(2, 5, 4, 8, seed=1).astype("bfloat16")
+    k, v = (draw(2, 5, 2, 8, seed=s).astype("bfloat16") for s in (2, 3))
+    packed = PackedSamples(segment_offsets([[3, 2], [4]], 5), 5)
+    assert causal_attention(q, k, v, packed=packed) is q
+    ((ends, causal),) = taken
+    assert causal is True
+    assert ends.dtype == paddle.int32
+    assert ends.shape == [2, 1, 5, 1]
+    assert ends.numpy().reshape(2, 5).tolist() == [[3, 3, 3, 5, 5], [4, 4, 4, 4, 5]]
 
 
 @pytest.mark.parametrize("trained", [0, 1, 2])
