@@ -16,6 +16,7 @@ EXTRAS = {
     "tensorboard": ["tensorboardX>=2.6"],
     "digits": ["scikit-learn>=1.3"],
     "video": ["av>=17.0"],
+    "pi07": ["scipy>=1.11"],
     "dev": [
         "av>=17.0",
         "hypothesis>=6.90",
@@ -25,6 +26,7 @@ EXTRAS = {
         "pytest-xdist>=3.5",
         "ruff==0.17.*",
         "scikit-learn>=1.3",
+        "scipy>=1.11",
     ],
 }
 

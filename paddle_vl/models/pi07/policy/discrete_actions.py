@@ -1,0 +1,219 @@
+"""Action chunks as discrete tokens: cosine transform, rounding, byte-pair merging.
+
+Source: FAST (Pertsch et al., 2025), the tokenizer `physical-intelligence/fast`, whose files are
+read and written here: `processor_config.json` and `tokenizer.json`.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy.fft import dct, idct
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE, read_json, read_tokenizer
+
+logger = logging.getLogger(__name__)
+CONFIG_FILE = "processor_config.json"
+# Where newer libraries keep the byte-pair file.
+_SUBFOLDER = "bpe_tokenizer"
+# Fewer merges than this make the tokenizer little better than none.
+_FEW_MERGES = 100
+
+
+class ActionTokenizer:
+    """Turns normalised action chunks into token ids, and back.
+
+    Attributes:
+        scale: coefficients are multiplied by it before they are rounded.
+        vocab_size: entries that a model has to have, whether or not merging used them all.
+        min_token: the least coefficient that has a character of its own.
+        time_horizon, action_dim: size of the chunks that `decode` makes, unless it is told.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        scale: float = 10,
+        vocab_size: int = 1024,
+        min_token: int = 0,
+        time_horizon: int | None = None,
+        action_dim: int | None = None,
+    ):
+        self._tokenizer = tokenizer
+        self.scale, self.vocab_size, self.min_token = scale, vocab_size, min_token
+        self.time_horizon, self.action_dim = time_horizon, action_dim
+
+    def __call__(self, actions_BCA: np.ndarray) -> list[list[int]]:
+        """Token ids of each chunk; `[C, A]` is one chunk.
+
+        Raises:
+            ValueError: an array of other dims.
+        """
+        actions = np.asarray(actions_BCA, dtype=np.float32)
+        actions = actions[None] if actions.ndim == 2 else actions
+        if actions.ndim != 3:
+            raise ValueError(
+                f"actions have shape {list(actions.shape)}; [batch, steps, dims] is needed"
+            )
+        coefficients = np.around(dct(actions, axis=1, norm="ortho") * self.scale)
+        return [
+            self._tokenizer.encode(_characters(chunk, self.min_token)).ids for chunk in coefficients
+        ]
+
+    def decode(
+        self,
+        tokens: Sequence[Sequence[int]],
+        time_horizon: int | None = None,
+        action_dim: int | None = None,
+    ) -> np.ndarray:
+        """Chunks `[B, time_horizon, action_dim]` of token ids, float64.
+
+        Tokens that do not make up a chunk give zeros, and a warning.
+
+        Raises:
+            ValueError: the size of a chunk is not known.
+        """
+        steps, dims = time_horizon or self.time_horizon, action_dim or self.action_dim
+        if steps is None or dims is None:
+            raise ValueError(
+                f"the size of a chunk is not known (time_horizon {steps}, action_dim {dims}): give "
+                "both, the tokenizer was saved without"
+            )
+        chunks = []
+        for ids in tokens:
+            text = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+            coefficients = np.array([ord(character) for character in text]) + self.min_token
+            if coefficients.size != steps * dims:
+                logger.warning(
+                    "%d tokens stand for %d coefficients, a chunk has %d x %d: taken as zeros",
+                    len(ids),
+                    coefficients.size,
+                    steps,
+                    dims,
+                )
+                coefficients = np.zeros(steps * dims)
+            chunks.append(
+                idct(coefficients.reshape(steps, dims) / self.scale, axis=0, norm="ortho")
+            )
+        return np.stack(chunks)
+
+    @classmethod
+    def fit(
+        cls,
+        chunks: Iterable[np.ndarray],
+        scale: float = 10,
+        vocab_size: int = 1024,
+        time_horizon: int | None = None,
+        action_dim: int | None = None,
+    ) -> "ActionTokenizer":
+        """A tokenizer made for action chunks like these.
+
+        Args:
+            chunks: normalised actions, each `[C, A]`.
+
+        Raises:
+            ValueError: there are none, or their coefficients have more values than the vocabulary
+                has entries.
+        """
+        chunks = [np.asarray(chunk) for chunk in chunks]
+        if not chunks:
+            raise ValueError("there are no action chunks to fit a tokenizer to")
+        rounded = [np.around(dct(chunk, axis=0, norm="ortho") * scale) for chunk in chunks]
+        least = int(min(chunk.min() for chunk in rounded))
+        most = int(max(chunk.max() for chunk in rounded))
+        if most - least > vocab_size:
+            raise ValueError(
+                f"the coefficients take values from {least} to {most}, which vocab_size "
+                f"{vocab_size} cannot hold: raise it, lower scale {scale}, or normalise the actions"
+            )
+        if most - least + _FEW_MERGES > vocab_size:
+            logger.warning(
+                "coefficients from %d to %d leave few of %d entries for merges; consider more",
+                least,
+                most,
+                vocab_size,
+            )
+        tokenizer = Tokenizer(
+            models.BPE(continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            show_progress=False,
+            special_tokens=[],
+            initial_alphabet=[chr(i) for i in range(most - least + 1)],
+            max_token_length=10000,
+        )
+        texts = (_characters(chunk, least) for chunk in rounded)
+        tokenizer.train_from_iterator(texts, trainer=trainer)
+        return cls(tokenizer, scale, vocab_size, least, time_horizon, action_dim)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "ActionTokenizer":
+        """Read a tokenizer's folder.
+
+        Raises:
+            RuntimeError: files are missing or damaged.
+        """
+        folder = Path(path)
+        file = folder / TOKENIZER_FILE
+        file = file if file.is_file() else folder / _SUBFOLDER / TOKENIZER_FILE
+        for needed in (folder / CONFIG_FILE, file):
+            if not needed.is_file():
+                raise RuntimeError(
+                    f"{folder} is not the folder of an action tokenizer: there is no {needed}; "
+                    "fetch physical-intelligence/fast, or fit one with ActionTokenizer.fit"
+                )
+        values, tokenizer = read_json(folder / CONFIG_FILE, "its settings"), read_tokenizer(file)
+        names = ("scale", "vocab_size", "min_token", "time_horizon", "action_dim")
+        return cls(tokenizer, **{name: values[name] for name in names if name in values})
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the tokenizer's folder."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tokenizer.save(str(folder / TOKENIZER_FILE))
+        values = {
+            "processor_class": "UniversalActionProcessor",
+            "scale": self.scale,
+            "vocab_size": self.vocab_size,
+            "min_token": self.min_token,
+            "time_horizon": self.time_horizon,
+            "action_dim": self.action_dim,
+        }
+        text = json.dumps(values, indent=2) + "\n"
+        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+        text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def padded_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids cut or filled with 0 on the right.
+
+    Returns:
+        Ids `[B, length]` int64 and a mask `[B, length]` bool, True for real tokens.
+    """
+    ids_BL = np.zeros((len(tokens), length), dtype=np.int64)
+    mask_BL = np.zeros((len(tokens), length), dtype=bool)
+    for row, ids in enumerate(tokens):
+        if len(ids) > length:
+            logger.warning(
+                "a chunk has %d action tokens, discrete_action_max_length is %d: the rest is cut",
+                len(ids),
+                length,
+            )
+        kept = list(ids)[:length]
+        ids_BL[row, : len(kept)] = kept
+        mask_BL[row, : len(kept)] = True
+    return ids_BL, mask_BL
+
+
+def _characters(coefficients: np.ndarray, min_token: int) -> str:
+    """One character for each coefficient; those below the least have its."""
+    return "".join(map(chr, np.maximum(coefficients.flatten() - min_token, 0).astype(int)))

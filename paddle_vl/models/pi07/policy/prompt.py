@@ -1,0 +1,163 @@
+"""What the backbone reads: prompts, responses and metadata as token ids.
+
+The texts are joined with fixed words here; other fixed words ("State: " and the like) stand
+between them in the model's prefix.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE, read_json, read_tokenizer
+
+CONFIG_FILE = "tokenizer_config.json"
+_PAD_TOKEN = "<pad>"
+# Metadata in the order in which they are told; numbers have a flag that says they are absent.
+_METADATA = (
+    ("speed", "Speed"),
+    ("quality", "Quality"),
+    ("mistake", "Mistake"),
+    ("robot_type", "Robot"),
+    ("fps", "FPS"),
+    ("control_mode", "Control"),
+)
+_WORDS = ("robot_type", "control_mode")
+
+
+class PromptTokenizer:
+    """The backbone's tokenizer; Gemma 3's for published weights, any with its own.
+
+    Attributes:
+        bos_id: is put before texts that are told to have special tokens; None for what the file
+            itself does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, bos_id: int | None = None, pad_id: int = 0):
+        self._tokenizer, self.bos_id, self.pad_id = tokenizer, bos_id, pad_id
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "PromptTokenizer":
+        """Read a `tokenizer.json`, given as a file or by its folder; a `tokenizer_config.json`
+        beside it says which tokens begin and fill texts.
+
+        Raises:
+            RuntimeError: there is none, or it cannot be read.
+        """
+        path = Path(path)
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        if not file.is_file():
+            raise RuntimeError(
+                f"there is no tokenizer file {file}: give a folder with the {TOKENIZER_FILE} of "
+                "the backbone (of google/gemma-3-4b-pt for published weights)"
+            )
+        tokenizer, beside = read_tokenizer(file), file.with_name(CONFIG_FILE)
+        settings = read_json(beside, "a tokenizer's settings") if beside.is_file() else {}
+        pad_id = tokenizer.token_to_id(_token_text(settings.get("pad_token")) or _PAD_TOKEN)
+        bos_id = None
+        if settings.get("add_bos_token"):
+            bos_id = tokenizer.token_to_id(_token_text(settings.get("bos_token")) or "<bos>")
+        return cls(tokenizer, bos_id, pad_id or 0)
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write `tokenizer.json`, and what `from_pretrained` reads beside it."""
+        self._tokenizer.save(str(Path(path) / TOKENIZER_FILE))
+        settings: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": self._tokenizer.id_to_token(self.pad_id),
+        }
+        if self.bos_id is not None:
+            bos = self._tokenizer.id_to_token(self.bos_id)
+            settings |= {"add_bos_token": True, "bos_token": bos}
+        text = json.dumps(settings, indent=2) + "\n"
+        (Path(path) / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of a text, as many as it has."""
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens)
+
+    def padded(
+        self, texts: Sequence[str], length: int, add_special_tokens: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of texts, cut or filled on the right to one length.
+
+        Returns:
+            Ids `[B, length]` int64 and a mask `[B, length]` bool, True for real tokens.
+        """
+        ids_BL = np.full((len(texts), length), self.pad_id, dtype=np.int64)
+        mask_BL = np.zeros((len(texts), length), dtype=bool)
+        for row, text in enumerate(texts):
+            ids = self.encode(text, add_special_tokens)[:length]
+            ids_BL[row, : len(ids)] = ids
+            mask_BL[row, : len(ids)] = True
+        return ids_BL, mask_BL
+
+
+def prompt_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
+    """What the policy is told to do.
+
+    Raises:
+        ValueError: the batch has no prompts, or not one for each sample.
+    """
+    if "prompt" not in batch:
+        raise ValueError(f"the batch has no 'prompt'; its entries are {sorted(batch)}")
+    return [f"Task: {text}, " for text in _words(batch, "prompt", batch_size)]
+
+
+def response_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
+    """The planner's subtasks; empty texts where there are none."""
+    words = _words(batch, "response", batch_size)
+    return [f"Subtask: {text}, " if text else "" for text in words]
+
+
+def metadata_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
+    """What is known about the demonstration; empty texts where nothing is.
+
+    Numbers count where `<name>_is_pad` is there and False, words where they are not empty.
+    """
+    told = []
+    for row in range(batch_size):
+        segments = []
+        for name, title in _METADATA:
+            if name in _WORDS:
+                value = _words(batch, name, batch_size)[row]
+            else:
+                value = _number(batch, name, batch_size, row)
+            if value not in ("", None):
+                segments.append(f"{title}: {value}, ")
+        told.append(f"Metadata: {' '.join(segments)}" if segments else "")
+    return told
+
+
+def _words(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
+    words = batch.get(name, "")
+    words = [words] * batch_size if isinstance(words, str) else [str(word) for word in words]
+    if len(words) != batch_size:
+        raise ValueError(f"{name!r} has {len(words)} texts for a batch of {batch_size}")
+    return words
+
+
+def _number(batch: Mapping[str, Any], name: str, batch_size: int, row: int) -> str | None:
+    if name not in batch or f"{name}_is_pad" not in batch:
+        return None
+    values, is_pad = np.asarray(batch[name]), np.asarray(batch[f"{name}_is_pad"])
+    if values.shape != (batch_size,) or is_pad.shape != (batch_size,):
+        raise ValueError(
+            f"{name!r} has shape {list(values.shape)} and {name}_is_pad {list(is_pad.shape)}; both "
+            f"must be [{batch_size}]"
+        )
+    return None if is_pad[row] else str(values[row].item())
+
+
+def _token_text(token: str | Mapping[str, Any] | None) -> str | None:
+    return token.get("content") if isinstance(token, Mapping) else token
