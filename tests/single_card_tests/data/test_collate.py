@@ -2,7 +2,8 @@
 
 Pinned: padding on either side and to a multiple; positions and visual indices of the padded rows;
 which keys are there; the count of targets after the shift; a length that the ranks cannot share
-names the setting.
+names the setting; rows of several samples hold what the samples alone do, without a target across
+their boundaries.
 
 The oracle is a loop per sample, written here without any of the collator's parts.
 """
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.data.collate import VLCollator
+from paddle_vl.data.collate import PackedCollator, VLCollator
 
 PAD, IMAGE, VIDEO, START = 90, 91, 92, 93
 MERGE = 2
@@ -164,3 +165,51 @@ def test_placeholders_without_pixels_are_refused():
 def test_empty_batch_is_refused():
     with pytest.raises(ValueError, match="without samples"):
         collator()([])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.lists(RUNS, max_size=3), min_size=1, max_size=3),
+    multiple=st.sampled_from([1, 4, 7]),
+)
+def test_packed_rows_hold_what_the_samples_alone_do(rows, multiple):
+    rows = [[make_sample(runs, seed) for seed, runs in enumerate(row)] for row in rows]
+    batch = PackedCollator(collator(pad_to_multiple_of=multiple))(rows)
+    length = batch["input_ids"].shape[1]
+    assert length % multiple == 0
+    assert length - multiple < max(1, *(sum(len(s["input_ids"]) for s in row) for row in rows))
+    offsets, targets, expected = batch["cu_seqlens"], 0, [0]
+    assert offsets.dtype == np.int32
+    for b, row in enumerate(rows):
+        at = 0
+        for sample in row:
+            alone = collator()([sample])
+            here = slice(at, at + len(sample["input_ids"]))
+            for key in ("input_ids", "attention_mask"):
+                np.testing.assert_array_equal(batch[key][b, here], alone[key][0])
+            np.testing.assert_array_equal(batch["labels"][b, here][1:], sample["labels"][1:])
+            assert batch["labels"][b, at] == -100
+            np.testing.assert_array_equal(
+                batch["position_ids"][:, b, here], alone["position_ids"][:, 0]
+            )
+            targets += alone["num_target_tokens"]
+            at = here.stop
+            expected.append(b * length + at)
+        if at < length:
+            expected.append((b + 1) * length)
+        assert not batch["attention_mask"][b, at:].any()
+        assert (batch["labels"][b, at:] == -100).all()
+    assert offsets.tolist() == expected
+    assert batch["num_target_tokens"] == targets
+    for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+        present = [sample[key] for row in rows for sample in row if key in sample]
+        assert (key in batch) == bool(present)
+        if present:
+            np.testing.assert_array_equal(batch[key], np.concatenate(present))
+
+
+def test_packing_leaves_the_labels_of_the_samples_alone():
+    sample = make_sample([3])
+    sample["labels"] = sample["input_ids"].copy()
+    PackedCollator(collator())([[sample, sample]])
+    np.testing.assert_array_equal(sample["labels"], sample["input_ids"])
