@@ -13,6 +13,7 @@ Sources: PipeDream-Flush, Megatron-LM's interleaved schedule (how many micro-bat
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Kind = Literal["forward", "backward", "send", "receive"]
@@ -61,10 +62,11 @@ class Played:
         return max(end for _, end in self.times.values())
 
 
+@lru_cache(maxsize=16)
 def plan(
     stages: int, virtual: int, micro_batches: int, forward_only: bool = False
 ) -> list[list[Operation]]:
-    """The operations of every stage, in order.
+    """The operations of every stage, in order. Kept: every step of a run asks for the same.
 
     Args:
         stages: processes of the pipeline.
