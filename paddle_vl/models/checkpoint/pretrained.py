@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import paddle
@@ -24,10 +25,20 @@ STORED_DTYPES = {
 }
 
 
+class Keyed(Protocol):
+    """What has a place in a checkpoint."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]: ...
+
+
 def check_keys(
     folder: Path,
     stored: dict[str, StoredTensor],
-    placed: list[StoredParameter],
+    placed: Iterable[Keyed],
     ignored: set[str],
     owner: str = "the model of its config.json",
 ) -> None:

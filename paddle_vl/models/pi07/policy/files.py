@@ -1,0 +1,158 @@
+"""A policy's files: OpenTau's and LeRobot's `model.safetensors`, and the tokenizers beside it.
+
+Keys are those of the model behind `model.`, and the statistics behind their normalisers' names.
+"""
+
+import fnmatch
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from paddle_vl.models.checkpoint.pretrained import (
+    STORED_DTYPES,
+    check_keys,
+    checkpoint_tensors,
+    fill_parameters,
+    parameter_array,
+)
+from paddle_vl.models.checkpoint.rules import StoredParameter
+from paddle_vl.models.checkpoint.safetensors_io import StoredTensor, TensorToWrite
+from paddle_vl.models.checkpoint.sharded import write_tensors
+from paddle_vl.models.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
+from paddle_vl.models.pi07.policy.normalize import Normalizer
+
+MODEL_PREFIX = "model."
+# The four normalisers of a policy, as its attributes and in its checkpoint.
+NORMALIZERS = (
+    "normalize_inputs",
+    "normalize_targets",
+    "normalize_discrete_actions",
+    "unnormalize_outputs",
+)
+ACTION_TOKENIZER_FOLDER = "action_tokenizer"
+_EMBEDDING_KEY = "gemma3_with_expert.gemma3.model.language_model.embed_tokens.weight"
+_HEAD_KEY = "gemma3_with_expert.gemma3.lm_head.weight"
+_DISCRETE_HEAD_KEY = "gemma3_with_expert.da_head.bias"
+
+
+class StatisticsPlace(NamedTuple):
+    """A statistic of a normaliser with its place in the checkpoint."""
+
+    key: str
+    normalizer: Normalizer
+    name: str
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.normalizer.tensors[self.name].shape
+
+
+class PolicyCheckpoint:
+    """The tensors of a policy's folder, unread.
+
+    Attributes:
+        model: by the model's keys, whatever their older names were.
+        statistics: by their keys, `normalize_inputs.buffer_state.mean`.
+    """
+
+    def __init__(self, folder: Path):
+        """
+        Raises:
+            RuntimeError: files are missing or damaged.
+        """
+        stored = checkpoint_tensors(folder)
+        self.folder = folder
+        self.statistics = {key: t for key, t in stored.items() if _is_statistic(key)}
+        self.model = engine_keys({k: t for k, t in stored.items() if k not in self.statistics})
+        # The head is the embedding; writers that store tied tensors once may keep either name.
+        if _EMBEDDING_KEY not in self.model and _HEAD_KEY in self.model:
+            self.model[_EMBEDDING_KEY] = self.model[_HEAD_KEY]
+
+    @property
+    def num_groups(self) -> int | None:
+        """Rows of the statistics; None without any."""
+        return next((tensor.shape[0] for tensor in self.statistics.values()), None)
+
+    @property
+    def discrete_vocabulary(self) -> int | None:
+        """Entries of the discrete-action vocabulary that the model was trained with."""
+        head = self.model.get(_DISCRETE_HEAD_KEY)
+        return None if head is None else head.shape[0]
+
+    def fill(
+        self,
+        parameters: Sequence[StoredParameter],
+        normalizers: Mapping[str, Normalizer],
+        fresh: Sequence[str],
+        ignore: Sequence[str],
+        takes_statistics: bool,
+    ) -> None:
+        """Give every parameter, and every statistic, its stored value.
+
+        Args:
+            parameters: still without storage; those that stay fresh are drawn.
+            fresh: patterns of the model's keys that the checkpoint need not have.
+            ignore: patterns of keys that it may have beyond the model's.
+            takes_statistics: the checkpoint's statistics count; otherwise they are left alone.
+
+        Raises:
+            ValueError: keys are missing, unexpected or misshapen, all named at once.
+        """
+        drawn = [p for p in parameters if p.key not in self.model and _matches(p.key, fresh)]
+        wanted = [p for p in parameters if not any(p is d for d in drawn)]
+        places = list(_statistics_places(normalizers)) if takes_statistics else []
+        stored = self.model | (self.statistics if takes_statistics else {})
+        ignored = UNUSED_KEYS | {key for key in stored if _matches(key, ignore)}
+        check_keys(self.folder, stored, [*wanted, *places], ignored, "the policy")
+        for item in drawn:
+            item.parameter.initialize()
+        fill_parameters(wanted, self.model)
+        for place in places:
+            place.normalizer.tensors[place.name] = _as_float32(self.statistics[place.key])
+
+
+def write_policy(
+    folder: Path,
+    parameters: Iterable[StoredParameter],
+    normalizers: Mapping[str, Normalizer],
+) -> None:
+    """Write `model.safetensors`, one file as OpenTau reads it."""
+    tensors = [
+        TensorToWrite(
+            MODEL_PREFIX + item.key,
+            item.stored_shape,
+            STORED_DTYPES[item.parameter.dtype],
+            lambda item=item: parameter_array(item),
+        )
+        for item in parameters
+    ]
+    tensors += [
+        TensorToWrite(place.key, place.stored_shape, "F32", lambda place=place: _value(place))
+        for place in _statistics_places(normalizers)
+    ]
+    write_tensors(folder, "model", tensors, max_shard_bytes=sys.maxsize)
+
+
+def _statistics_places(normalizers: Mapping[str, Normalizer]) -> Iterable[StatisticsPlace]:
+    for owner, normalizer in normalizers.items():
+        for name in normalizer.tensors:
+            yield StatisticsPlace(f"{owner}.{name}", normalizer, name)
+
+
+def _value(place: StatisticsPlace) -> np.ndarray:
+    return place.normalizer.tensors[place.name]
+
+
+def _is_statistic(key: str) -> bool:
+    return key.startswith(tuple(f"{name}." for name in NORMALIZERS))
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _as_float32(tensor: StoredTensor) -> np.ndarray:
+    return tensor.read().astype(np.float32)
