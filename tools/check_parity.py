@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-FAMILIES = {"qwen_vl": "parity.qwen_vl"}
+FAMILIES = {"pi07": "parity.pi07", "qwen_vl": "parity.qwen_vl"}
 
 
 def main() -> int:
@@ -28,17 +28,16 @@ def main() -> int:
     import paddle
 
     from paddle_vl.compat import configure_cpu_runtime
-    from parity.golden import GoldenFolders
 
     logging.getLogger("paddle_vl").setLevel(logging.WARNING)
     paddle.set_device(args.device)
     configure_cpu_runtime()
     try:
-        golden = GoldenFolders(args.folders)
+        family = import_module(FAMILIES[args.family])
+        golden = family.GoldenFolders(args.folders)
         cases = [case for case in golden.cases if args.case in (None, case.name)]
-        run_cases = import_module(FAMILIES[args.family]).run_cases
         passed = failed = 0
-        for report in run_cases(golden, cases, args.tolerance_scale, args.dtype):
+        for report in family.run_cases(golden, cases, args.tolerance_scale, args.dtype):
             print(report.line(), *report.failure_lines(), sep="\n", flush=True)
             passed, failed = passed + report.passed, failed + (not report.passed)
     except ValueError as error:

@@ -1,0 +1,135 @@
+"""Values inside pi07 under their golden names, and how they are compared."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_vl.models.pi07.attention_masks import (
+    block_mask,
+    prefix_positions,
+    suffix_mask,
+    suffix_positions,
+)
+from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching, suffix_marks
+from paddle_vl.models.pi07.prefix import Prefix
+from parity.comparison import CaseReport
+from parity.pi07_golden import GoldenCase
+
+RTOL, ATOL = 1e-4, 1e-5
+BFLOAT16, BFLOAT16_GRADIENT = 2e-2, 6e-2
+_ALL_ROUNDING = 1e-6
+
+
+class Comparison:
+    """Compares quantities of a case, and knows which of them were."""
+
+    def __init__(self, case: GoldenCase, report: CaseReport):
+        self.case, self.report = case, report
+        self.compared: set[str] = set()
+
+    def check(self, group: str, values: Mapping[str, Any]) -> None:
+        """Compare those of the named values that the case holds."""
+        for name, found in values.items():
+            if name in self.case.tensors:
+                self.compared.add(name)
+                self.value(group, name, found, self.case.tensors[name])
+
+    def value(self, group: str, name: str, found: Any, wanted: np.ndarray) -> None:
+        """Compare one value, of any name."""
+        found = np.asarray(found)
+        if wanted.dtype.kind in "bi":
+            self.report.exact(group, name, found, wanted)
+        elif group == "grads" and np.abs(wanted).max() < _ALL_ROUNDING:
+            self.report.absolute(group, name, found, wanted, _ALL_ROUNDING)
+        elif self.case.is_bfloat16:
+            limit = BFLOAT16_GRADIENT if group == "grads" else BFLOAT16
+            self.report.relative(group, name, found, wanted, limit)
+        elif group == "grads":
+            self.report.relative(group, name, found, wanted, RTOL)
+        else:
+            self.report.near(group, name, found, wanted, RTOL, ATOL)
+
+    def all_compared(self, start: str = "out.") -> None:
+        """Fail for everything under a name's start that was not compared."""
+        for name in sorted(set(self.case.tensors) - self.compared):
+            if name.startswith(start):
+                self.report.fail("coverage", name, "the case holds it and it was not compared")
+
+
+class Recording:
+    """What the layers of a model gave while it ran, in the order of their calls."""
+
+    def __init__(self, model: PI07LowLevelFlowMatching):
+        self.calls: dict[str, list[Any]] = {}
+        self._layers = {
+            "tokens": model.prefix.video_encoder.projector,
+            "prefix": model.prefix,
+            "suffix": model.suffix,
+            "decoder": model.decoder,
+            "velocity": model.action_out_proj,
+            "logits": model.da_head,
+        } | {f"layer{i}": layer for i, layer in enumerate(model.decoder.layers)}
+
+    def __enter__(self):
+        self._hooks = []
+        for name, layer in self._layers.items():
+            self._hooks.append(layer.register_forward_post_hook(self._keeper(name)))
+            self._hooks.append(layer.register_forward_pre_hook(self._input_keeper(name)))
+        return self
+
+    def __exit__(self, *error):
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keeper(self, name: str):
+        def keep(layer, inputs, output):
+            self.calls.setdefault(name, []).append(output)
+
+        return keep
+
+    def _input_keeper(self, name: str):
+        def keep(layer, inputs):
+            self.calls.setdefault(f"{name} input", []).append(inputs)
+
+        return keep
+
+
+def array(x) -> np.ndarray:
+    """A tensor's values, half precision as float32."""
+    return (x.astype("float32") if x.dtype in (paddle.bfloat16, paddle.float16) else x).numpy()
+
+
+def prefix_quantities(prefix: Prefix, tokens, num_cams: int) -> dict[str, np.ndarray]:
+    """Camera tokens, embedded prefix, its mask and positions."""
+    cameras = np.split(array(tokens), num_cams)
+    return {f"out.video{i}.embs": camera for i, camera in enumerate(cameras)} | {
+        "out.embed_prefix.embs": array(prefix.embs),
+        "out.embed_prefix.pad_masks": array(prefix.pad_masks),
+        "out.embed_prefix.att_masks": array(prefix.att_masks),
+        "out.prefix.att_2d_mask": array(block_mask(prefix.pad_masks, prefix.att_masks)),
+        "out.prefix.position_ids": array(prefix_positions(prefix.pad_masks)),
+    }
+
+
+def suffix_quantities(prefix: Prefix, num_steps: int) -> dict[str, np.ndarray]:
+    """Masks and positions of a chunk behind a prefix, names without their beginning."""
+    seen = prefix.pad_masks[:, : prefix.num_seen]
+    pad = paddle.ones([seen.shape[0], num_steps], dtype="bool")
+    marks = suffix_marks(pad)
+    return {
+        "pad_masks": array(pad),
+        "att_masks": array(marks),
+        "att_2d_mask": array(suffix_mask(seen, pad, marks)),
+        "position_ids": array(suffix_positions(seen, num_steps)),
+    }
+
+
+def cache_quantities(cache, num_seen: int) -> dict[str, np.ndarray]:
+    """Keys and values that the expert sees."""
+    return {
+        f"out.kv.layer{i}.{name}": array(x[:, :num_seen])
+        for i, pair in enumerate(cache)
+        for name, x in zip(("key", "value"), pair, strict=True)
+    }

@@ -1,0 +1,167 @@
+"""A training step of pi07: losses, everything on the way to them, gradients; and a few updates."""
+
+import numpy as np
+import paddle
+
+from paddle_vl.config.schema import TrainConfig
+from paddle_vl.models.pi07.checkpoint_map import UNUSED_KEYS
+from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
+from paddle_vl.models.pi07.losses import flow_counts
+from paddle_vl.models.pi07.prefix_layout import Presence, presence_of
+from paddle_vl.train.optimizer import Optimizer
+from parity.comparison import CaseReport
+from parity.pi07_golden import GoldenCase, model_of
+from parity.pi07_quantities import (
+    Comparison,
+    Recording,
+    array,
+    cache_quantities,
+    prefix_quantities,
+    suffix_quantities,
+)
+
+
+def run_training(case: GoldenCase, report: CaseReport) -> None:
+    """Losses and gradients of the joint call, and the same streams one after the other."""
+    model, batch, compare = model_of(case), case.inputs(), Comparison(case, report)
+    model.train()
+    presence = presence_of(batch)
+    if "forced_gates" in case.name:
+        # As if other ranks had all of the optional parts.
+        presence = Presence(True, True, True)
+    with Recording(model) as recorded:
+        losses = model(batch, presence, per_sample=True)
+    calls, batch = recorded.calls, as_tensors(batch)
+    (prefix,), (output,) = calls["prefix"], calls["decoder"]
+    noisy = model.noisy_actions(batch)
+    suffix_rows, cond = calls["suffix"][0]
+    compare.check("prefix", prefix_quantities(prefix, calls["tokens"][0], case.meta["n_cams"]))
+    masks = suffix_quantities(prefix, noisy.x_t.shape[1])
+    compare.check("suffix", {f"out.suffix.{name}": value for name, value in masks.items()})
+    inputs = {"x_t": noisy.x_t, "time_bc": noisy.time, "embs": suffix_rows, "adarms_cond": cond}
+    compare.check("suffix", {f"out.suffix.{name}": array(x) for name, x in inputs.items()})
+    for i in range(len(model.decoder.layers)):
+        (rows,) = calls[f"layer{i}"]
+        compare.check("layers", {f"out.prefix.layer{i}": array(rows[0])})
+        compare.check("layers", {f"out.suffix.layer{i}": array(rows[1])})
+    compare.check("layers", {"out.prefix.final": array(output.prefix)})
+    compare.check("layers", {"out.suffix.final": array(output.suffix)})
+    compare.check("loss", _loss_quantities(model, batch, noisy, calls, losses))
+    _compare_two_passes(model, prefix, suffix_rows, cond, compare)
+    compare.all_compared()
+    weights = case.meta.get("loss_weighting", {"MSE": 1, "CE": 1})
+    sum(losses[name] * weight for name, weight in weights.items()).backward()
+    _compare_gradients(model, case, compare)
+
+
+def _loss_quantities(model, batch, noisy, calls, losses) -> dict[str, np.ndarray]:
+    velocity = calls["velocity"][0].astype("float32")
+    logits = calls["logits"][0].astype("float32")
+    tokens, masks = batch["discrete_actions"], batch["discrete_action_masks"]
+    per_token = paddle.nn.functional.cross_entropy(logits, tokens, reduction="none").squeeze(-1)
+    counts = flow_counts(
+        noisy.is_delayed,
+        velocity.shape[-1],
+        batch.get("actions_is_pad"),
+        batch.get("real_action_dim"),
+    )
+    found = {
+        "out.fm.u_t": noisy.velocity,
+        "out.fm.v_t": velocity,
+        "out.fm.sq_err": (noisy.velocity - velocity).square(),
+        "out.fm.loss_mask": counts,
+        "out.fm.delay_prefix_mask": noisy.is_delayed,
+        "out.ce.logits": logits,
+        "out.ce.per_token_masked": per_token * masks.astype("float32"),
+        "out.ce.valid": masks,
+        "out.MSE": losses["MSE"],
+        "out.CE": losses["CE"],
+        "out.total": losses["MSE"] + losses["CE"],
+    }
+    for name in ("MSE_per_sample", "CE_per_sample"):
+        found[f"out.{name}.sum"], found[f"out.{name}.count"] = losses[name]
+    return {name: array(value) for name, value in found.items()}
+
+
+def _compare_two_passes(model, prefix, suffix_rows, cond, compare: Comparison) -> None:
+    """The prefix first, then the suffix with the keys and values that it left."""
+    with paddle.no_grad():
+        first = model.decoder(prefix.embs, prefix_view=model.prefix_view(prefix), keep=True)
+        second = model.decoder(
+            None, suffix_rows, cond, suffix_view=model.suffix_view(prefix), cache=first.cache
+        )
+    compare.check("cache", cache_quantities(first.cache, prefix.num_seen))
+    compare.check("two passes", {"out.prefix.final": array(first.prefix)})
+    compare.check("two passes", {"out.suffix.final": array(second.suffix)})
+
+
+def _compare_gradients(
+    model: PI07LowLevelFlowMatching, case: GoldenCase, compare: Comparison
+) -> None:
+    """Every gradient, and that exactly the parameters without one in the case have none here."""
+    report, without, squares = compare.report, set(UNUSED_KEYS), 0.0
+    holds_gradients = any(name.startswith("grad.") for name in case.tensors)
+    for item in model.stored_parameters():
+        if item.parameter.grad is None:
+            without.add(item.key)
+            continue
+        found = item.layout.to_stored(array(item.parameter.grad))
+        squares += float(np.square(found, dtype=np.float64).sum())
+        compare.check("grads", {f"grad.{item.key}": found})
+        if holds_gradients and f"grad.{item.key}" not in compare.compared:
+            report.fail("grads", item.key, "has a gradient, none in the case")
+    compare.all_compared("grad.")
+    wanted = set(case.meta["params_without_grad"]) | UNUSED_KEYS
+    if without != wanted:
+        report.fail("grads", "params_without_grad", f"differ in {sorted(without ^ wanted)[:5]}")
+    frozen = {item.key for item in model.stored_parameters() if item.parameter.stop_gradient}
+    wanted = set(case.meta["params_requires_grad_false"]) - UNUSED_KEYS
+    if frozen != wanted:
+        report.fail("grads", "frozen parameters", f"differ in {sorted(frozen ^ wanted)[:5]}")
+    norm = np.float64(case.meta["scalars"]["grad_l2_norm"])
+    compare.value("grads", "global norm", squares**0.5, norm)
+
+
+def run_trajectory(case: GoldenCase, report: CaseReport) -> None:
+    """AdamW on one batch: losses and gradient norm of every step, and the weights in the end."""
+    settings = case.meta.get("adamw", {})
+    beta1, beta2 = settings.get("betas", (0.9, 0.95))
+    clip = case.meta.get("clip") or 0.0
+    train = TrainConfig(
+        output_dir="unused",
+        learning_rate=settings.get("lr", 2.5e-5),
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_epsilon=settings.get("eps", 1e-8),
+        weight_decay=settings.get("weight_decay", 1e-10),
+        max_grad_norm=clip,
+    )
+    source = case.folders.case("01_")
+    described = case if "config" in case.meta else source
+    model = model_of(described, case.meta.get("weights_file") or source.meta["weights_file"])
+    model.train()
+    batch = case.inputs() if "in.actions" in case.tensors else source.inputs()
+    trained = [(i.key, i.parameter) for i in model.stored_parameters() if _trains(i)]
+    optimizer = Optimizer(trained, train, {name for name, _ in trained})
+    found: dict[str, list[float]] = {"MSE": [], "CE": [], "grad_norm": []}
+    for _ in range(len(case.tensors["out.MSE"])):
+        losses = model(batch)
+        (losses["MSE"] + losses["CE"]).backward()
+        norm = optimizer.gradient_norm().item()
+        optimizer.clip_gradients(norm)
+        optimizer.step(train.learning_rate)
+        optimizer.clear_gradients()
+        for name, value in (("MSE", losses["MSE"]), ("CE", losses["CE"]), ("grad_norm", norm)):
+            found[name].append(float(value))
+    compare = Comparison(case, report)
+    compare.check("steps", {f"out.{name}": np.array(values) for name, values in found.items()})
+    for item in model.stored_parameters():
+        value = item.layout.to_stored(array(item.parameter))
+        compare.check("weights", {f"out.final_weight.{item.key}": value})
+    for key in UNUSED_KEYS:
+        compare.compared.add(f"out.final_weight.{key}")
+    compare.all_compared()
+
+
+def _trains(item) -> bool:
+    return not item.parameter.stop_gradient
