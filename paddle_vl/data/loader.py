@@ -109,9 +109,12 @@ class PrefetchLoader:
         """Batches of the epoch of the next batch, the same on every rank."""
         return self._order.batches_in(self.epoch)
 
-    def batches_in(self, num_epochs: int) -> int:
-        """Batches of the first epochs."""
-        return sum(map(self._order.batches_in, range(num_epochs)))
+    def batches_in(self, num_epochs: float) -> float:
+        """Batches of the first epochs, and of a part of one."""
+        whole = int(num_epochs)
+        batches = sum(map(self._order.batches_in, range(whole)))
+        part = num_epochs - whole
+        return batches + part * self._order.batches_in(whole) if part else batches
 
     def __iter__(self) -> "PrefetchLoader":
         return self

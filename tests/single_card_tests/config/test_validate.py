@@ -59,6 +59,19 @@ def test_sound_configuration_passes(existing):
             {"data__video_min_frames": 9, "data__video_max_frames": 4},
             "data.video_min_frames 9 exceeds data.video_max_frames 4",
         ),
+        ({"data__packing_length": 4096}, "data.packing_length is 4096 but data.packing is false"),
+        (
+            {"data__max_vision_tokens_per_row": 9},
+            "data.max_vision_tokens_per_row is 9 but data.packing is false",
+        ),
+        (
+            {"data__packing": True, "data__packing_length": 2047},
+            "data.packing_length 2047 is below data.max_length 2048",
+        ),
+        (
+            {"data__packing": True, "data__padding_side": "left"},
+            "data.padding_side is left but packed rows are filled up at the right",
+        ),
         (
             {"model__pretrained": None, "model__config": {}},
             "data.processor is not set and there is no model.pretrained",

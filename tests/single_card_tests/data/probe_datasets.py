@@ -46,6 +46,19 @@ class ProcessDataset(NumberDataset):
         return {"number": np.array([os.getpid(), loaded, hasattr(sys.modules["__main__"], "MARK")])}
 
 
+class LongDataset(NumberDataset):
+    """Sample i holds the number i in i % 7 + 1 tokens."""
+
+    def __getitem__(self, number: int) -> dict:
+        super().__getitem__(number)
+        return {"input_ids": np.full(number % 7 + 1, number)}
+
+
+def stack_rows(rows: list) -> dict:
+    """A collator of packed rows: the numbers of the samples of each."""
+    return {"numbers": [[int(sample["input_ids"][0]) for sample in row] for row in rows]}
+
+
 def stack_numbers(samples: list) -> dict:
     """A collator."""
     return {"numbers": np.concatenate([sample["number"] for sample in samples]).tolist()}

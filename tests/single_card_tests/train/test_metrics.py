@@ -35,6 +35,15 @@ def test_report_weighs_by_targets_and_leaves_skipped_updates_out():
     assert (line["loss"], line["grad_norm"], line["skipped_updates"]) == (None, None, 2)
 
 
+def test_packing_efficiency_is_the_share_of_real_tokens_since_the_last_line():
+    meter = StepMeter()
+    meter.add(StepResult(2.0, 1.0, 10, 100, False, 110), 1.0)
+    meter.add(StepResult(2.0, 1.0, 10, 80, False, 90), 1.0)
+    assert meter.report()["packing_efficiency"] == 0.9
+    meter.add(StepResult(2.0, 1.0, 10, 50, False, 100), 1.0)
+    assert meter.report()["packing_efficiency"] == 0.5
+
+
 def test_window_survives_a_checkpoint():
     meter, resumed = StepMeter(), StepMeter()
     meter.add(StepResult(2.0, 1.0, 10, 1, False), 1.0)

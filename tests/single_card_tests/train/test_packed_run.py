@@ -1,0 +1,126 @@
+"""Training on packed rows, from JSONL records to weights.
+
+Guarantees: rows hold several samples up to their length, evaluation one each; the fill is reported;
+the same seed gives the same bits, with workers too, and so does a resumed run, which measures no
+lengths again; an epoch is as many steps as its rows make; a step on packed rows learns what one on
+the same samples one a row does; rows of another length are not continued; bad samples are left out
+and counted.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.data import sample_lengths as lengths_module
+from paddle_vl.train.build import build_trainer
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+PACKED = ["data.packing=true", "data.packing_length=256", "train.save_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("packed"), num_samples=40)
+
+
+def build(run_file: Path, output_dir: Path, *overrides: str):
+    settings = [f"train.output_dir={output_dir}", *PACKED, *overrides]
+    return build_trainer(load_run_config(run_file, settings))
+
+
+@pytest.fixture(scope="module")
+def whole_run(run_file, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("whole") / "out"
+    build(run_file, output_dir).run()
+    return output_dir
+
+
+def lines_of(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        files = [load_file(folder / "checkpoint-4" / name) for folder in (one, other)]
+        for key, array in files[0].items():
+            np.testing.assert_array_equal(files[1][key], array, err_msg=key)
+    assert lines_of(one) == lines_of(other)
+
+
+def test_rows_hold_several_samples_and_the_fill_is_reported(run_file, tmp_path):
+    trainer = build(run_file, tmp_path)
+    batch = next(trainer.data)
+    assert len(batch["input_ids"]) == 2
+    assert 200 < batch["input_ids"].shape[1] <= 256
+    assert len(batch["cu_seqlens"]) > 6
+    real = batch["attention_mask"].mean()
+    trainer = build(run_file, tmp_path, "train.gradient_accumulation_steps=1", "train.max_steps=1")
+    trainer.run()
+    assert lines_of(tmp_path)[0]["packing_efficiency"] == pytest.approx(real, abs=1e-4)
+
+
+def test_evaluation_has_one_sample_a_row(run_file, tmp_path):
+    data = run_file.with_name("test.jsonl")
+    settings = [f"data.eval=[{data}]", "train.eval_steps=1", "train.learning_rate=0"]
+    settings += ["train.max_steps=1", "train.per_device_eval_batch_size=2"]
+    build(run_file, tmp_path / "packed", *settings).run()
+    build(run_file, tmp_path / "plain", *settings, "data.packing=false",
+          "data.packing_length=null").run()  # fmt: skip
+    found, wanted = (lines_of(tmp_path / name)[0]["eval_loss"] for name in ("packed", "plain"))
+    assert found == wanted
+
+
+def test_workers_and_a_resumed_run_give_the_same_bits(whole_run, run_file, tmp_path, monkeypatch):
+    def refuse(dataset):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(lengths_module, "_measure", refuse)
+    shutil.copytree(whole_run / "checkpoint-2", tmp_path / "checkpoint-2")
+    shutil.copy(whole_run / "metrics.jsonl", tmp_path)
+    resumed = build(run_file, tmp_path, "train.resume_from_checkpoint=auto", "data.num_workers=1")
+    assert resumed.step == 2
+    resumed.run()
+    assert_same_run(whole_run, tmp_path)
+
+
+def test_an_epoch_is_as_many_steps_as_its_rows_make(run_file, tmp_path):
+    settings = ["train.max_steps=null", "train.num_train_epochs=1.0", "train.save_steps=null"]
+    settings += ["train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=1"]
+    trainer = build(run_file, tmp_path, *settings)
+    assert trainer.num_steps == len(trainer.data) < 20
+    trainer.run()
+    (*_, last) = lines_of(tmp_path)
+    assert (last["step"], last["epoch"]) == (trainer.num_steps, 1.0)
+
+
+def test_a_step_on_packed_rows_equals_one_on_the_samples(run_file, tmp_path):
+    """Both see every sample once: the same targets, loss and gradient norm."""
+    common = ["train.max_steps=1", "train.gradient_accumulation_steps=1"]
+    build(run_file, tmp_path / "plain", *common, "train.per_device_train_batch_size=40",
+          "data.packing=false", "data.packing_length=null").run()  # fmt: skip
+    build(run_file, tmp_path / "packed", *common, "train.per_device_train_batch_size=20").run()
+    found, wanted = (lines_of(tmp_path / name)[0] for name in ("packed", "plain"))
+    assert found["target_tokens"] == wanted["target_tokens"]
+    for key in ("loss", "grad_norm"):
+        assert found[key] == pytest.approx(wanted[key], rel=1e-6), key
+
+
+def test_rows_of_another_length_are_not_continued(whole_run, run_file, tmp_path):
+    shutil.copytree(whole_run / "checkpoint-2", tmp_path / "checkpoint-2")
+    with pytest.raises(ValueError, match=r"data\.packing_length: 256 -> 300"):
+        build(run_file, tmp_path, "train.resume_from_checkpoint=auto", "data.packing_length=300")
+
+
+def test_samples_too_long_to_cut_are_left_out_and_counted(run_file, tmp_path):
+    settings = ["data.max_length=24", "data.packing_length=64", "train.max_steps=1"]
+    with pytest.raises(ValueError, match=r"train\.jsonl:\d+: the sample has \d+ tokens"):
+        build(run_file, tmp_path, *settings)
+    trainer = build(run_file, tmp_path, *settings, "data.on_bad_sample=skip", "data.max_length=40")
+    trainer.run()
+    assert lines_of(tmp_path)[0]["skipped_samples"] == trainer.data.skipped["too_long"] > 0
