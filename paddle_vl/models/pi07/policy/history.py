@@ -36,7 +36,7 @@ class ObservationHistory:
         Raises:
             ValueError: an entry has another shape than before.
         """
-        current = {name: np.asarray(batch[name], dtype=np.float32) for name in names}
+        current = {name: np.asarray(batch[name]) for name in names}
         if self._steps:
             for name, value in current.items():
                 before = self._steps[-1].get(name)

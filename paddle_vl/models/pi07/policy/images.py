@@ -83,7 +83,7 @@ def prepare_videos(
         )
     pictures = Pictures([], [])
     for name in present:
-        video = np.asarray(batch[name], dtype=np.float32)
+        video = _in_unit_range(batch[name], name)
         if video.ndim == 4 and num_frames == 1:
             video = video[:, None]
         if video.ndim != 5 or video.shape[2] != 3 or not 1 <= video.shape[1] <= num_frames:
@@ -128,7 +128,7 @@ def prepare_subgoals(
     count = len(batch[present[0]])
     is_pad = np.asarray(batch.get("subgoal_is_pad", np.ones(count)), dtype=bool)
     for name in present:
-        image = np.asarray(batch[name], dtype=np.float32)
+        image = _in_unit_range(batch[name], name)
         if image.ndim != 4 or image.shape[1] != 3 or is_pad.shape != image.shape[:1]:
             raise ValueError(
                 f"{name!r} has shape {list(image.shape)} and subgoal_is_pad "
@@ -141,6 +141,15 @@ def prepare_subgoals(
         pictures.images.append(-np.ones_like(pictures.images[0]))
         pictures.masks.append(np.zeros_like(pictures.masks[0]))
     return pictures
+
+
+def _in_unit_range(images: Any, name: str) -> np.ndarray:
+    images = np.asarray(images)
+    if not np.issubdtype(images.dtype, np.floating):
+        raise ValueError(
+            f"{name!r} holds {images.dtype}; images are floats from 0 to 1: divide by 255"
+        )
+    return images.astype(np.float32, copy=False)
 
 
 def _resized(images: np.ndarray, length: int, axis: int) -> np.ndarray:

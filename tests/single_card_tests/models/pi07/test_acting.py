@@ -66,10 +66,10 @@ def test_queue_begins_the_next_chunk_with_what_runs_on():
     assert [queue.pop().item() for _ in range(2)] == [0, 1]
     assert queue.is_due
     assert queue.committed()[0, :, 0].tolist() == [2, 3]
-    # The chunk's first two are 2 and 3 again.
-    queue.refill(chunk(2, 4), 2)
+    # What waits stays; the chunk's first two stand for it.
+    queue.refill(chunk(12, 4), 2)
     assert len(queue) == 4
-    assert [queue.pop().item() for _ in range(4)] == [2, 3, 4, 5]
+    assert [queue.pop().item() for _ in range(4)] == [2, 3, 14, 15]
     queue.refill(chunk(6, 4), 0)
     queue.clear()
     assert len(queue) == 0

@@ -118,6 +118,16 @@ def test_golden_rollout():
         )
 
 
+def test_actions_are_chosen_without_dropout():
+    noise = case("18_policy_level")[1]["rollout.noise"]
+    still = golden_policy().select_action(observation(0), noise)
+    values = policy_config().changed(dropout=0.5)
+    policy = PI07LowLevelPolicy(values, CharacterTokenizer(), statistics=group_statistics())
+    fill_parameters(policy.model.stored_parameters(), engine_keys(read_header(WEIGHTS)))
+    policy.train()
+    assert (policy.select_action(observation(0), noise) == still).all()
+
+
 def test_reset_begins_anew():
     policy, noise = golden_policy(), case("18_policy_level")[1]["rollout.noise"]
     first = policy.select_action(observation(0), noise)
@@ -362,6 +372,14 @@ def test_policies_that_do_not_fit_together_are_named(changes, named):
         PI07LowLevelPolicy(
             policy_config(**changes), CharacterTokenizer(), statistics=group_statistics()
         )
+
+
+def test_action_tokenizer_of_the_configuration_is_read(tmp_path):
+    chunks = np.random.default_rng(0).uniform(-1, 1, (4, 6, 7))
+    ActionTokenizer.fit(chunks, vocab_size=200).save_pretrained(tmp_path)
+    config = policy_config(discrete_action_tokenizer_path=str(tmp_path))
+    with pytest.raises(ValueError, match="has 200 entries.*discrete_action_vocab_size is 40"):
+        PI07LowLevelPolicy(config, CharacterTokenizer())
 
 
 def test_action_tokenizer_of_another_size_is_named():

@@ -135,6 +135,8 @@ def test_short_states_and_actions_are_filled_with_zeros():
         ({"camera0": None, "camera1": None}, "none of the cameras"),
         ({"camera0": np.zeros((2, 3, 56, 56), np.float32)}, "select_action makes"),
         ({"camera0": np.zeros((2, 4, 3, 8, 8), np.float32)}, "1 to 3 frames"),
+        ({"camera0": np.zeros((2, 3, 3, 8, 8), np.uint8)}, "'camera0' holds uint8.*divide by 255"),
+        ({"subgoal0": np.zeros((2, 3, 8, 8), np.uint8)}, "'subgoal0' holds uint8"),
         ({"subgoal1": np.zeros((2, 1, 8, 8), np.float32)}, r"'subgoal1' has shape \[2, 1, 8, 8\]"),
         ({"speed_is_pad": np.zeros(3, bool)}, r"speed_is_pad \[3\]"),
         ({"obs_history_is_pad": np.zeros((2, 2), bool)}, r"obs_history_is_pad has shape \[2, 2\]"),
