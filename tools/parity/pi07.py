@@ -1,7 +1,7 @@
 """Golden cases of pi07: training with every gradient, sampling, and the parts by themselves.
 
 Tolerances are those of the golden README: in float32 a relative 1e-4 and an absolute 1e-5 on top,
-in parts of the largest entry where that exceeds 1, as the README's noise floor of 2e-6 is. Gradients
+in parts of the largest entry where that exceeds 1, as the README's noise floor is. Gradients
 of parameters, which may all be small, have 1e-4 of the largest entry of each tensor, and 1e-6 where
 all of them are rounding (a key's bias shifts a whole row of scores, so its gradient is zero).
 What was computed in bfloat16 is compared with a float32 run on the same weights, in parts of the
@@ -14,7 +14,7 @@ from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, GoldenFolders
 from parity.pi07_optimizer import run_optimizer
 from parity.pi07_parts import run_engine, run_freeze, run_ops, run_video
-from parity.pi07_policy import run_normalize, run_planner, run_policy
+from parity.pi07_policy import run_normalize, run_policy
 from parity.pi07_sampling import run_sampling
 from parity.pi07_training import run_training, run_trajectory
 
@@ -32,7 +32,7 @@ RUNNERS = {
     "freeze": run_freeze,
 }
 # Kinds of two cases are told by their numbers in the golden README.
-NUMBERED = {"13": run_training, "19": run_planner, "20": run_trajectory}
+NUMBERED = {"13": run_training, "20": run_trajectory}
 
 
 def run_cases(

@@ -110,19 +110,29 @@ def model_of(case: GoldenCase, weights: str = "", **settings) -> PI07LowLevelFlo
         weights: file of the weights instead of the case's own.
         settings: changes of the configuration; `vlm_...` ones of its `vlm_config`.
     """
-    stored = engine_keys(read_header(case.folders.file(weights or case.meta["weights_file"])))
+    stored = _stored_weights(case, weights)
     config = config_of(case, stored, **settings)
     model = PI07LowLevelFlowMatching(config, case.meta["config"]["indicator_token_ids"])
-    placed = model.stored_parameters()
-    if config.vlm_config.disable_action_expert:
-        stored = {item.key: stored[item.key] for item in placed}
-    check_keys(case.file.parent, stored, placed, set(UNUSED_KEYS), f"the model of {case.name}")
-    fill_parameters(placed, stored)
+    fill(model, case, stored)
     return model
 
 
-def config_of(case: GoldenCase, stored: dict, **settings) -> PI07Config:
-    """The configuration, with as many groups as the weights have."""
+def fill(model, case: GoldenCase, stored: dict | None = None) -> None:
+    """Give a model the case's weights, all of them unless it has no expert."""
+    stored = _stored_weights(case) if stored is None else stored
+    placed = model.stored_parameters()
+    if model.config.vlm_config.disable_action_expert:
+        stored = {item.key: stored[item.key] for item in placed}
+    check_keys(case.file.parent, stored, placed, set(UNUSED_KEYS), f"the model of {case.name}")
+    fill_parameters(placed, stored)
+
+
+def _stored_weights(case: GoldenCase, name: str = "") -> dict:
+    return engine_keys(read_header(case.folders.file(name or case.meta["weights_file"])))
+
+
+def config_of(case: GoldenCase, stored: dict | None = None, **settings) -> PI07Config:
+    """The configuration, with as many groups as the weights have; `settings` as in `model_of`."""
     given = case.meta["config"]
     own = {k: v for k, v in given.items() if k not in _SECTIONS and k != "indicator_token_ids"}
     side = given["gemma3"]["vision_config"]["image_size"]
@@ -130,7 +140,7 @@ def config_of(case: GoldenCase, stored: dict, **settings) -> PI07Config:
     config = PI07Config.from_dict(
         own | {"vlm_config": vlm, "resize_imgs_with_padding": [side, side]}
     )
-    if config.per_group_projection:
+    if stored is not None and config.per_group_projection:
         groups = stored["state_proj.weight"].shape[0]
         config = config.changed(dataset_names=[f"group {i}" for i in range(groups)])
     engine = {k[4:]: v for k, v in settings.items() if k.startswith("vlm_")}

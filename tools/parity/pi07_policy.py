@@ -1,19 +1,129 @@
-"""The policy around pi07's model, and the planner."""
+"""The policy around pi07's model: normalisation, prepared inputs, losses, a rollout."""
 
+import numpy as np
+
+from paddle_vl import PI07LowLevelPolicy
+from paddle_vl.models.pi07.features import PolicyFeature
+from paddle_vl.models.pi07.policy.normalize import Normalizer
 from parity.comparison import CaseReport
-from parity.pi07_golden import GoldenCase
+from parity.pi07_golden import GoldenCase, config_of, fill
+from parity.pi07_quantities import Comparison, array
+
+_BOS, _MODES = 2, ("MEAN_STD", "MIN_MAX", "QUANTILE")
+# The rollout's queue is emptied in front of this call.
+_CLEARED_STEP = 3
+
+
+class _Tokenizer:
+    """The case's stand-in for Gemma's tokenizer: an id for every character but in labels."""
+
+    def __init__(self, label_ids: dict[str, list[int]]):
+        self.label_ids = label_ids
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        ids = self.label_ids.get(text) or [130 + ord(character) % 120 for character in text]
+        return [_BOS, *ids] if add_special_tokens else list(ids)
+
+    def padded(self, texts, length: int, add_special_tokens: bool):
+        ids, masks = (np.zeros((len(texts), length), dtype) for dtype in (np.int64, bool))
+        for row, text in enumerate(texts):
+            found = self.encode(text, add_special_tokens)[:length]
+            ids[row, : len(found)], masks[row, : len(found)] = found, True
+        return ids, masks
+
+
+class _ActionTokenizer:
+    """The case's stand-in for FAST: the first action value in steps of 1/8."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def __call__(self, actions_BCA: np.ndarray) -> list[list[int]]:
+        steps = np.clip(np.round((actions_BCA[..., 0] + 1) * 8), 0, 30).astype(int) + 1
+        return [row[: 4 + i % 3].tolist() for i, row in enumerate(steps)]
 
 
 def run_normalize(case: GoldenCase, report: CaseReport) -> None:
-    """Normalisation in all modes."""
-    report.unsupported = "the policy's normalisation"
+    """All modes of both conventions, there and back, a row of statistics for each sample."""
+    compare, given = Comparison(case, report), case.tensors
+    kinds = {"state": "STATE", "actions": "ACTION"}
+    features = {name: PolicyFeature(kinds[name], given[f"in.{name}"].shape[-1:]) for name in kinds}
+    statistics = _statistics(case)
+    for mode in _MODES:
+        for version in (0, 1):
+            modes = dict.fromkeys(kinds.values(), mode)
+            normalizer = Normalizer(features, modes, version, len(statistics))
+            normalizer.set_statistics(statistics)
+            batch = {name: given[f"in.{name}"] for name in kinds}
+            there = normalizer.normalize(batch, given["in.dataset_index"])
+            back = normalizer.unnormalize(there, given["in.dataset_index"])
+            for name in kinds:
+                start = f"{mode}.v{version}"
+                compare.check("there", {f"{start}.norm.{name}": there[name]})
+                compare.check("back", {f"{start}.unnorm.{name}": back[name]})
+    compare.compared |= {name for name in given if name.startswith(("in.", "stats"))}
+    compare.all_compared("")
 
 
 def run_policy(case: GoldenCase, report: CaseReport) -> None:
-    """From raw batches to losses, and a rollout."""
-    report.unsupported = "the policy"
+    """From a raw batch to the model's inputs and losses, and from observations to actions."""
+    policy, compare, given = _policy(case), Comparison(case, report), case.tensors
+    batch = {name[3:]: value for name, value in given.items() if name.startswith("in.")}
+    drawn = {name: batch.pop(name) for name in ("noise", "time")}
+    batch |= case.meta["strings"]
+    inputs = policy.training_inputs(batch) | drawn
+    for name, value in inputs.items():
+        for i, one in enumerate(value if isinstance(value, list) else [value]):
+            number = str(i) if isinstance(value, list) else ""
+            compare.check("inputs", {f"model_in.{name}{number}": one})
+    losses = policy(batch, **drawn)
+    compare.check("losses", {f"out.{name}": array(losses[name]) for name in ("MSE", "CE")})
+    policy.reset()
+    steps = sum(name.endswith("out.action") for name in given)
+    for n in range(steps):
+        if n == _CLEARED_STEP:
+            policy.action_queue.clear()
+        start = f"rollout.step{n}.in."
+        seen = {name.removeprefix(start): v for name, v in given.items() if name.startswith(start)}
+        words = {name: [case.meta["strings"][name][0]] for name in ("prompt", "response")}
+        action = policy.select_action(seen | words | {"dataset_index": [0]}, given["rollout.noise"])
+        compare.check("rollout", {f"rollout.step{n}.out.action": action})
+    for start in ("model_in.", "out."):
+        compare.all_compared(start)
 
 
-def run_planner(case: GoldenCase, report: CaseReport) -> None:
-    """The planner's losses and its greedy decoding."""
-    report.unsupported = "the planner"
+def _policy(case: GoldenCase) -> PI07LowLevelPolicy:
+    given, modes = case.tensors, case.meta["normalization"]
+    cameras = {
+        name[3:]: {"type": "VISUAL", "shape": list(value.shape[-3:])}
+        for name, value in given.items()
+        if name.startswith("in.camera")
+    }
+    config = config_of(case)
+    config = config.changed(
+        normalization_mapping={
+            "VISUAL": "IDENTITY",
+            "STATE": modes["state"],
+            "ACTION": modes["actions"],
+        },
+        input_features={name: PolicyFeature(**feature) for name, feature in cameras.items()}
+        | {"state": PolicyFeature("STATE", given["in.state"].shape[-1:])},
+        output_features={"actions": PolicyFeature("ACTION", given["in.actions"].shape[-1:])},
+    )
+    policy = PI07LowLevelPolicy(
+        config,
+        _Tokenizer(case.meta["config"]["indicator_token_ids"]),
+        _ActionTokenizer(config.vlm_config.discrete_action_vocab_size),
+        _statistics(case.folders.case("16_")),
+    )
+    fill(policy.model, case)
+    return policy
+
+
+def _statistics(case: GoldenCase) -> list[dict]:
+    groups: dict[str, dict] = {}
+    for name, value in case.tensors.items():
+        if name.startswith("stats"):
+            group, feature, statistic = name.split(".")
+            groups.setdefault(group, {}).setdefault(feature, {})[statistic] = value
+    return [groups[name] for name in sorted(groups)]
