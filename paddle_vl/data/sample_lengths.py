@@ -13,6 +13,8 @@ import os
 import time
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
@@ -20,11 +22,14 @@ import numpy as np
 
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.packing import RowBudget, SampleLengths
+from paddle_vl.data.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 # Raise when anything changes the length of a sample or what is written.
 FORMAT = 1
 _REPORT_SECONDS = 10
+# Samples that a worker measures at a time.
+_PART = 500
 
 
 class MeasuredSource(Protocol):
@@ -43,8 +48,13 @@ class MeasuredSource(Protocol):
     def place(self, number: int) -> str: ...
 
 
-def sample_lengths(dataset: MeasuredSource, budget: RowBudget) -> SampleLengths:
+def sample_lengths(
+    dataset: MeasuredSource, budget: RowBudget, num_workers: int = 0
+) -> SampleLengths:
     """Lengths of all samples; where the dataset skips bad ones they get 0 and are counted.
+
+    Args:
+        num_workers: processes that measure; 0 measures in this one.
 
     Raises:
         BadSampleError: a bad sample that is not to be skipped, or one with more vision tokens than
@@ -53,7 +63,7 @@ def sample_lengths(dataset: MeasuredSource, budget: RowBudget) -> SampleLengths:
     path = _kept_at(dataset)
     kept = _read(path)
     if kept is None:
-        kept = _measure(dataset)
+        kept = _measure(dataset, num_workers)
         _write(path, *kept)
     sizes_N2, skipped = kept
     too_many = sizes_N2[:, 1] > budget.vision_limit
@@ -66,20 +76,47 @@ def sample_lengths(dataset: MeasuredSource, budget: RowBudget) -> SampleLengths:
     return SampleLengths(sizes_N2[:, 0], sizes_N2[:, 1])
 
 
-def _measure(dataset: MeasuredSource) -> tuple[np.ndarray, Counter[str]]:
-    sizes_N2 = np.zeros((len(dataset), 2), dtype=np.int64)
+def _measure(dataset: MeasuredSource, num_workers: int) -> tuple[np.ndarray, Counter[str]]:
+    parts = [(at, min(at + _PART, len(dataset))) for at in range(0, len(dataset), _PART)]
+    sizes, skipped, reported = [], Counter(), time.monotonic()
+    with closing(_measured_parts(dataset, parts, num_workers)) as measured:
+        for (_, end), (sizes_N2, part_skipped) in zip(parts, measured, strict=True):
+            sizes.append(sizes_N2)
+            skipped += part_skipped
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                logger.info("measured the lengths of %d of %d samples", end, len(dataset))
+    return np.concatenate(sizes), skipped
+
+
+def _measured_parts(
+    dataset: MeasuredSource, parts: list[tuple[int, int]], num_workers: int
+) -> Iterator[tuple[np.ndarray, Counter[str]]]:
+    if num_workers == 0 or len(parts) == 1:
+        for part in parts:
+            yield measure_part(dataset, None, *part)
+        return
+    pool = WorkerPool(dataset, None, num_workers)
+    try:
+        for future in [pool.submit(measure_part, *part) for part in parts]:
+            yield future.result()
+    finally:
+        pool.close()
+
+
+def measure_part(
+    dataset: MeasuredSource, collator: None, begin: int, end: int
+) -> tuple[np.ndarray, Counter[str]]:
+    """Tokens and vision tokens `[N, 2]` of some samples, and what was skipped; run by workers."""
+    sizes_N2 = np.zeros((end - begin, 2), dtype=np.int64)
     skipped: Counter[str] = Counter()
-    reported = time.monotonic()
-    for number in range(len(dataset)):
+    for number in range(begin, end):
         try:
-            sizes_N2[number] = dataset.lengths(number)
+            sizes_N2[number - begin] = dataset.lengths(number)
         except BadSampleError as error:
             if dataset.on_bad_sample == "fail":
                 raise
             skipped[error.kind] += 1
-        if time.monotonic() - reported > _REPORT_SECONDS:
-            reported = time.monotonic()
-            logger.info("measured the length of %d of %d samples", number + 1, len(dataset))
     return sizes_N2, skipped
 
 

@@ -112,7 +112,7 @@ def load_packed_batch(
 class WorkerPool:
     """Worker processes, started when they are first needed."""
 
-    def __init__(self, dataset: SampleSource, collator: Collator, num_workers: int):
+    def __init__(self, dataset: SampleSource, collator: Collator | None, num_workers: int):
         # "spawn": a forked copy of a process with Paddle's threads in it can hang.
         self._executor = ProcessPoolExecutor(
             num_workers,
@@ -121,7 +121,7 @@ class WorkerPool:
             initargs=(dataset, collator),
         )
 
-    def submit(self, load: Callable[..., LoadedBatch], *arguments: Any) -> "Future[LoadedBatch]":
+    def submit(self, load: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Have a worker run `load(dataset, collator, *arguments)`."""
         with _main_script_hidden():
             return self._executor.submit(_load_in_worker, load, *arguments)
@@ -146,10 +146,10 @@ def _main_script_hidden() -> Iterator[None]:
         main.__dict__.update(hidden)
 
 
-_worker_state: tuple[SampleSource, Collator]
+_worker_state: tuple[SampleSource, Collator | None]
 
 
-def _start_worker(dataset: SampleSource, collator: Collator) -> None:
+def _start_worker(dataset: SampleSource, collator: Collator | None) -> None:
     global _worker_state
     _worker_state = (dataset, collator)
     # Ctrl-C reaches the whole group; the main process decides, and closes the pool.
@@ -163,5 +163,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _load_in_worker(load: Callable[..., LoadedBatch], *arguments: Any) -> LoadedBatch:
+def _load_in_worker(load: Callable[..., Any], *arguments: Any) -> Any:
     return load(*_worker_state, *arguments)

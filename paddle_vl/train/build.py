@@ -173,12 +173,15 @@ def _packing(
     if not data.packing:
         return None
     budget = RowBudget(data.packing_length or data.max_length, data.max_vision_tokens_per_row)
-    # The first process measures; the others then find what it wrote.
-    if not processes.is_main:
-        processes.wait()
-    lengths = sample_lengths(dataset, budget)
+    # The first process measures; the others then find what it wrote, or the same fault.
     if processes.is_main:
+        try:
+            lengths = sample_lengths(dataset, budget, data.num_workers)
+        finally:
+            processes.wait()
+    else:
         processes.wait()
+        lengths = sample_lengths(dataset, budget, data.num_workers)
     return Packing(lengths, budget)
 
 

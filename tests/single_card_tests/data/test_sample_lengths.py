@@ -1,7 +1,7 @@
 """Lengths of samples, measured without their pixels.
 
 Pinned: they are the lengths that loading gives, with images turned by EXIF, videos, and cut
-samples; they are measured once and found again until a file or a setting changes; bad samples fail
+samples, measured here or by workers, and once until a file or a setting changes; bad samples fail
 with their place or are left out and counted, from a kept file too; one with too many vision tokens
 for a row is such a sample; a damaged file is named; a folder that cannot be written is no obstacle.
 """
@@ -61,6 +61,17 @@ def test_lengths_are_those_that_loading_gives(file):
     assert (lengths.vision[1:] > 0).all()
 
 
+@pytest.mark.parametrize("part", [1, 2])
+def test_workers_measure_the_same(file, monkeypatch, part):
+    wanted = sample_lengths(dataset(file), BUDGET)
+    for kept in file.parent.glob(".a.jsonl.lengths-*.npz"):
+        kept.unlink()
+    monkeypatch.setattr(module, "_PART", part)
+    found = sample_lengths(dataset(file), BUDGET, num_workers=1)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_array_equal(found.vision, wanted.vision)
+
+
 def test_pixels_are_not_read(file, monkeypatch):
     def refuse(self):
         raise AssertionError("decoded")
@@ -73,7 +84,7 @@ def test_pixels_are_not_read(file, monkeypatch):
 def test_lengths_are_measured_once_until_something_changes(file, monkeypatch):
     measured = []
     monkeypatch.setattr(
-        module, "_measure", lambda data, real=module._measure: measured.append(0) or real(data)
+        module, "_measure", lambda *args, real=module._measure: measured.append(0) or real(*args)
     )
     first = sample_lengths(dataset(file), BUDGET)
     again = sample_lengths(dataset(file), BUDGET)
@@ -94,9 +105,11 @@ def with_bad(file):
     return write_jsonl(file, rows)
 
 
-def test_a_bad_sample_fails_with_its_place(with_bad):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_sample_fails_with_its_place(with_bad, monkeypatch, num_workers):
+    monkeypatch.setattr(module, "_PART", 2)
     with pytest.raises(BadSampleError, match=r"a\.jsonl:2: image 1 .*broken\.png"):
-        sample_lengths(dataset(with_bad), BUDGET)
+        sample_lengths(dataset(with_bad), BUDGET, num_workers)
 
 
 def test_skipped_samples_have_no_tokens_and_are_counted_every_time(with_bad):

@@ -77,7 +77,7 @@ def test_evaluation_has_one_sample_a_row(run_file, tmp_path):
 
 
 def test_workers_and_a_resumed_run_give_the_same_bits(whole_run, run_file, tmp_path, monkeypatch):
-    def refuse(dataset):
+    def refuse(dataset, num_workers):
         raise AssertionError("measured again")
 
     monkeypatch.setattr(lengths_module, "_measure", refuse)
