@@ -137,3 +137,13 @@ def test_offsets_of_another_batch_and_caches_are_refused(batch):
         model(**batch | {"cu_seqlens": batch["cu_seqlens"][[0, -1]]})
     with pytest.raises(ValueError, match="several samples in a row and there are caches"):
         model(**batch, caches=[KeyValueCache() for _ in model.decoder_layers])
+
+
+def test_rows_without_samples_learn_nothing():
+    """What a process may get at the end of an epoch."""
+    model, batch = tiny_model(), PackedCollator(COLLATOR)([[], []])
+    assert (batch["input_ids"].shape, batch["num_target_tokens"]) == ((2, 4), 0)
+    output = model(**batch)
+    output.loss.backward()
+    assert float(output.loss) == 0.0
+    assert not any(p.grad is not None and p.grad.numpy().any() for p in model.parameters())
