@@ -94,14 +94,14 @@ def prepare_state(batch: Mapping[str, Any], config: PI07Config) -> np.ndarray:
 
 def target_inputs(
     batch: Mapping[str, Any],
-    raw_actions_BCA: np.ndarray,
+    discrete_BCA: np.ndarray,
     config: PI07Config,
     tokenizer: ActionTokenizer | None,
 ) -> dict[str, Any]:
     """What the model learns from, of a batch whose actions are normalised.
 
     Args:
-        raw_actions_BCA: the actions normalised for the action tokenizer.
+        discrete_BCA: the actions, normalised for the action tokenizer.
 
     Raises:
         ValueError: there is no tokenizer, or the actions have another shape.
@@ -118,7 +118,7 @@ def target_inputs(
             f"'actions' has shape {list(actions.shape)}; chunk_size {config.chunk_size} needs "
             f"[batch, {config.chunk_size}, dims]"
         )
-    ids, mask = padded_tokens(tokenizer(raw_actions_BCA), config.discrete_action_max_length)
+    ids, mask = padded_tokens(tokenizer(discrete_BCA), config.discrete_action_max_length)
     inputs = {
         "actions": _filled(actions, config.max_action_dim, "actions", "max_action_dim"),
         "discrete_actions": ids,
@@ -132,7 +132,7 @@ def target_inputs(
     return inputs
 
 
-def action_prefix(normalized_BDA: np.ndarray, config: PI07Config) -> np.ndarray:
+def whole_action_prefix(normalized_BDA: np.ndarray, config: PI07Config) -> np.ndarray:
     """Actions that are under way, normalised, filled with zeros to a whole chunk `[B, C, A]`.
 
     Raises:

@@ -3,9 +3,9 @@
 Batches are mappings of arrays or tensors, with texts as lists: `state` `[B, T, S]`, a camera's
 frames under its name `[B, T, 3, H, W]` in [0, 1], `prompt`, and what there is of `response`,
 `subgoal0`... with `subgoal_is_pad`, `speed`, `quality`, `mistake`, `fps` with `<name>_is_pad`,
-`robot_type`, `control_mode`, `obs_history_is_pad`, `dataset_index`, `dataset_repo_id`; to learn
-from also `actions` `[B, C, A]` with `action_is_pad` and `real_action_dim`. Where one frame is asked
-for, T may be left out.
+`robot_type`, `control_mode`, `obs_history_is_pad` (absent: the past is taken for padding),
+`dataset_index`, `dataset_repo_id`; to learn from also `actions` `[B, C, A]` with `action_is_pad` and
+`real_action_dim`. Where one frame is asked for, T may be left out.
 
 Source: PI07LowLevelPolicy of OpenTau.
 """
@@ -32,14 +32,12 @@ from paddle_vl.models.pi07.policy.files import (
 from paddle_vl.models.pi07.policy.groups import group_index
 from paddle_vl.models.pi07.policy.history import ObservationHistory
 from paddle_vl.models.pi07.policy.inputs import (
-    action_prefix as whole_prefix,
-)
-from paddle_vl.models.pi07.policy.inputs import (
     as_arrays,
     cameras_of,
     observation_inputs,
     target_inputs,
     warn_of_outliers,
+    whole_action_prefix,
 )
 from paddle_vl.models.pi07.policy.normalize import Normalizer
 from paddle_vl.models.pi07.policy.prompt import PromptTokenizer
@@ -227,7 +225,7 @@ class PI07LowLevelPolicy(nn.Layer):
         if action_prefix is not None:
             raw = as_arrays({"actions": action_prefix})
             settled = self.normalizers["normalize_targets"].normalize(raw, index_B)["actions"]
-            action_prefix = whole_prefix(settled, self.config)
+            action_prefix = whole_action_prefix(settled, self.config)
         chunk = self.model.sample_actions(inputs, noise, int(delay), action_prefix)
         dims = self.config.output_features["actions"].shape[0]
         actions = {"actions": chunk[:, :, :dims].numpy()}

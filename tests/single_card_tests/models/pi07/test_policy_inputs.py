@@ -11,11 +11,11 @@ import pytest
 
 from paddle_vl.models.pi07.policy.groups import group_index
 from paddle_vl.models.pi07.policy.inputs import (
-    action_prefix,
     observation_inputs,
     prepare_state,
     target_inputs,
     warn_of_outliers,
+    whole_action_prefix,
 )
 from paddle_vl.models.pi07.policy.normalize import Normalizer
 from paddle_vl.models.pi07.policy.prompt import metadata_texts, prompt_texts, response_texts
@@ -120,7 +120,7 @@ def test_short_states_and_actions_are_filled_with_zeros():
     assert not inputs["actions"][..., 3:].any()
     # What was filled in is no part of the loss.
     assert inputs["real_action_dim"].tolist() == [3, 3]
-    prefix = action_prefix(np.ones((2, 2, 3)), policy_config())
+    prefix = whole_action_prefix(np.ones((2, 2, 3)), policy_config())
     assert prefix.shape == (2, 6, 7)
     assert prefix.sum() == 12
 
@@ -161,7 +161,7 @@ def test_state_and_actions_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="needs an action tokenizer"):
         target_inputs({"actions": actions}, actions, config, None)
     with pytest.raises(ValueError, match="at most 6"):
-        action_prefix(np.zeros((1, 7, 7)), config)
+        whole_action_prefix(np.zeros((1, 7, 7)), config)
 
 
 def test_outliers_are_warned_of(caplog):
