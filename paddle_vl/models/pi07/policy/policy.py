@@ -4,8 +4,8 @@ Batches are mappings of arrays or tensors, with texts as lists: `state` `[B, T, 
 frames under its name `[B, T, 3, H, W]` in [0, 1], `prompt`, and what there is of `response`,
 `subgoal0`... with `subgoal_is_pad`, `speed`, `quality`, `mistake`, `fps` with `<name>_is_pad`,
 `robot_type`, `control_mode`, `obs_history_is_pad` (absent: the past is taken for padding),
-`dataset_index`, `dataset_repo_id`; to learn from also `actions` `[B, C, A]` with `action_is_pad` and
-`real_action_dim`. Where one frame is asked for, T may be left out.
+`dataset_index`, `dataset_repo_id`; to learn from also `actions` `[B, C, A]` with `action_is_pad`
+and `real_action_dim`. Where one frame is asked for, T may be left out.
 
 Source: PI07LowLevelPolicy of OpenTau.
 """

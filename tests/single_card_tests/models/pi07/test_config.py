@@ -56,6 +56,30 @@ def test_values_without_effect_are_kept():
     assert backbone["image_token_index"] == 255
 
 
+def test_keys_that_hf_and_opentau_write_are_accepted():
+    common = {
+        "return_dict": True, "torch_dtype": "float32", "id2label": {"0": "a"}, "pad_token_id": 0,
+        "transformers_version": "4.57.6", "architectures": None, "tie_word_embeddings": True,
+    }  # fmt: skip
+    values = PI07Config().to_dict()
+    values |= {"device": "cuda", "use_amp": False, "opentau_version": "1", "accel_prefix": None}
+    values |= {"cloud_vlm_latency_mean": 0.0, "push_to_hub": True, "torch_compile_mode": "default"}
+    vlm = values["vlm_config"]
+    vlm |= common | {"load_pretrained_gemma3": False, "disable_internal_bf16_cast": True}
+    vlm["gemma3_config"] |= common | {"image_token_index": 262144, "boi_token_index": 255999}
+    vlm["gemma3_config"]["text_config"] |= common | {
+        "sliding_window": 1024, "_sliding_window_pattern": 6, "rope_scaling": None,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "use_cache": True,
+        "use_bidirectional_attention": False, "max_position_embeddings": 131072,
+    }  # fmt: skip
+    vlm["gemma3_config"]["vision_config"] |= common | {
+        "attention_dropout": 0.0, "projection_dim": 2560, "projector_hidden_act": "gelu_fast",
+        "vision_use_head": False,
+    }  # fmt: skip
+    vlm["gemma_expert_config"] |= common | {"rope_theta": 10000.0, "use_cache": True}
+    assert PI07Config.from_dict(values) == PI07Config()
+
+
 @pytest.mark.parametrize("name", ["train_config.json", "hf_config.json"])
 def test_policy_section_of_a_training_configuration_is_read(tmp_path, name):
     values = config_values(case("18_policy_level")[0], type="pi07_low_level")
