@@ -6,11 +6,10 @@ read and written here: `processor_config.json` and `tokenizer.json`.
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from scipy.fft import dct, idct
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE, read_json, read_tokenizer
@@ -58,7 +57,7 @@ class ActionTokenizer:
             raise ValueError(
                 f"actions have shape {list(actions.shape)}; [batch, steps, dims] is needed"
             )
-        coefficients = np.around(dct(actions, axis=1, norm="ortho") * self.scale)
+        coefficients = np.around(_transform("dct")(actions, axis=1, norm="ortho") * self.scale)
         return [
             self._tokenizer.encode(_characters(chunk, self.min_token)).ids for chunk in coefficients
         ]
@@ -82,7 +81,7 @@ class ActionTokenizer:
                 f"the size of a chunk is not known (time_horizon {steps}, action_dim {dims}): give "
                 "both, the tokenizer was saved without"
             )
-        chunks = []
+        idct, chunks = _transform("idct"), []
         for ids in tokens:
             text = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
             coefficients = np.array([ord(character) for character in text]) + self.min_token
@@ -121,6 +120,7 @@ class ActionTokenizer:
         chunks = [np.asarray(chunk) for chunk in chunks]
         if not chunks:
             raise ValueError("there are no action chunks to fit a tokenizer to")
+        dct = _transform("dct")
         rounded = [np.around(dct(chunk, axis=0, norm="ortho") * scale) for chunk in chunks]
         least = int(min(chunk.min() for chunk in rounded))
         most = int(max(chunk.max() for chunk in rounded))
@@ -212,6 +212,18 @@ def padded_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[np.ndar
         ids_BL[row, : len(kept)] = kept
         mask_BL[row, : len(kept)] = True
     return ids_BL, mask_BL
+
+
+def _transform(name: str) -> Callable:
+    # Here, so that whoever only acts needs no SciPy.
+    try:
+        from scipy import fft
+    except ImportError as error:
+        raise RuntimeError(
+            "discrete actions need SciPy, which is not installed; install it with: pip install "
+            "'scipy>=1.11' (the extra `pi07` of this package)"
+        ) from error
+    return getattr(fft, name)
 
 
 def _characters(coefficients: np.ndarray, min_token: int) -> str:

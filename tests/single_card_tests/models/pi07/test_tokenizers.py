@@ -6,6 +6,7 @@ brings chunks back; both refuse what is no tokenizer.
 """
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -131,6 +132,14 @@ def test_action_tokenizer_refuses_what_does_not_fit(tmp_path):
         ActionTokenizer.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"\[8\]"):
         ActionTokenizer.fit(chunks(), vocab_size=300)(np.zeros(8))
+
+
+def test_without_scipy_its_extra_is_named(monkeypatch):
+    tokenizer = ActionTokenizer.fit(chunks(), vocab_size=300)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    for use in (tokenizer, ActionTokenizer.fit, lambda data: tokenizer.decode([[1]], 8, 3)):
+        with pytest.raises(RuntimeError, match="install 'scipy.*extra `pi07`"):
+            use(chunks())
 
 
 def test_files_of_newer_libraries_are_found(tmp_path):
