@@ -20,6 +20,7 @@ KERNELS = (
     (paddle, "scatter"),
     (paddle, "index_add"),
     (paddle.nn.functional, "scaled_dot_product_attention"),
+    (paddle.nn.functional, "silu"),
     (paddle.nn.functional, "swiglu"),
 )
 
