@@ -96,3 +96,29 @@ def _equal_runs(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
     starts = np.flatnonzero(np.diff(lengths, prepend=-1))
     counts = np.diff(starts, append=lengths.size)
     return tuple((int(n), int(lengths[s])) for n, s in zip(counts, starts, strict=True))
+
+
+def checked_grid(kind: str, num_patches: int | None, grid: np.ndarray | None) -> np.ndarray:
+    """The grid of a batch's images or videos as int64 `[n, 3]`.
+
+    Args:
+        kind: `image` or `video`.
+        num_patches: rows of their pixels; None without pixels.
+
+    Raises:
+        ValueError: pixels without a grid or the reverse, or of another number of patches.
+    """
+    names = ("pixel_values", "image_grid_thw")
+    if kind == "video":
+        names = ("pixel_values_videos", "video_grid_thw")
+    if num_patches is None or grid is None:
+        absent, present = names if num_patches is None else names[::-1]
+        raise ValueError(f"the batch has {present} without {absent}: give both or neither")
+    grid = np.asarray(grid, dtype=np.int64).reshape(-1, 3)
+    described = int(grid.prod(axis=1).sum())
+    if num_patches != described:
+        raise ValueError(
+            f"{names[0]} has {num_patches} patches but {names[1]} {grid.tolist()} describes "
+            f"{described}: they belong to different batches"
+        )
+    return grid

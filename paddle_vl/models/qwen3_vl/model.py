@@ -15,7 +15,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.packing import check_offsets, restart_offsets
 from paddle_vl.batch.positions import mrope_position_ids
-from paddle_vl.batch.vision_layout import vision_layout
+from paddle_vl.batch.vision_layout import checked_grid, vision_layout
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.decoder import KeyValueCache, LanguageModel
 from paddle_vl.models.qwen3_vl.generate import generate, stream
@@ -237,7 +237,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         """
         vision = self.config.vision_config
         kinds = [
-            (kind, pixels, _checked_grid(kind, pixels, grid))
+            (kind, pixels, checked_grid(kind, None if pixels is None else pixels.shape[0], grid))
             for kind, pixels, grid in (
                 ("image", pixel_values, image_grid_thw),
                 ("video", pixel_values_videos, video_grid_thw),
@@ -335,20 +335,3 @@ def _device(array: Array | None) -> Tensor | None:
 def _part(x: Tensor, rows: list[int], i: int) -> Tensor:
     """The i-th of consecutive groups of rows."""
     return x if len(rows) == 1 else x[sum(rows[:i]) : sum(rows[: i + 1])]
-
-
-def _checked_grid(kind: str, pixels: Tensor | None, grid: np.ndarray | None) -> np.ndarray:
-    names = ("pixel_values", "image_grid_thw")
-    if kind == "video":
-        names = ("pixel_values_videos", "video_grid_thw")
-    if pixels is None or grid is None:
-        absent, present = names if pixels is None else names[::-1]
-        raise ValueError(f"the batch has {present} without {absent}: give both or neither")
-    grid = np.asarray(grid, dtype=np.int64).reshape(-1, 3)
-    patches = int(grid.prod(axis=1).sum())
-    if pixels.shape[0] != patches:
-        raise ValueError(
-            f"{names[0]} has {pixels.shape[0]} patches but {names[1]} {grid.tolist()} describes "
-            f"{patches}: they belong to different batches"
-        )
-    return grid
