@@ -22,6 +22,8 @@ from paddle_vl.models.checkpoint.rules import StoredParameter
 from paddle_vl.models.checkpoint.safetensors_io import StoredTensor, TensorToWrite
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.models.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
+from paddle_vl.models.pi07.config import CONFIG_FILES, PI07Config
+from paddle_vl.models.pi07.policy import group_rows
 from paddle_vl.models.pi07.policy.normalize import Normalizer
 
 MODEL_PREFIX = "model."
@@ -71,16 +73,42 @@ class PolicyCheckpoint:
         if _EMBEDDING_KEY not in self.model and _HEAD_KEY in self.model:
             self.model[_EMBEDDING_KEY] = self.model[_HEAD_KEY]
 
-    @property
-    def num_groups(self) -> int | None:
-        """Rows of the statistics; None without any."""
-        return next((tensor.shape[0] for tensor in self.statistics.values()), None)
+    def num_groups(self, normalizers: Mapping[str, Normalizer]) -> int:
+        """Rows of the statistics; 1 where there are none, or as before there were groups."""
+        for place in _statistics_places(normalizers):
+            stored = self.statistics.get(place.key)
+            if stored is not None and len(stored.shape) == len(place.stored_shape):
+                return stored.shape[0]
+        return 1
 
     @property
     def discrete_vocabulary(self) -> int | None:
         """Entries of the discrete-action vocabulary that the model was trained with."""
         head = self.model.get(_DISCRETE_HEAD_KEY)
         return None if head is None else head.shape[0]
+
+    @property
+    def groups(self) -> list[str] | None:
+        """Names of the groups that the rows are for; None where none are told."""
+        if not any((self.folder / name).is_file() for name in CONFIG_FILES):
+            return None
+        return PI07Config.from_pretrained(self.folder).dataset_names
+
+    def regroup(self, config: PI07Config, normalizers: Mapping[str, Normalizer]) -> None:
+        """Bring projections and statistics into the order of the configuration's groups.
+
+        Args:
+            normalizers: empty when the checkpoint's statistics do not count.
+
+        Raises:
+            ValueError: the groups do not tell which row belongs to which.
+        """
+        groups = group_rows.Groups(self.groups, config.dataset_names)
+        if config.per_group_projection:
+            self.model |= group_rows.projections(self.model, groups, config.num_groups)
+        if normalizers:
+            shapes = {place.key: place.stored_shape for place in _statistics_places(normalizers)}
+            self.statistics |= group_rows.statistics(self.statistics, groups, shapes)
 
     def fill(
         self,

@@ -109,7 +109,8 @@ class PI07LowLevelPolicy(nn.Layer):
         """Load a policy's folder, one tensor at a time.
 
         Args:
-            config: instead of the folder's.
+            config: instead of the folder's. Rows of groups that it names in another order, or
+                others, are found by name, see `paddle_vl.models.pi07.policy.group_rows`.
             tokenizer, action_tokenizer: None for those in the folder; OpenTau saves none.
             statistics: for a checkpoint without any, or one whose are not to be taken
                 (`skip_normalization_weights`).
@@ -142,8 +143,10 @@ class PI07LowLevelPolicy(nn.Layer):
                 policy = cls(config, tokenizer, action_tokenizer, statistics)
         finally:
             paddle.set_default_dtype(default_dtype)
-        if takes_statistics and stored.num_groups is not None and config.dataset_names is None:
-            policy.normalizers = make_normalizers(config, stored.num_groups)
+        if takes_statistics and config.dataset_names is None:
+            groups = stored.num_groups(policy.normalizers)
+            policy.normalizers = make_normalizers(config, groups)
+        stored.regroup(config, policy.normalizers if takes_statistics else {})
         parameters = policy.model.stored_parameters()
         stored.fill(parameters, policy.normalizers, fresh, ignore, takes_statistics)
         # Once left out, the statistics in use are this policy's own.

@@ -323,6 +323,59 @@ def test_statistics_come_from_one_place(saved):
     assert not policy.config.skip_normalization_weights
 
 
+def named(*names: str, **changes) -> PI07Config:
+    return policy_config(dataset_names=list(names), **changes)
+
+
+def test_rows_of_groups_are_found_by_name(saved):
+    policy = PI07LowLevelPolicy.from_pretrained(saved, config=named("b", "a"))
+    rows = policy.normalizers["normalize_inputs"].tensors["buffer_state.max"]
+    assert (rows == np.stack([g["state"]["max"] for g in group_statistics()[::-1]])).all()
+    with pytest.raises(ValueError, match=r"statistics of \['a', 'b'\], not of \['c'\]"):
+        PI07LowLevelPolicy.from_pretrained(saved, config=named("a", "c"))
+    rewrite_config(saved, dataset_names=None)
+    with pytest.raises(
+        ValueError, match=r"statistics of groups without names, not of \['a', 'b'\]"
+    ):
+        PI07LowLevelPolicy.from_pretrained(saved, config=named("a", "b"))
+
+
+def test_projections_of_groups_begin_as_those_of_the_checkpoint(saved):
+    config = named("a", "b", per_group_projection=True)
+    policy = PI07LowLevelPolicy.from_pretrained(saved, config=config)
+    shared, found = load_file(WEIGHTS), weights(policy)
+    for key in ("state_proj.weight", "action_out_proj.bias"):
+        assert (found[key] == shared[key]).all()
+        assert found[key].shape == (2, *shared[key].shape)
+    # Now the two groups differ.
+    with paddle.no_grad():
+        policy.model.prefix.state_proj.linear.weight[1] = 5.0
+    policy.save_pretrained(saved)
+    others = named("c", "b", "a", per_group_projection=True, skip_normalization_weights=True)
+    statistics = [group_statistics()[0]] * 3
+    again = PI07LowLevelPolicy.from_pretrained(saved, config=others, statistics=statistics)
+    first, second = weights(policy)["state_proj.weight"]
+    assert (weights(again)["state_proj.weight"] == np.stack([first, second, first])).all()
+    with pytest.raises(ValueError, match=r"misshapen.*state_proj\.weight \(file \[2, 64, 5\]"):
+        PI07LowLevelPolicy.from_pretrained(saved, config=named("a", "b"))
+    rewrite_config(saved, dataset_names=None)
+    with pytest.raises(ValueError, match="rows of several groups.*no dataset_names"):
+        PI07LowLevelPolicy.from_pretrained(saved, config=others, statistics=statistics)
+
+
+def test_statistics_from_before_there_were_groups_are_read(saved):
+    def change(tensors):
+        return {key: v[0] if "normalize" in key else v for key, v in tensors.items()}
+
+    rewrite(saved, change)
+    for names in (None, ["a"]):
+        rewrite_config(saved, dataset_names=names)
+        policy = PI07LowLevelPolicy.from_pretrained(saved)
+        rows = policy.normalizers["normalize_inputs"].tensors["buffer_state.max"]
+        assert (rows == group_statistics()[0]["state"]["max"][None]).all()
+        assert policy.sample_actions(observation(0) | observation_of_three()).shape == (1, 6, 7)
+
+
 def test_statistics_may_be_left_out_of_the_file(saved):
     policy = PI07LowLevelPolicy.from_pretrained(saved)
     policy.config = policy.config.changed(save_normalization_stats=False)
