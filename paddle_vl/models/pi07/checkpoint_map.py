@@ -6,7 +6,7 @@ import numpy as np
 
 from paddle_vl.models.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
 from paddle_vl.models.checkpoint.safetensors_io import StoredTensor
-from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.engine_config import Gemma3WithExpertConfig
 
 # Never read by the original either: the expert predicts no tokens, the backbone's head is the
 # embedding of its tokens.
@@ -33,13 +33,17 @@ class GroupWeights:
         return np.ascontiguousarray(value.swapaxes(1, -1))
 
 
-def checkpoint_rules(config: PI07Config) -> tuple[Rule, ...]:
-    """The rule table, special cases first."""
-    size = config.vlm_config.gemma3_config.vision_config.patch_size
+def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -> tuple[Rule, ...]:
+    """The rule table, special cases first.
+
+    Args:
+        is_grouped: whether projections of states and actions have a group axis.
+    """
+    size = config.gemma3_config.vision_config.patch_size
     engine = "gemma3_with_expert"
     backbone, expert = f"{engine}.gemma3.model", f"{engine}.gemma_expert.model"
     tower, ours = f"{backbone}.vision_tower.vision_model", "prefix.video_encoder.tower"
-    projection = GroupWeights() if config.per_group_projection else LinearWeights()
+    projection = GroupWeights() if is_grouped else LinearWeights()
     return (
         Rule(
             f"{ours}.patch_embedding.weight",

@@ -28,7 +28,7 @@ from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.freeze import freeze, uses_dropout
 from paddle_vl.models.pi07.group_linear import GroupedProjection
 from paddle_vl.models.pi07.interleaved import DecoderOutput, InterleavedDecoder, SuffixView
-from paddle_vl.models.pi07.losses import LossTerms, action_token_loss, flow_counts, flow_loss
+from paddle_vl.models.pi07.losses import LossTerms, flow_counts, flow_loss, token_slot_loss
 from paddle_vl.models.pi07.prefix import Prefix, PrefixEmbedding
 from paddle_vl.models.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.models.pi07.sampling import sample_actions
@@ -124,7 +124,7 @@ class PI07LowLevelFlowMatching(nn.Layer):
         prefix = self.prefix(batch, presence)
         out = self.decode(prefix, noisy, batch.get("group_index"))
         flow = self.flow_terms(out.suffix, noisy, batch)
-        tokens = action_token_loss(
+        tokens = token_slot_loss(
             self.action_token_logits(out.prefix),
             batch["discrete_actions"],
             batch["discrete_action_masks"],
@@ -223,7 +223,7 @@ class PI07LowLevelFlowMatching(nn.Layer):
 
     def stored_parameters(self) -> list[StoredParameter]:
         """Every parameter once, with its checkpoint key (without `model.`) and layout."""
-        rules = checkpoint_rules(self.config)
+        rules = checkpoint_rules(self.config.vlm_config, self.config.per_group_projection)
         return place_parameters(self.named_parameters(), rules, SingleDevicePlacement())
 
 

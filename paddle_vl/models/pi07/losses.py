@@ -1,6 +1,6 @@
-"""The two losses of the policy, as the sums and counts of every sample and as the original's means.
+"""The losses of both policies, as the sums and counts of every sample and as the original's means.
 
-Shapes: B batch, C steps of a chunk, A action values, L discrete action tokens, V their vocabulary.
+Shapes: B batch, C steps of a chunk, A action values, L slots of tokens, V their vocabulary.
 """
 
 from typing import NamedTuple
@@ -52,8 +52,8 @@ def flow_counts(
     return paddle.logical_and(counts_BCA, in_use)
 
 
-def action_token_loss(logits_BLV: Tensor, tokens_BL: Tensor, masks_BL: Tensor) -> LossTerms:
-    """Cross entropy of discrete action tokens, float32; the mean is over all slots, padding too."""
+def token_slot_loss(logits_BLV: Tensor, tokens_BL: Tensor, masks_BL: Tensor) -> LossTerms:
+    """Cross entropy of tokens in float32; the mean is over all slots, padding too."""
     batch, length, vocab = logits_BLV.shape
     masks_BL = masks_BL.astype("float32")
     losses = F.cross_entropy(

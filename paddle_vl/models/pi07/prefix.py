@@ -10,13 +10,13 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.models.pi07.block_embedding import EmbeddedBlock, joined, look_up, of_cameras
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.embeddings import PaddedEmbedding
 from paddle_vl.models.pi07.group_linear import GroupedProjection
 from paddle_vl.models.pi07.prefix_layout import (
     LABELS,
     PREFIX_BLOCKS,
-    Attends,
     Block,
     Presence,
     Source,
@@ -39,12 +39,6 @@ class Prefix(NamedTuple):
     pad_masks: Tensor
     att_masks: Tensor
     num_seen: int
-
-
-class _Embedded(NamedTuple):
-    rows: Tensor  # [B, n, D]
-    pad: Tensor  # [B, n] bool
-    num_parts: int = 1  # cameras
 
 
 class PrefixEmbedding(nn.Layer):
@@ -107,11 +101,9 @@ class PrefixEmbedding(nn.Layer):
 
     def embed_blocks(
         self, batch: Mapping[str, Any], blocks: Sequence[Block]
-    ) -> dict[str, _Embedded]:
+    ) -> dict[str, EmbeddedBlock]:
         """Rows and pad masks of each of the blocks, laid out or not."""
-        texts = self._text_ids(batch, blocks)
-        rows = self._text_rows(texts)
-        found = {name: _Embedded(rows[name], pad_BL) for name, (_, pad_BL) in texts.items()}
+        found = look_up(self.embed_tokens, self._text_ids(batch, blocks))
         for block in blocks:
             if block.source is Source.VIDEOS:
                 found[block.name] = self._videos(batch)
@@ -135,20 +127,12 @@ class PrefixEmbedding(nn.Layer):
         )
         return [b for b in PREFIX_BLOCKS if b in chosen or given.has(b, training)]
 
-    def _joined(self, chosen: list[Block], embedded: dict[str, _Embedded]) -> Prefix:
-        parts = [embedded[block.name] for block in chosen]
-        embs_BLD = paddle.concat([part.rows for part in parts], axis=1)
+    def _joined(self, chosen: list[Block], embedded: dict[str, EmbeddedBlock]) -> Prefix:
+        embs_BLD, pad_BL, att_BL = joined(chosen, embedded)
         left_out = set(embedded) - {block.name for block in chosen}
         for name in sorted(left_out):
             # Part of the graph without effect: the layers behind it run backward on every rank.
             embs_BLD = embs_BLD + embedded[name].rows.sum() * 0.0
-        pad_BL = paddle.concat([part.pad for part in parts], axis=1)
-        marks = [
-            mark
-            for block, part in zip(chosen, parts, strict=True)
-            for mark in _marks(block.attends, part.rows.shape[1], part.num_parts)
-        ]
-        att_BL = paddle.to_tensor(np.array([marks], dtype=bool)).expand(pad_BL.shape)
         seen = [
             embedded[block.name].rows.shape[1]
             for block in chosen
@@ -177,26 +161,19 @@ class PrefixEmbedding(nn.Layer):
                 found[block.name] = (paddle.to_tensor(np.tile(ids, (size, 1))), pad)
         return found
 
-    def _text_rows(self, texts: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        # One look-up for all: each has a gradient as large as the table.
-        ids = [ids_BL for ids_BL, _ in texts.values()]
-        rows = self.embed_tokens(paddle.concat(ids, axis=1))
-        parts = paddle.split(rows, [x.shape[1] for x in ids], axis=1)
-        return dict(zip(texts, parts, strict=True))
-
-    def _videos(self, batch: Mapping[str, Any]) -> _Embedded:
+    def _videos(self, batch: Mapping[str, Any]) -> EmbeddedBlock:
         videos, history = batch["videos"], batch.get("obs_history_is_pad")
         # All cameras in one pass of the tower.
         stacked = paddle.concat(videos)
         if history is not None:
             history = paddle.concat([history] * len(videos))
-        return _cameras(self.video_encoder(stacked, history), batch["vid_masks"])
+        return of_cameras(self.video_encoder(stacked, history), batch["vid_masks"])
 
-    def _subgoals(self, batch: Mapping[str, Any]) -> _Embedded:
+    def _subgoals(self, batch: Mapping[str, Any]) -> EmbeddedBlock:
         images = paddle.concat(batch["subgoal_images"])
-        return _cameras(self.video_encoder.embed_image(images), batch["subgoal_img_masks"])
+        return of_cameras(self.video_encoder.embed_image(images), batch["subgoal_img_masks"])
 
-    def _state(self, batch: Mapping[str, Any]) -> _Embedded:
+    def _state(self, batch: Mapping[str, Any]) -> EmbeddedBlock:
         state_BTS, history = batch["state"], batch.get("obs_history_is_pad")
         steps = state_BTS.shape[1]
         current = paddle.arange(steps) == steps - 1
@@ -206,9 +183,9 @@ class PrefixEmbedding(nn.Layer):
             real_BT = paddle.logical_or(paddle.logical_not(history), current)
         state_BTS = state_BTS * real_BT.astype(state_BTS.dtype).unsqueeze(-1)
         state_BTS = state_BTS.astype(self.embed_tokens.weight.dtype)
-        return _Embedded(self.state_proj(state_BTS, batch.get("group_index")), real_BT)
+        return EmbeddedBlock(self.state_proj(state_BTS, batch.get("group_index")), real_BT)
 
-    def _actions(self, batch: Mapping[str, Any]) -> _Embedded:
+    def _actions(self, batch: Mapping[str, Any]) -> EmbeddedBlock:
         tokens_BL = batch["discrete_actions"]
         wanted = self.config.discrete_action_max_length
         if tokens_BL.shape[1] != wanted:
@@ -217,21 +194,4 @@ class PrefixEmbedding(nn.Layer):
                 f"discrete_action_max_length is {wanted}"
             )
         rows = self.discrete_action_embedding(tokens_BL)
-        return _Embedded(rows, batch["discrete_action_masks"])
-
-
-def _cameras(rows_ZMD: Tensor, masks: Sequence[Any]) -> _Embedded:
-    """Rows of all cameras' samples, camera-major, to those of each sample, camera after camera."""
-    cameras = len(masks)
-    rows = paddle.concat(paddle.split(rows_ZMD, cameras, axis=0), axis=1)
-    pad_Bc1 = paddle.stack(list(masks), axis=1).unsqueeze(-1)
-    pad_BcM = pad_Bc1.expand([*pad_Bc1.shape[:2], rows_ZMD.shape[1]])
-    return _Embedded(rows, pad_BcM.flatten(1), cameras)
-
-
-def _marks(attends: Attends, num_tokens: int, num_parts: int) -> list[bool]:
-    if attends is Attends.CAUSAL:
-        return [True] * num_tokens
-    begins = attends is Attends.TOGETHER
-    part = num_tokens // num_parts
-    return [begins and i % part == 0 for i in range(num_tokens)]
+        return EmbeddedBlock(rows, batch["discrete_action_masks"])

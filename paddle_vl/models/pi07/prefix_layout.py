@@ -1,6 +1,6 @@
-"""What the prefix of the policy consists of, in order: the one description of its layout.
+"""What the prefix of a policy consists of, in order: the one description of its layout.
 
-Training and sampling, embedding and masks all read `PREFIX_BLOCKS`.
+Training and sampling, embedding and masks all read `PREFIX_BLOCKS`, the planner's `PLANNER_BLOCKS`.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ class Source(Enum):
     """Where the tokens of a block come from; `Block.text` says more."""
 
     VIDEOS = auto()  # every camera's video, one after the other
+    IMAGES = auto()  # every camera's image, one after the other
     SUBGOALS = auto()  # every camera's goal image, one after the other
     STATE = auto()  # a token for every step of the history
     FIELD = auto()  # token ids of the batch: TEXT_tokens, TEXT_masks
@@ -75,7 +76,25 @@ PREFIX_BLOCKS: tuple[Block, ...] = (
     Block("action_label", Source.LABEL, "Action: ", _CAUSAL, When.TRAINING),
     Block("actions", Source.ACTIONS, "", _CAUSAL, When.TRAINING),
 )
-LABELS = tuple(dict.fromkeys(b.text for b in PREFIX_BLOCKS if b.source is Source.LABEL))
+# The planner reads the state as a part of the language, and writes what is there in training only.
+PLANNER_BLOCKS: tuple[Block, ...] = (
+    Block("images", Source.IMAGES, "", Attends.JOINED, When.ALWAYS),
+    Block("language", Source.FIELD, "lang", _CAUSAL, When.ALWAYS),
+    Block("metadata", Source.FIELD, "metadata", _CAUSAL, When.METADATA),
+    Block("fields_end", Source.LABEL, ";\n ", _CAUSAL, When.METADATA),
+    Block("memory_label", Source.LABEL, "Updated Memory: ", _CAUSAL, When.ALWAYS),
+    Block("memory", Source.FIELD, "memory", _CAUSAL, When.TRAINING),
+    Block("response_label", Source.LABEL, "Subtask: ", _CAUSAL, When.TRAINING),
+    Block("response", Source.FIELD, "response", _CAUSAL, When.TRAINING),
+)
+
+
+def labels_of(blocks: tuple[Block, ...]) -> tuple[str, ...]:
+    """The labels among blocks, each once."""
+    return tuple(dict.fromkeys(b.text for b in blocks if b.source is Source.LABEL))
+
+
+LABELS, PLANNER_LABELS = labels_of(PREFIX_BLOCKS), labels_of(PLANNER_BLOCKS)
 
 
 class Presence(NamedTuple):

@@ -1,0 +1,211 @@
+"""The high-level planner's model: from images and instructions to memory and the next subtask.
+
+Shapes: B batch, L prefix tokens, D backbone width, V vocabulary; S tokens of a segment that the
+planner writes, its memory or its response.
+
+Source: PI07HighLevelPlannerModel of OpenTau.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
+from paddle_vl.models.pi07.attention_masks import (
+    block_mask,
+    prefix_positions,
+    suffix_mask,
+    suffix_positions,
+)
+from paddle_vl.models.pi07.block_embedding import joined, look_up, of_cameras
+from paddle_vl.models.pi07.checkpoint_map import checkpoint_rules
+from paddle_vl.models.pi07.embeddings import PAD_ID, PaddedEmbedding
+from paddle_vl.models.pi07.flow_matching import as_tensors
+from paddle_vl.models.pi07.freeze import freeze
+from paddle_vl.models.pi07.gemma_layers import KeyValue
+from paddle_vl.models.pi07.interleaved import InterleavedDecoder
+from paddle_vl.models.pi07.losses import token_slot_loss
+from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.models.pi07.prefix import Prefix
+from paddle_vl.models.pi07.prefix_layout import (
+    PLANNER_BLOCKS,
+    PLANNER_LABELS,
+    Presence,
+    Source,
+    presence_of,
+)
+from paddle_vl.models.pi07.video_encoder import VideoEncoder
+from paddle_vl.nn.placement import SingleDevicePlacement
+
+_RESPONSE_LABEL, _MEMORY_LABEL = "Subtask: ", "Updated Memory: "
+
+
+class PlannerEmbedding(nn.Layer):
+    """Everything that turns a batch into the rows of the planner's prefix."""
+
+    def __init__(self, config: PI07PlannerConfig, label_ids: Mapping[str, Sequence[int]]):
+        super().__init__()
+        backbone = config.vlm_config.gemma3_config
+        width = backbone.text_config.hidden_size
+        self.label_ids = {label: list(label_ids[label]) for label in PLANNER_LABELS}
+        # One frame: no layer of the tower has anything to look back at.
+        layers = backbone.vision_config.num_hidden_layers
+        self.video_encoder = VideoEncoder(backbone, 1, layers + 1)
+        self.embed_tokens = PaddedEmbedding(
+            backbone.text_config.vocab_size, width, scale=width**0.5
+        )
+
+    def forward(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> Prefix:
+        """Embed a batch; in training with what the planner is to write."""
+        chosen = [block for block in PLANNER_BLOCKS if presence.has(block, training)]
+        size, texts = batch["lang_tokens"].shape[0], {}
+        for block in chosen:
+            if block.source is Source.FIELD:
+                texts[block.name] = (batch[f"{block.text}_tokens"], batch[f"{block.text}_masks"])
+            elif block.source is Source.LABEL:
+                texts[block.name] = self.label(block.text, size)
+        embedded = look_up(self.embed_tokens, texts)
+        images = self.video_encoder.embed_image(paddle.concat(batch["images"]))
+        embedded["images"] = of_cameras(images, batch["img_masks"])
+        rows, pad, marks = joined(chosen, embedded)
+        return Prefix(rows, pad, marks, rows.shape[1])
+
+    def label(self, text: str, size: int) -> tuple[Tensor, Tensor]:
+        """Ids and pad masks of a label, `[B, n]`."""
+        ids = np.tile(np.array(self.label_ids[text], dtype=np.int64), (size, 1))
+        return paddle.to_tensor(ids), paddle.ones(ids.shape, dtype="bool")
+
+
+class PI07HighLevelPlannerModel(nn.Layer):
+    """Embedding, the backbone's half of the decoder, and the head, which is the token table."""
+
+    def __init__(self, config: PI07PlannerConfig, label_ids: Mapping[str, Sequence[int]]):
+        """
+        Args:
+            label_ids: token ids, without special tokens, of `prefix_layout.PLANNER_LABELS`.
+
+        Raises:
+            ValueError: labels without ids, or with another number than the configuration says.
+        """
+        super().__init__()
+        missing = [label for label in PLANNER_LABELS if not label_ids.get(label)]
+        if missing:
+            raise ValueError(f"no token ids for the labels {missing} of the planner")
+        for label, name in (
+            (_RESPONSE_LABEL, "subtask_indicator_max_length"),
+            (_MEMORY_LABEL, "memory_indicator_max_length"),
+        ):
+            if getattr(config, name) not in (None, len(label_ids[label])):
+                raise ValueError(
+                    f"{name} is {getattr(config, name)}, but the tokenizer makes "
+                    f"{len(label_ids[label])} tokens of {label!r}: set it to that, or to None"
+                )
+        self.config = config
+        self.prefix = PlannerEmbedding(config, label_ids)
+        self.decoder = InterleavedDecoder(config.vlm_config)
+        freeze(self, config.vlm_config)
+
+    def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The losses of a batch.
+
+        Args:
+            batch: `images`, a list of `[B, 3, H, W]` in [-1, 1], and `img_masks`; `lang_`,
+                `memory_` and `response_`, maybe `metadata_`, each with `tokens` and `masks`.
+
+        Returns:
+            `CE`, the sum of both segments' means over all their slots but the first, and `MSE`,
+            which is 0.
+        """
+        presence, batch = presence_of(batch), as_tensors(batch)
+        prefix = self.prefix(batch, _metadata_only(presence), training=True)
+        view = self.decoder.view(
+            prefix_positions(prefix.pad_masks), block_mask(prefix.pad_masks, prefix.att_masks)
+        )
+        out_BLD = self.decoder(prefix.embs, prefix_view=view).prefix
+        response, memory = batch["response_tokens"], batch["memory_tokens"]
+        response_at = out_BLD.shape[1] - response.shape[1]
+        label = len(self.prefix.label_ids[_RESPONSE_LABEL])
+        memory_at = response_at - label - memory.shape[1]
+        loss = self._segment_loss(out_BLD, memory_at, memory, batch["memory_masks"])
+        loss = loss + self._segment_loss(out_BLD, response_at, response, batch["response_masks"])
+        return {"MSE": paddle.zeros_like(loss), "CE": loss}
+
+    def _segment_loss(
+        self, out_BLD: Tensor, begin: int, tokens_BS: Tensor, masks_BS: Tensor
+    ) -> Tensor:
+        """Each token of a segment predicts the next; none predicts the first."""
+        rows = out_BLD[:, begin : begin + tokens_BS.shape[1] - 1]
+        return token_slot_loss(self.head(rows), tokens_BS[:, 1:], masks_BS[:, 1:]).mean
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Logits `[..., V]` of rows."""
+        return paddle.matmul(rows, self.prefix.embed_tokens.weight, transpose_y=True)
+
+    @paddle.no_grad()
+    def generate(
+        self, batch: Mapping[str, Any], bos_id: int, eos_id: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Memory and response, greedily: int64 `[B, length]`, the lengths of the configuration.
+
+        Both begin with `bos_id`; behind `eos_id` there is padding.
+
+        Args:
+            batch: as for `forward`, without what is to be written.
+        """
+        presence, batch = presence_of(batch), as_tensors(batch)
+        prefix = self.prefix(batch, _metadata_only(presence), training=False)
+        writer = _Writer(self, prefix)
+        memory = writer.write(self.config.memory_max_length, bos_id, eos_id)
+        writer.read(*self.prefix.label(_RESPONSE_LABEL, memory.shape[0]))
+        return memory, writer.write(self.config.response_max_length, bos_id, eos_id)
+
+    def stored_parameters(self) -> list[StoredParameter]:
+        """Every parameter once, with its checkpoint key (without `model.`) and layout."""
+        rules = checkpoint_rules(self.config.vlm_config)
+        return place_parameters(self.named_parameters(), rules, SingleDevicePlacement())
+
+
+class _Writer:
+    """Decoding with cached keys and values; all that was read so far."""
+
+    def __init__(self, model: PI07HighLevelPlannerModel, prefix: Prefix):
+        self.model, self.pad_BL = model, prefix.pad_masks
+        view = model.decoder.view(
+            prefix_positions(prefix.pad_masks), block_mask(prefix.pad_masks, prefix.att_masks)
+        )
+        output = model.decoder(prefix.embs, prefix_view=view, keep=True)
+        self.cache: list[KeyValue] = output.cache
+        self.last_B1D = output.prefix[:, -1:]
+
+    def read(self, ids_Bn: Tensor, pad_Bn: Tensor) -> None:
+        """Go on by tokens, each of which sees all real ones before it."""
+        decoder = self.model.decoder
+        marks = paddle.ones(pad_Bn.shape, dtype="bool")
+        positions = suffix_positions(self.pad_BL, 1) + prefix_positions(pad_Bn)
+        view = decoder.view(positions, suffix_mask(self.pad_BL, pad_Bn, marks))
+        rows = self.model.prefix.embed_tokens(ids_Bn)
+        output = decoder(rows, prefix_view=view, cache=self.cache, keep=True)
+        self.pad_BL = paddle.concat([self.pad_BL, pad_Bn], axis=1)
+        self.cache, self.last_B1D = output.cache, output.prefix[:, -1:]
+
+    def write(self, length: int, bos_id: int, eos_id: int) -> np.ndarray:
+        """A segment, int64 `[B, length]`."""
+        size = self.last_B1D.shape[0]
+        tokens = np.full((size, 1), bos_id, dtype=np.int64)
+        self.read(paddle.to_tensor(tokens), paddle.ones([size, 1], dtype="bool"))
+        while tokens.shape[1] < length:
+            token = self.model.head(self.last_B1D).argmax(axis=-1).numpy()
+            # What is checked from the second token on: the first after BOS is always real.
+            ended = np.isin(tokens, (eos_id, PAD_ID)).any(axis=1, keepdims=True)
+            ended &= tokens.shape[1] > 1
+            token = np.where(ended, PAD_ID, token)
+            tokens = np.concatenate([tokens, token], axis=1)
+            self.read(paddle.to_tensor(token), paddle.to_tensor(~ended))
+        return tokens
+
+
+def _metadata_only(presence: Presence) -> Presence:
+    return Presence(False, presence.metadata, False)
