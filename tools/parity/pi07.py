@@ -14,6 +14,7 @@ from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, GoldenFolders
 from parity.pi07_optimizer import run_optimizer
 from parity.pi07_parts import run_engine, run_freeze, run_ops, run_video
+from parity.pi07_planner import run_planner
 from parity.pi07_policy import run_normalize, run_policy
 from parity.pi07_sampling import run_sampling
 from parity.pi07_training import run_training, run_trajectory
@@ -32,7 +33,7 @@ RUNNERS = {
     "freeze": run_freeze,
 }
 # Kinds of two cases are told by their numbers in the golden README.
-NUMBERED = {"13": run_training, "20": run_trajectory}
+NUMBERED = {"13": run_training, "19": run_planner, "20": run_trajectory}
 
 
 def run_cases(
@@ -47,5 +48,9 @@ def run_cases(
         elif run is None:
             report.unsupported = f"a case of kind {case.kind!r}"
         else:
-            run(case, report)
+            try:
+                run(case, report)
+            except (KeyError, ValueError, RuntimeError) as error:
+                # A case that is not as the README says, or lacks a file, fails alone.
+                report.unsupported = f"{type(error).__name__}: {error}"
         yield report
