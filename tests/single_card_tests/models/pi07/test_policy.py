@@ -363,6 +363,23 @@ def test_projections_of_groups_begin_as_those_of_the_checkpoint(saved):
         PI07LowLevelPolicy.from_pretrained(saved, config=others, statistics=statistics)
 
 
+def test_projection_of_one_unnamed_group_serves_all(saved):
+    def change(tensors):
+        ends = ("_proj.weight", "_proj.bias")
+        policy_level = ("model.state", "model.action")
+        return {
+            key: v[None] if key.startswith(policy_level) and key.endswith(ends) else v
+            for key, v in tensors.items()
+        }
+
+    rewrite(saved, change)
+    rewrite_config(saved, dataset_names=None)
+    config = named("a", "b", per_group_projection=True, skip_normalization_weights=True)
+    policy = PI07LowLevelPolicy.from_pretrained(saved, config=config, statistics=group_statistics())
+    expected = load_file(WEIGHTS)["action_in_proj.weight"]
+    assert (weights(policy)["action_in_proj.weight"] == np.stack([expected] * 2)).all()
+
+
 def test_statistics_from_before_there_were_groups_are_read(saved):
     def change(tensors):
         return {key: v[0] if "normalize" in key else v for key, v in tensors.items()}
