@@ -12,7 +12,6 @@ from paddle_vl.train.optimizer import Optimizer
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, model_of
 from parity.pi07_quantities import (
-    RTOL,
     Comparison,
     Recording,
     array,
@@ -20,6 +19,10 @@ from parity.pi07_quantities import (
     prefix_quantities,
     suffix_quantities,
 )
+
+# Adam divides a gradient by its own size, so entries that are rounding move by whole steps: two
+# settings of Paddle's own kernels are 1e-4 apart after six.
+DRIFT = 5e-4
 
 
 def run_training(case: GoldenCase, report: CaseReport) -> None:
@@ -155,7 +158,9 @@ def run_trajectory(case: GoldenCase, report: CaseReport) -> None:
         for name, value in (("MSE", losses["MSE"]), ("CE", losses["CE"]), ("grad_norm", norm)):
             found[name].append(float(value))
     compare = Comparison(case, report)
-    compare.check("steps", {f"out.{name}": np.array(values) for name, values in found.items()})
+    for name, values in found.items():
+        compare.compared.add(f"out.{name}")
+        report.relative("steps", f"out.{name}", values, case.tensors[f"out.{name}"], DRIFT)
     for item in model.stored_parameters():
         name = f"out.final_weight.{item.key}"
         if name in case.tensors:
@@ -165,8 +170,8 @@ def run_trajectory(case: GoldenCase, report: CaseReport) -> None:
             # Adam makes full steps of gradients that are rounding, as a tower's keys' biases are.
             is_rounding = item.key.endswith("k_proj.bias")
             steps = len(found["MSE"]) * train.learning_rate * 2 * wanted.size**0.5
-            limit = steps if is_rounding else RTOL * np.linalg.norm(wanted)
-            report.absolute("weights", name, away / max(limit, 1e-30) * RTOL, 0.0, RTOL)
+            limit = steps if is_rounding else DRIFT * np.linalg.norm(wanted)
+            report.absolute("weights", name, away / max(limit, 1e-30) * DRIFT, 0.0, DRIFT)
     for key in UNUSED_KEYS:
         compare.compared.add(f"out.final_weight.{key}")
     compare.all_compared()
