@@ -80,6 +80,7 @@ class PI07LowLevelFlowMatching(nn.Layer):
             config.proj_width, config.max_action_dim, num_groups
         )
         freeze(self, vlm)
+        self.train()
 
     @property
     def decoder_layers(self) -> list[nn.Layer]:
