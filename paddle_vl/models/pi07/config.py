@@ -7,13 +7,19 @@ that OpenTau wrote holds every setting whether anyone gave it or not: there, a l
 default has said nothing.
 """
 
-import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.models.pi07.config_files import (
+    known_values,
+    read_config,
+    without_defaults,
+    write_config,
+    written_values,
+)
 from paddle_vl.models.pi07.engine_config import (
     Gemma3Config,
     Gemma3TextConfig,
@@ -22,7 +28,7 @@ from paddle_vl.models.pi07.engine_config import (
     SiglipVisionConfig,
     check_training,
 )
-from paddle_vl.models.pi07.features import PolicyFeature, check_normalization, feature_from_dict
+from paddle_vl.models.pi07.features import PolicyFeature, check_normalization
 
 __all__ = [
     "SHARED_SETTINGS",
@@ -47,21 +53,6 @@ SHARED_SETTINGS: dict[str, Any] = {
     "gradient_checkpointing": False,
 }
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
-# Where a configuration may lie, best first; the last two hold the policy's as a section.
-CONFIG_FILES = ("config.json", "train_config.json", "hf_config.json")
-
-# OpenTau's and LeRobot's keys without effect here: how they run, where they publish.
-_UNUSED = frozenset(
-    """
-    action_decoder_latency_lower action_decoder_latency_mean action_decoder_latency_std
-    action_decoder_latency_upper cloud_vlm_latency_lower cloud_vlm_latency_mean
-    cloud_vlm_latency_std cloud_vlm_latency_upper compile_mode compile_model device init_strategy
-    license opentau_version pretrained_path private push_to_hub repo_id
-    skip_input_resolution_check tags torch_compile_mode type use_amp use_peft use_torch_compile
-    """.split()
-)
-# OpenTau's settings that would change the actions; only these values are supported.
-_ONLY = {"accel_prefix": None, "n_candidates": 1, "action_chunk_critic_path": None}
 
 
 def _default_normalization() -> dict[str, str]:
@@ -162,21 +153,7 @@ class PI07Config:
             RuntimeError: there is none.
             ValueError: it is not a pi07 policy's, naming what is wrong.
         """
-        path = Path(path)
-        candidates = [path / name for name in CONFIG_FILES] if path.is_dir() else [path]
-        file = next((file for file in candidates if file.is_file()), None)
-        if file is None:
-            raise RuntimeError(
-                f"{path} has no configuration: none of {', '.join(f.name for f in candidates)}"
-            )
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{file} holds a {type(values).__name__}, not a configuration")
-        if "type" not in values and isinstance(values.get("policy"), dict):
-            values = values["policy"]
+        file, values = read_config(path)
         try:
             return cls.from_dict(values)
         except (ValueError, TypeError) as error:
@@ -189,42 +166,20 @@ class PI07Config:
         Raises:
             ValueError: another policy's type, unknown keys, contradictory settings, named.
         """
-        values = {name: value for name, value in values.items() if name != "other"}
-        kind = values.get("type", POLICY_TYPE)
-        if kind != POLICY_TYPE:
-            raise ValueError(f"type is {kind!r}; this configuration reads {POLICY_TYPE!r}")
-        for name, only in _ONLY.items():
-            if (found := values.pop(name, only)) != only:
-                raise ValueError(f"{name} is {found!r}, which is not supported; it must be {only}")
-        names = {f.name for f in fields(cls)}
-        if unknown := sorted(set(values) - names - _UNUSED):
-            raise ValueError(
-                f"the configuration has keys that a pi07 policy does not know: {unknown}; correct "
-                "or remove them"
-            )
-        vlm = values.pop("vlm_config", None) or {}
+        vlm = values.get("vlm_config") or {}
         if "model_type" in vlm:
-            values, vlm = _without_defaults(values), _without_defaults(vlm)
-        values["vlm_config"] = Gemma3WithExpertConfig.from_dict(vlm)
-        for name in ("input_features", "output_features"):
-            features = values.get(name) or {}
-            values[name] = {key: feature_from_dict(key, f) for key, f in features.items()}
-        other = {name: value for name, value in values.items() if name not in names}
-        return cls(**{n: v for n, v in values.items() if n in names}, other=other)
+            values = without_defaults(values, SHARED_SETTINGS)
+            vlm = without_defaults(vlm, SHARED_SETTINGS)
+        own = known_values(cls, values, POLICY_TYPE)
+        return cls(**own | {"vlm_config": Gemma3WithExpertConfig.from_dict(vlm)})
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json in the original's form."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "other"}
-        values |= {name: list(v) for name, v in values.items() if isinstance(v, tuple)}
-        values["vlm_config"] = self.vlm_config.to_dict()
-        for name in ("input_features", "output_features"):
-            values[name] = {key: feature.to_dict() for key, feature in values[name].items()}
-        return {"type": POLICY_TYPE, **self.other, **values}
+        return written_values(self, POLICY_TYPE)
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write `config.json` into a folder."""
-        text = json.dumps(self.to_dict(), indent=2) + "\n"
-        (Path(path) / "config.json").write_text(text, encoding="utf-8")
+        write_config(path, self.to_dict())
 
     def changed(self, **settings: Any) -> "PI07Config":
         """The same configuration with other settings, shared ones at both levels.
@@ -321,12 +276,3 @@ class PI07Config:
                 f"resize_imgs_with_padding {self.resize_imgs_with_padding} differs from the image "
                 f"of the tower, vision_config.image_size {side}: set it to ({side}, {side})"
             )
-
-
-def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings less the shared ones that have their default."""
-    return {
-        name: value
-        for name, value in values.items()
-        if name not in SHARED_SETTINGS or value != SHARED_SETTINGS[name]
-    }

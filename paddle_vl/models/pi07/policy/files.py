@@ -22,7 +22,8 @@ from paddle_vl.models.checkpoint.rules import StoredParameter
 from paddle_vl.models.checkpoint.safetensors_io import StoredTensor, TensorToWrite
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.models.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
-from paddle_vl.models.pi07.config import CONFIG_FILES, PI07Config
+from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.config_files import CONFIG_FILES, read_config
 from paddle_vl.models.pi07.policy import group_rows
 from paddle_vl.models.pi07.policy.normalize import Normalizer
 
@@ -92,7 +93,7 @@ class PolicyCheckpoint:
         """Names of the groups that the rows are for; None where none are told."""
         if not any((self.folder / name).is_file() for name in CONFIG_FILES):
             return None
-        return PI07Config.from_pretrained(self.folder).dataset_names
+        return read_config(self.folder)[1].get("dataset_names")
 
     def regroup(self, config: PI07Config, normalizers: Mapping[str, Normalizer]) -> None:
         """Bring projections and statistics into the order of the configuration's groups.
