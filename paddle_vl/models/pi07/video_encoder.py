@@ -46,12 +46,18 @@ class VideoEncoder(nn.Layer):
         self.tower = SiglipTower(config.vision_config, stride)
         self.projector = MultiModalProjector(config)
 
-    def forward(self, video_BTCHW: Tensor, is_pad_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        video_BTCHW: Tensor,
+        is_pad_BT: Tensor | None = None,
+        in_unit_range: bool = True,
+    ) -> Tensor:
         """Tokens of the current frame, which has seen the others: `[B, M, D]`.
 
         Args:
-            video_BTCHW: values in [0, 1]; with one frame the temporal part has nothing to do.
+            video_BTCHW: with one frame the temporal part has nothing to do.
             is_pad_BT: bool; None takes all but the current frame for padded.
+            in_unit_range: whether values are in [0, 1]; otherwise in [-1, 1].
 
         Raises:
             ValueError: more frames than `n_obs_steps`.
@@ -61,13 +67,15 @@ class VideoEncoder(nn.Layer):
             raise ValueError(
                 f"a video has {frames} frames; n_obs_steps allows {self.max_num_frames}"
             )
-        pixels = video_BTCHW.reshape([batch * frames, *video_BTCHW.shape[2:]]) * 2.0 - 1.0
+        pixels = video_BTCHW.reshape([batch * frames, *video_BTCHW.shape[2:]])
+        if in_unit_range:
+            pixels = pixels * 2.0 - 1.0
         history = None if frames == 1 else self._history(batch, frames, is_pad_BT)
         return self.projector(self.tower(pixels, history))
 
     def embed_image(self, images_BCHW: Tensor) -> Tensor:
         """Tokens of images that stand alone, values in [-1, 1]: `[B, M, D]`."""
-        return self.projector(self.tower(images_BCHW))
+        return self(images_BCHW.unsqueeze(1), in_unit_range=False)
 
     def _history(self, batch: int, frames: int, is_pad_BT: Tensor | None) -> FrameHistory:
         vision = self.tower.config
