@@ -22,6 +22,7 @@ _HOME = {
     "GenerationConfig": "paddle_vl.models.generation.config",
     "LoRAConfig": "paddle_vl.config.schema",
     "PI07Config": "paddle_vl.models.pi07.config",
+    "PI07HighLevelPlanner": "paddle_vl.models.pi07.policy.planner",
     "PI07LowLevelPolicy": "paddle_vl.models.pi07.policy.policy",
     "Qwen3VLConfig": "paddle_vl.models.qwen3_vl.config",
     "Qwen3VLForConditionalGeneration": "paddle_vl.models.qwen3_vl.model",

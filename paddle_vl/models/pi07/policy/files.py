@@ -24,8 +24,10 @@ from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.models.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.config_files import CONFIG_FILES, read_config
+from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.models.pi07.policy import group_rows
 from paddle_vl.models.pi07.policy.normalize import Normalizer
+from paddle_vl.models.pi07.policy.statistics import Statistics
 
 MODEL_PREFIX = "model."
 # The four normalisers of a policy, as its attributes and in its checkpoint.
@@ -95,7 +97,9 @@ class PolicyCheckpoint:
             return None
         return read_config(self.folder)[1].get("dataset_names")
 
-    def regroup(self, config: PI07Config, normalizers: Mapping[str, Normalizer]) -> None:
+    def regroup(
+        self, config: PI07Config | PI07PlannerConfig, normalizers: Mapping[str, Normalizer]
+    ) -> None:
         """Bring projections and statistics into the order of the configuration's groups.
 
         Args:
@@ -141,6 +145,32 @@ class PolicyCheckpoint:
         fill_parameters(wanted, self.model)
         for place in places:
             place.normalizer.tensors[place.name] = _as_float32(self.statistics[place.key])
+
+
+def takes_statistics(
+    skips: bool, stored: PolicyCheckpoint, statistics: Sequence[Statistics] | None
+) -> bool:
+    """Whether the checkpoint's statistics count, not those that are given.
+
+    Args:
+        skips: `skip_normalization_weights`.
+
+    Raises:
+        ValueError: there are both, or none.
+    """
+    if skips and statistics is None:
+        raise ValueError(
+            "skip_normalization_weights leaves the checkpoint's statistics out, so others must be "
+            "given: pass statistics, or set it to False"
+        )
+    if statistics is None:
+        return True
+    if stored.statistics and not skips:
+        raise ValueError(
+            f"{stored.folder} holds statistics, and others were given: leave them out, or set "
+            "skip_normalization_weights to take the given ones"
+        )
+    return False
 
 
 def write_policy(

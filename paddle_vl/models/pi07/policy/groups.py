@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
 
 # What a data set says when it does not know its robot or its control mode.
 _UNKNOWN = ("", "unknown")
@@ -18,7 +19,10 @@ def group_name(robot_type: str | None, control_mode: str | None) -> str | None:
 
 
 def group_index(
-    batch: Mapping[str, Any], batch_size: int, config: PI07Config, num_groups: int
+    batch: Mapping[str, Any],
+    batch_size: int,
+    config: PI07Config | PI07PlannerConfig,
+    num_groups: int,
 ) -> np.ndarray:
     """The row of every sample, `[B]` int64.
 

@@ -27,6 +27,7 @@ from paddle_vl.models.pi07.policy.files import (
     ACTION_TOKENIZER_FOLDER,
     NORMALIZERS,
     PolicyCheckpoint,
+    takes_statistics,
     write_policy,
 )
 from paddle_vl.models.pi07.policy.groups import group_index
@@ -125,7 +126,7 @@ class PI07LowLevelPolicy(nn.Layer):
         folder = Path(path)
         config = PI07Config.from_pretrained(folder) if config is None else config
         stored = PolicyCheckpoint(folder)
-        takes_statistics = _takes_statistics(config, stored, statistics)
+        takes = takes_statistics(config.skip_normalization_weights, stored, statistics)
         if config.config_version is None:
             # Checkpoints did not say before the convention changed.
             config = config.changed(config_version=0)
@@ -143,12 +144,12 @@ class PI07LowLevelPolicy(nn.Layer):
                 policy = cls(config, tokenizer, action_tokenizer, statistics)
         finally:
             paddle.set_default_dtype(default_dtype)
-        if takes_statistics and config.dataset_names is None:
+        if takes and config.dataset_names is None:
             groups = stored.num_groups(policy.normalizers)
             policy.normalizers = make_normalizers(config, groups)
-        stored.regroup(config, policy.normalizers if takes_statistics else {})
+        stored.regroup(config, policy.normalizers if takes else {})
         parameters = policy.model.stored_parameters()
-        stored.fill(parameters, policy.normalizers, fresh, ignore, takes_statistics)
+        stored.fill(parameters, policy.normalizers, fresh, ignore, takes)
         # Once left out, the statistics in use are this policy's own.
         policy.config = policy.config.changed(skip_normalization_weights=False)
         policy.eval()
@@ -326,21 +327,3 @@ def _with_vocabulary(config: PI07Config, action_tokenizer: ActionTokenizer | Non
 
 def _with_vocabulary_size(config: PI07Config, size: int | None) -> PI07Config:
     return config.changed(vlm_config=replace(config.vlm_config, discrete_action_vocab_size=size))
-
-
-def _takes_statistics(
-    config: PI07Config, stored: PolicyCheckpoint, statistics: Sequence[Statistics] | None
-) -> bool:
-    if config.skip_normalization_weights and statistics is None:
-        raise ValueError(
-            "skip_normalization_weights leaves the checkpoint's statistics out, so others must be "
-            "given: pass statistics, or set it to False"
-        )
-    if statistics is None:
-        return True
-    if stored.statistics and not config.skip_normalization_weights:
-        raise ValueError(
-            f"{stored.folder} holds statistics, and others were given: leave them out, or set "
-            "skip_normalization_weights to take the given ones"
-        )
-    return False

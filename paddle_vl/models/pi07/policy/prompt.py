@@ -86,6 +86,17 @@ class PromptTokenizer:
         """Text of ids."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens)
 
+    def token_id(self, token: str) -> int:
+        """Id of one token by its name.
+
+        Raises:
+            ValueError: the tokenizer has none of that name.
+        """
+        found = self._tokenizer.token_to_id(token)
+        if found is None:
+            raise ValueError(f"the tokenizer has no token {token!r}: give the backbone's own")
+        return found
+
     def padded(
         self, texts: Sequence[str], length: int, add_special_tokens: bool
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -111,12 +122,12 @@ def prompt_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
     """
     if "prompt" not in batch:
         raise ValueError(f"the batch has no 'prompt'; its entries are {sorted(batch)}")
-    return [f"Task: {text}, " for text in _words(batch, "prompt", batch_size)]
+    return [f"Task: {text}, " for text in words_of(batch, "prompt", batch_size)]
 
 
 def response_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
     """The planner's subtasks; empty texts where there are none."""
-    words = _words(batch, "response", batch_size)
+    words = words_of(batch, "response", batch_size)
     return [f"Subtask: {text}, " if text else "" for text in words]
 
 
@@ -130,7 +141,7 @@ def metadata_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
         segments = []
         for name, title in _METADATA:
             if name in _WORDS:
-                value = _words(batch, name, batch_size)[row]
+                value = words_of(batch, name, batch_size)[row]
             else:
                 value = _number(batch, name, batch_size, row)
             if value not in ("", None):
@@ -139,7 +150,12 @@ def metadata_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
     return told
 
 
-def _words(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
+def words_of(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
+    """The texts of an entry, one for each sample; empty ones if there is none.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
     words = batch.get(name, "")
     words = [words] * batch_size if isinstance(words, str) else [str(word) for word in words]
     if len(words) != batch_size:

@@ -1,0 +1,231 @@
+"""The high-level planner: from raw observations to a memory and the next subtask, as texts.
+
+Batches are as for `paddle_vl.models.pi07.policy.policy`, of one frame: `state` `[B, S]`, a camera's
+image under its name `[B, 3, H, W]` in [0, 1], `prompt`, `past_memory` and metadata; to learn from
+also `next_memory` and `response`.
+
+Source: PI07HighLevelPlannerPolicy of OpenTau.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from paddle_vl.models.pi07.config import CURRENT_CONFIG_VERSION
+from paddle_vl.models.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.models.pi07.policy.files import PolicyCheckpoint, takes_statistics, write_policy
+from paddle_vl.models.pi07.policy.groups import group_index
+from paddle_vl.models.pi07.policy.images import prepare_videos
+from paddle_vl.models.pi07.policy.inputs import as_arrays, cameras_of
+from paddle_vl.models.pi07.policy.normalize import Normalizer
+from paddle_vl.models.pi07.policy.prompt import PromptTokenizer, metadata_texts, words_of
+from paddle_vl.models.pi07.policy.statistics import Statistics
+from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE
+from paddle_vl.models.pi07.prefix_layout import PLANNER_LABELS
+
+_BOS, _EOS = "<bos>", "<eos>"
+# The original's engine has these in every policy.
+_UNUSED = ("*.da_head.*", "*.discrete_action_embedding.*")
+_NUM_BINS = 256
+
+
+class Plan(NamedTuple):
+    """What the planner wrote, for every sample.
+
+    Attributes:
+        memory: what is to be remembered, the next `past_memory`.
+        response: the next subtask, the low-level policy's `response`.
+    """
+
+    memory: list[str]
+    response: list[str]
+
+
+class PI07HighLevelPlanner(nn.Layer):
+    """The planner's model with what stands between it and a robot.
+
+    Attributes:
+        model: `PI07HighLevelPlannerModel`.
+        normalizers: by their names in a checkpoint; of the inputs only.
+    """
+
+    def __init__(
+        self,
+        config: PI07PlannerConfig,
+        tokenizer: PromptTokenizer | str | Path,
+        statistics: Sequence[Statistics] | None = None,
+    ):
+        """
+        Args:
+            tokenizer: the backbone's, or its file or folder.
+            statistics: of each group of data, in the order of `config.dataset_names`.
+
+        Raises:
+            ValueError: settings, statistics and tokenizer that do not fit each other.
+            RuntimeError: the tokenizer's files are missing or damaged.
+        """
+        super().__init__()
+        if not hasattr(tokenizer, "encode"):
+            tokenizer = PromptTokenizer.from_pretrained(tokenizer)
+        self.config, self.tokenizer = config, tokenizer
+        labels = {label: tokenizer.encode(label) for label in PLANNER_LABELS}
+        self.model = PI07HighLevelPlannerModel(config, labels)
+        self._make_normalizers(config.num_groups if statistics is None else len(statistics))
+        if statistics is not None:
+            self.normalizers["normalize_inputs"].set_statistics(statistics)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        config: PI07PlannerConfig | None = None,
+        tokenizer: PromptTokenizer | str | Path | None = None,
+        statistics: Sequence[Statistics] | None = None,
+        dtype: str = "float32",
+        fresh: Sequence[str] = (),
+        ignore: Sequence[str] = (),
+    ) -> "PI07HighLevelPlanner":
+        """Load a planner's folder; arguments and errors as for `PI07LowLevelPolicy`."""
+        folder = Path(path)
+        config = PI07PlannerConfig.from_pretrained(folder) if config is None else config
+        stored = PolicyCheckpoint(folder)
+        takes = takes_statistics(config.skip_normalization_weights, stored, statistics)
+        if config.config_version is None:
+            # Checkpoints did not say before the convention changed.
+            config = replace(config, config_version=0)
+        default_dtype = paddle.get_default_dtype()
+        paddle.set_default_dtype(dtype)
+        try:
+            with paddle.LazyGuard():
+                planner = cls(config, tokenizer or folder / TOKENIZER_FILE, statistics)
+        finally:
+            paddle.set_default_dtype(default_dtype)
+        if takes and config.dataset_names is None:
+            planner._make_normalizers(stored.num_groups(planner.normalizers))
+        stored.regroup(config, planner.normalizers if takes else {})
+        parameters = planner.model.stored_parameters()
+        stored.fill(parameters, planner.normalizers, fresh, [*ignore, *_UNUSED], takes)
+        planner.config = replace(config, skip_normalization_weights=False)
+        planner.eval()
+        return planner
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write `config.json`, `model.safetensors` and the tokenizer into a folder."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        version = self.config.config_version
+        version = CURRENT_CONFIG_VERSION if version is None else version
+        replace(self.config, config_version=version).save_pretrained(folder)
+        keeps = self.normalizers if self.config.save_normalization_stats else {}
+        write_policy(folder, self.model.stored_parameters(), keeps)
+        self.tokenizer.save_pretrained(folder)
+
+    def forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The losses of raw demonstrations: `CE` of memory and response; `MSE` is 0."""
+        return self.model(self.training_inputs(batch))
+
+    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's inputs for raw demonstrations, as arrays.
+
+        Raises:
+            ValueError: what is missing or does not fit, named.
+        """
+        inputs, batch = self.observation_inputs(batch), as_arrays(batch)
+        size = len(batch["state"])
+        for name, source, length in (
+            ("memory", "next_memory", self.config.memory_max_length),
+            ("response", "response", self.config.response_max_length),
+        ):
+            texts = [text + _EOS for text in _required(batch, source, size)]
+            ids, mask = self.tokenizer.padded(texts, length, add_special_tokens=True)
+            inputs |= {f"{name}_tokens": ids, f"{name}_masks": mask}
+        return inputs
+
+    def observation_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's inputs for raw observations, as arrays.
+
+        Raises:
+            ValueError: what is missing or does not fit, named.
+        """
+        config, batch = self.config, as_arrays(batch)
+        states = state_texts(self._normalized_state(batch))
+        size = len(states)
+        tasks, memories = (_required(batch, name, size) for name in ("prompt", "past_memory"))
+        prompts = [
+            f"Task: {task}, Past Memory: {memory}, State: {state}, "
+            for task, memory, state in zip(tasks, memories, states, strict=True)
+        ]
+        cameras = cameras_of(config.input_features)
+        frames = prepare_videos(
+            batch, cameras, config.resize_imgs_with_padding, 1, config.empty_cameras
+        )
+        inputs: dict[str, Any] = {
+            "images": [video[:, 0] * 2.0 - 1.0 for video in frames.images],
+            "img_masks": frames.masks,
+        }
+        for name, texts, length, has_special in (
+            ("lang", prompts, config.prompt_max_length, True),
+            ("metadata", metadata_texts(batch, size), config.metadata_max_length, False),
+        ):
+            ids, mask = self.tokenizer.padded(texts, length, has_special)
+            inputs |= {f"{name}_tokens": ids, f"{name}_masks": mask}
+        return inputs
+
+    def plan(self, batch: Mapping[str, Any]) -> Plan:
+        """Memory and subtask for raw observations, written greedily."""
+        self.eval()
+        eos_id = self.tokenizer.token_id(_EOS)
+        written = self.model.generate(
+            self.observation_inputs(batch), self.tokenizer.token_id(_BOS), eos_id
+        )
+        return Plan(*([self._text(row, eos_id) for row in ids_BS] for ids_BS in written))
+
+    def _text(self, ids: np.ndarray, eos_id: int) -> str:
+        """What stands between BOS and the first EOS or padding."""
+        end = np.flatnonzero((ids == eos_id) | (ids == self.tokenizer.pad_id))
+        return self.tokenizer.decode(ids[1 : end[0] if end.size else None])
+
+    def _normalized_state(self, batch: dict[str, Any]) -> np.ndarray:
+        if "state" not in batch:
+            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
+        state = np.asarray(batch["state"], dtype=np.float32)
+        state = state[:, 0] if state.ndim == 3 and state.shape[1] == 1 else state
+        if state.ndim != 2 or state.shape[1] > self.config.max_state_dim:
+            raise ValueError(
+                f"'state' has shape {list(state.shape)}; [batch, dims] with at most "
+                f"{self.config.max_state_dim} dims (max_state_dim) is needed"
+            )
+        normalizer = self.normalizers["normalize_inputs"]
+        index_B = group_index(batch, len(state), self.config, normalizer.num_groups)
+        return normalizer.normalize({"state": state}, index_B)["state"]
+
+    def _make_normalizers(self, num_groups: int) -> None:
+        config = self.config
+        if config.dataset_names and num_groups != config.num_groups:
+            raise ValueError(
+                f"there are statistics of {num_groups} groups, dataset_names has "
+                f"{config.dataset_names}: name every group there, in the order of the statistics"
+            )
+        modes, version = config.normalization_mapping, config.normalization_version
+        inputs = Normalizer(config.input_features, modes, version, num_groups)
+        self.normalizers = {"normalize_inputs": inputs}
+
+
+def state_texts(state_BS: np.ndarray) -> list[str]:
+    """Normalised states in words: each value from -1 to 1 as the number of one of 256 bins."""
+    scaled = (np.clip(state_BS, -1.0, 1.0) + 1.0) * (_NUM_BINS / 2)
+    bins = np.minimum(scaled.astype(np.int64), _NUM_BINS - 1)
+    return [" ".join(map(str, row)) for row in bins.tolist()]
+
+
+def _required(batch: Mapping[str, Any], name: str, size: int) -> list[str]:
+    if name not in batch:
+        raise ValueError(f"the batch has no {name!r}; its entries are {sorted(batch)}")
+    return words_of(batch, name, size)
