@@ -44,7 +44,7 @@ def read_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds a {type(values).__name__}, not a configuration")
-    if "type" not in values and isinstance(values.get("policy"), dict):
+    if isinstance(values.get("policy"), dict):
         values = values["policy"]
     return file, values
 

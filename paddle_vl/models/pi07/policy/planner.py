@@ -188,9 +188,9 @@ class PI07HighLevelPlanner(nn.Layer):
         return Plan(*([self._text(row, eos_id) for row in ids_BS] for ids_BS in written))
 
     def _text(self, ids: np.ndarray, eos_id: int) -> str:
-        """What stands between BOS and the first EOS or padding."""
+        """What stands before the first EOS or padding, special tokens left out."""
         end = np.flatnonzero((ids == eos_id) | (ids == self.tokenizer.pad_id))
-        return self.tokenizer.decode(ids[1 : end[0] if end.size else None])
+        return self.tokenizer.decode(ids[: end[0] if end.size else None])
 
     def _normalized_state(self, batch: dict[str, Any]) -> np.ndarray:
         if "state" not in batch:

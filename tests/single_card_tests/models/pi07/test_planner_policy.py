@@ -113,9 +113,21 @@ def test_plans_are_texts():
     assert [joined(text) for text in plan.response] == ["QRSTU", "OP"]
 
 
-def test_plans_of_the_model_have_its_lengths():
-    plan = planner().plan(batch())
+def test_planning_has_no_dropout():
+    made = planner()
+    made.train()
+    plan = made.plan(batch())
     assert len(plan.memory) == len(plan.response) == 2
+    assert not made.model.training
+
+
+def test_engine_has_no_expert_unless_the_file_says_so():
+    config = PI07PlannerConfig.from_dict({"vlm_config": {"dropout": 0.0}})
+    assert config.vlm_config.disable_action_expert
+    assert config.dropout == 0.0
+    written = PI07PlannerConfig().to_dict() | {"freeze_vision_encoder": False}
+    # OpenTau writes the default at the other level.
+    assert PI07PlannerConfig.from_dict(written).vlm_config.freeze_vision_encoder is False
 
 
 def test_saved_planner_is_the_same_planner(tmp_path):
@@ -126,6 +138,20 @@ def test_saved_planner_is_the_same_planner(tmp_path):
     assert again(batch())["CE"].item() == made(batch())["CE"].item()
     assert again.config.config_version == 1
     assert json.loads((tmp_path / "config.json").read_text())["type"] == "pi07_high_level"
+
+
+def test_checkpoint_is_read_as_its_configuration_says(tmp_path):
+    planner().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps(written | {"config_version": None}))
+    assert PI07HighLevelPlanner.from_pretrained(tmp_path).config.config_version == 0
+    file.write_text(json.dumps(written | {"skip_normalization_weights": True}))
+    others = group_statistics()[::-1]
+    again = PI07HighLevelPlanner.from_pretrained(tmp_path, statistics=others)
+    rows = again.normalizers["normalize_inputs"].tensors["buffer_state.min"]
+    assert (rows[0] == others[0]["state"]["min"]).all()
+    assert not again.config.skip_normalization_weights
 
 
 def test_files_of_the_original_are_read(tmp_path):
@@ -175,6 +201,10 @@ def test_bad_batches_are_named(changes, named):
         ({"n_obs_steps": 2}, "one frame only"),
         ({"dropout": 0.5}, "dropout is 0.5.*0.0 in vlm_config"),
         ({"type": "pi07_low_level"}, "type is 'pi07_low_level'"),
+        (
+            {"vlm_config": values()["vlm_config"] | {"train_expert_only": True}},
+            "train_expert_only without freeze_vision_encoder",
+        ),
         ({"memory_length": 5}, r"\['memory_length'\]"),
         ({"resize_imgs_with_padding": [32, 32]}, "image_size 56: set it to"),
         ({"normalization_mapping": {"STATE": "NONE"}}, "'NONE'; choose one of"),
