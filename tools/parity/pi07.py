@@ -5,8 +5,9 @@ in parts of the largest entry where that exceeds 1, as the README's noise floor 
 of parameters, which may all be small, have 1e-4 of the largest entry of each tensor, and 1e-6 where
 all of them are rounding (a key's bias shifts a whole row of scores, so its gradient is zero). A
 trajectory may drift by 5e-4 of the largest loss or norm, and of the norm of each weight.
-What was computed in bfloat16 is compared with a float32 run on the same weights, in parts of the
-largest entry of a tensor: 2e-2, gradients 6e-2 (Paddle's CPU build cannot compute in bfloat16).
+
+What was computed in bfloat16 is compared with a float32 run on the same weights: 2e-2 of a tensor's
+largest entry, gradients 6e-2 of its norm (Paddle's CPU build cannot compute in bfloat16).
 """
 
 from collections.abc import Iterator

@@ -62,7 +62,7 @@ def _batch(case: GoldenCase) -> dict:
     given = {name[3:]: value for name, value in case.tensors.items() if name.startswith("in.")}
     images, masks = [], []
     for i in range(len(given)):
-        image = next((given[n] for n in (f"image{i}", f"images{i}") if n in given), None)
+        image = next((given[n] for n in (f"image{i}", f"images{i}", f"img{i}") if n in given), None)
         if image is None and f"video{i}" in given:
             image = given[f"video{i}"][:, -1] * 2 - 1
         if image is None:

@@ -2,7 +2,8 @@
 
 Guarantees: what a padded frame shows has no effect and no NaN comes of it, even where several
 layers look back; without a mask the past counts as padded; a frame is not affected by later ones;
-a single frame equals an image; order and age of frames matter; sizes and lengths are checked.
+a single frame equals an image; order and age of frames matter; recomputed layers give the same
+gradients; sizes and lengths are checked.
 """
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from paddle_vl.models.pi07.siglip import visible_frames
 from paddle_vl.models.pi07.video_encoder import VideoEncoder, frame_codes
+from paddle_vl.parallel.recompute import recompute_layers
 from tests.pi07_golden import policy_config
 
 
@@ -62,6 +64,22 @@ def test_one_frame_is_an_image(encoder):
     image = video(1)
     found = encoder.embed_image(paddle.to_tensor(image[:, 0] * 2 - 1)).numpy()
     np.testing.assert_allclose(tokens(encoder, image), found, atol=1e-6)
+
+
+def test_recomputed_layers_give_the_same_gradients():
+    found = []
+    for is_recomputed in (False, True):
+        paddle.seed(0)
+        encoder = VideoEncoder(policy_config().vlm_config.gemma3_config, 4, stride=2)
+        weight = encoder.projector.mm_input_projection_weight
+        paddle.assign(paddle.ones(weight.shape), weight)
+        if is_recomputed:
+            recompute_layers(encoder.tower.layers)
+        real = paddle.zeros([2, 3], "bool")
+        encoder(paddle.to_tensor(video(3)), real).square().sum().backward()
+        found.append([p.grad.numpy() for p in encoder.parameters()])
+    for plain, again in zip(*found, strict=True):
+        np.testing.assert_allclose(again, plain, rtol=1e-4, atol=1e-5 * np.abs(plain).max())
 
 
 def test_order_of_frames_matters(encoder):
