@@ -181,7 +181,7 @@ class PrefixEmbedding(nn.Layer):
             real_BT = current.unsqueeze(0).expand(state_BTS.shape[:2])
         else:
             real_BT = paddle.logical_or(paddle.logical_not(history), current)
-        state_BTS = state_BTS * real_BT.astype(state_BTS.dtype).unsqueeze(-1)
+        state_BTS = paddle.where(real_BT.unsqueeze(-1), state_BTS, paddle.zeros_like(state_BTS))
         state_BTS = state_BTS.astype(self.embed_tokens.weight.dtype)
         return EmbeddedBlock(self.state_proj(state_BTS, batch.get("group_index")), real_BT)
 

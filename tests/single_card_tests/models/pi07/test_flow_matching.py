@@ -105,6 +105,20 @@ def test_what_is_masked_has_no_effect():
     np.testing.assert_allclose(after, before, rtol=1e-6)
 
 
+def test_padded_states_are_zero_before_they_are_projected():
+    model, batch = make_model(), make_batch()
+    batch["obs_history_is_pad"][0] = [True, False, False]
+    batch["state"][0, 0] = np.nan
+    state = model.prefix.embed_blocks(as_tensors(batch), PREFIX_BLOCKS[1:4])["state"]
+    rows, bias = state.rows.numpy(), model.prefix.state_proj.linear.bias.numpy()
+    np.testing.assert_allclose(rows[0, 0], bias, rtol=1e-6)
+    assert state.pad.numpy()[0].tolist() == [False, True, True]
+    assert np.isfinite(losses_and_gradients(model, batch)[0]).all()
+    batch["obs_history_is_pad"] = None
+    state = model.prefix.embed_blocks(as_tensors(batch), PREFIX_BLOCKS[1:4])["state"]
+    assert state.pad.numpy().tolist() == [[False, False, True]] * 2
+
+
 def test_padding_of_actions_has_no_effect_on_the_flow():
     model, batch = make_model(), make_batch()
     batch["actions_is_pad"] = np.zeros((2, 6), bool)
