@@ -93,11 +93,17 @@ class DecoderOutput(NamedTuple):
 
 
 class InterleavedDecoder(nn.Layer):
-    """The layers and the final norm of each stream."""
+    """The layers and the final norm of each stream.
+
+    Attributes:
+        attention_implementation: `eager` or `sdpa`, the configuration's until it is changed; read
+            at every call.
+    """
 
     def __init__(self, config: Gemma3WithExpertConfig):
         super().__init__()
         self.config = config
+        self.attention_implementation: str = config.attention_implementation
         text, expert = config.gemma3_config.text_config, config.gemma_expert_config
         self.layers = nn.LayerList(
             [InterleavedDecoderLayer(config, i) for i in range(text.num_hidden_layers)]
@@ -109,14 +115,11 @@ class InterleavedDecoder(nn.Layer):
             else AdaptiveRMSNorm(expert.hidden_size, expert.adarms_cond_dim, expert.rms_norm_eps)
         )
 
-    def view(
-        self, position_ids_BL: Tensor, visible_BLS: Tensor, implementation: str | None = None
-    ) -> StreamView:
+    def view(self, position_ids_BL: Tensor, visible_BLS: Tensor) -> StreamView:
         """What all layers need to know of a stream's tokens.
 
         Args:
             visible_BLS: bool, over keys from before and the stream's own.
-            implementation: of attention; None for the configuration's.
         """
         text = self.config.gemma3_config.text_config
         rotary = {
@@ -133,7 +136,7 @@ class InterleavedDecoder(nn.Layer):
             rotary,
             AttentionMask(visible_BLS),
             text.query_pre_attn_scalar**-0.5,
-            implementation or self.config.attention_implementation,
+            self.attention_implementation,
         )
 
     def forward(

@@ -29,7 +29,7 @@ def make_decoder(**settings) -> InterleavedDecoder:
     return InterleavedDecoder(policy_config().changed(**settings).vlm_config)
 
 
-def streams(decoder, insulated=False, implementation=None):
+def streams(decoder, insulated=False):
     """Inputs and views of both streams, the second sample's prefix padded in front."""
     rng = np.random.default_rng(0)
     inputs = [
@@ -38,12 +38,10 @@ def streams(decoder, insulated=False, implementation=None):
     ]
     pad = paddle.to_tensor(np.array([[1] * 6, [0, 0, 1, 1, 1, 1]], bool))
     marks = paddle.to_tensor(np.array([[0, 0, 0, 1, 1, 1]] * BATCH))
-    prefix_view = decoder.view(prefix_positions(pad), block_mask(pad, marks), implementation)
+    prefix_view = decoder.view(prefix_positions(pad), block_mask(pad, marks))
     own_pad, own_marks = (paddle.ones([BATCH, STEPS], dtype=d) for d in ("bool", "int64"))
     seen = pad[:, :SEEN]
-    own = decoder.view(
-        suffix_positions(seen, STEPS), suffix_mask(seen, own_pad, own_marks), implementation
-    )
+    own = decoder.view(suffix_positions(seen, STEPS), suffix_mask(seen, own_pad, own_marks))
     return inputs, prefix_view, SuffixView(own, SEEN, insulated), pad
 
 
@@ -100,7 +98,8 @@ def test_implementations_agree_where_a_query_sees_a_key():
     decoder = make_decoder()
     outputs = []
     for implementation in ("eager", "sdpa"):
-        inputs, prefix_view, suffix_view, pad = streams(decoder, implementation=implementation)
+        decoder.attention_implementation = implementation
+        inputs, prefix_view, suffix_view, pad = streams(decoder)
         outputs.append(decoder(*inputs, prefix_view, suffix_view))
     eager, sdpa = outputs
     real = pad.numpy()
