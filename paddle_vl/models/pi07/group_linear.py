@@ -7,6 +7,11 @@ from paddle.nn.initializer import Uniform
 from paddle_vl.nn.linear import Linear, linear
 
 
+def fresh_std(in_features: int) -> float:
+    """Standard deviation of the uniform weights that the original's projections begin with."""
+    return (3 * in_features) ** -0.5
+
+
 class GroupLinear(nn.Layer):
     """`x @ weight[group] + bias[group]`, weights `[G, in, out]`; row 0 where no group is known."""
 
@@ -47,7 +52,7 @@ class GroupedProjection(nn.Layer):
         if self.is_grouped:
             self.linear = GroupLinear(in_features, out_features, num_groups)
         else:
-            self.linear = Linear(in_features, out_features, True, init_std=in_features**-0.5)
+            self.linear = Linear(in_features, out_features, True, init_std=fresh_std(in_features))
 
     def forward(self, x_BTI: Tensor, group_B: Tensor | None = None) -> Tensor:
         return self.linear(x_BTI, group_B) if self.is_grouped else self.linear(x_BTI)

@@ -9,7 +9,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from paddle_vl.models.pi07.config import PI07Config
-from paddle_vl.models.pi07.group_linear import GroupedProjection
+from paddle_vl.models.pi07.group_linear import GroupedProjection, fresh_std
 from paddle_vl.nn.linear import Linear
 
 _SHORTEST, _LONGEST = 4e-3, 4.0
@@ -33,8 +33,8 @@ class SuffixEmbedding(nn.Layer):
         super().__init__()
         width = config.proj_width
         self.action_in_proj = GroupedProjection(config.max_action_dim, width, num_groups)
-        self.time_mlp_in = Linear(width, width, True, init_std=width**-0.5)
-        self.time_mlp_out = Linear(width, width, True, init_std=width**-0.5)
+        self.time_mlp_in = Linear(width, width, True, init_std=fresh_std(width))
+        self.time_mlp_out = Linear(width, width, True, init_std=fresh_std(width))
 
     def forward(
         self, noisy_BCA: Tensor, time_BC: Tensor, group_B: Tensor | None = None

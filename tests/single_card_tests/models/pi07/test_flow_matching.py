@@ -16,6 +16,7 @@ from paddle_vl.models.checkpoint.safetensors_io import read_header
 from paddle_vl.models.pi07.checkpoint_map import UNUSED_KEYS, GroupWeights, engine_keys
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors, draw_time
+from paddle_vl.models.pi07.group_linear import GroupedProjection
 from paddle_vl.models.pi07.prefix_layout import LABELS, PREFIX_BLOCKS, Presence, presence_of
 from paddle_vl.models.pi07.sampling import times
 from tests.pi07_golden import CASES, case, config_values
@@ -243,6 +244,13 @@ def test_each_group_has_projections_of_its_own():
     layout = GroupWeights()
     assert (layout.to_stored(layout.to_parameter(stored)) == stored).all()
     assert layout.to_parameter(stored)[1, 2, 0] == stored[1, 0, 2]
+
+
+def test_fresh_projections_are_as_wide_as_the_original_s():
+    paddle.seed(0)
+    for num_groups in (None, 2):
+        weight = GroupedProjection(300, 200, num_groups).linear.weight.numpy()
+        np.testing.assert_allclose(weight.std(), (3 * 300) ** -0.5, rtol=0.02)
 
 
 def test_padding_rows_of_tables_learn_nothing():
