@@ -56,18 +56,14 @@ class CaseReport:
         self._distance(group, name, found, wanted, tolerance, relative=True)
 
     def near(self, group: str, name: str, found, wanted, rtol: float, atol: float) -> None:
-        """Require |found - wanted| <= rtol |wanted| + atol max(1, max|wanted|).
-
-        The error is in parts, as rtol is. Rounding goes with a tensor's largest entry.
-        """
+        """Require |found - wanted| <= rtol |wanted| + atol. The error is in parts, as rtol is."""
         found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
         if found.shape != wanted.shape:
             self._shapes_differ(group, name, found, wanted)
             return
         error = 0.0
         if found.size:
-            floor = atol / rtol * max(1.0, float(np.abs(wanted).max()))
-            error = float((np.abs(found - wanted) / (np.abs(wanted) + floor)).max())
+            error = float((np.abs(found - wanted) / (np.abs(wanted) + atol / rtol)).max())
         self.quantities.append(Quantity(group, name, error, rtol * self.tolerance_scale))
 
     def fail(self, group: str, name: str, reason: str) -> None:

@@ -1,8 +1,7 @@
 """Golden cases of pi07: training with every gradient, sampling, and the parts by themselves.
 
-Tolerances are those of the golden README: in float32 a relative 1e-4 and an absolute 1e-5 on top,
-in parts of the largest entry where that exceeds 1, as the README's noise floor is. Gradients
-of parameters, which may all be small, have 1e-4 of the largest entry of each tensor, and 1e-6 where
+Tolerances are those of the golden README: in float32 a relative 1e-4 and an absolute 1e-5 on top.
+Gradients, which may all be small, have 1e-4 of the largest entry of each tensor, and 1e-6 where
 all of them are rounding (a key's bias shifts a whole row of scores, so its gradient is zero). A
 trajectory may drift by 5e-4 of the largest loss or norm, and of the norm of each weight.
 
