@@ -1,0 +1,73 @@
+"""Marks of phases in a training step.
+
+Pinned here: without a clock a mark is one shared empty context and the device is not waited for;
+phases of a step add up to the step's time exactly, the rest being a phase of its own; a phase
+inside another takes its time from it; repeated phases add up; a step that raises leaves no trace
+and no running clock; the clock waits for the device at every turn. Time is a counter of the test's.
+"""
+
+import itertools
+
+import paddle
+import pytest
+
+from paddle_vl.train import phases
+from paddle_vl.train.phases import Phase, PhaseClock, phase
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    """Every look at the clock is a second after the last."""
+    counter = itertools.count()
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: float(next(counter)))
+
+
+def test_without_a_clock_a_mark_is_one_empty_context_and_nothing_waits(monkeypatch):
+    monkeypatch.setattr(paddle.device, "synchronize", lambda: pytest.fail("waited"))
+    assert phase(Phase.FORWARD) is phase(Phase.BACKWARD)
+    with phase(Phase.FORWARD):
+        pass
+
+
+def test_phases_of_a_step_leave_no_time_out(ticks):
+    clock = PhaseClock()
+    with clock.step():
+        for _ in range(2):
+            with phase(Phase.FORWARD):
+                pass
+            with phase(Phase.BACKWARD):
+                pass
+    # Nine turns: a second in each of four phases, and before, between and behind them.
+    assert clock.steps == [{Phase.BETWEEN: 5.0, Phase.FORWARD: 2.0, Phase.BACKWARD: 2.0}]
+
+
+def test_an_inner_phase_takes_its_time_from_the_outer(ticks):
+    clock = PhaseClock()
+    with clock.step(), phase(Phase.FORWARD), phase(Phase.HOST_TO_DEVICE):
+        pass
+    assert clock.steps == [{Phase.BETWEEN: 2.0, Phase.FORWARD: 2.0, Phase.HOST_TO_DEVICE: 1.0}]
+
+
+def test_a_step_that_raises_is_not_kept_and_the_next_begins_anew(ticks):
+    clock = PhaseClock()
+    with pytest.raises(KeyError), clock.step(), phase(Phase.FORWARD):
+        raise KeyError
+    assert phase(Phase.FORWARD) is phase(Phase.BACKWARD)
+    with clock.step(), phase(Phase.CLIP):
+        pass
+    assert clock.steps == [{Phase.BETWEEN: 2.0, Phase.CLIP: 1.0}]
+
+
+def test_the_clock_waits_for_the_device_before_it_looks_at_the_time(monkeypatch):
+    seen = []
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: float(seen.append("time") or 0))
+    with PhaseClock(wait=lambda: seen.append("wait")).step(), phase(Phase.FORWARD):
+        pass
+    assert seen == ["wait", "time"] * 4
+
+
+def test_two_clocks_do_not_run_at_once():
+    other = PhaseClock()
+    with PhaseClock().step(), pytest.raises(RuntimeError, match="runs already"), other.step():
+        pass
+    assert phase(Phase.FORWARD) is phase(Phase.BACKWARD)
