@@ -8,7 +8,8 @@ are grey and masked.
 import numpy as np
 import pytest
 
-from paddle_vl.models.pi07.policy.images import letterbox, prepare_subgoals, prepare_videos
+from paddle_vl.batch.letterbox import letterbox
+from paddle_vl.models.pi07.policy.images import prepare_subgoals, prepare_videos
 from tests.pi07_golden import case
 
 CAMERAS = ["camera0", "camera1"]
