@@ -107,7 +107,8 @@ def array(x) -> np.ndarray:
 
 def prefix_quantities(prefix: Prefix, tokens, num_cams: int) -> dict[str, np.ndarray]:
     """Camera tokens, embedded prefix, its mask and positions."""
-    cameras = np.split(array(tokens), num_cams)
+    # Goals come behind the cameras in one pass.
+    cameras = np.split(array(tokens)[: num_cams * prefix.embs.shape[0]], num_cams)
     return {f"out.video{i}.embs": camera for i, camera in enumerate(cameras)} | {
         "out.embed_prefix.embs": array(prefix.embs),
         "out.embed_prefix.pad_masks": array(prefix.pad_masks),

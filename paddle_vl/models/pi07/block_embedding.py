@@ -11,7 +11,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.models.pi07.embeddings import PaddedEmbedding
-from paddle_vl.models.pi07.prefix_layout import Attends, Block
+from paddle_vl.models.pi07.prefix_layout import Attends, Block, Presence
 
 
 class EmbeddedBlock(NamedTuple):
@@ -47,26 +47,36 @@ def of_cameras(rows_ZMD: Tensor, masks: Sequence[Tensor]) -> EmbeddedBlock:
     Args:
         masks: `[B]` bool for each camera.
     """
-    cameras = len(masks)
-    rows = paddle.concat(paddle.split(rows_ZMD, cameras, axis=0), axis=1)
+    cameras, tokens, width = len(masks), *rows_ZMD.shape[1:]
+    rows = rows_ZMD.reshape([cameras, -1, tokens, width]).transpose([1, 0, 2, 3])
     pad_Bc1 = paddle.stack(list(masks), axis=1).unsqueeze(-1)
-    pad_BcM = pad_Bc1.expand([*pad_Bc1.shape[:2], rows_ZMD.shape[1]])
-    return EmbeddedBlock(rows, pad_BcM.flatten(1), cameras)
+    pad_BcM = pad_Bc1.expand([*pad_Bc1.shape[:2], tokens])
+    return EmbeddedBlock(rows.reshape([-1, cameras * tokens, width]), pad_BcM.flatten(1), cameras)
 
 
 def joined(
-    chosen: Sequence[Block], embedded: Mapping[str, EmbeddedBlock]
+    blocks: Sequence[Block],
+    embedded: Mapping[str, EmbeddedBlock],
+    presence: Presence,
+    training: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows `[B, L, D]`, pad masks and marks `[B, L]` bool of the chosen blocks, in their order."""
-    parts = [embedded[block.name] for block in chosen]
-    pad_BL = paddle.concat([part.pad for part in parts], axis=1)
-    marks = [
-        mark
-        for block, part in zip(chosen, parts, strict=True)
-        for mark in _marks(block.attends, part.rows.shape[1], part.num_parts)
-    ]
+    """Rows `[B, L, D]`, pad masks and marks `[B, L]` bool of the blocks, in their order.
+
+    What is not present is a part of it all the same, of no tokens. So the graph has one structure
+    whatever is present: ranks that share parameters piecewise go through it in the same order.
+    """
+    rows, pads, marks = [], [], []
+    for block in blocks:
+        part, shown = embedded[block.name], presence.has(block, training)
+        if block.is_optional:
+            tokens = part.rows.shape[1] if shown else 0
+            part = part._replace(rows=part.rows[:, :tokens], pad=part.pad[:, :tokens])
+        rows.append(part.rows)
+        pads.append(part.pad)
+        marks += _marks(block.attends, part.rows.shape[1], part.num_parts)
+    pad_BL = paddle.concat(pads, axis=1)
     att_BL = paddle.to_tensor(np.array([marks], dtype=bool)).expand(pad_BL.shape)
-    return paddle.concat([part.rows for part in parts], axis=1), pad_BL, att_BL
+    return paddle.concat(rows, axis=1), pad_BL, att_BL
 
 
 def _marks(attends: Attends, num_tokens: int, num_parts: int) -> list[bool]:

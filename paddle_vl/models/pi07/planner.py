@@ -35,6 +35,8 @@ from paddle_vl.models.pi07.prefix_layout import (
     PLANNER_LABELS,
     Presence,
     Source,
+    embedded_blocks,
+    fields_of,
     presence_of,
 )
 from paddle_vl.models.pi07.video_encoder import VideoEncoder
@@ -59,10 +61,17 @@ class PlannerEmbedding(nn.Layer):
         )
 
     def forward(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> Prefix:
-        """Embed a batch; in training with what the planner is to write."""
-        chosen = [block for block in PLANNER_BLOCKS if presence.has(block, training)]
+        """Embed a batch; in training with what the planner is to write.
+
+        Args:
+            presence: whether to lay metadata out; the rest does not matter.
+
+        Raises:
+            ValueError: metadata is to be laid out that the batch has no field for.
+        """
+        blocks = embedded_blocks(PLANNER_BLOCKS, fields_of(batch), presence, training)
         size, texts = batch["lang_tokens"].shape[0], {}
-        for block in chosen:
+        for block in blocks:
             if block.source is Source.FIELD:
                 texts[block.name] = (batch[f"{block.text}_tokens"], batch[f"{block.text}_masks"])
             elif block.source is Source.LABEL:
@@ -70,7 +79,7 @@ class PlannerEmbedding(nn.Layer):
         embedded = look_up(self.embed_tokens, texts)
         images = self.video_encoder.embed_image(paddle.concat(batch["images"]))
         embedded["images"] = of_cameras(images, batch["img_masks"])
-        rows, pad, marks = joined(chosen, embedded)
+        rows, pad, marks = joined(blocks, embedded, presence, training)
         return Prefix(rows, pad, marks, rows.shape[1])
 
     def label(self, text: str, size: int) -> tuple[Tensor, Tensor]:
@@ -108,19 +117,23 @@ class PI07HighLevelPlannerModel(nn.Layer):
         self.decoder = InterleavedDecoder(config.vlm_config)
         freeze(self, config.vlm_config)
 
-    def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def forward(
+        self, batch: Mapping[str, Any], presence: Presence | None = None
+    ) -> dict[str, Tensor]:
         """The losses of a batch.
 
         Args:
             batch: `images`, a list of `[B, 3, H, W]` in [-1, 1], and `img_masks`; `lang_`,
                 `memory_` and `response_`, maybe `metadata_`, each with `tokens` and `masks`.
+            presence: whether to lay metadata out; None for whether the batch has any.
 
         Returns:
             `CE`, the sum of both segments' means over all their slots but the first, and `MSE`,
             which is 0.
         """
-        presence, batch = presence_of(batch), as_tensors(batch)
-        prefix = self.prefix(batch, _metadata_only(presence), training=True)
+        presence = presence_of(batch) if presence is None else presence
+        batch = as_tensors(batch)
+        prefix = self.prefix(batch, presence, training=True)
         view = self.decoder.view(
             prefix_positions(prefix.pad_masks), block_mask(prefix.pad_masks, prefix.att_masks)
         )
@@ -156,7 +169,7 @@ class PI07HighLevelPlannerModel(nn.Layer):
             batch: as for `forward`, without what is to be written.
         """
         presence, batch = presence_of(batch), as_tensors(batch)
-        prefix = self.prefix(batch, _metadata_only(presence), training=False)
+        prefix = self.prefix(batch, presence, training=False)
         writer = _Writer(self, prefix)
         memory = writer.write(self.config.memory_max_length, bos_id, eos_id)
         writer.read(*self.prefix.label(_RESPONSE_LABEL, memory.shape[0]))
@@ -205,7 +218,3 @@ class _Writer:
             tokens = np.concatenate([tokens, token], axis=1)
             self.read(paddle.to_tensor(token), paddle.to_tensor(~ended))
         return tokens
-
-
-def _metadata_only(presence: Presence) -> Presence:
-    return Presence(False, presence.metadata, False)

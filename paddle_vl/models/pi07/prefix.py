@@ -20,6 +20,9 @@ from paddle_vl.models.pi07.prefix_layout import (
     Block,
     Presence,
     Source,
+    When,
+    embedded_blocks,
+    fields_of,
 )
 from paddle_vl.models.pi07.video_encoder import VideoEncoder
 
@@ -44,9 +47,7 @@ class Prefix(NamedTuple):
 class PrefixEmbedding(nn.Layer):
     """Everything that turns a batch into the rows of the prefix.
 
-    Attributes:
-        embed_absent: embed the blocks that a batch has inputs for even where it leaves them out,
-            so that all ranks that share the parameters piecewise run the same layers.
+    Every layer is called once, whatever optional parts the samples have.
     """
 
     def __init__(
@@ -75,7 +76,6 @@ class PrefixEmbedding(nn.Layer):
         width = backbone.text_config.hidden_size
         self.config = config
         self.label_ids = {label: list(label_ids[label]) for label in LABELS}
-        self.embed_absent = False
         self.video_encoder = VideoEncoder(
             backbone, config.n_obs_steps, config.spacetime_layer_stride
         )
@@ -94,51 +94,38 @@ class PrefixEmbedding(nn.Layer):
             batch: see `PI07LowLevelFlowMatching.forward`.
             presence: which optional parts to lay out.
             training: with the action tail, which needs `discrete_actions`.
+
+        Raises:
+            ValueError: a part is to be laid out that the batch has no field for.
         """
-        chosen = [block for block in PREFIX_BLOCKS if presence.has(block, training)]
-        embedded = self.embed_blocks(batch, self._blocks_to_embed(batch, chosen, training))
-        return self._joined(chosen, embedded)
+        blocks = embedded_blocks(PREFIX_BLOCKS, fields_of(batch), presence, training)
+        embedded = self.embed_blocks(batch, blocks, presence.subgoal)
+        embs_BLD, pad_BL, att_BL = joined(blocks, embedded, presence, training)
+        seen = [
+            embedded[block.name].rows.shape[1]
+            for block in blocks
+            if block.when is not When.TRAINING and presence.has(block, training)
+        ]
+        return Prefix(embs_BLD, pad_BL, att_BL, sum(seen))
 
     def embed_blocks(
-        self, batch: Mapping[str, Any], blocks: Sequence[Block]
+        self, batch: Mapping[str, Any], blocks: Sequence[Block], with_goals: bool = True
     ) -> dict[str, EmbeddedBlock]:
-        """Rows and pad masks of each of the blocks, laid out or not."""
+        """Rows and pad masks of each of the blocks, laid out or not.
+
+        Args:
+            with_goals: run the tower over goal images too. They are the one part that would cost
+                much where no sample has one, and the tower runs for the videos anyway.
+        """
         found = look_up(self.embed_tokens, self._text_ids(batch, blocks))
+        if any(block.source is Source.VIDEOS for block in blocks):
+            found |= self._pictures(batch, with_goals)
         for block in blocks:
-            if block.source is Source.VIDEOS:
-                found[block.name] = self._videos(batch)
-            elif block.source is Source.SUBGOALS:
-                found[block.name] = self._subgoals(batch)
-            elif block.source is Source.STATE:
+            if block.source is Source.STATE:
                 found[block.name] = self._state(batch)
             elif block.source is Source.ACTIONS:
                 found[block.name] = self._actions(batch)
         return found
-
-    def _blocks_to_embed(
-        self, batch: Mapping[str, Any], chosen: list[Block], training: bool
-    ) -> list[Block]:
-        if not self.embed_absent:
-            return chosen
-        given = Presence(
-            batch.get("response_tokens") is not None,
-            batch.get("metadata_tokens") is not None,
-            bool(batch.get("subgoal_images")),
-        )
-        return [b for b in PREFIX_BLOCKS if b in chosen or given.has(b, training)]
-
-    def _joined(self, chosen: list[Block], embedded: dict[str, EmbeddedBlock]) -> Prefix:
-        embs_BLD, pad_BL, att_BL = joined(chosen, embedded)
-        left_out = set(embedded) - {block.name for block in chosen}
-        for name in sorted(left_out):
-            # Part of the graph without effect: the layers behind it run backward on every rank.
-            embs_BLD = embs_BLD + embedded[name].rows.sum() * 0.0
-        seen = [
-            embedded[block.name].rows.shape[1]
-            for block in chosen
-            if block.name not in ("action_label", "actions")
-        ]
-        return Prefix(embs_BLD, pad_BL, att_BL, sum(seen))
 
     def _text_ids(
         self, batch: Mapping[str, Any], blocks: Sequence[Block]
@@ -161,17 +148,22 @@ class PrefixEmbedding(nn.Layer):
                 found[block.name] = (paddle.to_tensor(np.tile(ids, (size, 1))), pad)
         return found
 
-    def _videos(self, batch: Mapping[str, Any]) -> EmbeddedBlock:
+    def _pictures(self, batch: Mapping[str, Any], with_goals: bool) -> dict[str, EmbeddedBlock]:
         videos, history = batch["videos"], batch.get("obs_history_is_pad")
-        # All cameras in one pass of the tower.
-        stacked = paddle.concat(videos)
+        goals, masks = batch.get("subgoal_images"), batch.get("subgoal_img_masks")
         if history is not None:
             history = paddle.concat([history] * len(videos))
-        return of_cameras(self.video_encoder(stacked, history), batch["vid_masks"])
-
-    def _subgoals(self, batch: Mapping[str, Any]) -> EmbeddedBlock:
-        images = paddle.concat(batch["subgoal_images"])
-        return of_cameras(self.video_encoder.embed_image(images), batch["subgoal_img_masks"])
+        stills = paddle.concat(goals) if goals and with_goals else None
+        # All cameras and all goals in one pass of the tower.
+        rows_ZMD = self.video_encoder(paddle.concat(videos), history, stills)
+        num_videos = len(videos) * videos[0].shape[0]
+        found = {"videos": of_cameras(rows_ZMD[:num_videos], batch["vid_masks"])}
+        if stills is not None:
+            found["subgoals"] = of_cameras(rows_ZMD[num_videos:], masks)
+        elif goals:
+            # Any rows do where none are laid out: the same graph as with goals.
+            found["subgoals"] = of_cameras(rows_ZMD[: videos[0].shape[0]], masks[:1])
+        return found
 
     def _state(self, batch: Mapping[str, Any]) -> EmbeddedBlock:
         state_BTS, history = batch["state"], batch.get("obs_history_is_pad")

@@ -1,6 +1,10 @@
 """What the prefix of a policy consists of, in order: the one description of its layout.
 
 Training and sampling, embedding and masks all read `PREFIX_BLOCKS`, the planner's `PLANNER_BLOCKS`.
+
+Two questions are kept apart. Which optional parts a batch has a field for is a property of the data
+and the same on all ranks: all of these are embedded, always. Which of them any sample fills
+differs from batch to batch and from rank to rank: only these are laid out.
 """
 
 from collections.abc import Mapping
@@ -57,6 +61,11 @@ class Block:
     when: When
     hidden_without_subgoal: bool = False
 
+    @property
+    def is_optional(self) -> bool:
+        """Whether it depends on the data."""
+        return self.when not in (When.ALWAYS, When.TRAINING)
+
 
 _CAUSAL = Attends.CAUSAL
 PREFIX_BLOCKS: tuple[Block, ...] = (
@@ -98,7 +107,7 @@ LABELS, PLANNER_LABELS = labels_of(PREFIX_BLOCKS), labels_of(PLANNER_BLOCKS)
 
 
 class Presence(NamedTuple):
-    """Which optional parts a batch has, in any of its samples."""
+    """Which optional parts there are: filled by any sample of a batch, or as fields of it."""
 
     response: bool
     metadata: bool
@@ -117,10 +126,37 @@ class Presence(NamedTuple):
         }[block.when]
 
 
+def fields_of(batch: Mapping[str, Any]) -> Presence:
+    """Which optional parts a batch has a field for, filled or not."""
+    return Presence(
+        batch.get("response_tokens") is not None,
+        batch.get("metadata_tokens") is not None,
+        bool(batch.get("subgoal_images")),
+    )
+
+
+def embedded_blocks(
+    blocks: tuple[Block, ...], fields: Presence, presence: Presence, training: bool
+) -> list[Block]:
+    """Those of the blocks that are embedded, laid out or not: the same on ranks of equal fields.
+
+    Raises:
+        ValueError: a part is to be laid out that there is no field for.
+    """
+    found = [b for b in blocks if fields.has(b, training) or b.when is When.NO_FIELD]
+    lacking = [b.name for b in blocks if presence.has(b, training) and b not in found]
+    if lacking:
+        raise ValueError(
+            f"the blocks {lacking} are to be laid out, but the batch has no field for them: give "
+            "every rank's batches the same fields, masked where there is nothing"
+        )
+    return found
+
+
 def presence_of(batch: Mapping[str, Any]) -> Presence:
     """Which optional parts have a real token or image in any sample.
 
-    Reads the masks on the host: give them as NumPy arrays to spare a GPU the wait.
+    Reads the masks on the host: they are to be NumPy arrays, a GPU would have to be waited for.
     """
 
     def any_real(*masks: Any) -> bool:

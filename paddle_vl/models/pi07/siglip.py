@@ -1,7 +1,7 @@
 """The SigLIP tower: frames to patch rows, some layers also looking back in time.
 
-Shapes: F frames of all videos, batch-major; N patches of a frame; U tower width; h heads; H head
-width; B videos of T frames each, F = B * T.
+Shapes: F frames, those of all videos, batch-major, and behind them S that stand alone; N patches of
+a frame; U tower width; h heads; H head width; B videos of T frames each, F = B * T + S.
 
 Source: SiglipVisionModel of HF transformers; the temporal part is OpenTau's.
 """
@@ -27,11 +27,26 @@ class FrameHistory:
         num_videos, num_frames: B and T.
         code_TU: what tells a frame's age, added in front of attention; zero for the current frame.
         mask: `[B * N, T, T]`, which frames each frame sees, the same at every patch.
+        num_stills: S.
     """
 
-    def __init__(self, num_videos: int, num_frames: int, code_TU: Tensor, mask: AttentionMask):
+    def __init__(
+        self,
+        num_videos: int,
+        num_frames: int,
+        code_TU: Tensor,
+        mask: AttentionMask,
+        num_stills: int = 0,
+    ):
         self.num_videos, self.num_frames = num_videos, num_frames
-        self.code_TU, self.mask = code_TU, mask
+        self.mask = mask
+        code_stills = paddle.zeros([num_stills, code_TU.shape[1]], dtype=code_TU.dtype)
+        self.code_F1U = paddle.concat([code_TU] * num_videos + [code_stills]).unsqueeze(1)
+
+    @property
+    def num_video_frames(self) -> int:
+        """The first so many frames are those of videos."""
+        return self.num_videos * self.num_frames
 
 
 class SiglipTower(nn.Layer):
@@ -63,7 +78,7 @@ class SiglipTower(nn.Layer):
             history: None for images that have nothing to do with each other.
 
         Returns:
-            `[B, N, U]`, or `[F, N, U]` without a history.
+            `[B + S, N, U]`, or `[F, N, U]` without a history.
 
         Raises:
             ValueError: frames of another size than the tower's.
@@ -74,8 +89,9 @@ class SiglipTower(nn.Layer):
             x_FNU = layer(x_FNU, history)
         if history is not None:
             _, patches, width = x_FNU.shape
-            x_BTNU = x_FNU.reshape([history.num_videos, history.num_frames, patches, width])
-            x_FNU = x_BTNU[:, -1]
+            videos, stills = x_FNU[: history.num_video_frames], x_FNU[history.num_video_frames :]
+            x_BTNU = videos.reshape([history.num_videos, history.num_frames, patches, width])
+            x_FNU = paddle.concat([x_BTNU[:, -1], stills])
         return self.post_layernorm(x_FNU)
 
     def _patches(self, pixels_FCHW: Tensor) -> Tensor:
@@ -120,23 +136,16 @@ class SiglipLayer(nn.Layer):
 
     def forward(self, x_FNU: Tensor, history: FrameHistory | None = None) -> Tensor:
         history = history if self.looks_back else None
-        aged_FNU = x_FNU if history is None else _with_age(x_FNU, history)
+        aged_FNU = x_FNU if history is None else x_FNU + history.code_F1U.astype(x_FNU.dtype)
         x_FNU = x_FNU + self.self_attn(self.layer_norm1(aged_FNU), history)
         return x_FNU + self.mlp(self.layer_norm2(x_FNU))
-
-
-def _with_age(x_FNU: Tensor, history: FrameHistory) -> Tensor:
-    frames, patches, width = x_FNU.shape
-    x_BTNU = x_FNU.reshape([history.num_videos, history.num_frames, patches, width])
-    x_BTNU = x_BTNU + history.code_TU.astype(x_FNU.dtype).unsqueeze(1)
-    return x_BTNU.reshape([frames, patches, width])
 
 
 class SiglipAttention(nn.Layer):
     """Attention over the patches of a frame.
 
-    With a history the values are first those that each patch finds at its own place in the frames
-    up to its own, by attention with the same queries and keys.
+    With a history the values of videos are first those that each patch finds at its own place in
+    the frames up to its own, by attention with the same queries and keys.
     """
 
     def __init__(self, config: SiglipVisionConfig):
@@ -155,7 +164,10 @@ class SiglipAttention(nn.Layer):
             project(x_FNU).reshape(rows) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if history is not None:
-            v_PhH = _attend_in_time(q_PhH, k_PhH, v_PhH, patches, history)
+            # Cut and joined even where nothing stands alone: one graph on all ranks.
+            rows = history.num_video_frames * patches
+            videos = _attend_in_time(q_PhH[:rows], k_PhH[:rows], v_PhH[:rows], patches, history)
+            v_PhH = paddle.concat([videos, v_PhH[rows:]])
         out = segment_attention(q_PhH, k_PhH, v_PhH, ((frames, patches),))
         return self.out_proj(out.reshape([frames, patches, width]))
 

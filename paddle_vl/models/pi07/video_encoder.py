@@ -1,7 +1,7 @@
-"""Videos and single images to tokens of the backbone.
+"""Videos and still images to tokens of the backbone.
 
-Shapes: B videos, T frames, the current one last; N patches, U tower width; M tokens of a camera, D
-backbone width.
+Shapes: B videos, T frames, the current one last; S still images; N patches, U tower width; M tokens
+of a camera, D backbone width.
 """
 
 import numpy as np
@@ -50,14 +50,19 @@ class VideoEncoder(nn.Layer):
         self,
         video_BTCHW: Tensor,
         is_pad_BT: Tensor | None = None,
-        in_unit_range: bool = True,
+        stills_SCHW: Tensor | None = None,
     ) -> Tensor:
-        """Tokens of the current frame, which has seen the others: `[B, M, D]`.
+        """Tokens of the current frames, which have seen the others, and of stills behind them.
+
+        Both in one pass, so that every layer is called once, whatever the data.
 
         Args:
-            video_BTCHW: with one frame the temporal part has nothing to do.
+            video_BTCHW: values in [0, 1]; with one frame the temporal part has nothing to do.
             is_pad_BT: bool; None takes all but the current frame for padded.
-            in_unit_range: whether values are in [0, 1]; otherwise in [-1, 1].
+            stills_SCHW: values in [-1, 1].
+
+        Returns:
+            `[B + S, M, D]`.
 
         Raises:
             ValueError: more frames than `n_obs_steps`.
@@ -67,17 +72,21 @@ class VideoEncoder(nn.Layer):
             raise ValueError(
                 f"a video has {frames} frames; n_obs_steps allows {self.max_num_frames}"
             )
-        pixels = video_BTCHW.reshape([batch * frames, *video_BTCHW.shape[2:]])
-        if in_unit_range:
-            pixels = pixels * 2.0 - 1.0
-        history = None if frames == 1 else self._history(batch, frames, is_pad_BT)
+        pixels = video_BTCHW.reshape([batch * frames, *video_BTCHW.shape[2:]]) * 2.0 - 1.0
+        num_stills = 0
+        if stills_SCHW is not None:
+            num_stills = stills_SCHW.shape[0]
+            pixels = paddle.concat([pixels, stills_SCHW])
+        history = None if frames == 1 else self._history(batch, frames, is_pad_BT, num_stills)
         return self.projector(self.tower(pixels, history))
 
-    def embed_image(self, images_BCHW: Tensor) -> Tensor:
-        """Tokens of images that stand alone, values in [-1, 1]: `[B, M, D]`."""
-        return self(images_BCHW.unsqueeze(1), in_unit_range=False)
+    def embed_image(self, images_SCHW: Tensor) -> Tensor:
+        """Tokens of images that stand alone, values in [-1, 1]: `[S, M, D]`."""
+        return self.projector(self.tower(images_SCHW))
 
-    def _history(self, batch: int, frames: int, is_pad_BT: Tensor | None) -> FrameHistory:
+    def _history(
+        self, batch: int, frames: int, is_pad_BT: Tensor | None, num_stills: int
+    ) -> FrameHistory:
         vision = self.tower.config
         if is_pad_BT is None:
             is_pad_BT = paddle.ones([batch, frames], dtype="bool")
@@ -85,6 +94,5 @@ class VideoEncoder(nn.Layer):
         per_patch = visible_B1TT.expand([batch, vision.num_patches, frames, frames])
         dtype = self.tower.patch_embedding.weight.dtype
         code = paddle.to_tensor(frame_codes(frames, vision.hidden_size)).astype(dtype)
-        return FrameHistory(
-            batch, frames, code, AttentionMask(per_patch.reshape([-1, frames, frames]))
-        )
+        mask = AttentionMask(per_patch.reshape([-1, frames, frames]))
+        return FrameHistory(batch, frames, code, mask, num_stills)

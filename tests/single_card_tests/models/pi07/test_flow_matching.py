@@ -1,10 +1,10 @@
 """The policy's model on prepared batches.
 
 Guarantees: two seeded runs are bit-identical, dropout included; what is masked has no effect on
-losses and actions; blocks that are embedded but left out change nothing but which parameters get a
-gradient; steps given in advance are taken as they are; each group has its own projections; row 0 of
-the token tables learns nothing; label ids and lengths are checked; `embs` are in the order that
-the layout says.
+losses and actions; whatever optional parts a batch has, every layer is called once, in one order,
+and fields that no sample fills change no number; steps given in advance are taken as they are; each
+group has its own projections; row 0 of the token tables learns nothing; label ids and lengths are
+checked; `embs` are in the order that the layout says.
 """
 
 import numpy as np
@@ -132,26 +132,67 @@ def test_padding_of_actions_has_no_effect_on_the_flow():
     np.testing.assert_allclose(whole["MSE"].item(), sums.sum() / counts.sum(), rtol=1e-6)
 
 
-def test_embedded_blocks_that_are_left_out_change_no_number():
-    model, batch = make_model(), make_batch()
+def without_optional_parts(batch: dict) -> dict:
+    """No sample has any, and there is one frame of history."""
     for mask in ("response_masks", "metadata_masks"):
         batch[mask][:] = False
     batch["subgoal_img_masks"] = [np.zeros(2, bool)] * 2
     batch["videos"] = [video[:, -1:] for video in batch["videos"]]
     batch["state"], batch["obs_history_is_pad"] = batch["state"][:, -1:], None
-    lazy, lazy_grads = losses_and_gradients(model, batch)
-    calls = []
-    hook = model.prefix.video_encoder.tower.register_forward_post_hook(
-        lambda *call: calls.append(1)
-    )
-    model.prefix.embed_absent = True
-    eager, eager_grads = losses_and_gradients(model, batch)
-    hook.remove()
-    assert len(calls) == 2
-    assert eager == lazy
-    assert set(eager_grads) == set(lazy_grads)
-    for name, grad in lazy_grads.items():
-        np.testing.assert_allclose(eager_grads[name], grad, rtol=1e-5, atol=1e-7)
+    return batch
+
+
+def test_fields_that_no_sample_fills_change_no_number():
+    model, batch = make_model(freeze_vision_encoder=False), without_optional_parts(make_batch())
+    found, grads = losses_and_gradients(model, batch)
+    for name in ("response_tokens", "metadata_tokens", "subgoal_images"):
+        del batch[name]
+    wanted, wanted_grads = losses_and_gradients(model, batch)
+    assert found == wanted
+    assert set(grads) == set(wanted_grads)
+    for name, grad in wanted_grads.items():
+        np.testing.assert_allclose(grads[name], grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("freeze_vision_encoder", [True, False])
+def test_every_layer_is_called_once_whatever_is_present(freeze_vision_encoder):
+    model = make_model(freeze_vision_encoder=freeze_vision_encoder)
+    layers = {
+        n: x for n, x in model.named_sublayers() if next(iter(x.parameters()), None) is not None
+    }
+    orders, frames = [], []
+    for n, layer in layers.items():
+        layer.register_forward_pre_hook(lambda *call, n=n: orders[-1].append(n))
+    tower = model.prefix.video_encoder.tower
+    tower.register_forward_pre_hook(lambda _, given: frames.append(given[0].shape[0]))
+    some = make_batch()
+    some["metadata_masks"][:] = False
+    none = make_batch()
+    for mask in ("response_masks", "metadata_masks"):
+        none[mask][:] = False
+    none["subgoal_img_masks"] = [np.zeros(2, bool)] * 2
+    everything = Presence(True, True, True)
+    for batch, presence in ((make_batch(), None), (some, None), (none, None), (none, everything)):
+        orders.append([])
+        losses = model(batch, presence)
+        (losses["MSE"] + losses["CE"]).backward()
+        trained = [p for p in model.parameters() if not p.stop_gradient]
+        assert all(p.grad is not None for p in trained)
+        model.clear_gradients()
+    assert orders[0] == orders[1] == orders[2] == orders[3]
+    containers = {n for n, x in layers.items() if isinstance(x, paddle.nn.LayerList)}
+    assert sorted(orders[0]) == sorted(set(layers) - containers)
+    # Two cameras, two samples, three frames; goals only where they are laid out.
+    assert frames == [16, 16, 12, 16]
+
+
+def test_what_is_laid_out_needs_a_field():
+    model, batch = make_model(), without_optional_parts(make_batch())
+    del batch["metadata_tokens"]
+    with pytest.raises(
+        ValueError, match=r"\['metadata'\] are to be laid out, but the batch has no"
+    ):
+        model(batch, Presence(True, True, True))
 
 
 def test_presence_is_that_of_any_sample():
@@ -180,7 +221,7 @@ def test_prefix_is_laid_out_as_described(presence, training):
     assert prefix.num_seen == sum(lengths) - tail
     begin = 0
     for block, length in zip(chosen, lengths, strict=True):
-        alone = model.prefix.embed_blocks(batch, [block, *PREFIX_BLOCKS[1:2]])[block.name]
+        alone = model.prefix.embed_blocks(batch, [block, *PREFIX_BLOCKS[:2]])[block.name]
         part = prefix.embs[:, begin : begin + length]
         np.testing.assert_allclose(part.numpy(), alone.rows.numpy(), atol=1e-6)
         begin += length

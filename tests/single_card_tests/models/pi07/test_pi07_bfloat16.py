@@ -86,8 +86,8 @@ def test_every_operator_has_the_dtype_it_should(traced):
     assert violations(operators, casts, implementation) == []
     names = Counter(op.name for op in operators)
     # Backbone 6 a layer and expert 2, a final one each; two norms a tower layer, and the last, and
-    # the projector's, for videos and for subgoals.
-    assert names["rsqrt"] == 8 * LAYERS + 2 + 2 * (2 * TOWER_LAYERS + 2)
+    # the projector's, in one pass of videos and subgoals.
+    assert names["rsqrt"] == 8 * LAYERS + 2 + 2 * TOWER_LAYERS + 2
     # Two bases of angles for each stream in float32, and the time's code.
     for name in ("cos", "sin"):
         dtypes = Counter(op.gives for op in operators if op.name == name)

@@ -2,8 +2,8 @@
 
 Guarantees: greedy decoding with the cache writes what the whole model predicts token by token, past
 padding too; behind the end token there is padding, which nothing after it sees; losses are means
-over all slots but each segment's first; metadata is laid out if any sample has it; labels of the
-wrong length are refused; there is no expert.
+over all slots but each segment's first; metadata is embedded always and laid out if any sample has
+it, or others' have; labels of the wrong length are refused; there is no expert.
 """
 
 import numpy as np
@@ -127,6 +127,27 @@ def test_metadata_is_laid_out_if_any_sample_has_it():
         hook.remove()
         lengths.append(seen[0].embs.shape[1])
     assert lengths[0] - lengths[1] == 7 + len(model.prefix.label_ids[";\n "])
+
+
+def test_metadata_is_embedded_once_whether_laid_out_or_not():
+    model, batch = make_model(), make_batch()
+    lengths = []
+    table, prefix = model.prefix.embed_tokens, model.prefix
+    table.register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
+    prefix.register_forward_post_hook(lambda *call: lengths.append(call[2].embs.shape[1]))
+    losses = [model(batch)["CE"].item()]
+    batch["metadata_masks"][:] = False
+    nothing = Presence(False, False, False)
+    losses += [model(batch, nothing)["CE"].item(), model(batch)["CE"].item()]
+    model(batch, Presence(False, True, False))
+    looked_up, laid_out = lengths[::2], lengths[1::2]
+    assert len(looked_up) == 4
+    assert len(set(looked_up)) == 1
+    assert laid_out[0] == laid_out[3] > laid_out[1] == laid_out[2]
+    assert losses[0] != losses[1] == losses[2]
+    del batch["metadata_tokens"]
+    with pytest.raises(ValueError, match="the batch has no field for them"):
+        model(batch, Presence(False, True, False))
 
 
 def test_gradients_reach_all_trained_parameters():

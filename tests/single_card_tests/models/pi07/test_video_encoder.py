@@ -1,9 +1,9 @@
 """Videos and images to tokens.
 
 Guarantees: what a padded frame shows has no effect and no NaN comes of it, even where several
-layers look back; without a mask the past counts as padded; a frame is not affected by later ones;
-a single frame equals an image; order and age of frames matter; recomputed layers give the same
-gradients; sizes and lengths are checked.
+layers look back; without a mask the past counts as padded; a frame is not affected by later ones; a
+single frame equals an image, and so does a still behind videos; order and age of frames matter;
+recomputed layers give the same gradients; sizes and lengths are checked.
 """
 
 import numpy as np
@@ -64,6 +64,16 @@ def test_one_frame_is_an_image(encoder):
     image = video(1)
     found = encoder.embed_image(paddle.to_tensor(image[:, 0] * 2 - 1)).numpy()
     np.testing.assert_allclose(tokens(encoder, image), found, atol=1e-6)
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_stills_behind_videos_stand_alone(encoder, frames):
+    stills, pad = video(1, seed=5)[:, 0] * 2 - 1, paddle.zeros([2, frames], "bool")
+    videos, stills = paddle.to_tensor(video(frames)), paddle.to_tensor(stills)
+    found = encoder(videos, pad, stills).numpy()
+    np.testing.assert_allclose(found[:2], encoder(videos, pad).numpy(), atol=1e-6)
+    np.testing.assert_allclose(found[2:], encoder.embed_image(stills).numpy(), atol=1e-6)
+    assert np.abs(found[0] - encoder(videos, pad, stills + 1.0).numpy()[0]).max() == 0
 
 
 def test_recomputed_layers_give_the_same_gradients():
