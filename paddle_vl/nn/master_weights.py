@@ -6,7 +6,7 @@ are float32, and the parameters are their roundings. `paddle_vl.parallel.shardin
 with copies that are divided over processes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import paddle
@@ -18,7 +18,11 @@ MARKS = ("is_partial", "is_distributed", "is_tied", "is_tied_copy", "is_expert")
 
 
 def master_copy(parameter: Tensor, value: Tensor) -> Tensor:
-    """A float32 leaf of some or all of a parameter's values, with the parameter's marks."""
+    """A float32 leaf of some or all of a parameter's values, with the parameter's marks.
+
+    Args:
+        value: its storage is taken over if it is float32.
+    """
     copy = EagerParamBase.from_tensor(value.astype("float32"), trainable=True)
     for mark in MARKS:
         if hasattr(parameter, mark):
@@ -58,15 +62,19 @@ class MasterWeights:
     The interface of `paddle_vl.parallel.sharding.Sharding`, of which this is the undivided case.
 
     Args:
-        parameters: of the model, trained and frozen.
+        parameters: of the model, trained and frozen; each is copied before the next is asked for.
     """
 
     stage = 0
 
-    def __init__(self, parameters: Sequence[Tensor]):
-        halves = [p for p in parameters if not p.stop_gradient and p.dtype != paddle.float32]
+    def __init__(self, parameters: Iterable[Tensor]):
+        halves: list[Tensor] = []
+        self._masters: dict[int, Tensor] = {}
         with paddle.no_grad():
-            self._masters = {id(p): master_copy(p, p.detach().clone()) for p in halves}
+            for parameter in parameters:
+                if not parameter.stop_gradient and parameter.dtype != paddle.float32:
+                    halves.append(parameter)
+                    self._masters[id(parameter)] = master_copy(parameter, parameter.detach())
         self._gradients = WideGradients(halves)
 
     def shard_of(self, parameter: Tensor) -> Tensor:

@@ -121,12 +121,13 @@ def build_model(
     checkpoint: Path | None,
     placement: SingleDevicePlacement,
 ) -> Qwen3VLForConditionalGeneration:
-    """This process's part of the model to train, with the weights to start or continue from."""
+    """This process's part of the model to train, without values: its `fill` gives each parameter
+    what to start or continue from."""
     dtype, source = config.model.compute_dtype, _weights(config, checkpoint)
     if source is None:
         with _default_dtype(dtype):
-            return Qwen3VLForConditionalGeneration.from_config(form, placement)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(source, dtype, placement)
+            return Qwen3VLForConditionalGeneration.from_config(form, placement, fills=False)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(source, dtype, placement, fills=False)
     if config.model.lora is None:
         return model
     if checkpoint is None:

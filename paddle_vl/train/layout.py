@@ -17,6 +17,7 @@ from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.parallel.writers import FleetWriters
+from paddle_vl.train.objective import Objective
 from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import WholeModel
 
@@ -79,26 +80,28 @@ class Layout:
         return (FleetPlacement if splits_matrices else SingleDevicePlacement)(*arguments)
 
     def prepare_training(self, model: nn.Layer) -> None:
-        """Make what the optimizer works on; the model is there, and what of it is frozen is known.
+        """Give the parameters their values, and the optimizer what it works on.
 
-        Units of sharding are what recomputation works on, and recomputed already.
+        Each is divided or copied before the next one is filled, see `Fillable.fill`. What is frozen
+        is known. Units of sharding are what recomputation works on, and recomputed already.
         """
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
         if group.nranks == 1:
-            model.placement.trained = MasterWeights(model.parameters())
+            model.placement.trained = MasterWeights(model.fill())
         else:
             units = [*model.vision_blocks, *model.decoder_layers]
-            model.placement.trained = Sharding(model.parameters(), group, stage, units)
+            model.placement.trained = Sharding(model.fill(), group, stage, units)
 
     def runner(
         self,
         model: nn.Layer,
         make_part: Callable[[Any, range], Part],
         processes: SingleProcess,
+        objective: Objective,
     ) -> WholeModel | PipelineRunner:
         """What computes losses and gradients: the model, or this process's parts of it."""
         if self.topology.degrees.pp_degree == 1:
-            return WholeModel(model, processes)
+            return WholeModel(model, processes, objective)
         parts = [make_part(model, layers) for layers in self.parts]
         group, dtype = self.topology.pp_group, self.config.model.compute_dtype
-        return PipelineRunner(model, parts, group, dtype, processes.data_size)
+        return PipelineRunner(model, parts, group, dtype, objective, processes.data_size)

@@ -1,12 +1,15 @@
 """Filling a model from a checkpoint and writing it back, tensor by tensor."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import paddle
+from paddle import Tensor
 
+from paddle_vl.models.checkpoint.filling import FillStep
 from paddle_vl.models.checkpoint.rules import StoredParameter
 from paddle_vl.models.checkpoint.safetensors_io import (
     StoredTensor,
@@ -72,18 +75,34 @@ def check_keys(
 
 
 def fill_parameters(placed: Iterable[StoredParameter], stored: dict[str, StoredTensor]) -> None:
-    """Give every parameter its stored value.
+    """Give every parameter its stored value."""
+    for step in stored_values(placed, stored):
+        step.give()
+
+
+def stored_values(
+    placed: Iterable[StoredParameter], stored: dict[str, StoredTensor]
+) -> list[FillStep]:
+    """Steps that give every parameter its stored value.
 
     The parameters may still be without storage (built under `paddle.LazyGuard`): each takes over
     the tensor made from its file, so that beside the model one tensor at most is in memory.
     """
-    for item in placed:
-        array = item.from_stored(stored[item.key].read())
-        value = paddle.to_tensor(array)
-        del array
-        if value.dtype != item.parameter.dtype:
-            value = value.astype(item.parameter.dtype)
-        value._share_buffer_to(item.parameter)
+    return [
+        FillStep(item.parameter, partial(_read_into, item, stored[item.key])) for item in placed
+    ]
+
+
+def _read_into(item: StoredParameter, stored: StoredTensor) -> None:
+    set_value(item.parameter, item.from_stored(stored.read()))
+
+
+def set_value(parameter: Tensor, array: np.ndarray) -> None:
+    """Give a parameter, with storage or without, a value in its own layout."""
+    value = paddle.to_tensor(array)
+    if value.dtype != parameter.dtype:
+        value = value.astype(parameter.dtype)
+    value._share_buffer_to(parameter)
 
 
 def parameter_array(item: StoredParameter) -> np.ndarray:
@@ -94,23 +113,35 @@ def parameter_array(item: StoredParameter) -> np.ndarray:
     return item.layout.to_stored(item.placement.whole_value(item.parameter))
 
 
-def draw_parts(whole: Iterable[StoredParameter], parts: Iterable[StoredParameter]) -> None:
-    """Fill a rank's parameters with its parts of a whole model's fresh weights.
+def drawn_values(
+    placed: Iterable[StoredParameter], whole: Iterable[StoredParameter] | None = None
+) -> list[FillStep]:
+    """Steps that draw every parameter's fresh value from Paddle's global random state.
 
-    Both models were built under `paddle.LazyGuard`. The whole one's parameters are drawn one by
-    one, in order, and dropped again, so the weights are those of a single device with the same
-    seed, and one whole tensor at most is in memory. A rank may have some of the parameters only.
+    Args:
+        placed: built under `paddle.LazyGuard`.
+        whole: those of the whole model, built in the same way, where `placed` are parts or some of
+            them: the whole ones are drawn one by one, in order, and dropped again, so the weights
+            are those of a single device with the same seed, and one whole tensor at most is in
+            memory.
     """
-    part_of_key = {part.key: part for part in parts}
+    if whole is None:
+        return [FillStep(item.parameter, item.parameter.initialize) for item in placed]
+    part_of_key = {part.key: part for part in placed}
+    steps = []
     for full in whole:
-        full.parameter.initialize()
         part = part_of_key.get(full.key)
-        array = None if part is None else full.parameter.astype("float32").numpy()
-        full.parameter._clear_data()
-        if part is None:
-            continue
-        value = paddle.to_tensor(part.placement.own_part(part.parameter, array))
-        value.astype(part.parameter.dtype)._share_buffer_to(part.parameter)
+        parameter = None if part is None else part.parameter
+        steps.append(FillStep(parameter, partial(_draw_part, full.parameter, part)))
+    return steps
+
+
+def _draw_part(full: Tensor, part: StoredParameter | None) -> None:
+    full.initialize()
+    array = None if part is None else full.astype("float32").numpy()
+    full._clear_data()
+    if part is not None:
+        set_value(part.parameter, part.placement.own_part(part.parameter, array))
 
 
 def save_parameters(

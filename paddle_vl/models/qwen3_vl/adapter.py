@@ -1,7 +1,8 @@
 """Low-rank adapters of a Qwen3-VL: adding, loading, saving and merging them."""
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,13 @@ from paddle_vl.models.checkpoint.adapter_files import (
     is_low_rank,
     write_adapter,
 )
+from paddle_vl.models.checkpoint.filling import Fillable, FillStep
 from paddle_vl.models.checkpoint.pretrained import (
     STORED_DTYPES,
     check_keys,
-    fill_parameters,
     parameter_array,
+    set_value,
+    stored_values,
 )
 from paddle_vl.models.checkpoint.rules import PatchKernel, StoredParameter
 from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite
@@ -38,7 +41,7 @@ _PART_MODULES = {
 }
 
 
-class AdaptableModel(nn.Layer):
+class AdaptableModel(Fillable, nn.Layer):
     """What the model inherits of adapters.
 
     Attributes:
@@ -62,13 +65,13 @@ class AdaptableModel(nn.Layer):
             raise ValueError("the model has adapters already: merge_lora() first, to add others")
         targets, saved = self._resolved(config)
         self._attach(Adapter(config, targets, saved, self.name_or_path))
-        seed = paddle.randint(0, 2**31 - 1, [1]).item()
-        for item in self._adapter_parameters():
-            if item.key.endswith(A_KEY):
-                rng = np.random.default_rng([seed, zlib.crc32(item.key.encode())])
-                whole = initial_a(rng, item.placement.whole_shape(item.parameter))
-                value = paddle.to_tensor(item.placement.own_part(item.parameter, whole))
-                value.astype(item.parameter.dtype)._share_buffer_to(item.parameter)
+        # Drawn behind the weights of the model, if these are.
+        seed = cache(lambda: paddle.randint(0, 2**31 - 1, [1]).item())
+        self.fill_too(
+            FillStep(item.parameter, partial(_draw_adapter, item, seed))
+            for item in self._adapter_parameters()
+            if is_low_rank(item.key)
+        )
 
     def load_adapter(self, path: str | Path) -> None:
         """Fill the model's adapters from a folder in PEFT's format, or add those that it holds.
@@ -95,7 +98,8 @@ class AdaptableModel(nn.Layer):
             if adapter.owns(item.key) or item.key in tensors
         ]
         check_keys(path, tensors, wanted, set(), "the model as an adapter")
-        fill_parameters([item for item in self.stored_parameters() if item.key in tensors], tensors)
+        held = [item for item in self.stored_parameters() if item.key in tensors]
+        self.fill_too(stored_values(held, tensors))
 
     def save_adapter(self, path: str | Path) -> None:
         """Write the adapters in PEFT's format, without the base.
@@ -147,13 +151,14 @@ class AdaptableModel(nn.Layer):
         return self.adapter
 
     def _attach(self, adapter: Adapter) -> None:
-        """Zero adapters, on those of their modules that this rank has; all else is frozen."""
+        """Adapters without values, where this rank has their modules; all else is frozen."""
         config = adapter.config
         settings = LowRankSettings(config.r, config.scaling, config.lora_dropout)
         linears = self._linears()
-        for module in adapter.targets:
-            if module in linears:
-                self.placement.add_low_rank(linears[module], settings)
+        with paddle.LazyGuard():
+            for module in adapter.targets:
+                if module in linears:
+                    self.placement.add_low_rank(linears[module], settings)
         self.adapter = adapter
         self._tell_tower()
         for key, parameter in self.hf_named_parameters():
@@ -236,6 +241,16 @@ class AdaptableModel(nn.Layer):
             self._saved_modules(whole, stored.modules_to_save, setting),
             self.name_or_path or stored.base,
         )
+
+
+def _draw_adapter(item: StoredParameter, seed: Callable[[], int]) -> None:
+    """A rank's part of a fresh factor: A is drawn by its name, B is zero."""
+    if not item.key.endswith(A_KEY):
+        item.parameter.initialize()
+        return
+    rng = np.random.default_rng([seed(), zlib.crc32(item.key.encode())])
+    whole = initial_a(rng, item.placement.whole_shape(item.parameter))
+    set_value(item.parameter, item.placement.own_part(item.parameter, whole))
 
 
 def _fitting(

@@ -14,10 +14,10 @@ from paddle_vl.models.checkpoint.pretrained import (
     DEFAULT_SHARD_BYTES,
     check_keys,
     checkpoint_tensors,
-    draw_parts,
-    fill_parameters,
+    drawn_values,
     parameter_array,
     save_parameters,
+    stored_values,
 )
 from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.models.generation.config import FILE_NAME, GenerationConfig
@@ -50,17 +50,24 @@ class PretrainedQwen3VL(AdaptableModel):
 
     @classmethod
     def from_config(
-        cls: type[Model], config: Qwen3VLConfig, placement: SingleDevicePlacement | None = None
+        cls: type[Model],
+        config: Qwen3VLConfig,
+        placement: SingleDevicePlacement | None = None,
+        fills: bool = True,
     ) -> Model:
         """A model with fresh weights, drawn from Paddle's global random state.
 
         A rank that holds parts gets its parts of what a single device with the same seed draws.
+
+        Args:
+            fills: draw them now; otherwise `fill` does.
         """
-        if placement is None or not placement.splits_parameters:
-            return cls(config, placement)
         with paddle.LazyGuard():
-            whole, model = cls(config), cls(config, placement)
-        draw_parts(whole.stored_parameters(), model.stored_parameters())
+            model = cls(config, placement)
+        whole = model._whole().stored_parameters() if model.placement.splits_parameters else None
+        model.fill_later(drawn_values(model.stored_parameters(), whole))
+        if fills:
+            model.fill_all()
         return model
 
     @classmethod
@@ -70,6 +77,7 @@ class PretrainedQwen3VL(AdaptableModel):
         dtype: str = "float32",
         placement: SingleDevicePlacement | None = None,
         base: str | Path | None = None,
+        fills: bool = True,
     ) -> Model:
         """Load a model folder in HF's layout, or adapters and the model that they belong to.
 
@@ -77,6 +85,8 @@ class PretrainedQwen3VL(AdaptableModel):
 
         Args:
             base: the model to load adapters beside, instead of the one that their files name.
+            fills: read the weights now; otherwise `fill` does, and only keys and shapes are
+                compared here.
 
         Raises:
             ValueError: keys are missing, unexpected or misshapen, all named at once; a base for a
@@ -85,8 +95,10 @@ class PretrainedQwen3VL(AdaptableModel):
         """
         path = Path(path)
         if is_adapter(path):
-            model = cls.from_pretrained(base_folder(path, base), dtype, placement)
+            model = cls.from_pretrained(base_folder(path, base), dtype, placement, fills=False)
             model.load_adapter(path)
+            if fills:
+                model.fill_all()
             return model
         if base is not None:
             raise ValueError(f"{path} is a whole model, not an adapter of {base}: leave --base out")
@@ -114,7 +126,9 @@ class PretrainedQwen3VL(AdaptableModel):
             paddle.set_default_dtype(default_dtype)
         ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
         check_keys(path, stored, model._whole().stored_parameters(), ignored)
-        fill_parameters(model.stored_parameters(), stored)
+        model.fill_later(stored_values(model.stored_parameters(), stored))
+        if fills:
+            model.fill_all()
         model.generation_config = generation_config
         model.name_or_path = str(path.resolve())
         return model

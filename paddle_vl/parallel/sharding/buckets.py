@@ -31,7 +31,8 @@ class Part:
     @classmethod
     @paddle.no_grad()
     def of(cls, parameter: Tensor, group) -> "Part":
-        own = as_rows(parameter, group.nranks)[group.rank].clone()
+        dtype = parameter.dtype if parameter.stop_gradient else paddle.float32
+        own = own_values(parameter.detach(), group, dtype)
         if not parameter.stop_gradient:
             return cls(parameter, master_copy(parameter, own))
         return cls(parameter, EagerParamBase.from_tensor(own, trainable=False))
@@ -39,6 +40,21 @@ class Part:
     @property
     def is_trained(self) -> bool:
         return not self.shard.stop_gradient
+
+
+def own_values(whole: Tensor, group, dtype) -> Tensor:
+    """`[n]`: this rank's row of `as_rows`, of that dtype, in storage of its own."""
+    length = -(-whole.size // group.nranks)
+    start = group.rank * length
+    stop = min(start + length, whole.size)
+    if stop <= start:
+        return paddle.zeros([length], dtype=dtype)
+    part = whole.reshape([-1])[start:stop]
+    # A cast to the dtype that it has already would share the whole tensor's storage.
+    own = part.clone() if part.dtype == dtype else part.astype(dtype)
+    if stop - start == length:
+        return own
+    return paddle.concat([own, paddle.zeros([length - stop + start], dtype=dtype)])
 
 
 def as_rows(whole: Tensor, num_ranks: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The three stages: which buckets there are, and when they are reduced, gathered and freed."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 import paddle
@@ -23,8 +23,10 @@ class Sharding:
     order. Which parameters get a gradient may differ; one without takes part with zeros.
 
     Args:
-        parameters: the model's on this rank, trained and frozen, each once; equal on the group's
-            ranks. Those that are `stop_gradient` now count as frozen.
+        parameters: the model's on this rank, trained and frozen, each once, in the same order on
+            the group's ranks. Those that are `stop_gradient` now count as frozen. Each is divided
+            before the next is asked for, and at stage 3 without storage then if it is a unit's:
+            what comes out of `Fillable.fill` needs no more than this rank's share at any time.
         group: a `paddle.distributed` group of at least two ranks.
         stage: 1, 2 or 3, see the package.
         units: layers that take their tensors as positional arguments and return tensors; their
@@ -38,7 +40,7 @@ class Sharding:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], group, stage: int, units: Sequence[nn.Layer] = ()
+        self, parameters: Iterable[Tensor], group, stage: int, units: Sequence[nn.Layer] = ()
     ):
         if stage not in (1, 2, 3):
             raise ValueError(f"sharding stage is {stage!r}; it must be 1, 2 or 3")
@@ -46,14 +48,22 @@ class Sharding:
             raise ValueError("a sharding group of one rank has nothing to divide; use no Sharding")
         self.group, self.stage = group, stage
         self._parts: dict[int, Part] = {}
-        root = {id(parameter): parameter for parameter in parameters}
-        if len(root) != len(parameters):
-            raise ValueError(f"{len(parameters) - len(root)} parameters to shard are listed twice")
+        owned = [list(layer.parameters()) for layer in units] if stage > 1 else []
+        unit_of = {id(p): number for number, ps in enumerate(owned) for p in ps}
+        left, trained = self._divide(parameters, unit_of)
+        for number, of_unit in enumerate(owned):
+            for parameter in of_unit:
+                if id(parameter) not in left:
+                    raise ValueError(
+                        f"{parameter.name} {list(parameter.shape)} of sharding unit {number} is in "
+                        "another unit too, or not among the parameters to shard"
+                    )
+                left.remove(id(parameter))
+        root = [self._parts[id(p)] for p in trained if id(p) not in unit_of]
+        self._root = list(buckets_of(root, group))
         self._units: list[Bucket] = []
-        for position, layer in enumerate(units if stage > 1 else ()):
-            self._add_unit(layer, [_taken(root, p, position) for p in layer.parameters()])
-        trained = [parameter for parameter in root.values() if not parameter.stop_gradient]
-        self._root = list(buckets_of([self._part(parameter) for parameter in trained], group))
+        for layer, of_unit in zip(units, owned, strict=False):
+            self._add_unit(layer, [self._parts[id(p)] for p in of_unit if id(p) in self._parts])
 
     def shard_of(self, parameter: Tensor) -> Tensor:
         """`[n]`, this rank's part: the optimizer's parameter for a trained one.
@@ -139,26 +149,37 @@ class Sharding:
     def _buckets(self) -> list[Bucket]:
         return [*self._root, *self._units]
 
-    def _part(self, parameter: Tensor) -> Part:
-        part = self._parts[id(parameter)] = Part.of(parameter, self.group)
-        return part
+    def _divide(
+        self, parameters: Iterable[Tensor], unit_of: Container[int]
+    ) -> tuple[set[int], list[Tensor]]:
+        """Take this rank's part of each parameter as it comes.
 
-    def _add_unit(self, layer: nn.Layer, parameters: list[Tensor]) -> None:
-        takes_storage = self.stage == 3
-        divided = [p for p in parameters if takes_storage or not p.stop_gradient]
-        if not divided:
+        Returns:
+            Identities of all, and the trained ones.
+        """
+        seen: set[int] = set()
+        trained: list[Tensor] = []
+        num_twice = 0
+        for parameter in parameters:
+            if id(parameter) in seen:
+                num_twice += 1
+                continue
+            seen.add(id(parameter))
+            loses_storage = self.stage == 3 and id(parameter) in unit_of
+            if not parameter.stop_gradient:
+                trained.append(parameter)
+            elif not loses_storage:
+                continue
+            self._parts[id(parameter)] = Part.of(parameter, self.group)
+            if loses_storage:
+                parameter._clear_data()
+        if num_twice:
+            raise ValueError(f"{num_twice} parameters to shard are listed twice")
+        return seen, trained
+
+    def _add_unit(self, layer: nn.Layer, parts: list[Part]) -> None:
+        if not parts:
             return
-        bucket = Bucket([self._part(parameter) for parameter in divided], self.group)
-        layer.forward = UnitForward(layer, bucket, takes_storage)
+        bucket = Bucket(parts, self.group)
+        layer.forward = UnitForward(layer, bucket, takes_storage=self.stage == 3)
         self._units.append(bucket)
-        if takes_storage:
-            bucket.take_storage()
-
-
-def _taken(left: dict[int, Tensor], parameter: Tensor, unit: int) -> Tensor:
-    if id(parameter) not in left:
-        raise ValueError(
-            f"{parameter.name} {list(parameter.shape)} of sharding unit {unit} is in another unit "
-            "too, or not among the parameters to shard"
-        )
-    return left.pop(id(parameter))
