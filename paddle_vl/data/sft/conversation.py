@@ -12,7 +12,6 @@ In the first, `<image>` and `<video>` tags take the entries of `images` and `vid
 the second, text is literal (no tags), and a part without a source of its own takes the next entry.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.line_index import parse_object
 from paddle_vl.data.vision.image_file import ImageSource
 from paddle_vl.data.vision.video_reader import VideoFrames, VideoSource
 
@@ -124,17 +124,7 @@ def parse_line(line: bytes, directory: Path) -> Conversation:
     Raises:
         BadSampleError: naming the fault.
     """
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        reason = f"broken JSON: {error}; each line must be one whole JSON object"
-        raise BadSampleError("broken_json", reason) from error
-    if not isinstance(record, dict):
-        raise BadSampleError(
-            "broken_json",
-            f"the line holds a JSON {type(record).__name__}; an object with 'messages' is needed",
-        )
-    return parse_record(record, directory)
+    return parse_record(parse_object(line, "'messages'"), directory)
 
 
 def parse_record(record: Mapping[str, Any], directory: Path | None = None) -> Conversation:
