@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.models.checkpoint.filling import Fillable
 from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.models.pi07.attention_masks import (
     block_mask,
@@ -52,7 +53,7 @@ class NoisyActions(NamedTuple):
     is_delayed: Tensor
 
 
-class PI07LowLevelFlowMatching(nn.Layer):
+class PI07LowLevelFlowMatching(Fillable, nn.Layer):
     """Prefix and suffix embeddings, the decoder of both streams, and the two heads.
 
     Attributes:

@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.models.checkpoint.filling import Fillable
 from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.models.pi07.attention_masks import (
     block_mask,
@@ -88,7 +89,7 @@ class PlannerEmbedding(nn.Layer):
         return paddle.to_tensor(ids), paddle.ones(ids.shape, dtype="bool")
 
 
-class PI07HighLevelPlannerModel(nn.Layer):
+class PI07HighLevelPlannerModel(Fillable, nn.Layer):
     """Embedding, the backbone's half of the decoder, and the head, which is the token table."""
 
     def __init__(self, config: PI07PlannerConfig, label_ids: Mapping[str, Sequence[int]]):

@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paddle_vl.models.checkpoint.filling import Fillable
 from paddle_vl.models.checkpoint.pretrained import (
     STORED_DTYPES,
     check_keys,
     checkpoint_tensors,
-    fill_parameters,
+    drawn_values,
     parameter_array,
+    stored_values,
 )
 from paddle_vl.models.checkpoint.rules import StoredParameter
 from paddle_vl.models.checkpoint.safetensors_io import StoredTensor, TensorToWrite
@@ -117,16 +119,16 @@ class PolicyCheckpoint:
 
     def fill(
         self,
-        parameters: Sequence[StoredParameter],
+        model: Fillable,
         normalizers: Mapping[str, Normalizer],
         fresh: Sequence[str],
         ignore: Sequence[str],
         takes_statistics: bool,
     ) -> None:
-        """Give every parameter, and every statistic, its stored value.
+        """Give every statistic its stored value, and every parameter when the model is filled.
 
         Args:
-            parameters: still without storage; those that stay fresh are drawn.
+            model: its parameters are still without storage; those that stay fresh are drawn.
             fresh: patterns of the model's keys that the checkpoint need not have.
             ignore: patterns of keys that it may have beyond the model's.
             takes_statistics: the checkpoint's statistics count; otherwise they are left alone.
@@ -134,15 +136,14 @@ class PolicyCheckpoint:
         Raises:
             ValueError: keys are missing, unexpected or misshapen, all named at once.
         """
+        parameters = model.stored_parameters()
         drawn = [p for p in parameters if p.key not in self.model and _matches(p.key, fresh)]
         wanted = [p for p in parameters if not any(p is d for d in drawn)]
         places = list(_statistics_places(normalizers)) if takes_statistics else []
         stored = self.model | (self.statistics if takes_statistics else {})
         ignored = UNUSED_KEYS | {key for key in stored if _matches(key, ignore)}
         check_keys(self.folder, stored, [*wanted, *places], ignored, "the policy")
-        for item in drawn:
-            item.parameter.initialize()
-        fill_parameters(wanted, self.model)
+        model.fill_later([*drawn_values(drawn), *stored_values(wanted, self.model)])
         for place in places:
             place.normalizer.tensors[place.name] = _as_float32(self.statistics[place.key])
 

@@ -91,6 +91,7 @@ class PI07HighLevelPlanner(nn.Layer):
         dtype: str = "float32",
         fresh: Sequence[str] = (),
         ignore: Sequence[str] = (),
+        fills: bool = True,
     ) -> "PI07HighLevelPlanner":
         """Load a planner's folder; arguments and errors as for `PI07LowLevelPolicy`."""
         folder = Path(path)
@@ -110,8 +111,9 @@ class PI07HighLevelPlanner(nn.Layer):
         if takes and config.dataset_names is None:
             planner._make_normalizers(stored.num_groups(planner.normalizers))
         stored.regroup(config, planner.normalizers if takes else {})
-        parameters = planner.model.stored_parameters()
-        stored.fill(parameters, planner.normalizers, fresh, [*ignore, *_UNUSED], takes)
+        stored.fill(planner.model, planner.normalizers, fresh, [*ignore, *_UNUSED], takes)
+        if fills:
+            planner.model.fill_all()
         planner.config = replace(config, skip_normalization_weights=False)
         planner.eval()
         return planner

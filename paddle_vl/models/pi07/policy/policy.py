@@ -106,6 +106,7 @@ class PI07LowLevelPolicy(nn.Layer):
         dtype: str = "float32",
         fresh: Sequence[str] = (),
         ignore: Sequence[str] = (),
+        fills: bool = True,
     ) -> "PI07LowLevelPolicy":
         """Load a policy's folder, one tensor at a time.
 
@@ -117,6 +118,7 @@ class PI07LowLevelPolicy(nn.Layer):
                 (`skip_normalization_weights`).
             fresh: patterns of keys that the checkpoint need not have; they are drawn.
             ignore: patterns of keys that it may have beyond the model's.
+            fills: read the weights now; otherwise the model's `fill` does.
 
         Raises:
             ValueError: keys are missing, unexpected or misshapen, all named at once; statistics
@@ -148,8 +150,9 @@ class PI07LowLevelPolicy(nn.Layer):
             groups = stored.num_groups(policy.normalizers)
             policy.normalizers = make_normalizers(config, groups)
         stored.regroup(config, policy.normalizers if takes else {})
-        parameters = policy.model.stored_parameters()
-        stored.fill(parameters, policy.normalizers, fresh, ignore, takes)
+        stored.fill(policy.model, policy.normalizers, fresh, ignore, takes)
+        if fills:
+            policy.model.fill_all()
         # Once left out, the statistics in use are this policy's own.
         policy.config = policy.config.changed(skip_normalization_weights=False)
         policy.eval()
