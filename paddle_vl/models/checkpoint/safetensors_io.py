@@ -66,7 +66,9 @@ class StoredTensor(NamedTuple):
                 "the file is incomplete, fetch or save it again"
             )
         if self.dtype == "BF16":
-            array = (array.astype(np.uint32) << 16).view(np.float32)
+            array = array.astype(np.uint32)
+            array <<= 16
+            array = array.view(np.float32)
         if self.is_swapped:
             return np.ascontiguousarray(array.reshape(self.swapped().shape).swapaxes(-1, -2))
         return array.reshape(self.shape)
