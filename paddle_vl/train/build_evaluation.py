@@ -11,7 +11,7 @@ from paddle_vl.data.sft.dataset import MessagesDataset
 from paddle_vl.models.checkpoint.adapter_files import folder_with
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.train.build_model import check_processor_fits
-from paddle_vl.train.evaluate import Answer, FirstSamples, greedy_answers, mean_loss
+from paddle_vl.train.evaluate import Answer, FirstSamples, greedy_answers, mean_losses
 from paddle_vl.train.step import WholeModel
 
 
@@ -27,7 +27,8 @@ class Evaluation:
 
     def loss(self) -> tuple[float, int]:
         """Mean loss per answer token and the number of those tokens."""
-        return mean_loss(WholeModel(self.model), self.loader)
+        losses = mean_losses(WholeModel(self.model), self.loader)
+        return losses.loss, losses.counts["loss"]
 
     def answers(self, max_new_tokens: int) -> list[Answer]:
         """A greedy answer to every assistant turn."""

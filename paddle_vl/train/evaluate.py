@@ -3,14 +3,13 @@
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import paddle
 from paddle import nn
 
-from paddle_vl.train.in_step import evaluated_in_step
+from paddle_vl.train.objective import Batch, no_terms, weighted
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.step import WholeModel
 
@@ -36,10 +35,24 @@ class Answer:
     is_exact: bool
 
 
-def mean_loss(
-    runner: WholeModel, batches: Iterable[dict[str, Any]], processes: SingleProcess = ONE_PROCESS
-) -> tuple[float, int]:
-    """Mean cross entropy over all target tokens of all batches, and their number.
+class MeanLosses(NamedTuple):
+    """Losses over a dataset.
+
+    Attributes:
+        loss: the weighted sum of its terms.
+        terms: by name the mean of each term.
+        counts: by name of what each is the mean: for a language model target tokens.
+    """
+
+    loss: float
+    terms: dict[str, float]
+    counts: dict[str, int]
+
+
+def mean_losses(
+    runner: WholeModel, batches: Iterable[Batch], processes: SingleProcess = ONE_PROCESS
+) -> MeanLosses:
+    """Mean of each loss term over all batches.
 
     Args:
         runner: the model, or this process's stages of it.
@@ -47,29 +60,49 @@ def mean_loss(
         processes: those that evaluate together; all of them call this together.
 
     Raises:
-        ValueError: no batch has a target token.
+        ValueError: no batch has anything that a term is the mean of.
     """
-    total, count = paddle.zeros([], dtype="float64"), 0
-    placement = runner.model.placement
-    if placement.layers_are_collective:
-        vision, length = runner.model.config.vision_config, placement.row_part.size
-        batches = evaluated_in_step(batches, processes, vision, length)
-    was_training = runner.model.training
-    runner.model.eval()
+    objective, model = runner.objective, runner.model
+    sums, counts = no_terms(objective).astype("float64"), [0] * len(objective.terms)
+    if model.placement.layers_are_collective:
+        batches = in_step(batches, runner, processes)
+    was_training = model.training
+    model.eval()
     try:
         # A loader begins anew when it is asked behind its end; a chain does not.
         stream = chain(batches)
         while group := list(islice(stream, runner.batches_at_once)):
-            total += runner.loss_sum(group).astype("float64")
-            count += sum(batch["num_target_tokens"] for batch in group)
+            sums += runner.loss_sums(group).astype("float64")
+            for batch in group:
+                counts = [a + b for a, b in zip(counts, objective.counts(batch), strict=True)]
     finally:
         if was_training:
-            runner.model.train()
-    total = float(processes.sum_losses(total))
-    (count,) = processes.totals([count])
-    if count == 0:
+            model.train()
+    values = processes.sum_losses(sums).tolist()
+    counts = processes.totals(counts)
+    if not all(counts):
         raise ValueError("the evaluation data has no target token: there is no loss to report")
-    return total / count, count
+    means = [value / count for value, count in zip(values, counts, strict=True)]
+    names = list(objective.terms)
+    return MeanLosses(
+        weighted(means, objective),
+        dict(zip(names, means, strict=True)),
+        dict(zip(names, counts, strict=True)),
+    )
+
+
+def in_step(
+    batches: Iterable[Batch], runner: WholeModel, processes: SingleProcess
+) -> Iterator[Batch]:
+    """As many batches as the process with the most has, each in step with those of the others."""
+    objective, idle = runner.objective, runner.objective.idle_batch(runner.model)
+    for batch in chain(batches, repeat(None)):
+        is_there = batch is not None
+        own = batch if is_there else idle
+        left, *asked = processes.totals([is_there, *map(int, objective.asks(own))])
+        if left == 0:
+            return
+        yield objective.settled(own, asked, runner.model)
 
 
 def greedy_answers(

@@ -13,17 +13,25 @@ logger = logging.getLogger(__name__)
 NamedParameters = list[tuple[str, Tensor]]
 
 
-def matching_names(patterns: Sequence[str], names: Iterable[str], setting: str) -> set[str]:
+def matching_names(
+    patterns: Sequence[str],
+    names: Iterable[str],
+    setting: str,
+    parts: Mapping[str, Sequence[str]] = PARTS,
+) -> set[str]:
     """The parameter names that at least one pattern, or part of the model, fits.
 
     Raises:
         ValueError: a pattern that fits no name, see `paddle_vl.config.patterns`.
     """
-    return config_patterns.matching_names(patterns, names, setting, groups=PARTS)
+    return config_patterns.matching_names(patterns, names, setting, groups=parts)
 
 
 def trained_names(
-    names: Iterable[str], patterns: Sequence[str], trainable: Iterable[str] | None = None
+    names: Iterable[str],
+    patterns: Sequence[str],
+    trainable: Iterable[str] | None = None,
+    parts: Mapping[str, Sequence[str]] = PARTS,
 ) -> set[str]:
     """The names that no pattern of model.freeze fits, of the trainable ones where these are given.
 
@@ -32,7 +40,7 @@ def trained_names(
     """
     names = set(names)
     trained = names if trainable is None else names & set(trainable)
-    trained = trained - matching_names(patterns, names, "model.freeze")
+    trained = trained - matching_names(patterns, names, "model.freeze", parts)
     if not trained:
         raise ValueError(f"model.freeze {list(patterns)} freezes every parameter: nothing to train")
     return trained

@@ -5,13 +5,9 @@ collective: a process whose batch has no image runs the vision tower on one that
 one that has run out of batches goes on with an empty one. Neither changes a number.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
-
-from paddle_vl.train.processes import SingleProcess
 
 Batch = dict[str, Any]
 
@@ -19,35 +15,6 @@ Batch = dict[str, Any]
 def has_visual(batch: Batch) -> bool:
     """Whether the vision tower runs for a batch."""
     return "pixel_values" in batch or "pixel_values_videos" in batch
-
-
-def in_step(batches: Sequence[Batch], others: Sequence[int], vision: Any) -> list[Batch]:
-    """Micro-batches of a step, with an unused image wherever another process has a used one.
-
-    Args:
-        others: for each micro-batch, on how many processes the tower runs.
-        vision: the model's vision configuration.
-    """
-    return [
-        with_unused_image(batch, vision) if number and not has_visual(batch) else batch
-        for batch, number in zip(batches, others, strict=True)
-    ]
-
-
-def evaluated_in_step(
-    batches: Iterable[Batch], processes: SingleProcess, vision: Any, length: int
-) -> Iterator[Batch]:
-    """As many batches as the process with the most has, each in step with those of the others.
-
-    Args:
-        length: padded length of an empty batch.
-    """
-    for batch in chain(batches, repeat(None)):
-        is_there = batch is not None
-        left, visual = processes.totals([is_there, is_there and has_visual(batch)])
-        if left == 0:
-            return
-        yield from in_step([batch if is_there else empty_batch(length)], [visual], vision)
 
 
 def with_unused_image(batch: Batch, vision: Any) -> Batch:

@@ -4,7 +4,7 @@ Paddle names optimizer state after counters that differ from process to process,
 read and written here through the parameter it belongs to.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -12,6 +12,7 @@ import paddle
 from paddle import Tensor
 from paddle.base import framework
 
+from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite
 from paddle_vl.nn.placement import SingleDevicePlacement
@@ -178,7 +179,9 @@ def _has_layout(state: str) -> bool:
     return not state.endswith("_pow_acc")
 
 
-def decayed_names(names: Iterable[str], exclude: list[str]) -> set[str]:
+def decayed_names(
+    names: Iterable[str], exclude: list[str], parts: Mapping[str, Sequence[str]] = PARTS
+) -> set[str]:
     """Names of the model's parameters that weight decay applies to.
 
     Args:
@@ -186,4 +189,4 @@ def decayed_names(names: Iterable[str], exclude: list[str]) -> set[str]:
         exclude: patterns of train.weight_decay_exclude.
     """
     names = set(names)
-    return names - matching_names(exclude, names, "train.weight_decay_exclude")
+    return names - matching_names(exclude, names, "train.weight_decay_exclude", parts)

@@ -1,12 +1,15 @@
 """Learning rates of parts of the model: factors on the one schedule."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
+from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.train.freeze import matching_names
 
 
-def rate_factors(train: TrainConfig, trained: Iterable[str]) -> dict[str, float]:
+def rate_factors(
+    train: TrainConfig, trained: Iterable[str], parts: Mapping[str, Sequence[str]] = PARTS
+) -> dict[str, float]:
     """By HF name the factor on the schedule's rate, of parameters that have another peak.
 
     Args:
@@ -18,7 +21,7 @@ def rate_factors(train: TrainConfig, trained: Iterable[str]) -> dict[str, float]
     trained, factors = list(trained), {}
     setting = "train.part_learning_rates, among what is trained"
     for pattern, peak in train.part_learning_rates.items():
-        names = matching_names([pattern], trained, setting)
+        names = matching_names([pattern], trained, setting, parts)
         factors |= dict.fromkeys(names, peak / train.learning_rate)
     return factors
 

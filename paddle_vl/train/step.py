@@ -3,16 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.train.in_step import has_visual, in_step
+from paddle_vl.train.objective import LANGUAGE, Batch, Objective, no_terms, weighted
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
-
-Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -20,50 +17,74 @@ class StepResult:
     """What a step did.
 
     Attributes:
-        loss: mean cross entropy over the target tokens of all its micro-batches; and, if the model
-            computes it, the mean of the micro-batches' load-balancing losses times its weight.
+        loss: the weighted sum of its terms.
+        terms: by name the mean of each term over all its micro-batches: for a language model cross
+            entropy over the target tokens; and, if the model computes it, the mean of the
+            micro-batches' load-balancing losses times its weight.
         grad_norm: global gradient norm before clipping.
-        num_target_tokens: how many tokens the loss is the mean of.
-        num_tokens: real tokens of all micro-batches, visual ones too.
+        counts: by name of what each term is the mean.
+        num_samples, num_tokens: samples of all micro-batches; real tokens, visual ones too.
         num_packed_places: tokens that packed rows have place for, padding included; 0 without.
         is_skipped: True when loss or norm was not finite, and nothing was updated.
     """
 
     loss: float
+    terms: dict[str, float]
     grad_norm: float
-    num_target_tokens: int
+    counts: dict[str, int]
+    num_samples: int
     num_tokens: int
     is_skipped: bool
     num_packed_places: int = 0
 
 
 class WholeModel:
-    """A model on one process, or on several that all run every layer of it."""
+    """A model on one process, or on several that all run every layer of it.
 
-    def __init__(self, model: nn.Layer, processes: SingleProcess = ONE_PROCESS):
-        self.model, self.processes = model, processes
-
-    def accumulate_gradients(self, batches: Sequence[Batch], num_target_tokens: int) -> Tensor:
-        """Add up the gradients of the mean loss over all batches, and return that loss."""
-        total = None
-        for batch in batches:
-            num_batches = len(batches) * self.processes.data_size
-            loss = self.model(**batch).share_of_step(num_target_tokens, num_batches)
-            loss.backward()
-            self.model.placement.trained.end_micro_batch()
-            total = loss.detach() if total is None else total + loss.detach()
-        return total
+    Args:
+        objective: the losses of the model.
+        processes: those of the run.
+    """
 
     batches_at_once = 1
 
+    def __init__(
+        self,
+        model: nn.Layer,
+        processes: SingleProcess = ONE_PROCESS,
+        objective: Objective = LANGUAGE,
+    ):
+        self.model, self.objective, self.processes = model, objective, processes
+
+    def accumulate_gradients(self, batches: Sequence[Batch], totals: Sequence[int]) -> Tensor:
+        """Add up the gradients of the loss over all batches.
+
+        Args:
+            totals: what the terms are divided by.
+
+        Returns:
+            `[n]`, this process's part of each term.
+        """
+        terms = no_terms(self.objective)
+        num_batches = len(batches) * self.processes.data_size
+        for batch in batches:
+            output = self.objective.output(self.model, batch)
+            loss, parts = self.objective.share(output, totals, num_batches)
+            loss.backward()
+            self.model.placement.trained.end_micro_batch()
+            terms = terms + parts
+        return terms
+
     @paddle.no_grad()
-    def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
-        """Summed cross entropy of all batches."""
-        return sum(self.model(**batch).loss_sum for batch in batches)
+    def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
+        """`[n]`, each term summed over all batches."""
+        return sum(
+            self.objective.sums(self.objective.output(self.model, batch)) for batch in batches
+        )
 
 
 def train_step(
-    model: WholeModel,
+    runner: WholeModel,
     optimizer: Optimizer,
     micro_batches: Sequence[Batch],
     learning_rate: float,
@@ -71,43 +92,57 @@ def train_step(
 ) -> StepResult:
     """Train on the micro-batches of all processes as if they were one batch.
 
-    Every micro-batch counts by its number of target tokens, not equally.
+    Every micro-batch counts by what its losses are means of, not equally.
 
     Args:
-        model: the model, or this process's stages of it.
-        micro_batches: this process's, as the collator makes them, `num_target_tokens` included.
+        runner: the model, or this process's stages of it.
+        micro_batches: this process's, as the collator makes them.
         learning_rate: of this update.
         processes: those that train together; all of them call this together.
 
     Raises:
-        ValueError: no micro-batch has a target token, so that there is no loss.
+        ValueError: no micro-batch has anything to learn, so that there is no loss.
     """
-    total, num_tokens, num_places, *with_visual = processes.totals(
+    objective, placement = runner.objective, runner.model.placement
+    counts = [sum(column) for column in zip(*map(objective.counts, micro_batches), strict=True)]
+    asks = [objective.asks(batch) for batch in micro_batches]
+    asked = [int(one) for of_batch in asks for one in of_batch]
+    totals = processes.totals(
         [
-            sum(batch["num_target_tokens"] for batch in micro_batches),
-            sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
-            sum(batch["input_ids"].size for batch in micro_batches if "cu_seqlens" in batch),
-            *map(has_visual, micro_batches),
+            *counts,
+            sum(map(objective.num_samples, micro_batches)),
+            sum(map(objective.num_tokens, micro_batches)),
+            sum(map(objective.num_packed_places, micro_batches)),
+            *asked,
         ]
     )
-    if total == 0:
-        raise ValueError(
-            f"the {len(micro_batches)} micro-batch(es) of this step have no target token, every "
-            "label is -100: nothing can be learned from them; check that the samples have "
-            "assistant turns within data.max_length"
-        )
-    placement = model.model.placement
-    if placement.layers_are_collective:
-        micro_batches = in_step(micro_batches, with_visual, model.model.config.vision_config)
-    loss = model.accumulate_gradients(micro_batches, total)
+    num_terms, num_asks = len(counts), len(asks[0])
+    counts, totals = totals[:num_terms], totals[num_terms:]
+    (num_samples, num_tokens, num_places), asked = totals[:3], totals[3:]
+    objective.check_counts(counts, len(micro_batches))
+    micro_batches = [
+        objective.settled(batch, asked[i * num_asks : (i + 1) * num_asks], runner.model)
+        for i, batch in enumerate(micro_batches)
+    ]
+    terms = runner.accumulate_gradients(micro_batches, counts)
     placement.trained.end_backward()
     processes.sum_gradients(optimizer.tensors)
-    loss = float(processes.sum_losses(loss))
-    norm = float(optimizer.gradient_norm(processes))
+    means = processes.sum_losses(terms).tolist()
+    loss, norm = weighted(means, objective), float(optimizer.gradient_norm(processes))
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     if is_finite:
         optimizer.clip_gradients(norm)
         optimizer.step(learning_rate)
         placement.trained.spread_parameters()
     optimizer.clear_gradients()
-    return StepResult(loss, norm, total, num_tokens, not is_finite, num_places)
+    names = list(objective.terms)
+    return StepResult(
+        loss=loss,
+        terms=dict(zip(names, means, strict=True)),
+        grad_norm=norm,
+        counts=dict(zip(names, counts, strict=True)),
+        num_samples=num_samples,
+        num_tokens=num_tokens,
+        is_skipped=not is_finite,
+        num_packed_places=num_places,
+    )

@@ -13,7 +13,7 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.models.checkpoint.pretrained import DEFAULT_SHARD_BYTES
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
-from paddle_vl.train.expert_load import expert_load
+from paddle_vl.train.evaluate import MeanLosses
 from paddle_vl.train.loss_curve import CURVE_FILE, draw_loss_curve
 from paddle_vl.train.metrics import METRICS_FILE, MetricsFile, StepMeter
 from paddle_vl.train.optimizer import Optimizer
@@ -56,7 +56,7 @@ class Trainer:
         data: training batches, without end.
         num_steps: updates of the whole run.
         save_model: writes model and processor files into a folder.
-        evaluate: computes the evaluation loss; None without evaluation data.
+        evaluate: computes the evaluation losses; None without evaluation data.
         processes: those of the run; all of them run their trainers in step.
     """
 
@@ -68,7 +68,7 @@ class Trainer:
         data: TrainingData,
         num_steps: int,
         save_model: Callable[[Path], None],
-        evaluate: Callable[[], float] | None = None,
+        evaluate: Callable[[], MeanLosses] | None = None,
         processes: SingleProcess = ONE_PROCESS,
     ):
         self.config, self.runner, self.optimizer = config, runner, optimizer
@@ -77,7 +77,7 @@ class Trainer:
         self.processes = processes
         self.output_dir = Path(config.train.output_dir)
         self.metrics = MetricsFile(self.output_dir / METRICS_FILE)
-        self.meter = StepMeter()
+        self.meter = StepMeter(runner.objective)
         self.step = 0
         self.nonfinite_in_a_row = 0
         self._last_saved: int | None = None
@@ -136,7 +136,7 @@ class Trainer:
         result = train_step(self.runner, self.optimizer, micro_batches, rate, self.processes)
         self.step += 1
         self.meter.add(result, time.perf_counter() - begin)
-        bar.advance(result.loss, rate, self.meter.tokens_per_second())
+        bar.advance(result.loss, rate, self.meter.speed())
         self._count_nonfinite(result)
 
     def _count_nonfinite(self, result: StepResult) -> None:
@@ -168,16 +168,23 @@ class Trainer:
                 "skipped_samples": skipped,
                 **reported_rates(train, rate),
             }
-            line |= expert_load(self.runner.model, self.processes)
+            line |= self.runner.objective.metrics(self.runner.model, self.processes)
         if self.evaluate and (is_last or _is_due(self.step, train.eval_steps)):
-            line["eval_loss"] = self.evaluate()
-            logger.info("step %d: eval loss %.4f", self.step, line["eval_loss"])
+            line |= self._evaluated()
         if line and self.processes.is_main:
             line = {"step": self.step, **line}
             self.metrics.append(line)
             writers.write(line)
         if is_last or _is_due(self.step, train.save_steps):
             self._save_checkpoint()
+
+    def _evaluated(self) -> dict[str, float]:
+        losses = self.evaluate()
+        logger.info("step %d: eval loss %.4f", self.step, losses.loss)
+        line = {"eval_loss": losses.loss}
+        if len(losses.terms) > 1:
+            line |= {f"eval_{name}": mean for name, mean in losses.terms.items()}
+        return line
 
     def _epoch(self) -> float:
         """Passes over the training data so far."""

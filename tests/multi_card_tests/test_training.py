@@ -143,7 +143,7 @@ def several(request, run_file, tmp_path_factory) -> Path:
 
 def metrics_of(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+    return [{k: v for k, v in line.items() if "_per_second" not in k} for line in lines]
 
 
 def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:

@@ -1,10 +1,10 @@
 """One stage's side of a step: its parts of the model run as the plan says.
 
 A part is a function of a batch and of the rows that the part before made. Gradients add up in the
-parameters; nothing is scaled on the way, the last part divides by the step's number of targets.
+parameters; nothing is scaled on the way, the last part divides by what the losses are means of.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import paddle
@@ -16,13 +16,16 @@ from paddle_vl.parallel.pipeline.schedule import Operation, plan
 Batch = dict[str, Any]
 
 
-class Losses(Protocol):
-    """What the last part makes of a batch."""
+class Objective(Protocol):
+    """What the last part's output is worth, see `paddle_vl.train.objective`."""
 
-    loss_sum: Tensor
+    terms: Mapping[str, float]
 
-    def share_of_step(self, num_target_tokens: int, num_batches: int) -> Tensor:
-        """What the batch adds to the loss of a step of so many targets and batches."""
+    def share(self, output: Any, totals: Sequence[int], num_batches: int) -> tuple[Tensor, Tensor]:
+        """What a batch adds to a step: to its loss, and to each of its terms."""
+
+    def sums(self, output: Any) -> Tensor:
+        """Each term of a batch before it is divided."""
 
 
 class Part(Protocol):
@@ -34,8 +37,8 @@ class Part(Protocol):
     def input_shape(self, batch: Batch) -> tuple[int, ...]:
         """Shape of the rows that arrive, known without them."""
 
-    def __call__(self, batch: Batch, rows: Tensor | None = None) -> Tensor | Losses:
-        """Rows for the next part; of the last part its losses."""
+    def __call__(self, batch: Batch, rows: Tensor | None = None) -> Any:
+        """Rows for the next part; of the last part the model's output."""
 
 
 class PipelineRunner:
@@ -50,27 +53,34 @@ class PipelineRunner:
             `i * num_stages + stage` of all.
         group: the processes of the pipeline, by stage.
         dtype: of the rows between parts.
+        objective: the losses of the model.
         data_size: parts of the data, each with such a pipeline.
     """
 
     def __init__(
-        self, model: nn.Layer, parts: Sequence[Part], group, dtype: str, data_size: int = 1
+        self,
+        model: nn.Layer,
+        parts: Sequence[Part],
+        group,
+        dtype: str,
+        objective: Objective,
+        data_size: int = 1,
     ):
-        self.model, self.data_size = model, data_size
+        self.model, self.objective, self.data_size = model, objective, data_size
         self.parts = {i * group.nranks + group.rank: part for i, part in enumerate(parts)}
         self.num_stages, self.num_virtual, self.stage = group.nranks, len(parts), group.rank
         self.exchange = Exchange(group, dtype)
 
-    def accumulate_gradients(self, batches: Sequence[Batch], num_target_tokens: int) -> Tensor:
-        """Add up the gradients of the mean loss over all batches.
+    def accumulate_gradients(self, batches: Sequence[Batch], totals: Sequence[int]) -> Tensor:
+        """Add up the gradients of the loss over all batches.
 
         Returns:
-            That loss on the last stage, zero on the others.
+            `[n]`, this pipeline's part of each term on the last stage, zeros on the others.
         """
         num_batches = len(batches) * self.data_size
 
-        def share(losses: Losses) -> Tensor:
-            return losses.share_of_step(num_target_tokens, num_batches)
+        def share(output: Any) -> tuple[Tensor, Tensor]:
+            return self.objective.share(output, totals, num_batches)
 
         return _Step(self, batches, share).run(self._operations(len(batches)))
 
@@ -80,10 +90,13 @@ class PipelineRunner:
         return 2 * self.num_stages
 
     @paddle.no_grad()
-    def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
-        """Summed loss of all batches on the last stage, zero on the others."""
-        step = _Step(self, batches, lambda losses: losses.loss_sum)
-        return step.run(self._operations(len(batches), forward_only=True))
+    def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
+        """`[n]`, each term summed over all batches on the last stage, zeros on the others."""
+
+        def sums(output: Any) -> tuple[None, Tensor]:
+            return None, self.objective.sums(output)
+
+        return _Step(self, batches, sums).run(self._operations(len(batches), forward_only=True))
 
     def _operations(self, num_batches: int, forward_only: bool = False) -> list[Operation]:
         plans = plan(self.num_stages, self.num_virtual, num_batches, forward_only)
@@ -94,19 +107,19 @@ class _Step:
     """What a stage holds during a step.
 
     Args:
-        loss_of: what a batch's losses add to the result.
+        losses_of: of a batch's output the loss to go back from, and what it adds to the terms.
     """
 
     def __init__(
         self,
         runner: PipelineRunner,
         batches: Sequence[Batch],
-        loss_of: Callable[[Losses], Tensor],
+        losses_of: Callable[[Any], tuple[Tensor | None, Tensor]],
     ):
         self.parts, self.exchange = runner.parts, runner.exchange
-        self.batches, self.loss_of = batches, loss_of
+        self.batches, self.losses_of = batches, losses_of
         self.trained = runner.model.placement.trained
-        self.loss = paddle.zeros([])
+        self.terms = paddle.zeros([len(runner.objective.terms)])
         # By part and micro-batch: what entered a part, what it made, and what is on its way here.
         self.entered: dict[tuple[int, int], Tensor | None] = {}
         self.made: dict[tuple[int, int], Tensor] = {}
@@ -122,7 +135,7 @@ class _Step:
         for operation in operations:
             does[operation.kind](operation)
         self.exchange.finish()
-        return self.loss
+        return self.terms
 
     def forward(self, operation: Operation) -> None:
         _, _, number, micro_batch, _ = operation
@@ -132,8 +145,8 @@ class _Step:
             rows.stop_gradient = not paddle.is_grad_enabled()
         made = part(self.batches[micro_batch], rows)
         if part.is_last:
-            made = self.loss_of(made)
-            self.loss = self.loss + made.detach().astype("float32")
+            made, terms = self.losses_of(made)
+            self.terms = self.terms + terms.astype("float32")
         self.entered[number, micro_batch], self.made[number, micro_batch] = rows, made
 
     def backward(self, operation: Operation) -> None:

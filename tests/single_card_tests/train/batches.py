@@ -4,6 +4,7 @@ import numpy as np
 
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.visual_index import host_visual_indices
+from paddle_vl.train.step import StepResult
 from tests.tiny import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows
 
 
@@ -42,3 +43,24 @@ def split_batch(texts: list[list[int]], prompt_lengths: list[int]) -> list[dict]
         part["pixel_values"] = whole["pixel_values"][16 * i : 16 * (i + 1)]
         parts.append(part)
     return parts
+
+
+def step_result(
+    loss: float,
+    grad_norm: float,
+    num_targets: int,
+    num_tokens: int,
+    is_skipped: bool,
+    num_packed_places: int = 0,
+) -> StepResult:
+    """What a step of two samples tells of a language model."""
+    return StepResult(
+        loss=loss,
+        terms={"loss": loss},
+        grad_norm=grad_norm,
+        counts={"loss": num_targets},
+        num_samples=2,
+        num_tokens=num_tokens,
+        is_skipped=is_skipped,
+        num_packed_places=num_packed_places,
+    )

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 
-from paddle_vl.train.evaluate import Answer, FirstSamples, evaluation_report, mean_loss
+from paddle_vl.train.evaluate import Answer, FirstSamples, evaluation_report, mean_losses
 from paddle_vl.train.step import WholeModel
 from tests.single_card_tests.train.batches import image_batch, split_batch
 from tests.tiny import tiny_model
@@ -21,15 +21,15 @@ def test_loss_is_one_mean_over_all_targets(training):
     model = tiny_model()
     expected = float(model(**image_batch(TEXTS, PROMPTS)).loss)
     model.train() if training else model.eval()
-    loss, count = mean_loss(WholeModel(model), split_batch(TEXTS, PROMPTS))
-    assert loss == pytest.approx(expected, rel=1e-6)
-    assert count == 8
+    losses = mean_losses(WholeModel(model), split_batch(TEXTS, PROMPTS))
+    assert losses.loss == pytest.approx(expected, rel=1e-6)
+    assert losses.counts == {"loss": 8}
     assert model.training is training
 
 
 def test_data_without_targets_is_refused():
     with pytest.raises(ValueError, match="no target token"):
-        mean_loss(WholeModel(tiny_model()), [image_batch([[1, 2]], [2])])
+        mean_losses(WholeModel(tiny_model()), [image_batch([[1, 2]], [2])])
 
 
 def answer(task: str, is_exact: bool) -> Answer:

@@ -52,8 +52,8 @@ def test_a_steps_loss_has_the_mean_of_the_auxiliary_losses(processes):
     expected.backward()
     wanted = {name: p.grad.numpy() for name, p in model.hf_named_parameters()}
     model = tiny_model(**SETTINGS)
-    loss = WholeModel(model, processes).accumulate_gradients(parts, targets)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    terms = WholeModel(model, processes).accumulate_gradients(parts, [targets])
+    assert terms.item() == pytest.approx(float(expected), rel=1e-6)
     for name, parameter in model.hf_named_parameters():
         scale = np.abs(wanted[name]).max()
         np.testing.assert_allclose(
@@ -63,8 +63,8 @@ def test_a_steps_loss_has_the_mean_of_the_auxiliary_losses(processes):
 
 def test_evaluation_is_about_cross_entropy_alone():
     batch = image_batch(TEXTS, PROMPTS)
-    with_auxiliary = WholeModel(tiny_model(**SETTINGS)).loss_sum([batch])
-    assert with_auxiliary.item() == WholeModel(tiny_model(**EXPERTS)).loss_sum([batch]).item()
+    with_auxiliary = WholeModel(tiny_model(**SETTINGS)).loss_sums([batch])
+    assert with_auxiliary.item() == WholeModel(tiny_model(**EXPERTS)).loss_sums([batch]).item()
 
 
 def test_load_is_over_all_experts_of_all_layers_and_parts_of_the_data():

@@ -15,41 +15,42 @@ from PIL import Image
 from paddle_vl.train.loss_curve import draw_loss_curve
 from paddle_vl.train.metrics import MetricsFile, StepMeter
 from paddle_vl.train.scalar_writers import ScalarWriters
-from paddle_vl.train.step import StepResult
+from tests.single_card_tests.train.batches import step_result
 
 
 def test_report_weighs_by_targets_and_leaves_skipped_updates_out():
     meter = StepMeter()
-    meter.add(StepResult(2.0, 1.0, 10, 100, False), 0.5)
-    meter.add(StepResult(math.nan, math.nan, 50, 100, True), 0.5)
-    meter.add(StepResult(4.0, 3.0, 30, 200, False), 1.0)
+    meter.add(step_result(2.0, 1.0, 10, 100, False), 0.5)
+    meter.add(step_result(math.nan, math.nan, 50, 100, True), 0.5)
+    meter.add(step_result(4.0, 3.0, 30, 200, False), 1.0)
     assert meter.report() == {
         "loss": 3.5,
         "grad_norm": 3.0,
+        "samples_per_second": 3.0,
         "tokens_per_second": 200.0,
         "target_tokens": 40,
         "skipped_updates": 1,
     }
-    meter.add(StepResult(math.inf, math.nan, 10, 10, True), 1.0)
+    meter.add(step_result(math.inf, math.nan, 10, 10, True), 1.0)
     line = meter.report()
     assert (line["loss"], line["grad_norm"], line["skipped_updates"]) == (None, None, 2)
 
 
 def test_packing_efficiency_is_the_share_of_real_tokens_since_the_last_line():
     meter = StepMeter()
-    meter.add(StepResult(2.0, 1.0, 10, 100, False, 110), 1.0)
-    meter.add(StepResult(2.0, 1.0, 10, 80, False, 90), 1.0)
+    meter.add(step_result(2.0, 1.0, 10, 100, False, 110), 1.0)
+    meter.add(step_result(2.0, 1.0, 10, 80, False, 90), 1.0)
     assert meter.report()["packing_efficiency"] == 0.9
-    meter.add(StepResult(2.0, 1.0, 10, 50, False, 100), 1.0)
+    meter.add(step_result(2.0, 1.0, 10, 50, False, 100), 1.0)
     assert meter.report()["packing_efficiency"] == 0.5
 
 
 def test_window_survives_a_checkpoint():
     meter, resumed = StepMeter(), StepMeter()
-    meter.add(StepResult(2.0, 1.0, 10, 1, False), 1.0)
+    meter.add(step_result(2.0, 1.0, 10, 1, False), 1.0)
     resumed.load_state_dict(json.loads(json.dumps(meter.state_dict())))
     for each in (meter, resumed):
-        each.add(StepResult(5.0, 1.0, 20, 1, False), 1.0)
+        each.add(step_result(5.0, 1.0, 20, 1, False), 1.0)
     assert resumed.report()["loss"] == meter.report()["loss"] == 4.0
 
 

@@ -89,7 +89,7 @@ def test_learning_rates_of_parts_are_peaks_of_the_one_schedule(batch):
         model, learning_rate=1e-2, part_learning_rates=rates, adam_epsilon=1e-30, weight_decay=0.5
     )
     before = model.hf_state_dict()
-    WholeModel(model).accumulate_gradients([batch], batch["num_target_tokens"])
+    WholeModel(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
     # Half of the peak.
     optimizer.step(5e-3)
     after, seen = model.hf_state_dict(), set()
@@ -137,7 +137,7 @@ def test_weight_decay_moves_only_decayed_parameters():
 def test_clipping_is_torchs_formula_over_trained_parameters(batch, max_norm):
     model = tiny_model()
     optimizer = build(model, ["model.visual.*"], max_grad_norm=max_norm)
-    WholeModel(model).accumulate_gradients([batch], batch["num_target_tokens"])
+    WholeModel(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
     before = {name: p.grad.numpy().copy() for name, p in optimizer.parameters}
     expected = np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in before.values()))
     norm = optimizer.gradient_norm()

@@ -32,7 +32,7 @@ def build(model, **settings):
 
 def gradients(model, batches):
     total = sum(batch["num_target_tokens"] for batch in batches)
-    loss = float(WholeModel(model).accumulate_gradients(batches, total))
+    loss = WholeModel(model).accumulate_gradients(batches, [total]).item()
     return loss, {name: p.grad.numpy() for name, p in model.hf_named_parameters()}
 
 
@@ -53,7 +53,7 @@ def test_result_reports_loss_and_targets():
     expected = float(model(**batch).loss)
     result = train_step(WholeModel(model), build(model), [batch], 0.0)
     assert result.loss == pytest.approx(expected, rel=1e-6)
-    assert result.num_target_tokens == 8
+    assert result.counts["loss"] == 8
     assert not result.is_skipped
 
 
@@ -100,7 +100,7 @@ def test_recomputation_changes_no_gradient(frozen):
         if recomputed:
             recompute_layers([*model.vision_blocks, *model.decoder_layers])
         calls = count_calls(model.decoder_layers[2].mlp)
-        WholeModel(model).accumulate_gradients([image_batch(TEXTS, PROMPTS)], 8)
+        WholeModel(model).accumulate_gradients([image_batch(TEXTS, PROMPTS)], [8])
         assert len(calls) == (2 if recomputed else 1)
         results.append({name: parameter.grad for name, parameter in trained})
     # Not bit-equal: where a layer's output is used twice the sums are taken in another order.

@@ -21,7 +21,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.checkpoint import model_folder
-from paddle_vl.train.step import StepResult
+from tests.single_card_tests.train.batches import step_result
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 
@@ -38,7 +38,7 @@ def build(run_file: Path, output_dir: Path, *overrides: str):
 def metrics_of(folder: Path) -> list[dict]:
     """Lines of metrics.jsonl without the one quantity that is a time."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+    return [{k: v for k, v in line.items() if "_per_second" not in k} for line in lines]
 
 
 def assert_same_run(one: Path, other: Path, checkpoint: str = "checkpoint-4") -> None:
@@ -85,7 +85,8 @@ def test_metrics_have_every_quantity(whole_run):
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["learning_rate"] for line in lines] == pytest.approx([0.0, 0.01, 0.0075, 0.0025])
     assert set(lines[1]) == {
-        "step", "epoch", "loss", "learning_rate", "grad_norm", "tokens_per_second",
+        "step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second",
+        "tokens_per_second",
         "target_tokens", "skipped_updates", "skipped_samples", "eval_loss",
     }  # fmt: skip
     assert "eval_loss" not in lines[0]
@@ -167,7 +168,7 @@ def test_nonfinite_updates_stop_the_run_and_keep_the_last_good_checkpoint(
     def step_that_breaks(model, optimizer, *arguments):
         step_that_breaks.calls += 1
         if step_that_breaks.calls > 2:
-            return StepResult(float("nan"), float("inf"), 3, 9, True)
+            return step_result(float("nan"), float("inf"), 3, 9, True)
         return plain(model, optimizer, *arguments)
 
     step_that_breaks.calls = 0
@@ -192,7 +193,7 @@ def test_finite_update_between_resets_the_count(run_file, tmp_path, monkeypatch)
     def every_other_step_breaks(model, optimizer, *arguments):
         every_other_step_breaks.calls += 1
         if every_other_step_breaks.calls % 2:
-            return StepResult(float("nan"), float("nan"), 3, 9, True)
+            return step_result(float("nan"), float("nan"), 3, 9, True)
         return plain(model, optimizer, *arguments)
 
     every_other_step_breaks.calls = 0

@@ -1,0 +1,1 @@
+"""What a run of each family of models is put together from."""
