@@ -1,0 +1,1 @@
+"""What a training step costs: time by phase, memory by process, and which choices fit a machine."""
