@@ -55,6 +55,10 @@ class WideGradients:
         """The sum of a parameter's gradients, which is forgotten here; None without any."""
         return self._sums.pop(id(parameter), None)
 
+    def sums(self) -> list[Tensor]:
+        """Those that are held now."""
+        return list(self._sums.values())
+
 
 class MasterWeights:
     """Whole float32 copies of the trained half-precision parameters of a model.
@@ -80,6 +84,14 @@ class MasterWeights:
     def shard_of(self, parameter: Tensor) -> Tensor:
         """What the optimizer updates: the copy, or a float32 parameter itself."""
         return self._masters.get(id(parameter), parameter)
+
+    def copies(self) -> list[Tensor]:
+        """What is held beside the parameters."""
+        return list(self._masters.values())
+
+    def gradient_sums(self) -> list[Tensor]:
+        """What is held of gradients beside those of parameters and copies."""
+        return self._gradients.sums()
 
     def end_micro_batch(self) -> None:
         """Behind each micro-batch's backward pass."""

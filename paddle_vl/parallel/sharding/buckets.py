@@ -84,6 +84,11 @@ class Bucket:
         self._wide = WideGradients(halves)
         self._sum_N: Tensor | None = None
 
+    def gradient_sums(self) -> list[Tensor]:
+        """What is held of gradients beside those of parameters and shards."""
+        reduced = [] if self._sum_N is None else [self._sum_N]
+        return [*self._wide.sums(), *reduced]
+
     def keep_gradients(self) -> None:
         """Add half-precision gradients up in float32 until they are reduced."""
         self._wide.take()

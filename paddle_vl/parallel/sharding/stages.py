@@ -79,6 +79,14 @@ class Sharding:
             raise ValueError(f"{parameter.name} is not divided: frozen, or not of this model")
         return part.shard
 
+    def copies(self) -> list[Tensor]:
+        """The shards."""
+        return [part.shard for part in self._parts.values()]
+
+    def gradient_sums(self) -> list[Tensor]:
+        """What is held of gradients beside those of parameters and shards."""
+        return [total for bucket in self._buckets for total in bucket.gradient_sums()]
+
     def end_micro_batch(self) -> None:
         """Behind each micro-batch's backward pass: reduce what no unit has reduced.
 

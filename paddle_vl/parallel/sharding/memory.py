@@ -1,0 +1,174 @@
+"""Bytes that a rank holds of parameters, gradients and optimizer state: by formula, and counted.
+
+With S ranks that share, w bytes per stored parameter, and `t_u`, `f_u`, `t_r`, `f_r` the trained
+and the frozen parameters of units and of the rest (the root), `t = t_u + t_r`, `f = f_u + f_r`:
+
+| stage | parameters | float32 copies | moments | gradients at the end of backward |
+| --- | --- | --- | --- | --- |
+| 0 | w (t + f) | 4 t, none if w = 4 | 8 t | w t |
+| 1 | w (t + f) | 4 t / S | 8 t / S | w t |
+| 2 | w (t + f) | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
+| 3 | w (t_r + f_r) + w f_u / S | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
+
+Stage 0 divides nothing. Several micro-batches per step add sums of those before: in float32, of all
+that is trained where w < 4 at stages 0 and 1, and of this rank's part of the root's at 2 and 3.
+Between steps there are no gradients. Activations, and the zeros behind the last rank's parts, are
+left out; what one unit needs for a moment is `passing_bytes`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from paddle import Tensor, nn
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of parameters."""
+
+    trained: int = 0
+    frozen: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.trained + self.frozen
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor]) -> "Elements":
+        parameters = list(parameters)
+        trained = sum(p.size for p in parameters if not p.stop_gradient)
+        return cls(trained, sum(p.size for p in parameters) - trained)
+
+
+@dataclass(frozen=True)
+class ModelElements:
+    """What the formula knows of a model, or of a rank's part of it under tensor parallelism.
+
+    Attributes:
+        units: of all units together.
+        root: of what is no unit's.
+        largest_unit: of the unit that has most.
+        item_bytes: of a stored parameter, 2 or 4.
+    """
+
+    units: Elements
+    root: Elements
+    largest_unit: Elements
+    item_bytes: int
+
+    @classmethod
+    def of(
+        cls, parameters: Iterable[Tensor], units: Sequence[nn.Layer], item_bytes: int
+    ) -> "ModelElements":
+        """Count a model's parameters, with storage or without."""
+        per_unit = [Elements.of(unit.parameters()) for unit in units]
+        whole = Elements.of(parameters)
+        in_units = Elements(sum(u.trained for u in per_unit), sum(u.frozen for u in per_unit))
+        root = Elements(whole.trained - in_units.trained, whole.frozen - in_units.frozen)
+        largest = max(per_unit, key=lambda unit: unit.total, default=Elements())
+        return cls(in_units, root, largest, item_bytes)
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes of a rank.
+
+    Attributes:
+        parameters: what the layers compute with, and shards of frozen parameters.
+        masters: float32 copies, or this rank's parts of them, which the optimizer updates.
+        gradients: of parameters and of masters, and their sums over micro-batches.
+        moments: both of Adam's.
+    """
+
+    parameters: float
+    masters: float
+    gradients: float
+    moments: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, item.name) for item in fields(self))
+
+
+def between_steps(model: ModelElements, stage: int, num_ranks: int) -> HeldBytes:
+    """What a rank holds when a step is done.
+
+    Args:
+        stage: 0 divides nothing, whatever the number of ranks.
+        num_ranks: those that share.
+    """
+    width, ranks = model.item_bytes, num_ranks if stage else 1
+    trained = model.units.trained + model.root.trained
+    if stage < 3:
+        parameters = width * (model.units.total + model.root.total)
+    else:
+        parameters = width * (model.root.total + model.units.frozen / ranks)
+    needs_masters = stage > 0 or width < FLOAT32_BYTES
+    masters = FLOAT32_BYTES * trained / ranks if needs_masters else 0
+    return HeldBytes(parameters, masters, 0, 2 * FLOAT32_BYTES * trained / ranks)
+
+
+def end_of_backward(
+    model: ModelElements, stage: int, num_ranks: int, num_micro_batches: int = 1
+) -> HeldBytes:
+    """What a rank holds behind the last micro-batch's backward pass, when most gradients are there.
+
+    Before `end_micro_batch`; arguments as for `between_steps`.
+    """
+    width, held = model.item_bytes, between_steps(model, stage, num_ranks)
+    has_sums = num_micro_batches > 1
+    if stage < 2:
+        trained = model.units.trained + model.root.trained
+        gradients = width * trained
+        if has_sums and width < FLOAT32_BYTES:
+            gradients += FLOAT32_BYTES * trained
+    else:
+        gradients = FLOAT32_BYTES * model.units.trained / num_ranks + width * model.root.trained
+        if has_sums:
+            gradients += FLOAT32_BYTES * model.root.trained / num_ranks
+    return HeldBytes(held.parameters, held.masters, gradients, held.moments)
+
+
+def passing_bytes(model: ModelElements, stage: int) -> int:
+    """What one unit needs beyond that while it runs, the most at any time.
+
+    Its whole gradients beside their float32 packing to send; at stage 3 its parameters as they
+    arrive beside the same laid out, or laid out beside its gradients.
+    """
+    width, unit = model.item_bytes, model.largest_unit
+    if stage < 2:
+        return 0
+    reducing = (width + FLOAT32_BYTES) * unit.trained
+    if stage == 2:
+        return reducing
+    return max(reducing, 2 * width * unit.total, width * (unit.total + unit.trained))
+
+
+def counted_bytes(
+    parameters: Iterable[Tensor], trained: Any, states: Iterable[Tensor]
+) -> HeldBytes:
+    """The same of a live run: the tensors that are there now.
+
+    Args:
+        parameters: the model's on this rank.
+        trained: the `Sharding` or `MasterWeights` of them.
+        states: the optimizer's moments.
+    """
+    parameters = list(parameters)
+    copies = trained.copies()
+    frozen = [copy for copy in copies if copy.stop_gradient]
+    masters = [copy for copy in copies if not copy.stop_gradient]
+    gradients = [tensor.grad for tensor in [*parameters, *masters] if tensor.grad is not None]
+    return HeldBytes(
+        _bytes([p for p in parameters if p._is_initialized()] + frozen),
+        _bytes(masters),
+        _bytes([*gradients, *trained.gradient_sums()]),
+        _bytes(states),
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.size * tensor.element_size() for tensor in tensors)
