@@ -44,6 +44,9 @@ class PrefetchLoader:
     order in their place, so that every rank keeps its number of batches, and `drop_last=False`
     leaves them out, so that nothing counts twice.
 
+    A dataset that draws something for its samples (`DrawsByEpoch`) is asked for those of the epoch;
+    packed rows are not made of such.
+
     Attributes:
         epoch: of the next batch.
         batches_consumed: batches of that epoch already handed out.
@@ -208,7 +211,7 @@ class PrefetchLoader:
         samples = self._order.batch(epoch, number)
         if isinstance(self._order, PackedOrder):
             return load_packed_batch, samples, self._order.budget.tokens
-        return load_batch, samples, self._drop_last
+        return load_batch, samples, self._drop_last, epoch
 
     def _load_from_workers(self) -> LoadedBatch:
         try:

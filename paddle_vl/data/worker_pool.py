@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -36,6 +36,14 @@ class SampleSource(Protocol):
     def __getitem__(self, number: int) -> Sample: ...
 
 
+@runtime_checkable
+class DrawsByEpoch(Protocol):
+    """A dataset whose samples have something drawn anew in every epoch."""
+
+    def in_epoch(self, epoch: int) -> SampleSource:
+        """Its samples as they are in that epoch."""
+
+
 class LoadedBatch(NamedTuple):
     """A collated batch, or None where every sample was left out; and what was skipped, by kind."""
 
@@ -44,9 +52,9 @@ class LoadedBatch(NamedTuple):
 
 
 def load_batch(
-    dataset: SampleSource, collator: Collator, numbers: np.ndarray, replace_bad: bool
+    dataset: SampleSource, collator: Collator, numbers: np.ndarray, replace_bad: bool, epoch: int
 ) -> LoadedBatch:
-    """Load and collate the samples with these numbers.
+    """Load and collate the samples with these numbers, as they are in this epoch.
 
     Where the dataset says that bad samples are skipped, one is replaced by the next good sample in
     file order (`replace_bad`, so that the batch keeps its size) or left out.
@@ -54,6 +62,8 @@ def load_batch(
     Raises:
         BadSampleError: a bad sample that is not to be skipped, or too many of them in a row.
     """
+    if isinstance(dataset, DrawsByEpoch):
+        dataset = dataset.in_epoch(epoch)
     skipped: Counter[str] = Counter()
     samples = []
     for number in numbers.tolist():

@@ -1,0 +1,1 @@
+"""Demonstrations of robots: samples, drops, draws, statistics."""

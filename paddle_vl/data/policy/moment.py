@@ -1,0 +1,151 @@
+"""One line of a file of demonstrations, read and checked.
+
+    {"state": [[0.1, 0.2], [0.1, 0.3]], "camera0": ["0/0.png", "0/1.png"], "prompt": "stack them",
+     "actions": [[0.0, 1.0], ...], "subgoal0": "0/9.png", "response": "grasp the cube", "speed": 50}
+
+Images are paths, relative to the file. Of an observation's frames, oldest first, there may be fewer
+than the policy looks at, where the episode begins; of the actions fewer than a chunk, where it
+ends. Entries of one frame may leave the outer list out. What a line does not have, or has as null,
+is absent; `dataset_index` is not written, it follows from the file.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.line_index import parse_object
+from paddle_vl.data.policy.sample import NUMBER_TYPES, OPTIONAL_TEXTS, DemonstrationShapes
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a line says; images are paths.
+
+    Attributes:
+        state: `[F, S]` float32, F frames, the current one last.
+        actions: `[N, A]` float32, N steps; None where actions are not asked for.
+        frames: F paths for each camera.
+        goals: a path for each camera, by the goal's name; those that the line has.
+        words: the prompt, and what the line has of texts and numbers.
+    """
+
+    state: np.ndarray
+    actions: np.ndarray | None
+    frames: Mapping[str, list[str]]
+    goals: Mapping[str, str]
+    words: Mapping[str, Any]
+
+
+def parse_moment(line: bytes, directory: Path, shapes: DemonstrationShapes) -> Moment:
+    """Parse one line of a JSONL file.
+
+    Args:
+        directory: where relative paths start; the file's own directory.
+
+    Raises:
+        BadSampleError: naming the fault.
+    """
+    record = parse_object(line, "'state', images, 'actions' and 'prompt'")
+    record = {name: value for name, value in record.items() if value is not None}
+    _check_names(record, shapes)
+    state_FS = _rows(record, "state", shapes.state_dim, shapes.n_obs_steps, "n_obs_steps")
+    frames = {name: _paths(record, name, directory, len(state_FS)) for name in shapes.cameras}
+    actions_NA = None
+    if shapes.chunk_size is not None:
+        actions_NA = _rows(record, "actions", shapes.action_dim, shapes.chunk_size, "chunk_size")
+    goals = {
+        goal: _paths(record, goal, directory, 1)[0]
+        for goal in shapes.goals.values()
+        if goal in record
+    }
+    words = {name: _text(record, name) for name in ("prompt", *OPTIONAL_TEXTS) if name in record}
+    words |= {name: _number(record, name) for name in NUMBER_TYPES if name in record}
+    return Moment(state_FS, actions_NA, frames, goals, words)
+
+
+def check_files(moment: Moment, with_goals: bool) -> None:
+    """Check that the image files exist.
+
+    Raises:
+        BadSampleError: naming one that does not.
+    """
+    paths = [path for of_camera in moment.frames.values() for path in of_camera]
+    for path in paths + (list(moment.goals.values()) if with_goals else []):
+        if not os.path.isfile(path):
+            raise BadSampleError("missing_image", f"image file {path} does not exist")
+
+
+def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None:
+    needed = ["state", *shapes.cameras, "prompt"]
+    if shapes.chunk_size is not None:
+        needed.append("actions")
+    if missing := [name for name in needed if name not in record]:
+        raise BadSampleError(
+            "missing_key",
+            f"the line has no {', '.join(map(repr, missing))}; it has {sorted(record)}",
+        )
+    known = {*needed, "actions", *OPTIONAL_TEXTS, *NUMBER_TYPES}
+    unknown = [
+        name
+        for name in record
+        # Cameras, and goals, that this run does not look at are no fault.
+        if name not in known and not name.startswith(("camera", "subgoal"))
+    ]
+    if unknown:
+        raise BadSampleError(
+            "unknown_key",
+            f"the line has {', '.join(map(repr, unknown))}, which nothing reads; entries are "
+            f"{', '.join(sorted(known))}, cameras and subgoals",
+        )
+
+
+def _rows(record: Mapping[str, Any], name: str, width: int, most: int, setting: str) -> np.ndarray:
+    """The entry as `[1 to most, width]` float32."""
+    try:
+        values = np.asarray(record[name], dtype=np.float32)
+    except (ValueError, TypeError) as error:
+        raise BadSampleError(
+            "bad_shape", f"{name!r} is no table of numbers with rows of one length: {error}"
+        ) from error
+    values = values[None] if values.ndim == 1 else values
+    if values.ndim != 2 or values.shape[1] != width or not 1 <= len(values) <= most:
+        raise BadSampleError(
+            "bad_shape",
+            f"{name!r} has shape {list(values.shape)}; [1 to {most}, {width}] is needed "
+            f"({setting} is {most})",
+        )
+    if not np.isfinite(values).all():
+        raise BadSampleError("not_finite", f"{name!r} holds NaN or infinite values")
+    return values
+
+
+def _paths(record: Mapping[str, Any], name: str, directory: Path, count: int) -> list[str]:
+    given = record[name]
+    given = [given] if isinstance(given, str) else given
+    if not isinstance(given, list) or not all(isinstance(path, str) and path for path in given):
+        raise BadSampleError("bad_type", f"{name!r} is {str(given)[:80]}; paths are needed")
+    if len(given) != count:
+        what = "1 is needed" if name.startswith("subgoal") else f"'state' has {count} frames"
+        raise BadSampleError("bad_shape", f"{name!r} has {len(given)} images; {what}")
+    return [str(directory / path) for path in given]
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    text = record[name]
+    if not isinstance(text, str):
+        raise BadSampleError("bad_type", f"{name!r} is {str(text)[:80]}; a text is needed")
+    return text
+
+
+def _number(record: Mapping[str, Any], name: str) -> Any:
+    value, kind = record[name], NUMBER_TYPES[name]
+    is_truth = kind is np.bool_
+    if type(value) is not (bool if is_truth else int):
+        needed = "true or false" if is_truth else "a whole number"
+        raise BadSampleError("bad_type", f"{name!r} is {str(value)[:80]!r}; {needed} is needed")
+    return value

@@ -1,0 +1,187 @@
+"""What one demonstration is: a moment of an episode, what was seen and what was done then.
+
+A sample is a mapping under the names of OpenTau's standard data format, which the policies of
+`models/pi07/policy` read. Shapes: T frames of an observation (`n_obs_steps`, the current one last),
+S state dims, C steps of a chunk, A action dims, H x W pixels.
+
+Always there:
+    `state` `[T, S]` float32; a camera's frames under its name, `camera0`..., `[T, 3, H, W]` float32
+    in [0, 1]; `obs_history_is_pad` `[T]` bool, True at frames from before the episode's beginning,
+    which are zeros; `prompt`, text; `dataset_index`, int64, the group of data.
+Where actions are asked for:
+    `actions` `[C, A]` float32; `action_is_pad` `[C]` bool, True behind the episode's end, where the
+    last action stands again.
+Optional, each of `OPTIONAL_FIELDS`, and there in all samples of a source or in none:
+    `response`, `robot_type`, `control_mode`, `past_memory`, `next_memory`: texts; empty is absent.
+    `speed`, `quality`, `fps` int64 and `mistake` bool with `<name>_is_pad`; absent is 0 with True.
+    `subgoal`: a goal image `[3, H, W]` for each camera, `subgoal0` for `camera0`, in [0, 1], and
+    `subgoal_is_pad`; absent is black with True, for all cameras or for none.
+Drawn for training, see `draws`:
+    `noise` `[C, max_action_dim]` float32; `time` float32; `delay` int64.
+
+Values are raw: the policy normalises. Which fields a source has is its configuration, `fields`,
+not what its samples hold, so that every rank and every batch has the same entries.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from paddle_vl.data.worker_pool import SampleSource
+
+Demonstration = dict[str, Any]
+
+# Numbers of the metadata with their types.
+NUMBER_TYPES: Mapping[str, type] = {
+    "speed": np.int64,
+    "quality": np.int64,
+    "mistake": np.bool_,
+    "fps": np.int64,
+}
+OPTIONAL_TEXTS = ("response", "robot_type", "control_mode", "past_memory", "next_memory")
+METADATA = (*NUMBER_TYPES, "robot_type", "control_mode")
+OPTIONAL_FIELDS = (*OPTIONAL_TEXTS, *NUMBER_TYPES, "subgoal")
+
+
+@dataclass(frozen=True)
+class DemonstrationShapes:
+    """What a policy asks of demonstrations, in plain values of its configuration.
+
+    Attributes:
+        cameras: names of the cameras.
+        image_size: (height, width) that images are fitted into (`resize_imgs_with_padding`).
+        state_dim: values of a state.
+        n_obs_steps: frames of an observation.
+        chunk_size, action_dim: steps and values of the actions; None where actions are not asked
+            for, as by the planner.
+    """
+
+    cameras: tuple[str, ...]
+    image_size: tuple[int, int]
+    state_dim: int
+    n_obs_steps: int = 1
+    chunk_size: int | None = None
+    action_dim: int | None = None
+
+    def __post_init__(self):
+        """Check the numbers.
+
+        Raises:
+            ValueError: naming what is wrong.
+        """
+        object.__setattr__(self, "cameras", tuple(self.cameras))
+        object.__setattr__(self, "image_size", tuple(self.image_size))
+        if not self.cameras or len(set(self.cameras)) != len(self.cameras):
+            raise ValueError(f"cameras are {list(self.cameras)}; at least one is needed, each once")
+        if (self.chunk_size is None) != (self.action_dim is None):
+            raise ValueError(
+                f"chunk_size is {self.chunk_size} and action_dim {self.action_dim}; give both, or "
+                "None for both where no actions are read"
+            )
+        numbers = (*self.image_size, self.state_dim, self.n_obs_steps, *self.action_shape)
+        if min(numbers) < 1:
+            raise ValueError(f"{self}: sizes must be at least 1")
+
+    @property
+    def action_shape(self) -> tuple[int, ...]:
+        """`(C, A)`, or empty without actions."""
+        return () if self.chunk_size is None else (self.chunk_size, self.action_dim)
+
+    @property
+    def goals(self) -> dict[str, str]:
+        """Name of each camera's goal image, as the policy looks for it."""
+        return {camera: camera.replace("camera", "subgoal") for camera in self.cameras}
+
+
+class DemonstrationSource(SampleSource, Protocol):
+    """Where demonstrations come from: files, or a formula.
+
+    Attributes:
+        shapes: of the samples.
+        fields: for each of `OPTIONAL_FIELDS`, whether samples have it.
+        group_names: of the groups that `dataset_index` counts.
+    """
+
+    shapes: DemonstrationShapes
+    fields: Mapping[str, bool]
+    group_names: tuple[str, ...]
+
+    def demonstration(
+        self, number: int, *, with_history: bool = True, with_subgoals: bool = True
+    ) -> Demonstration:
+        """A sample; past frames and goal images that are not asked for may be left out as absent.
+
+        Raises:
+            BadSampleError: it cannot be used, as `file:line: reason`.
+        """
+
+    def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
+        """Real frames of the state `[at most T, S]`, real steps of the actions `[at most C, A]` or
+        None, and the `dataset_index`; without reading images.
+        """
+
+
+def chosen_fields(names: Sequence[str], shapes: DemonstrationShapes) -> dict[str, bool]:
+    """For each optional field, whether it is among the names.
+
+    Raises:
+        ValueError: an unknown name, or goal images of cameras that no goal's name follows from.
+    """
+    if unknown := sorted(set(names) - set(OPTIONAL_FIELDS)):
+        raise ValueError(
+            f"fields {unknown} are not known; choose from {', '.join(OPTIONAL_FIELDS)}"
+        )
+    nameless = [camera for camera, goal in shapes.goals.items() if goal == camera]
+    if "subgoal" in names and nameless:
+        raise ValueError(
+            f"cameras {nameless} can have no goal images: a goal is named after its camera, "
+            "subgoal0 after camera0; rename them, or leave 'subgoal' out of the fields"
+        )
+    return {name: name in names for name in OPTIONAL_FIELDS}
+
+
+def finished_sample(
+    given: Mapping[str, Any], shapes: DemonstrationShapes, fields: Mapping[str, bool]
+) -> Demonstration:
+    """A sample of what is known of a moment, filled up to the shapes.
+
+    Args:
+        given: `prompt`, `dataset_index`; `state` `[F, S]` of the newest frames, at most T, and each
+            camera `[<= F, 3, H, W]`; `actions` `[N, A]` of the first steps if asked for; what there
+            is of optional fields, one that is missing or None is absent. Others are left out.
+    """
+    num_frames, num_real = shapes.n_obs_steps, len(given["state"])
+    sample: Demonstration = {
+        "state": _front_filled(np.asarray(given["state"], dtype=np.float32), num_frames),
+        **{camera: _front_filled(given[camera], num_frames) for camera in shapes.cameras},
+        "obs_history_is_pad": np.arange(num_frames) < num_frames - num_real,
+        "prompt": given["prompt"],
+        "dataset_index": np.int64(given["dataset_index"]),
+    }
+    if shapes.chunk_size is not None:
+        actions = np.asarray(given["actions"], dtype=np.float32)
+        missing = shapes.chunk_size - len(actions)
+        sample["actions"] = np.pad(actions, ((0, missing), (0, 0)), mode="edge")
+        sample["action_is_pad"] = np.arange(shapes.chunk_size) >= len(actions)
+    for name in OPTIONAL_TEXTS:
+        if fields[name]:
+            sample[name] = given.get(name) or ""
+    for name, kind in NUMBER_TYPES.items():
+        if fields[name]:
+            value = given.get(name)
+            sample[name] = kind(0 if value is None else value)
+            sample[f"{name}_is_pad"] = np.bool_(value is None)
+    if fields["subgoal"]:
+        goals = [given.get(goal) for goal in shapes.goals.values()]
+        is_pad = any(goal is None for goal in goals)
+        for name, goal in zip(shapes.goals.values(), goals, strict=True):
+            black = np.zeros((3, *shapes.image_size), dtype=np.float32)
+            sample[name] = black if is_pad else goal
+        sample["subgoal_is_pad"] = np.bool_(is_pad)
+    return sample
+
+
+def _front_filled(frames: np.ndarray, num_frames: int) -> np.ndarray:
+    return np.pad(frames, [(num_frames - len(frames), 0)] + [(0, 0)] * (frames.ndim - 1))
