@@ -95,7 +95,8 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
         calls["backward"].update(alltoall_single=2 * LAYERS)
     if degrees.get("pp_degree", 1) > 1:
         virtual = degrees.get("num_virtual_stages", 1)
-        calls["pipeline"].update(isend=(2 * virtual - 1) * MICRO_BATCHES)
+        messages = (2 * virtual - 1) * MICRO_BATCHES
+        calls["pipeline"].update(isend=messages, irecv=messages)
     if degrees.get("sharding_degree", 1) > 1:
         stage, units = degrees.get("sharding_stage", 1), LAYERS + DEPTH
         calls["gradients"].update(reduce_scatter=1)
@@ -211,14 +212,13 @@ def main() -> int:
         print(f"{name}  ({found['parameters']} parameters on a rank)")
         for phase in PHASES:
             calls = [call for call in found["calls"] if call[0] == phase]
-            counts = Counter(kind for _, kind, _, _ in calls)
+            counts = Counter(call[1] for call in calls)
             as_expected &= counts == expected[phase]
             for kind in sorted(counts | expected[phase]):
-                size = sum(num_bytes for _, other, _, num_bytes in calls if other == kind)
+                size = sum(call[3] for call in calls if call[1] == kind)
                 theory = f"(theory {expected[phase][kind]:3d})"
                 print(
-                    f"  {phase:<10} {kind:<15} {counts[kind]:3d} {theory}"
-                    f"  {size / 1024:10.1f} KiB sent"
+                    f"  {phase:<10} {kind:<15} {counts[kind]:3d} {theory}  {size / 1024:10.1f} KiB"
                 )
     return 0 if as_expected else 1
 

@@ -14,6 +14,7 @@ from paddle.distributed.collective import Group
 from paddle.distributed.fleet.base.topology import HybridCommunicateGroup
 
 from paddle_vl.config.load import raise_problems
+from paddle_vl.parallel.collective_check import check_run_if_asked
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.gloo_fleet import install
 
@@ -107,7 +108,8 @@ def initialize(degrees: ParallelDegrees) -> Topology:
     Fleet seeds Paddle's generators when there are mp processes: seed a run's own afterwards.
 
     Raises:
-        ValueError: the degrees contradict each other or the launched processes.
+        ValueError: the degrees contradict each other or the launched processes; see also
+            `paddle_vl.parallel.collective_check`.
         RuntimeError: fleet was started with other degrees before.
     """
     raise_problems(plan_problems(Plan(degrees, dist.get_world_size())))
@@ -130,6 +132,7 @@ def initialize(degrees: ParallelDegrees) -> Topology:
             f"fleet was started in this process before, with {', '.join(other)}: start it once, "
             "through paddle_vl.parallel.topology.initialize"
         )
+    check_run_if_asked()
     lines = communicators.topology().get_comm_list
     ends = []
     if degrees.pp_degree > 1:

@@ -1,0 +1,169 @@
+"""Where the ranks of a checked run tell what they are about to do: a process of its own.
+
+Not a thread of rank 0: that one may hold the interpreter while it waits in a collective. Does not
+load Paddle. See `paddle_vl.parallel.collective_check`.
+"""
+
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Listener
+from typing import NamedTuple
+
+Line = tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """A collective that a rank is about to do.
+
+    Attributes:
+        agreed: what must be the same on all ranks.
+        shown: for messages.
+    """
+
+    agreed: tuple
+    shown: str
+
+
+class Board:
+    """What every rank came to. Methods wait for the others and return a problem, or None.
+
+    Args:
+        num_ranks: of the run.
+        timeout: seconds to wait for a rank.
+    """
+
+    def __init__(self, num_ranks: int, timeout: float):
+        self.num_ranks, self.timeout = num_ranks, timeout
+        self._changed = threading.Condition()
+        # By the ranks of a group, and which of their collectives it is.
+        self._plans: defaultdict[tuple[Line, int], dict[int, Plan]] = defaultdict(dict)
+        self._passed: Counter[tuple[Line, int]] = Counter()
+        self._positions: Counter[tuple[Line, int]] = Counter()
+        self._last: dict[int, str] = {}
+        self._left: set[int] = set()
+        self._problem: str | None = None
+
+    def meet(self, rank: int, ranks: Line, plan: Plan) -> str | None:
+        """Come to a collective of `ranks`, and wait until all of them have."""
+        with self._changed:
+            self._positions[ranks, rank] += 1
+            position = self._positions[ranks, rank]
+            here, plans = (
+                f"collective {position} of ranks {list(ranks)}",
+                self._plans[ranks, position],
+            )
+            plans[rank] = plan
+            self._last[rank] = f"{plan.shown}, {here}"
+            self._changed.notify_all()
+            problem = self._wait(
+                lambda: [other for other in ranks if other not in plans],
+                f"{here}: rank {rank} is about to do {plan.shown}",
+            )
+            if problem is not None:
+                return problem
+            if len({other.agreed for other in plans.values()}) > 1:
+                return self._found(
+                    f"{here}: the ranks are about to do different things: {_by_plan(plans)}"
+                )
+            self._passed[ranks, position] += 1
+            if self._passed[ranks, position] == len(ranks):
+                del self._plans[ranks, position], self._passed[ranks, position]
+            return None
+
+    def leave(self, rank: int) -> str | None:
+        """Do no more, and wait until all ranks say so."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+            return self._wait(
+                lambda: [r for r in range(self.num_ranks) if r not in self._left],
+                f"rank {rank} has left the checked part{self._behind(rank)}",
+            )
+
+    def fail(self, rank: int, error: str) -> None:
+        """Tell the others why this rank does no more."""
+        with self._changed:
+            self._found(f"rank {rank} {error}{self._behind(rank)}")
+
+    def lose(self, rank: int) -> None:
+        """Its connection is closed."""
+        if rank not in self._left:
+            self.fail(rank, "ended without a word")
+
+    def _wait(self, missing: Callable[[], Sequence[int]], here: str) -> str | None:
+        """Until none is missing. The first problem that anyone finds is everyone's."""
+
+        def is_over() -> bool:
+            absent = missing()
+            gone = [rank for rank in absent if rank in self._left]
+            if gone and self._problem is None:
+                self._found(
+                    f"{here}; rank {gone[0]} has left the checked part{self._behind(gone[0])}"
+                )
+            return not absent or self._problem is not None
+
+        if not self._changed.wait_for(is_over, self.timeout):
+            rank = missing()[0]
+            self._found(
+                f"{here}; rank {rank} has not come within {self.timeout:g} s{self._behind(rank)}"
+            )
+        if not missing():
+            return None
+        return self._problem if self._problem.startswith(here) else f"{self._problem} [{here}]"
+
+    def _found(self, problem: str) -> str:
+        if self._problem is None:
+            self._problem = problem
+            self._changed.notify_all()
+        return self._problem
+
+    def _behind(self, rank: int) -> str:
+        last = self._last.get(rank)
+        return f"; its last collective: {last}" if last else " without any collective"
+
+
+def _by_plan(plans: dict[int, Plan]) -> str:
+    """The different plans, each with its ranks."""
+    ranks = defaultdict(list)
+    for rank in sorted(plans):
+        ranks[plans[rank].agreed].append(rank)
+    return "; ".join(
+        f"rank{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))} {plans[alike[0]].shown}"
+        for alike in ranks.values()
+    )
+
+
+def _serve(board: Board, connection: Connection) -> None:
+    """Answer one rank, which says first which it is."""
+    rank = connection.recv()
+    try:
+        while True:
+            method, *arguments = connection.recv()
+            connection.send(getattr(board, method)(rank, *arguments))
+    except (EOFError, ConnectionError):
+        board.lose(rank)
+
+
+def main() -> None:
+    """Serve until the process that started this has closed its end, and so has every rank."""
+    host, num_ranks, timeout, key = sys.stdin.readline().split()
+    board, threads = Board(int(num_ranks), float(timeout)), []
+    with Listener((host, 0), backlog=int(num_ranks), authkey=key.encode()) as listener:
+        print(listener.address[1], flush=True)
+
+        def accept() -> None:
+            while True:
+                connection = listener.accept()
+                threads.append(threading.Thread(target=_serve, args=(board, connection)))
+                threads[-1].start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        sys.stdin.read()
+        for thread in threads:
+            thread.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Recorded and checked collectives of 2 and of 4 real processes.
+
+Guarantees: every kind of call is recorded with ranks, bytes, dtype and shape, once; ranks that are
+about to do different things, or one that has left or failed while others wait, or one that does
+not come, end in an error on every rank that names both, what each was about to do, its position
+and its phase, and nothing hangs; a check leaves what is recorded and computed as it is; a
+variable of the environment checks a whole run.
+"""
+
+import time
+from functools import partial
+
+import paddle
+import paddle.distributed as dist
+import pytest
+from paddle.autograd import PyLayer
+
+from paddle_vl.parallel import collective_check
+from paddle_vl.parallel.collective_check import check_collectives
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.recorder import first_difference, record_collectives
+from paddle_vl.parallel.topology import initialize
+from tests.launch import launch, outcome_of, run_checks
+
+# Far below gloo's own time-out, far above what a check takes.
+SECONDS = 20.0
+
+
+def send_everything(group) -> list:
+    """One of each kind; returns what the values became."""
+    size, rank = group.nranks, group.rank
+    x = paddle.full([size, 2], float(rank))
+    parts, rows, own, objects = [], paddle.empty([size * size, 2]), paddle.empty([1, 2]), []
+    dist.all_gather(parts, x, group=group)
+    dist.stream.all_gather(rows, x, group=group)
+    dist.stream.reduce_scatter(own, x, group=group)
+    exchanged = paddle.empty([size, 2])
+    dist.alltoall_single(exchanged, x, group=group)
+    dist.all_reduce(x, group=group)
+    dist.broadcast(own, src=group.ranks[0], group=group)
+    dist.all_gather_object(objects, {"rank": rank})
+    peer = group.ranks[rank ^ 1]
+    if rank % 2 == 0:
+        dist.isend(x, peer, group).wait()
+    else:
+        dist.irecv(rows[:size], peer, group).wait()
+    dist.barrier()
+    return [value.numpy().tolist() for value in (*parts, rows, own, exchanged, x)] + objects
+
+
+def recorded(group, checked: bool) -> tuple[list, list]:
+    with record_collectives() as recording:
+        recording.phase = "forward"
+        if checked:
+            with check_collectives(SECONDS):
+                values = send_everything(group)
+        else:
+            values = send_everything(group)
+    return recording.calls, values
+
+
+def error_of(act, timeout: float = SECONDS) -> tuple[str, float]:
+    """The message that a rank gets, and the seconds until then."""
+    begin, message = time.monotonic(), ""
+    try:
+        with check_collectives(timeout) as recording:
+            recording.phase = "first"
+            dist.barrier()
+            recording.phase = "second"
+            act()
+    except (RuntimeError, KeyError) as error:
+        message = str(error)
+    seconds = time.monotonic() - begin
+    # The groups are as they were.
+    x = paddle.ones([3])
+    dist.all_reduce(x)
+    assert x.numpy().tolist() == [float(dist.get_world_size())] * 3
+    return message, seconds
+
+
+def by_rank(rank: int, of_first, of_others):
+    return of_first if rank == 0 else of_others
+
+
+def sum_of(size: int, dtype: str = "float32"):
+    return lambda: dist.all_reduce(paddle.zeros([size], dtype=dtype))
+
+
+def raise_key_error():
+    raise KeyError("broken batch")
+
+
+class Backward(PyLayer):
+    """Sums in the backward pass as many values as it is told."""
+
+    @staticmethod
+    def forward(ctx, x, size):
+        ctx.size = size
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        sum_of(ctx.size)()
+        return grad
+
+
+def run_backward(size: int) -> None:
+    x = paddle.zeros([1])
+    x.stop_gradient = False
+    Backward.apply(x, size).sum().backward()
+
+
+def error_in_backward(rank: int) -> str:
+    with pytest.raises(RuntimeError) as raised, check_collectives(SECONDS):
+        run_backward(3 + rank)
+    return str(raised.value)
+
+
+def error_across_groups(group, rank: int) -> str:
+    """The first two ranks wait for all, the others for each other."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    return error_of(lambda: dist.all_reduce(paddle.ones([2]), group=pair if rank == 3 else None), 2)
+
+
+def worker(num_ranks: int) -> dict:
+    group = initialize(ParallelDegrees(dp_degree=num_ranks)).dp_group
+    rank = group.rank
+    cases = {
+        "sizes": (sum_of(3), sum_of(4)),
+        "dtypes": (sum_of(3), sum_of(3, "int32")),
+        "kinds": (sum_of(3), lambda: dist.barrier()),
+        "left": (sum_of(3), lambda: None),
+        "failed": (sum_of(3), raise_key_error),
+    }
+    checks = {
+        name: partial(error_of, by_rank(rank, first, others))
+        for name, (first, others) in cases.items()
+    }
+    checks["plain"] = partial(recorded, group, False)
+    checks["checked"] = partial(recorded, group, True)
+    checks["backward"] = partial(error_in_backward, rank)
+    if num_ranks == 4:
+        checks["across groups"] = partial(error_across_groups, group, rank)
+    return run_checks(checks)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2_processes", "4_processes"])
+def outcomes(request):
+    return launch(worker, request.param, arguments=(request.param,))
+
+
+def test_every_kind_is_recorded_once(outcomes):
+    size = len(outcomes)
+    everyone = tuple(range(size))
+    own, row = 8 * size, 8
+    for rank, (calls, _) in enumerate(outcome_of(outcomes, "plain")):
+        pair = (rank, rank + 1) if rank % 2 == 0 else (rank - 1, rank)
+        assert [(call.kind, call.ranks, call.num_bytes, call.dtype) for call in calls] == [
+            ("all_gather", everyone, own, "float32"),
+            ("all_gather", everyone, own, "float32"),
+            ("reduce_scatter", everyone, own, "float32"),
+            ("alltoall_single", everyone, own, "float32"),
+            ("all_reduce", everyone, own, "float32"),
+            ("broadcast", everyone, row, "float32"),
+            ("all_gather_object", everyone, 0, ""),
+            ("isend" if rank % 2 == 0 else "irecv", pair, own, "float32"),
+            ("barrier", everyone, 0, ""),
+        ]
+        assert {call.phase for call in calls} == {"forward"}
+    assert first_difference([calls for calls, _ in outcome_of(outcomes, "plain")]) is None
+
+
+def test_a_check_changes_nothing(outcomes):
+    assert outcome_of(outcomes, "checked") == outcome_of(outcomes, "plain")
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "others"),
+    [
+        ("sizes", "all_reduce of float32 [3]", "all_reduce of float32 [4]"),
+        ("dtypes", "all_reduce of float32 [3]", "all_reduce of int32 [3]"),
+        ("kinds", "all_reduce of float32 [3]", "barrier"),
+    ],
+)
+def test_different_plans_are_named_on_every_rank(outcomes, name, first, others):
+    found = outcome_of(outcomes, name)
+    numbers = "rank 1" if len(outcomes) == 2 else "ranks 1, 2, 3"
+    for message, seconds in found:
+        assert message.startswith(f"collective 2 of ranks {list(range(len(outcomes)))}: ")
+        assert f"rank 0 {first} in second, called from multi_card_tests/" in message
+        assert f"{numbers} {others} in second" in message
+        assert seconds < SECONDS
+    assert len({message for message, _ in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("left", "has left the checked part; its last collective: barrier in first"),
+        ("failed", "failed with KeyError: 'broken batch'"),
+    ],
+)
+def test_a_rank_that_does_no_more_is_named_on_every_rank(outcomes, name, problem):
+    for rank, (message, seconds) in enumerate(outcome_of(outcomes, name)):
+        if name == "failed" and rank > 0:
+            # Its own.
+            assert message == "'broken batch'"
+            continue
+        assert problem in message
+        assert seconds < SECONDS
+        if name == "left":
+            assert "rank 0 is about to do all_reduce of float32 [3] in second" in message
+            assert "rank 1 has left" in message
+
+
+def test_a_difference_in_the_backward_pass_is_named(outcomes):
+    for message in outcome_of(outcomes, "backward"):
+        assert "rank 0 all_reduce of float32 [3] in backward, called from" in message
+        assert "rank 1 all_reduce of float32 [4] in backward" in message
+
+
+@pytest.mark.parametrize("outcomes", [4], indirect=True)
+def test_ranks_that_wait_in_different_groups_end_in_bounded_time(outcomes):
+    messages = [message for message, _ in outcome_of(outcomes, "across groups")]
+    assert all("has not come within 2 s" in message for message in messages)
+    assert any("of ranks [2, 3]" in message for message in messages)
+
+
+def run_as_asked() -> str | None:
+    """A run that the environment checks."""
+    group = initialize(ParallelDegrees(dp_degree=2)).dp_group
+    try:
+        dist.all_reduce(paddle.zeros([2 + group.rank]), group=group)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_a_run_is_checked_when_the_environment_asks():
+    for message in launch(run_as_asked, 2, environment={collective_check.VARIABLE: "20"}):
+        assert "rank 0 all_reduce of float32 [2]" in message
+        assert "rank 1 all_reduce of float32 [3]" in message
+
+
+@pytest.mark.parametrize("value", ["yes", "0", "nan", "inf"])
+def test_another_value_is_refused(value, monkeypatch):
+    monkeypatch.setenv(collective_check.VARIABLE, value)
+    with pytest.raises(ValueError, match=f"CHECK_COLLECTIVES is '{value}'; give the seconds"):
+        collective_check.check_run_if_asked()
