@@ -8,14 +8,17 @@ and what every process must run where layers are collective.
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.train.expert_load import expert_load
 from paddle_vl.train.in_step import empty_batch, has_visual, with_unused_image
+from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import SingleProcess
 
 Batch = dict[str, Any]
+_HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})
 
 
 class Objective(Protocol):
@@ -110,6 +113,11 @@ class LanguageObjective:
         return empty_batch(model.placement.row_part.size)
 
     def output(self, model: nn.Layer, batch: Batch) -> Any:
+        with phase(Phase.HOST_TO_DEVICE):
+            batch = {
+                name: paddle.to_tensor(value) if _is_for_device(name, value) else value
+                for name, value in batch.items()
+            }
         return model(**batch)
 
     def share(self, output: Any, totals: Sequence[int], num_batches: int) -> tuple[Tensor, Tensor]:
@@ -121,6 +129,11 @@ class LanguageObjective:
 
     def metrics(self, model: nn.Layer, processes: SingleProcess) -> dict[str, float]:
         return expert_load(model, processes)
+
+
+def _is_for_device(name: str, value: Any) -> bool:
+    """Whether the model computes with an entry; it reads the others on the host."""
+    return isinstance(value, np.ndarray) and name not in _HOST_ARRAYS
 
 
 LANGUAGE = LanguageObjective()

@@ -9,6 +9,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.train.objective import LANGUAGE, Batch, Objective, no_terms, weighted
 from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 
@@ -68,10 +69,12 @@ class WholeModel:
         terms = no_terms(self.objective)
         num_batches = len(batches) * self.processes.data_size
         for batch in batches:
-            output = self.objective.output(self.model, batch)
-            loss, parts = self.objective.share(output, totals, num_batches)
-            loss.backward()
-            self.model.placement.trained.end_micro_batch()
+            with phase(Phase.FORWARD):
+                output = self.objective.output(self.model, batch)
+                loss, parts = self.objective.share(output, totals, num_batches)
+            with phase(Phase.BACKWARD):
+                loss.backward()
+                self.model.placement.trained.end_micro_batch()
             terms = terms + parts
         return terms
 
@@ -107,15 +110,16 @@ def train_step(
     counts = [sum(column) for column in zip(*map(objective.counts, micro_batches), strict=True)]
     asks = [objective.asks(batch) for batch in micro_batches]
     asked = [int(one) for of_batch in asks for one in of_batch]
-    totals = processes.totals(
-        [
-            *counts,
-            sum(map(objective.num_samples, micro_batches)),
-            sum(map(objective.num_tokens, micro_batches)),
-            sum(map(objective.num_packed_places, micro_batches)),
-            *asked,
-        ]
-    )
+    with phase(Phase.AGREEMENT):
+        totals = processes.totals(
+            [
+                *counts,
+                sum(map(objective.num_samples, micro_batches)),
+                sum(map(objective.num_tokens, micro_batches)),
+                sum(map(objective.num_packed_places, micro_batches)),
+                *asked,
+            ]
+        )
     num_terms, num_asks = len(counts), len(asks[0])
     counts, totals = totals[:num_terms], totals[num_terms:]
     (num_samples, num_tokens, num_places), asked = totals[:3], totals[3:]
@@ -125,16 +129,21 @@ def train_step(
         for i, batch in enumerate(micro_batches)
     ]
     terms = runner.accumulate_gradients(micro_batches, counts)
-    placement.trained.end_backward()
-    processes.sum_gradients(optimizer.tensors)
-    means = processes.sum_losses(terms).tolist()
-    loss, norm = weighted(means, objective), float(optimizer.gradient_norm(processes))
-    is_finite = math.isfinite(loss) and math.isfinite(norm)
-    if is_finite:
-        optimizer.clip_gradients(norm)
-        optimizer.step(learning_rate)
-        placement.trained.spread_parameters()
-    optimizer.clear_gradients()
+    with phase(Phase.GRADIENT_SUM):
+        placement.trained.end_backward()
+        processes.sum_gradients(optimizer.tensors)
+    with phase(Phase.METRICS):
+        means = processes.sum_losses(terms).tolist()
+    with phase(Phase.CLIP):
+        loss, norm = weighted(means, objective), float(optimizer.gradient_norm(processes))
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        if is_finite:
+            optimizer.clip_gradients(norm)
+    with phase(Phase.OPTIMIZER):
+        if is_finite:
+            optimizer.step(learning_rate)
+            placement.trained.spread_parameters()
+        optimizer.clear_gradients()
     names = list(objective.terms)
     return StepResult(
         loss=loss,

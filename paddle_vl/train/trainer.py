@@ -18,6 +18,7 @@ from paddle_vl.train.loss_curve import CURVE_FILE, draw_loss_curve
 from paddle_vl.train.metrics import METRICS_FILE, MetricsFile, StepMeter
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.part_rates import reported_rates
+from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.progress import ProgressBar
 from paddle_vl.train.random_state import seed_step
@@ -112,7 +113,7 @@ class Trainer:
         try:
             with StopSignals() as stop, logging_redirect_tqdm():
                 while self.step < self.num_steps:
-                    self._train_one_step(bar)
+                    self.train_one_step(bar)
                     self._between_steps(writers)
                     signal_number = self.processes.agreed_signal(stop.received)
                     if signal_number is not None and self.step < self.num_steps:
@@ -127,17 +128,25 @@ class Trainer:
         logger.info("trained %d steps; the model is in %s", self.step, self.output_dir / FINAL)
         return None
 
-    def _train_one_step(self, bar: ProgressBar) -> None:
+    def train_one_step(self, bar: ProgressBar) -> StepResult:
+        """Take the next batches and train on them: all of a run that a profile looks at.
+
+        Raises:
+            RuntimeError: as `run`.
+        """
         begin = time.perf_counter()
         count = self.config.train.gradient_accumulation_steps
-        micro_batches = [next(self.data) for _ in range(count)]
+        with phase(Phase.DATA_WAIT):
+            micro_batches = [next(self.data) for _ in range(count)]
         rate = learning_rate(self.step, self.num_steps, self.config.train)
         seed_step(self.config.train.seed, self.step, self.processes)
         result = train_step(self.runner, self.optimizer, micro_batches, rate, self.processes)
-        self.step += 1
-        self.meter.add(result, time.perf_counter() - begin)
-        bar.advance(result.loss, rate, self.meter.speed())
-        self._count_nonfinite(result)
+        with phase(Phase.METRICS):
+            self.step += 1
+            self.meter.add(result, time.perf_counter() - begin)
+            bar.advance(result.loss, rate, self.meter.speed())
+            self._count_nonfinite(result)
+        return result
 
     def _count_nonfinite(self, result: StepResult) -> None:
         self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if result.is_skipped else 0
