@@ -30,17 +30,14 @@ from paddle_vl.models.pi07.policy.files import (
     takes_statistics,
     write_policy,
 )
-from paddle_vl.models.pi07.policy.groups import group_index
 from paddle_vl.models.pi07.policy.history import ObservationHistory
 from paddle_vl.models.pi07.policy.inputs import (
     as_arrays,
     cameras_of,
-    observation_inputs,
-    target_inputs,
-    warn_of_outliers,
     whole_action_prefix,
 )
 from paddle_vl.models.pi07.policy.normalize import Normalizer
+from paddle_vl.models.pi07.policy.policy_inputs import PolicyInputs
 from paddle_vl.models.pi07.policy.prompt import PromptTokenizer
 from paddle_vl.models.pi07.policy.statistics import Statistics
 from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE
@@ -191,22 +188,16 @@ class PI07LowLevelPolicy(nn.Layer):
         inputs |= {name: value for name, value in drawn.items() if value is not None}
         return self.model(inputs, per_sample=per_sample)
 
-    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs for raw demonstrations, as arrays.
-
-        Raises:
-            ValueError: what is missing or does not fit, named.
-        """
-        batch = as_arrays(batch)
-        if "actions" not in batch:
-            raise ValueError(f"the batch has no 'actions'; its entries are {sorted(batch)}")
-        inputs, normalized, index_B = self._observed(batch)
-        discrete = self.normalizers["normalize_discrete_actions"].normalize(batch, index_B)
-        normalized = self.normalizers["normalize_targets"].normalize(normalized, index_B)
-        warn_of_outliers(normalized, self.config.warn_outlier_threshold)
-        return inputs | target_inputs(
-            normalized, discrete["actions"], self.config, self.action_tokenizer
+    @property
+    def inputs(self) -> PolicyInputs:
+        """What makes the model's inputs of raw batches."""
+        return PolicyInputs(
+            self.config, self.tokenizer, self.action_tokenizer, dict(self.normalizers)
         )
+
+    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """See `PolicyInputs.training_inputs`."""
+        return self.inputs.training_inputs(batch)
 
     @paddle.no_grad()
     def sample_actions(
@@ -228,7 +219,7 @@ class PI07LowLevelPolicy(nn.Layer):
         """
         if not 0 <= delay <= self.config.max_delay:
             raise ValueError(f"delay is {delay}; max_delay allows 0 to {self.config.max_delay}")
-        inputs, _, index_B = self._observed(as_arrays(batch))
+        inputs, _, index_B = self.inputs.observed(as_arrays(batch))
         if action_prefix is not None:
             raw = as_arrays({"actions": action_prefix})
             settled = self.normalizers["normalize_targets"].normalize(raw, index_B)["actions"]
@@ -266,16 +257,6 @@ class PI07LowLevelPolicy(nn.Layer):
         """Forget observations and actions: a new episode begins."""
         self.history.clear()
         self.action_queue.clear()
-
-    def _observed(self, batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], np.ndarray]:
-        """The model's inputs of an observation, the batch with it normalised, and the groups."""
-        if "state" not in batch:
-            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
-        normalizer = self.normalizers["normalize_inputs"]
-        index_B = group_index(batch, len(batch["state"]), self.config, normalizer.num_groups)
-        normalized = normalizer.normalize(batch, index_B)
-        inputs = observation_inputs(normalized, self.config, self.tokenizer)
-        return inputs | {"group_index": index_B}, normalized, index_B
 
 
 def make_normalizers(config: PI07Config, num_groups: int) -> dict[str, Normalizer]:
