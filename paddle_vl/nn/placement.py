@@ -7,21 +7,25 @@ It knows no rank beyond that.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import RowPart
+from paddle_vl.nn.dropout import RowDropout
 from paddle_vl.nn.experts import Experts
 from paddle_vl.nn.linear import AdaptableLinear, Embedding, Linear, VocabHead
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.loss import token_loss
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.norm import RMSNorm
 
 # Pixels and grid of some items to merged rows `[M, D]` and levels, G times `[M, D]`.
 Encoder = Callable[[Tensor, np.ndarray], tuple[Tensor, list[Tensor]]]
+# Numbers of items, ascending, to their rows `[M, C]`; None stands for all of them. For no items the
+# rows of anything, which are dropped: a rank without an item may have to run its layers.
+ItemEncoder = Callable[[np.ndarray | None], Tensor]
+Layer = TypeVar("Layer", bound=nn.Layer)
 
 
 @dataclass(frozen=True)
@@ -136,20 +140,44 @@ class SingleDevicePlacement:
         """
         return x
 
-    def rms_norm(self, size: int, epsilon: float) -> nn.Layer:
-        """The norm of a token row."""
-        return RMSNorm(size, epsilon)
+    def row_wise(self, layer: Layer) -> Layer:
+        """A layer that treats each token row by itself between the split ones: a norm."""
+        return layer
 
-    def head_norm(self, size: int, epsilon: float) -> nn.Layer:
-        """The norm of a query or key head, one weight for all heads."""
-        return RMSNorm(size, epsilon)
+    def head_wise(self, layer: Layer) -> Layer:
+        """A layer that treats each query or key head by itself, all with the same parameters."""
+        return layer
+
+    def row_dropout(self, p: float) -> RowDropout:
+        """Dropout of token rows between the split layers."""
+        return RowDropout(p)
+
+    def pad_rows(self, x_TD: Tensor) -> Tensor:
+        """Rows with others of zeros behind them, so many that the ranks' parts are equal."""
+        return x_TD
 
     def enter_rows(self, x_TD: Tensor) -> Tensor:
         """All T token rows to this rank's part of them."""
         return x_TD
 
-    def enter_columns(self, x_TD: Tensor) -> Tensor:
-        """This rank's token rows to all of them, in front of column linears or the head."""
+    def leave_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
+        """This rank's token rows to all of them, of which every rank computes the same loss.
+
+        Args:
+            num_rows: T without the rows of `pad_rows`, which are left out.
+        """
+        return x_TD
+
+    def enter_columns(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
+        """This rank's token rows to all of them, in front of column linears or the head.
+
+        Args:
+            num_rows: as for `leave_rows`; None keeps what `pad_rows` may have added.
+        """
+        return x_TD
+
+    def enter_head(self, x_TD: Tensor) -> Tensor:
+        """Rows that came through `leave_rows`, or some of them, in front of a `vocab_head`."""
         return x_TD
 
     def encode_visual(
@@ -161,6 +189,18 @@ class SingleDevicePlacement:
             sizes: `merge`, `width` and `num_levels` of what comes out.
         """
         return encode(pixels, grid_thw)
+
+    def encode_items(
+        self, encode: ItemEncoder, costs_I: np.ndarray, rows_I: np.ndarray, width: int
+    ) -> Tensor:
+        """Run a tower over all items: their rows `[M, C]`, in order, the same on every rank.
+
+        Args:
+            costs_I: of encoding each item, to share the work by.
+            rows_I: how many rows each item has.
+            width: C.
+        """
+        return encode(None)
 
     def holds_layer(self, number: int) -> bool:
         """Whether this rank has that layer of the decoder."""

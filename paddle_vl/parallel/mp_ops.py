@@ -9,6 +9,7 @@ gives numbers that look right and train on a part. T token rows; all of these ac
 | `sum_over_group` | sum | as is |
 | `scatter_rows` | this rank's rows | gather rows |
 | `gather_rows` | gather rows | sum, this rank's rows |
+| `replicate_rows` | gather rows | this rank's rows |
 | `sum_scatter_rows` | sum, this rank's rows | gather rows |
 | `divide_gradient` | as is | an equal part |
 """
@@ -37,6 +38,11 @@ def scatter_rows(x_TD: Tensor, group) -> Tensor:
 def gather_rows(x_TD: Tensor, group) -> Tensor:
     """Each rank's rows to all rows, which the ranks then use in different ways."""
     return _GatherRows.apply(x_TD, group)
+
+
+def replicate_rows(x_TD: Tensor, group) -> Tensor:
+    """Each rank's rows to all rows, of which the ranks then all compute the same."""
+    return _ReplicateRows.apply(x_TD, group)
 
 
 def sum_scatter_rows(x_TD: Tensor, group) -> Tensor:
@@ -128,6 +134,17 @@ class _GatherRows(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         return sum_scattered(grad, ctx.group)
+
+
+class _ReplicateRows(PyLayer):
+    @staticmethod
+    def forward(ctx, x_TD, group):
+        ctx.group = group
+        return gathered(x_TD, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return own_rows(grad, ctx.group)
 
 
 class _SumScatterRows(PyLayer):

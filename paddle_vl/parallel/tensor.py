@@ -1,36 +1,53 @@
 """Tensor and sequence parallelism: a placement whose layers hold one rank's part.
 
 Column layers hold some output features (whole attention heads), row layers the matching input
-features; what the ranks exchange stands in `mp_ops`. With sequence parallelism each rank keeps
-`T / mp` of the token rows between those layers.
+features (`split_layers`); what the ranks exchange stands in `mp_ops`. With sequence parallelism
+each rank keeps `T / mp` of the token rows between those layers.
 
 Gradients that come out as one rank's part although the parameter is whole on every rank are marked
 `is_partial`, and summed over the group before they are used, see `parallel.gradients`.
 """
 
+from typing import Any
+
 import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import Tensor, nn
-from paddle.autograd import PyLayer
 
 from paddle_vl.batch.visual_index import RowPart
+from paddle_vl.nn.dropout import RowDropout
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.linear import AdaptableLinear, Embedding, Linear, VocabHead, linear
+from paddle_vl.nn.linear import AdaptableLinear, Linear, VocabHead
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.loss import IGNORE_INDEX
-from paddle_vl.nn.placement import Encoder, HeldLayers, SingleDevicePlacement, Writers
+from paddle_vl.nn.placement import (
+    Encoder,
+    HeldLayers,
+    ItemEncoder,
+    Layer,
+    SingleDevicePlacement,
+    Writers,
+)
 from paddle_vl.parallel.mp_ops import (
     copy_to_group,
     divide_gradient,
     gather_rows,
+    replicate_rows,
     scatter_rows,
-    sum_over_group,
-    sum_scatter_rows,
-    summed,
 )
 from paddle_vl.parallel.random_state import split_random
-from paddle_vl.parallel.vision_spread import encode_spread
+from paddle_vl.parallel.split_layers import (
+    ParallelCrossEntropy,
+    RowLinear,
+    SharedHeadLinear,
+    SplitExperts,
+    VocabParallelEmbedding,
+    mark_split,
+    num_blocks,
+    split_axis,
+)
+from paddle_vl.parallel.vision_spread import encode_spread, spread_items
 
 
 class FleetPlacement(SingleDevicePlacement):
@@ -75,14 +92,14 @@ class FleetPlacement(SingleDevicePlacement):
         size, units = self.mp_group.nranks, num_heads or out_features
         if units % size == 0:
             layer = Linear(in_features, out_features // size, False, init_std)
-            _mark_split(layer.weight, axis=1)
+            mark_split(layer.weight, axis=1)
             return layer
         if size % units:
             raise ValueError(
                 f"{units} heads or features over {size} model-parallel ranks: neither divides the "
                 "other; choose another parallel.mp_degree"
             )
-        return _SharedHeadLinear(
+        return SharedHeadLinear(
             in_features, out_features, init_std, units, self.mp_group.rank * units // size
         )
 
@@ -92,18 +109,18 @@ class FleetPlacement(SingleDevicePlacement):
             raise ValueError(
                 f"{in_features} input features do not divide by the model-parallel degree {size}"
             )
-        return _RowLinear(
+        return RowLinear(
             in_features // size, out_features, init_std, self.mp_group, self.sequence_parallel
         )
 
     def vocab_embedding(self, vocab_size: int, dim: int, init_std: float = 0.02) -> nn.Layer:
-        return _VocabParallelEmbedding(self._vocab_part(vocab_size), dim, init_std, self.mp_group)
+        return VocabParallelEmbedding(self._vocab_part(vocab_size), dim, init_std, self.mp_group)
 
     def vocab_head(
         self, dim: int, vocab_size: int, init_std: float = 0.02, tied_weight: Tensor | None = None
     ) -> nn.Layer:
         head = VocabHead(dim, self._vocab_part(vocab_size), init_std, tied_weight)
-        _mark_split(head.weight, axis=0)
+        mark_split(head.weight, axis=0)
         return head
 
     def router(self, width: int, num_experts: int, init_std: float = 0.02) -> nn.Layer:
@@ -119,30 +136,51 @@ class FleetPlacement(SingleDevicePlacement):
                 f"text_config.moe_intermediate_size {inner} does not divide by the model-parallel "
                 f"degree {size}; choose another parallel.mp_degree"
             )
-        return _SplitExperts(
+        return SplitExperts(
             num_experts, width, inner // size, init_std, self.mp_group, self.sequence_parallel
         )
 
     def enter_replicated(self, x: Tensor) -> Tensor:
         return divide_gradient(x, self.mp_group.nranks)
 
-    def head_norm(self, size: int, epsilon: float) -> nn.Layer:
-        # Each rank normalises its own heads with the one weight.
-        norm = super().head_norm(size, epsilon)
-        norm.weight.is_partial = True
-        return norm
+    def head_wise(self, layer: Layer) -> Layer:
+        # Each rank has its own heads, and all of the parameters.
+        for parameter in layer.parameters():
+            parameter.is_partial = True
+        return layer
 
-    def rms_norm(self, size: int, epsilon: float) -> nn.Layer:
-        norm = super().rms_norm(size, epsilon)
-        norm.weight.is_partial = self.sequence_parallel
-        return norm
+    def row_wise(self, layer: Layer) -> Layer:
+        for parameter in layer.parameters():
+            parameter.is_partial = self.sequence_parallel
+        return layer
+
+    def row_dropout(self, p: float) -> RowDropout:
+        dropout = super().row_dropout(p)
+        if self.sequence_parallel:
+            dropout.random = split_random
+        return dropout
+
+    def pad_rows(self, x_TD: Tensor) -> Tensor:
+        missing = -x_TD.shape[0] % self.row_part.size
+        if not missing:
+            return x_TD
+        return paddle.concat([x_TD, paddle.zeros([missing, *x_TD.shape[1:]], dtype=x_TD.dtype)])
 
     def enter_rows(self, x_TD: Tensor) -> Tensor:
         return scatter_rows(x_TD, self.mp_group) if self.sequence_parallel else x_TD
 
-    def enter_columns(self, x_TD: Tensor) -> Tensor:
-        enter = gather_rows if self.sequence_parallel else copy_to_group
-        return enter(x_TD, self.mp_group)
+    def leave_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
+        if not self.sequence_parallel:
+            return x_TD
+        return _first_rows(replicate_rows(x_TD, self.mp_group), num_rows)
+
+    def enter_columns(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
+        if not self.sequence_parallel:
+            return copy_to_group(x_TD, self.mp_group)
+        return _first_rows(gather_rows(x_TD, self.mp_group), num_rows)
+
+    def enter_head(self, x_TD: Tensor) -> Tensor:
+        return copy_to_group(x_TD, self.mp_group)
 
     def encode_visual(
         self, encode: Encoder, pixels: Tensor, grid_thw: np.ndarray, **sizes: int
@@ -152,10 +190,8 @@ class FleetPlacement(SingleDevicePlacement):
                 encode,
                 pixels,
                 grid_thw,
-                group=self.mp_group,
                 gradients_are_parts=self.sequence_parallel,
-                takes_gradient=any(not p.stop_gradient for p in self.tower_parameters),
-                layers_are_collective=self.layers_are_collective,
+                **self._tower_sharing,
                 **sizes,
             )
         merged, levels = encode(pixels, grid_thw)
@@ -165,6 +201,29 @@ class FleetPlacement(SingleDevicePlacement):
         packed_MC = copy_to_group(paddle.concat([merged, *levels], axis=1), self.mp_group)
         merged, *levels = paddle.split(packed_MC, 1 + len(levels), axis=1)
         return merged, levels
+
+    def encode_items(
+        self, encode: ItemEncoder, costs_I: np.ndarray, rows_I: np.ndarray, width: int
+    ) -> Tensor:
+        if self.vision == "replicate":
+            return encode(None)
+        return spread_items(
+            encode,
+            costs_I,
+            rows_I,
+            width=width,
+            gradients_are_parts=False,
+            **self._tower_sharing,
+        )
+
+    @property
+    def _tower_sharing(self) -> dict[str, Any]:
+        return {
+            "group": self.mp_group,
+            "dtype": self.tower_parameters[0].dtype,
+            "takes_gradient": any(not p.stop_gradient for p in self.tower_parameters),
+            "layers_are_collective": self.layers_are_collective,
+        }
 
     def mark_tower(self, parameters: list[Tensor]) -> None:
         self.tower_parameters = parameters
@@ -180,16 +239,16 @@ class FleetPlacement(SingleDevicePlacement):
             lora.A.is_partial = lora.B.is_partial = getattr(weight, "is_partial", False)
         elif axis == layer.input_axis:
             # Every rank's rows of A make a part of x A, and so of what B multiplies.
-            _mark_split(lora.A, axis=0)
+            mark_split(lora.A, axis=0)
             lora.B.is_partial = True
         else:
-            _mark_split(lora.B, axis=1)
+            mark_split(lora.B, axis=1)
             lora.A.is_partial = True
         if axis == layer.input_axis or (in_tower and self.vision == "spread"):
             lora.random = split_random
 
     def token_loss(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        loss_T = _ParallelCrossEntropy.apply(logits_TV.astype("float32"), targets_T, self.mp_group)
+        loss_T = ParallelCrossEntropy.apply(logits_TV.astype("float32"), targets_T, self.mp_group)
         return loss_T.sum(), (targets_T != IGNORE_INDEX).astype("float32").sum()
 
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
@@ -203,7 +262,7 @@ class FleetPlacement(SingleDevicePlacement):
         if axis is None:
             return whole
         ranks, rank = self.mp_group.nranks, self.mp_group.rank
-        blocks = np.split(whole, _num_blocks(parameter), axis=axis)
+        blocks = np.split(whole, num_blocks(parameter), axis=axis)
         return np.concatenate([np.split(b, ranks, axis=axis)[rank] for b in blocks], axis=axis)
 
     def whole_value(self, parameter: Tensor, value: Tensor | None = None) -> np.ndarray:
@@ -212,7 +271,7 @@ class FleetPlacement(SingleDevicePlacement):
             return value.numpy()
         parts: list[Tensor] = []
         dist.all_gather(parts, value.detach(), group=self.mp_group)
-        blocks = [np.split(part.numpy(), _num_blocks(parameter), axis=axis) for part in parts]
+        blocks = [np.split(part.numpy(), num_blocks(parameter), axis=axis) for part in parts]
         return np.concatenate([part[b] for b in range(len(blocks[0])) for part in blocks], axis)
 
     def _vocab_part(self, vocab_size: int) -> int:
@@ -225,112 +284,5 @@ class FleetPlacement(SingleDevicePlacement):
         return vocab_size // size
 
 
-def split_axis(parameter: Tensor) -> int | None:
-    """The dim of a parameter that is split over the group; None when every rank has all of it."""
-    return getattr(parameter, "split_axis", None) if parameter.is_distributed else None
-
-
-def _num_blocks(parameter: Tensor) -> int:
-    return getattr(parameter, "split_blocks", 1)
-
-
-def _mark_split(parameter: Tensor, axis: int, blocks: int = 1) -> None:
-    """Ranks have parts along that axis, of each of several equal blocks that lie behind each other:
-    gate and up in one tensor."""
-    # Fleet's clipping and its checkpoints read the first of these.
-    parameter.is_distributed = True
-    parameter.split_axis = axis
-    parameter.split_blocks = blocks
-
-
-class _RowLinear(AdaptableLinear):
-    def __init__(self, in_features, out_features, init_std, group, sequence_parallel):
-        super().__init__()
-        self.weight = Linear(in_features, out_features, False, init_std).weight
-        _mark_split(self.weight, axis=0)
-        self.group = group
-        self.leave = sum_scatter_rows if sequence_parallel else sum_over_group
-
-    def forward(self, x: Tensor) -> Tensor:
-        # The adapter's product is a part of the same sum.
-        return self.leave(self.adapted(linear(x, self.weight), x), self.group)
-
-
-class _SplitExperts(Experts):
-    """Some inner features of every expert; their outputs are parts of a sum over the ranks."""
-
-    def __init__(self, num_experts, width, inner, init_std, group, sequence_parallel):
-        super().__init__(num_experts, width, inner, init_std)
-        _mark_split(self.gate_up_proj, axis=2, blocks=2)
-        _mark_split(self.down_proj, axis=1)
-        self.group = group
-        self.leave = sum_scatter_rows if sequence_parallel else sum_over_group
-
-    def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return self.leave(super().forward(x_TD, indices_TK, weights_TK), self.group)
-
-
-class _SharedHeadLinear(AdaptableLinear):
-    """All heads on every rank, of which this one uses a single head that others use too."""
-
-    def __init__(self, in_features, out_features, init_std, num_heads, own_head):
-        super().__init__()
-        self.weight = Linear(in_features, out_features, False, init_std).weight
-        self.weight.is_partial = True
-        width = out_features // num_heads
-        self.own = slice(own_head * width, (own_head + 1) * width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.adapted(linear(x, self.weight[:, self.own]), x, self.own)
-
-
-class _VocabParallelEmbedding(nn.Layer):
-    """Rows of this rank; ids of others contribute zero, and the sum is the embedding."""
-
-    def __init__(self, num_own, dim, init_std, group):
-        super().__init__()
-        self.weight = Embedding(num_own, dim, init_std).weight
-        _mark_split(self.weight, axis=0)
-        self.first, self.num_own, self.group = group.rank * num_own, num_own, group
-
-    def forward(self, ids: Tensor) -> Tensor:
-        local = ids - self.first
-        is_own = (local >= 0) & (local < self.num_own)
-        rows = paddle.nn.functional.embedding(local * is_own.astype(local.dtype), self.weight)
-        return sum_over_group(rows * is_own.astype(rows.dtype).unsqueeze(-1), self.group)
-
-
-class _ParallelCrossEntropy(PyLayer):
-    """Cross entropy over a split vocabulary: `[T]`, 0 where the target is ignored."""
-
-    @staticmethod
-    def forward(ctx, logits_TV, targets_T, group):
-        num_own = logits_TV.shape[1]
-        largest_T1 = logits_TV.max(axis=1, keepdim=True)
-        dist.all_reduce(largest_T1, op=dist.ReduceOp.MAX, group=group)
-        shifted_TV = logits_TV - largest_T1
-        local_T = targets_T - group.rank * num_own
-        is_own_T = (local_T >= 0) & (local_T < num_own)
-        index_T1 = (local_T * is_own_T.astype("int64")).unsqueeze(1)
-        own_T = paddle.take_along_axis(shifted_TV, index_T1, axis=1).squeeze(1)
-        exponent_TV = shifted_TV.exp()
-        # One sum for both: the partition function, and the target's logit from whoever holds it.
-        total_2T = paddle.stack([exponent_TV.sum(axis=1), own_T * is_own_T.astype("float32")])
-        partition_T, target_T = summed(total_2T, group)
-        is_target_T = (targets_T != IGNORE_INDEX).astype("float32")
-        ctx.save_for_backward(
-            exponent_TV / partition_T.unsqueeze(1), index_T1, is_own_T, is_target_T
-        )
-        return (partition_T.log() - target_T) * is_target_T
-
-    @staticmethod
-    def backward(ctx, grad_T):
-        softmax_TV, index_T1, is_own_T, is_target_T = ctx.saved_tensor()
-        chosen = paddle.put_along_axis(
-            paddle.zeros_like(softmax_TV),
-            index_T1,
-            is_own_T.astype("float32").unsqueeze(1),
-            axis=1,
-            broadcast=False,
-        )
-        return (softmax_TV - chosen) * (grad_T * is_target_T).unsqueeze(1), None
+def _first_rows(x_TD: Tensor, num_rows: int | None) -> Tensor:
+    return x_TD if num_rows in (None, x_TD.shape[0]) else x_TD[:num_rows]

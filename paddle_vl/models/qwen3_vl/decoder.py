@@ -18,6 +18,7 @@ from paddle_vl.models.qwen3_vl.moe import LoadBalance, SparseMoE
 from paddle_vl.models.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.nn.activation import swiglu
 from paddle_vl.nn.attention import MASKED_SCORE, PackedSamples, causal_attention
+from paddle_vl.nn.norm import RMSNorm
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.nn.rope import apply_rotary
 
@@ -84,7 +85,9 @@ class LanguageModel(nn.Layer):
             [DeepstackLayer() for _ in config.vision_config.deepstack_visual_indexes]
         )
         self.norm = (
-            placement.rms_norm(text.hidden_size, text.rms_norm_eps) if placement.held.head else None
+            placement.row_wise(RMSNorm(text.hidden_size, text.rms_norm_eps))
+            if placement.held.head
+            else None
         )
 
     def forward(
@@ -150,8 +153,9 @@ class DecoderLayer(nn.Layer):
         self.has_experts = config.has_experts(number)
         self.self_attn = SelfAttention(config, placement)
         self.mlp = (SparseMoE if self.has_experts else SwiGLUMLP)(config, placement)
-        self.input_layernorm = placement.rms_norm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = placement.rms_norm(config.hidden_size, config.rms_norm_eps)
+        width, epsilon = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = placement.row_wise(RMSNorm(width, epsilon))
+        self.post_attention_layernorm = placement.row_wise(RMSNorm(width, epsilon))
 
     def forward(
         self,
@@ -187,8 +191,8 @@ class SelfAttention(nn.Layer):
         self.k_proj = placement.column_linear(width, key_width, std, key_heads)
         self.v_proj = placement.column_linear(width, key_width, std, key_heads)
         self.o_proj = placement.row_linear(query_width, width, std)
-        self.q_norm = placement.head_norm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = placement.head_norm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = placement.head_wise(RMSNorm(config.head_dim, config.rms_norm_eps))
+        self.k_norm = placement.head_wise(RMSNorm(config.head_dim, config.rms_norm_eps))
 
     def forward(
         self,
