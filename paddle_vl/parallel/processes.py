@@ -5,6 +5,7 @@ same order, whatever its data.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import paddle
 import paddle.distributed as dist
@@ -73,6 +74,11 @@ class FleetProcesses:
         largest = paddle.to_tensor([received or 0], dtype="int64")
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest.item() or None
+
+    def gathered(self, value: Any) -> list[Any]:
+        everyone: list[Any] = []
+        dist.all_gather_object(everyone, value)
+        return everyone
 
     def wait(self) -> None:
         dist.barrier()

@@ -5,6 +5,7 @@ together says so; a single process just goes on.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from paddle import Tensor
 
@@ -56,6 +57,10 @@ class SingleProcess:
     def agreed_signal(self, received: int | None) -> int | None:
         """A stop signal that any process received. Called by all together."""
         return received
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The picklable values of all processes, by rank. Called by all together."""
+        return [value]
 
     def wait(self) -> None:
         """Until all are here."""
