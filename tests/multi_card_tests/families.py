@@ -1,0 +1,137 @@
+"""Small models of both families, built without values, and what they learn from.
+
+Large enough that parameters outweigh buffers and the zeros behind shards.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl import PI07Config, Qwen3VLForConditionalGeneration
+from paddle_vl.config.schema import LoRAConfig
+from paddle_vl.models.checkpoint.pretrained import drawn_values, stored_values
+from paddle_vl.models.checkpoint.safetensors_io import read_header
+from paddle_vl.models.pi07.checkpoint_map import engine_keys
+from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.nn.placement import SingleDevicePlacement
+from tests.pi07_golden import CASES, case, config_values
+from tests.tiny import IMAGE, patches, tiny_config, token_rows
+
+QWEN = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 8}
+WEIGHTS = CASES / "weights_A.safetensors"
+_CAMERAS = ("video", "vid_mask", "subgoal_image", "subgoal_img_mask")
+
+
+@contextmanager
+def default_dtype(dtype: str) -> Iterator[None]:
+    before = paddle.get_default_dtype()
+    paddle.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        paddle.set_default_dtype(before)
+
+
+def qwen_fresh(
+    dtype: str = "float32", placement: SingleDevicePlacement | None = None
+) -> Qwen3VLForConditionalGeneration:
+    paddle.seed(3)
+    with default_dtype(dtype):
+        return Qwen3VLForConditionalGeneration.from_config(
+            tiny_config(**QWEN), placement, fills=False
+        )
+
+
+def write_qwen(folder: Path) -> None:
+    """The fresh one's files, and those of one with adapters of which a part is trained whole."""
+    model = qwen_fresh()
+    model.fill_all()
+    model.save_pretrained(folder / "qwen")
+    adapted = Qwen3VLForConditionalGeneration.from_pretrained(folder / "qwen")
+    adapted.add_lora(_lora())
+    adapted.save_adapter(folder / "adapter")
+
+
+def _lora() -> LoRAConfig:
+    return LoRAConfig(r=4, target_modules="all-linear", modules_to_save=["*visual.merger"])
+
+
+def qwen_files(
+    folder: Path, dtype: str = "float32", placement: SingleDevicePlacement | None = None
+) -> Qwen3VLForConditionalGeneration:
+    return Qwen3VLForConditionalGeneration.from_pretrained(
+        folder / "qwen", dtype, placement, fills=False
+    )
+
+
+def qwen_adapters(folder: Path, dtype: str = "float32") -> Qwen3VLForConditionalGeneration:
+    paddle.seed(3)
+    model = qwen_files(folder, dtype)
+    model.add_lora(_lora())
+    return model
+
+
+def qwen_resumed_adapters(folder: Path, dtype: str = "float32") -> Qwen3VLForConditionalGeneration:
+    model = qwen_files(folder, dtype)
+    model.load_adapter(folder / "adapter")
+    return model
+
+
+def pi07(dtype: str = "float32", is_fresh: bool = True, frozen: bool = False) -> nn.Layer:
+    description, _ = case("01_all_fields")
+    values = config_values(description)
+    values["vlm_config"]["freeze_vision_encoder"] = frozen
+    labels = description["config"]["indicator_token_ids"]
+    paddle.seed(3)
+    with default_dtype(dtype), paddle.LazyGuard():
+        model = PI07LowLevelFlowMatching(PI07Config.from_dict(values), labels)
+    placed = model.stored_parameters()
+    stored = engine_keys(read_header(WEIGHTS))
+    model.fill_later(drawn_values(placed) if is_fresh else stored_values(placed, stored))
+    return model
+
+
+def builders(folder: Path, dtype: str) -> dict[str, Callable[[], nn.Layer]]:
+    """What makes a model whose parameters are without values, by name."""
+    return {
+        "qwen fresh": partial(qwen_fresh, dtype),
+        "qwen files": partial(qwen_files, folder, dtype),
+        "qwen adapters": partial(qwen_adapters, folder, dtype),
+        "qwen resumed adapters": partial(qwen_resumed_adapters, folder, dtype),
+        "pi07 fresh": partial(pi07, dtype),
+        "pi07 files": partial(pi07, dtype, False),
+        "pi07 frozen tower": partial(pi07, dtype, False, True),
+    }
+
+
+def units_of(model: nn.Layer) -> list[nn.Layer]:
+    return [*model.vision_blocks, *model.decoder_layers]
+
+
+def loss_of(model: nn.Layer) -> Tensor:
+    """Of the family's batch."""
+    if isinstance(model, PI07LowLevelFlowMatching):
+        losses = model(_pi07_batch())
+        return losses["MSE"] + losses["CE"]
+    return model(**_qwen_batch()).loss
+
+
+def _qwen_batch() -> dict[str, Any]:
+    pixels, grid = patches([[1, 4, 4]])
+    ids = token_rows([1, 9, ("image", 4), 2, 5, 7], [3, 4, 5])
+    labels = np.where(ids == IMAGE, -100, ids)
+    return {"input_ids": ids, "labels": labels, "pixel_values": pixels, "image_grid_thw": grid}
+
+
+def _pi07_batch() -> dict[str, Any]:
+    _, tensors = case("01_all_fields")
+    batch = {name[3:]: value for name, value in tensors.items() if name.startswith("in.")}
+    for one in _CAMERAS:
+        batch[f"{one}s"] = [batch.pop(f"{one}{i}") for i in range(2)]
+    return batch

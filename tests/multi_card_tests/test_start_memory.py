@@ -1,0 +1,192 @@
+"""Memory at the start of a run, to the byte, on real processes that share a model.
+
+Guarantees: while parameters get their values and are divided, a rank never holds more than its
+final share and the largest tensor, whole and where the model is bfloat16 as float32 too; so for
+fresh weights, weights from files, adapters beside them, fresh and continued, frozen parts, and
+parts of matrices under tensor parallelism, where the whole passes through the host too; a model that is filled first and divided then exceeds
+that at stage 3; the weights are those of one device.
+
+The oracle of the share is the formula of `paddle_vl.parallel.sharding.memory`.
+"""
+
+import gc
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paddle import Tensor, nn
+from paddle.base.core import (
+    host_memory_stat_current_value,
+    host_memory_stat_peak_value,
+    host_memory_stat_reset_peak_value,
+)
+
+from paddle_vl.nn.master_weights import MasterWeights
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.sharding import Sharding
+from paddle_vl.parallel.sharding.memory import ModelElements, between_steps
+from paddle_vl.parallel.tensor import FleetPlacement
+from paddle_vl.parallel.topology import initialize
+from tests.launch import launch, outcome_of, run_checks
+from tests.multi_card_tests.families import (
+    builders,
+    qwen_files,
+    qwen_fresh,
+    units_of,
+    write_qwen,
+)
+
+DTYPES = {"float32": 4, "bfloat16": 2}
+STAGES = (0, 1, 2, 3)
+NAMES = tuple(builders(Path(), "float32"))
+SPLIT = ("qwen fresh", "qwen files")
+# Of buffers, and of the zeros behind shards.
+SLACK = 16 << 10
+
+
+def start(
+    build: Callable[[], nn.Layer],
+    whole: int,
+    group,
+    stage: int,
+    width: int,
+    is_old: bool = False,
+    on_host: int = 0,
+) -> tuple[int, float]:
+    """Bytes at the highest, above those before the model was made, and what they may be.
+
+    Args:
+        whole: elements of the largest tensor.
+        is_old: all parameters have values before the first is divided.
+        on_host: bytes per element of a NumPy array, which is Paddle's memory too on a CPU.
+    """
+    gc.collect()
+    before = host_memory_stat_current_value("Allocated", 0)
+    host_memory_stat_reset_peak_value("Allocated", 0)
+    model = build()
+    units = units_of(model)
+    elements = ModelElements.of(model.parameters(), units, width)
+    parameters: Iterable[Tensor] = model.fill()
+    if is_old:
+        parameters = list(parameters)
+    trained = Sharding(parameters, group, stage, units) if stage else MasterWeights(parameters)
+    peak = host_memory_stat_peak_value("Allocated", 0) - before
+    held = between_steps(elements, stage, group.nranks)
+    assert trained.stage == stage
+    after = host_memory_stat_current_value("Allocated", 0) - before
+    assert after <= held.parameters + held.masters + SLACK
+    copies = width if width == 4 else width + 4
+    return peak, held.parameters + held.masters + (copies + on_host) * whole + SLACK
+
+
+def largest(build: Callable[[], nn.Layer]) -> int:
+    return max(parameter.size for parameter in build().parameters())
+
+
+def differing(build: Callable[[], nn.Layer], group) -> list[str]:
+    """Parameters that are not those of a model filled whole, stage 3."""
+    wanted = build()
+    wanted.fill_all()
+    model = build()
+    sharding = Sharding(model.fill(), group, 3, units_of(model))
+    values = dict(wanted.named_parameters())
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if not np.array_equal(sharding.gathered_value(parameter).numpy(), values[name].numpy())
+    ]
+
+
+def worker(folder: str) -> dict:
+    """The models of `builders`, divided over 2 ranks."""
+    group = initialize(ParallelDegrees(sharding_degree=2)).sharding_group
+    checks = {}
+    for dtype, width in DTYPES.items():
+        for name, build in builders(Path(folder), dtype).items():
+            whole = largest(build)
+            for stage in STAGES:
+                checks[f"{name} {dtype} {stage}"] = partial(
+                    start, build, whole, group, stage, width
+                )
+            if dtype == "float32":
+                checks[f"{name} old"] = partial(start, build, whole, group, 3, width, True)
+            checks[f"{name} {dtype} values"] = partial(differing, build, group)
+    return run_checks(checks)
+
+
+def worker_of_parts(folder: str) -> dict:
+    """Matrices split over 2 ranks, and what each has divided over 2 others."""
+    topology = initialize(ParallelDegrees(mp_degree=2, sharding_degree=2))
+    group, checks = topology.sharding_group, {}
+    for dtype, width in DTYPES.items():
+        whole = largest(partial(qwen_fresh, dtype))
+        for name, build in (
+            ("qwen fresh", qwen_fresh),
+            ("qwen files", partial(qwen_files, Path(folder))),
+        ):
+
+            def split(build=build, dtype=dtype) -> nn.Layer:
+                return build(dtype, FleetPlacement(topology.mp_group))
+
+            for stage in STAGES[1:]:
+                # A part of what is drawn whole is cut from a NumPy array.
+                on_host = 4 if name == "qwen fresh" else 0
+                checks[f"{name} {dtype} {stage}"] = partial(
+                    start, split, whole, group, stage, width, on_host=on_host
+                )
+            checks[f"{name} {dtype} values"] = partial(differing, split, group)
+    return run_checks(checks)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("weights")
+    write_qwen(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder):
+    return launch(worker, 2, arguments=(folder,))
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_parts(folder):
+    return launch(worker_of_parts, 4, arguments=(folder,))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rank_holds_more_than_its_share_and_a_tensor(outcomes, name, dtype, stage):
+    for peak, allowed in outcome_of(outcomes, f"{name} {dtype} {stage}"):
+        assert peak <= allowed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_filling_before_dividing_would_need_more(outcomes, name):
+    # Halves of float32 copies are as large as whole bfloat16 weights: two ranks show float32 only.
+    for peak, allowed in outcome_of(outcomes, f"{name} old"):
+        assert peak > allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weights_are_those_of_a_whole_model(outcomes, name, dtype):
+    assert outcome_of(outcomes, f"{name} {dtype} values") == [[], []]
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPLIT)
+def test_parts_of_matrices_need_no_more_either(outcomes_of_parts, name, dtype, stage):
+    for peak, allowed in outcome_of(outcomes_of_parts, f"{name} {dtype} {stage}"):
+        assert peak <= allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPLIT)
+def test_parts_of_matrices_are_those_of_a_whole_model(outcomes_of_parts, name, dtype):
+    assert outcome_of(outcomes_of_parts, f"{name} {dtype} values") == [[]] * 4
