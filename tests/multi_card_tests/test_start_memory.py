@@ -3,8 +3,8 @@
 Guarantees: while parameters get their values and are divided, a rank never holds more than its
 final share and the largest tensor, whole and where the model is bfloat16 as float32 too; so for
 fresh weights, weights from files, adapters beside them, fresh and continued, frozen parts, and
-parts of matrices under tensor parallelism, where the whole passes through the host too; a model that is filled first and divided then exceeds
-that at stage 3; the weights are those of one device.
+parts of matrices under tensor parallelism, where the whole passes through the host; a model that is
+filled first and divided then exceeds that at stage 3; the weights are those of one device.
 
 The oracle of the share is the formula of `paddle_vl.parallel.sharding.memory`.
 """
@@ -43,7 +43,7 @@ STAGES = (0, 1, 2, 3)
 NAMES = tuple(builders(Path(), "float32"))
 SPLIT = ("qwen fresh", "qwen files")
 # Of buffers, and of the zeros behind shards.
-SLACK = 16 << 10
+SLACK = 1 << 10
 
 
 def start(
