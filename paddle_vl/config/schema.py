@@ -70,18 +70,58 @@ class ModelConfig(_Section):
     )
 
 
+class DropConfig(_Section):
+    """How often what is left out of a demonstration in training, under OpenTau's names."""
+
+    history_state_drop_prob: float = Field(0.3, ge=0, le=1, description="the past frames")
+    subgoal_drop_prob: float = Field(0.75, ge=0, le=1, description="the goal images, all of them")
+    response_drop_prob: float = Field(
+        0.3, ge=0, le=1, description="the response, of samples that keep their goal images"
+    )
+    metadata_drop_all_prob: float = Field(0.15, ge=0, le=1, description="all metadata but fps")
+    metadata_drop_each_prob: float = Field(
+        0.05, ge=0, le=1, description="each of the metadata, where not all are left out"
+    )
+
+
 class DataConfig(_Section):
     """What it is trained on."""
 
     train: list[str] = Field(
-        min_length=1,
-        description="JSONL files of conversations; image and video paths relative to the file",
+        [],
+        description="JSONL files of conversations, for a policy of demonstrations; image and video "
+        "paths relative to the file",
     )
     eval: list[str] = Field([], description="JSONL files for the evaluation loss")
     processor: str | None = Field(
         None,
         description="folder with tokenizer.json, preprocessor_config.json and, for videos, "
-        "video_preprocessor_config.json; default model.pretrained",
+        "video_preprocessor_config.json, of a policy tokenizer.json and action_tokenizer/; default "
+        "model.pretrained",
+    )
+    synthetic_samples: int | None = Field(
+        None,
+        ge=1,
+        description="policies: train on so many made-up demonstrations in place of data.train",
+    )
+    groups: dict[str, str] = Field(
+        {},
+        description="policies: the group of data (robot::control mode) of each file of data.train "
+        "and data.eval, for statistics of their own",
+    )
+    fields: list[str] | None = Field(
+        None,
+        description="policies: the optional fields that samples have (response, subgoal, speed, "
+        "...), the same on every rank; default: those that any line of data.train has",
+    )
+    statistics: str | None = Field(
+        None,
+        description="policies: a JSON file with the statistics that normalise states and actions; "
+        "default: the checkpoint's, of a new policy those of data.train",
+    )
+    drops: DropConfig = Field(
+        default_factory=DropConfig,
+        description="policies: how often optional fields are left out of a training sample",
     )
     max_length: int = Field(2048, ge=2, description="longest sample, in tokens, visual ones too")
     on_bad_sample: Literal["fail", "skip"] = Field(
@@ -173,6 +213,11 @@ class ParallelConfig(_Section):
         "spread",
         description="with mp: encode each image on one of its processes, or all on every one",
     )
+    branch_sync: Literal["hoisted", "all_reduce"] = Field(
+        "hoisted",
+        description="policies: each process lays out the optional parts that its own samples have, "
+        "or, as OpenTau does, those that any process has in this micro-batch",
+    )
 
 
 class TrainConfig(_Section):
@@ -192,6 +237,11 @@ class TrainConfig(_Section):
     )
     per_device_eval_batch_size: int = Field(8, ge=1, description="samples per evaluation batch")
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per step")
+    loss_weighting: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None,
+        description="policies: weights of the losses, MSE of the flow and CE of the tokens; 0 "
+        "leaves one out, and what only it trains untrained; default 1 each",
+    )
     learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
     part_learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
         {},

@@ -35,6 +35,32 @@ def one_model_source(config: RunConfig) -> Problems:
         )
 
 
+def one_data_source(config: RunConfig) -> Problems:
+    data = config.data
+    if bool(data.train) == (data.synthetic_samples is not None):
+        found = "both are" if data.train else "neither is"
+        yield (
+            f"{found} set of data.train and data.synthetic_samples: name the files in data.train; "
+            "a policy can also be trained on made-up demonstrations, data.synthetic_samples"
+        )
+
+
+def groups_are_of_files(config: RunConfig) -> Problems:
+    data = config.data
+    files, grouped = {*data.train, *data.eval}, set(data.groups)
+    if grouped and (wrong := sorted(files ^ grouped)):
+        yield (
+            f"data.groups and the files of data.train and data.eval differ in {', '.join(wrong)}: "
+            "give every file its group, or none"
+        )
+
+
+def some_loss_counts(config: RunConfig) -> Problems:
+    weights = config.train.loss_weighting
+    if weights is not None and not any(weights.values()):
+        yield f"train.loss_weighting is {weights}: at least one loss needs a weight above 0"
+
+
 def one_length(config: RunConfig) -> Problems:
     train = config.train
     if (train.max_steps is None) == (train.num_train_epochs is None):
@@ -134,6 +160,8 @@ def files_exist(config: RunConfig, device: str) -> Problems:
         for i, file in enumerate(files):
             if not Path(file).is_file():
                 yield _absent(f"{name}[{i}]", file, "file")
+    if data.statistics is not None and not Path(data.statistics).is_file():
+        yield _absent("data.statistics", data.statistics, "file")
     for name, folder in (
         ("model.pretrained", model.pretrained), ("data.processor", data.processor),
     ):  # fmt: skip
@@ -163,6 +191,9 @@ def _absent(name: str, path: str, kind: str) -> str:
 
 CONFIG_RULES = (
     one_model_source,
+    one_data_source,
+    groups_are_of_files,
+    some_loss_counts,
     one_length,
     processor_is_known,
     warmup_fits,

@@ -10,7 +10,7 @@ from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.parallel.agree import check_settings_agree
+from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import initialize
@@ -50,12 +50,14 @@ def build_trainer(config: RunConfig) -> Trainer:
             logger.info("changed since %s: %s", checkpoint.name, change)
     seed_everything(config.train.seed)
     family = model_family(config, checkpoint)
-    layout = Layout(config, topology, family.shape, family.costs)
+    if several:
+        check_fields_agree(family.fields, topology.describe())
+    layout = Layout(config, topology, family.shape, family.costs, family.pad_to_multiple_of)
     placement = layout.placement()
     model = family.build_model(placement)
     if config.train.recompute == "full":
         recompute_layers([*model.vision_blocks, *model.decoder_layers])
-    whole_shapes = model.whole_shapes()
+    whole_shapes = family.whole_shapes(model)
     trainable = family.trainable_names(model)
     trained = trained_names(whole_shapes, config.model.freeze, trainable, family.parts)
     parameters = freeze_parameters(family.named_parameters(model), trained, whole_shapes)

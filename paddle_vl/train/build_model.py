@@ -125,7 +125,7 @@ def build_model(
     what to start or continue from."""
     dtype, source = config.model.compute_dtype, _weights(config, checkpoint)
     if source is None:
-        with _default_dtype(dtype):
+        with default_dtype(dtype):
             return Qwen3VLForConditionalGeneration.from_config(form, placement, fills=False)
     model = Qwen3VLForConditionalGeneration.from_pretrained(source, dtype, placement, fills=False)
     if config.model.lora is None:
@@ -145,7 +145,7 @@ def _weights(config: RunConfig, checkpoint: Path | None) -> str | Path | None:
 
 
 @contextmanager
-def _default_dtype(dtype: str) -> Iterator[None]:
+def default_dtype(dtype: str) -> Iterator[None]:
     before = paddle.get_default_dtype()
     paddle.set_default_dtype(dtype)
     try:

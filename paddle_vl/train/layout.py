@@ -21,7 +21,7 @@ from paddle_vl.train.objective import Objective
 from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import WholeModel
 
-_NOT_DEGREES = {"vision", "pp_split"}
+_NOT_DEGREES = {"vision", "pp_split", "branch_sync"}
 
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
@@ -36,6 +36,8 @@ class Layout:
     Args:
         shape: the decoder's sizes.
         costs: of every decoder layer, and of what comes before and after them.
+        pad_to_multiple_of: padded length of every batch is a multiple of it; None where this does
+            not matter.
 
     Raises:
         ValueError: every rule that model, degrees and padding break.
@@ -47,10 +49,11 @@ class Layout:
         topology: Topology,
         shape: ModelShape,
         costs: tuple[Sequence[float], float, float],
+        pad_to_multiple_of: int | None = None,
     ):
         self.config, self.topology = config, topology
         degrees = topology.degrees
-        plan = Plan(degrees, topology.world_size, shape, config.data.pad_to_multiple_of)
+        plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of)
         raise_problems(plan_problems(plan))
         layers, before, after = costs
         if config.parallel.pp_split == "count":

@@ -16,6 +16,10 @@ FIXED = (
     "model.freeze",
     "model.lora",
     "data.train",
+    "data.synthetic_samples",
+    "data.groups",
+    "data.fields",
+    "data.drops",
     "data.processor",
     "data.max_length",
     "data.packing",
@@ -26,6 +30,7 @@ FIXED = (
     "data.max_pixels",
     "train.seed",
     "train.gradient_accumulation_steps",
+    "train.loss_weighting",
 )
 # Where a run writes and how it was started say nothing about the run itself.
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")

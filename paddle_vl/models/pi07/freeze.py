@@ -1,5 +1,7 @@
 """Which parameters train, by the settings of the engine."""
 
+from collections.abc import Collection
+
 from paddle import nn
 
 from paddle_vl.models.pi07.engine_config import Gemma3WithExpertConfig
@@ -21,6 +23,12 @@ _REPRESENTATION = (
     "da_head.",
 )
 
+# What the flow's loss alone is about, and what the tokens' is.
+_FLOW = ("suffix.", "action_out_proj.", "decoder.expert_norm.")
+_TOKENS = ("prefix.discrete_action_embedding.", "decoder.norm.", "da_head.")
+# Of the last backbone layer the expert reads keys and values only.
+_KEYS_AND_VALUES = ("input_layernorm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj")
+
 
 def is_trained(name: str, config: Gemma3WithExpertConfig) -> bool:
     """Whether the parameter of this name trains.
@@ -35,6 +43,25 @@ def is_trained(name: str, config: Gemma3WithExpertConfig) -> bool:
     if config.train_expert_only and (name.startswith(_BACKBONE) or ".backbone_layer." in name):
         return False
     return not (config.freeze_vision_encoder and name.startswith(_TOWER))
+
+
+def is_reached(
+    name: str, config: Gemma3WithExpertConfig, insulated: bool, losses: Collection[str]
+) -> bool:
+    """Whether a gradient of these losses, of `MSE` and `CE`, comes to the parameter of this name.
+
+    Args:
+        insulated: `knowledge_insulation`.
+    """
+    if name.startswith(_FLOW) or ".expert_layer." in name:
+        return "MSE" in losses
+    if "CE" in losses:
+        return True
+    if insulated or "MSE" not in losses or name.startswith(_TOKENS):
+        return False
+    last = config.gemma3_config.text_config.num_hidden_layers - 1
+    end = name.removeprefix(f"decoder.layers.{last}.backbone_layer.")
+    return end == name or end.startswith(_KEYS_AND_VALUES)
 
 
 def freeze(model: nn.Layer, config: Gemma3WithExpertConfig) -> None:

@@ -1,13 +1,84 @@
-"""Which family of models a run trains."""
+"""Which family of models a run trains, by the configuration of its model."""
 
+import json
 from pathlib import Path
+from typing import Any
 
+from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.train.families.language import LanguageFamily
+from paddle_vl.train.families.policy import POLICY_TYPES, PolicyFamily
 
-Family = LanguageFamily
+Family = LanguageFamily | PolicyFamily
+
+# Settings that say nothing to models of the other family.
+_POLICIES_ONLY = (
+    "data.synthetic_samples",
+    "data.groups",
+    "data.fields",
+    "data.statistics",
+    "data.drops",
+    "train.loss_weighting",
+    "parallel.branch_sync",
+)
+_LANGUAGE_ONLY = (
+    "model.lora",
+    "data.max_length",
+    "data.min_pixels",
+    "data.max_pixels",
+    "data.video_fps",
+    "data.video_min_frames",
+    "data.video_max_frames",
+    "data.video_min_pixels",
+    "data.video_max_pixels",
+    "data.packing",
+    "data.padding_side",
+    "data.pad_to_multiple_of",
+    "parallel.ep_degree",
+    "parallel.pp_split",
+)
 
 
 def model_family(config: RunConfig, checkpoint: Path | None) -> Family:
-    """The family of the run's model, with its data."""
-    return LanguageFamily(config, checkpoint)
+    """The family of the run's model, with its data.
+
+    Raises:
+        ValueError: settings of the other family, all named; what each family refuses.
+        RuntimeError: files that are missing or damaged.
+    """
+    pretrained = config.model.pretrained
+    folder = checkpoint or (None if pretrained is None else Path(pretrained))
+    values = _model_values(config, folder)
+    is_policy = values.get("type") in POLICY_TYPES
+    found, others = ("pi07 policy", _LANGUAGE_ONLY) if is_policy else ("Qwen3-VL", _POLICIES_ONLY)
+    raise_problems(
+        [
+            f"{name} is set, but the model is a {found}, to which it says nothing: remove it"
+            for name in others
+            if _is_set(config, name)
+        ]
+    )
+    if not is_policy:
+        return LanguageFamily(config, checkpoint)
+    form = PI07Config.from_dict(values) if folder is None else PI07Config.from_pretrained(folder)
+    return PolicyFamily(config, form, folder)
+
+
+def _model_values(config: RunConfig, folder: Path | None) -> dict[str, Any]:
+    """What a config.json says; nothing of one that cannot be read, which its family names."""
+    source = config.model.config if folder is None else folder / "config.json"
+    if isinstance(source, dict):
+        return source
+    try:
+        values = json.loads(Path(source).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _is_set(config: RunConfig, name: str) -> bool:
+    section, setting = name.split(".")
+    settings = getattr(config, section)
+    default = type(settings).model_fields[setting].get_default(call_default_factory=True)
+    return getattr(settings, setting) != default

@@ -28,13 +28,19 @@ class LanguageFamily:
         shape, costs: of the decoder, see `paddle_vl.train.layout.Layout`.
         parts: words that stand for parameters in model.freeze, as patterns.
         objective: its losses.
-        make_part: makes a part of a pipeline of a model and a range of layers.
+        make_part: makes a part of a pipeline of a model and a range of layers; None where the
+            model does not go through one.
+        fields: optional fields that all batches have or none, the same on all processes.
+        pad_to_multiple_of: padded length of every batch is a multiple of it; None if that is not
+            asked for.
         train_data, eval_data: samples; no evaluation data is None.
     """
 
     parts: Mapping[str, Sequence[str]] = PARTS
     objective = LANGUAGE
     make_part = Qwen3VLStage
+    # Every batch may have images or not: nothing is to be agreed on at the start.
+    fields: Mapping[str, bool] = {}
 
     def __init__(self, config: RunConfig, checkpoint: Path | None):
         self.config, self.checkpoint = config, checkpoint
@@ -49,6 +55,7 @@ class LanguageFamily:
             video_min_pixels=data.video_min_pixels,
             video_max_pixels=data.video_max_pixels,
         )
+        self.pad_to_multiple_of = data.pad_to_multiple_of
         self.train_data = self._dataset(data.train)
         self.eval_data = self._dataset(data.eval) if data.eval else None
         self.form = model_form(config, self.processor, checkpoint)
@@ -60,6 +67,10 @@ class LanguageFamily:
 
     def named_parameters(self, model: Qwen3VLForConditionalGeneration) -> list[tuple[str, Tensor]]:
         return list(model.hf_named_parameters())
+
+    def whole_shapes(self, model: Qwen3VLForConditionalGeneration) -> dict[str, tuple[int, ...]]:
+        """Shapes of all parameters of the whole model, whatever this process has, by name."""
+        return model.whole_shapes()
 
     def trainable_names(self, model: Qwen3VLForConditionalGeneration) -> Iterable[str] | None:
         """Names that may be trained; None for all."""
@@ -112,6 +123,7 @@ class LanguageFamily:
 
     @property
     def sample_kind(self) -> str:
+        """What a batch is counted in."""
         return "packed rows" if self.config.data.packing else "samples"
 
     def _dataset(self, files: Sequence[str]) -> MessagesDataset:

@@ -1,0 +1,237 @@
+"""A pi07 run: demonstrations, tokenizers, statistics, the policy."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paddle import Tensor, nn
+
+from paddle_vl.config.patterns import POLICY_PARTS
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.data.policy.dataset import DemonstrationsDataset
+from paddle_vl.data.policy.draws import FlowDraws
+from paddle_vl.data.policy.drops import NO_DROPS, DropProbabilities
+from paddle_vl.data.policy.present_fields import present_fields
+from paddle_vl.data.policy.sample import (
+    OPTIONAL_FIELDS,
+    DemonstrationShapes,
+    DemonstrationSource,
+)
+from paddle_vl.data.policy.statistics import demonstration_statistics, read_statistics
+from paddle_vl.data.policy.synthetic import SyntheticDemonstrations
+from paddle_vl.data.policy.training_set import DrawnDemonstrations
+from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.freeze import is_reached
+from paddle_vl.models.pi07.policy.files import ACTION_TOKENIZER_FOLDER
+from paddle_vl.models.pi07.policy.inputs import cameras_of
+from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
+from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.parallel.degrees import ModelShape
+from paddle_vl.train.build_model import default_dtype
+from paddle_vl.train.families.policy_batches import PolicyCollator
+from paddle_vl.train.families.policy_objective import PolicyObjective
+from paddle_vl.train.processes import SingleProcess
+
+logger = logging.getLogger(__name__)
+POLICY_TYPES = ("pi07_low_level",)
+LOSSES = ("MSE", "CE")
+
+
+class PolicyFamily:
+    """What `paddle_vl.train.build` asks of a family, for pi07; see `LanguageFamily`."""
+
+    parts: Mapping[str, Sequence[str]] = POLICY_PARTS
+    make_part = None
+    sample_kind = "samples"
+    pad_to_multiple_of = None
+
+    def __init__(self, config: RunConfig, form: PI07Config, folder: Path | None):
+        """
+        Args:
+            form: the policy's configuration.
+            folder: of the policy to start or continue from; None for fresh weights.
+        """
+        self.config, self.form, self.folder = config, form, folder
+        weights = dict.fromkeys(LOSSES, 1.0) | (config.train.loss_weighting or {})
+        if unknown := sorted(set(weights) - set(LOSSES)):
+            raise ValueError(
+                f"train.loss_weighting has {', '.join(unknown)}; the losses of this policy are "
+                f"{', '.join(LOSSES)}"
+            )
+        self.objective = PolicyObjective(weights, config.parallel.branch_sync == "all_reduce")
+        self.source = self._source(config.data.train)
+        eval_source = self._source(config.data.eval) if config.data.eval else None
+        flow = FlowDraws(form.chunk_size, form.max_action_dim, form.max_delay)
+        drops = DropProbabilities(**config.data.drops.model_dump())
+        seed = config.train.seed
+        self.train_data = DrawnDemonstrations(self.source, drops, flow, seed)
+        self.eval_data = (
+            None if eval_source is None else DrawnDemonstrations(eval_source, NO_DROPS, flow, seed)
+        )
+        self.shape = policy_shape(form)
+        self.costs = ([1.0] * self.shape.num_hidden_layers, 0.0, 0.0)
+        self.policy: PI07LowLevelPolicy | None = None
+
+    @property
+    def fields(self) -> Mapping[str, bool]:
+        """Which optional fields the data has."""
+        return self.source.fields
+
+    def build_model(self, placement: SingleDevicePlacement) -> nn.Layer:
+        """This process's part of the model, without values until `fill`."""
+        data = self.config.data
+        tokenizers: dict[str, Any] = {}
+        if data.processor is not None:
+            folder = Path(data.processor)
+            tokenizers["tokenizer"] = folder
+            if (folder / ACTION_TOKENIZER_FOLDER).is_dir():
+                tokenizers["action_tokenizer"] = folder / ACTION_TOKENIZER_FOLDER
+        statistics = self._statistics()
+        dtype = self.config.model.compute_dtype
+        if self.folder is None:
+            with default_dtype(dtype):
+                self.policy = PI07LowLevelPolicy.from_config(
+                    self.form, **tokenizers, statistics=statistics, placement=placement, fills=False
+                )
+        else:
+            form = self.form
+            if statistics is not None:
+                form = form.changed(skip_normalization_weights=True)
+            self.policy = PI07LowLevelPolicy.from_pretrained(
+                self.folder,
+                config=form,
+                **tokenizers,
+                statistics=statistics,
+                dtype=dtype,
+                placement=placement,
+                fills=False,
+            )
+        if self.policy.action_tokenizer is None:
+            raise ValueError(
+                "the policy has no tokenizer of discrete actions, which training needs: put its "
+                f"files into {ACTION_TOKENIZER_FOLDER}/ of data.processor"
+            )
+        self.policy.model.train()
+        return self.policy.model
+
+    def named_parameters(self, model: nn.Layer) -> list[tuple[str, Tensor]]:
+        return [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
+
+    def whole_shapes(self, model: nn.Layer) -> dict[str, tuple[int, ...]]:
+        return {f"model.{key}": shape for key, shape in model.whole_shapes().items()}
+
+    def trainable_names(self, model: nn.Layer) -> Iterable[str]:
+        """Names of what the policy's own settings train and a loss that counts reaches."""
+        losses = [name for name, weight in self.objective.terms.items() if weight]
+        vlm, insulated = self.form.vlm_config, self.form.knowledge_insulation
+        reached = {
+            id(parameter)
+            for name, parameter in model.named_parameters()
+            if not parameter.stop_gradient and is_reached(name, vlm, insulated, losses)
+        }
+        # This process may have some of the layers only; those it has are like the others'.
+        return [
+            name for name, parameter in self.named_parameters(model) if id(parameter) in reached
+        ]
+
+    def save_model(self, model: nn.Layer, folder: Path) -> None:
+        self.policy.save_pretrained(folder)
+
+    def save_files(self, model: nn.Layer, folder: Path) -> None:
+        """The policy's folder is complete."""
+
+    def train_loader(
+        self, placement: SingleDevicePlacement, processes: SingleProcess
+    ) -> PrefetchLoader:
+        """Batches without end, this process's part of them."""
+        batch_size = self.config.train.per_device_train_batch_size
+        return self._loader(self.train_data, processes, batch_size, shuffle=True, drop_last=True)
+
+    def eval_loader(
+        self, placement: SingleDevicePlacement, processes: SingleProcess
+    ) -> PrefetchLoader:
+        """Every evaluation sample once, this process's part of them."""
+        return self._loader(
+            self.eval_data,
+            processes,
+            self.config.train.per_device_eval_batch_size,
+            shuffle=False,
+            drop_last=False,
+            num_epochs=1,
+        )
+
+    def _loader(
+        self,
+        samples: DrawnDemonstrations,
+        processes: SingleProcess,
+        batch_size: int,
+        **settings: Any,
+    ) -> PrefetchLoader:
+        collator = PolicyCollator(self.policy.inputs, self.form.max_action_dim)
+        if not self.objective.example:
+            self.objective.example = collator([samples[0]])
+        return PrefetchLoader(
+            samples,
+            collator,
+            batch_size,
+            seed=self.config.train.seed,
+            num_workers=self.config.data.num_workers,
+            prefetch_batches=self.config.data.prefetch_batches,
+            rank=processes.data_rank,
+            size=processes.data_size,
+            **settings,
+        )
+
+    def _source(self, files: Sequence[str]) -> DemonstrationSource:
+        data, names = self.config.data, self.form.dataset_names
+        shapes = demonstration_shapes(self.form)
+        if not files:
+            chosen = OPTIONAL_FIELDS if data.fields is None else data.fields
+            groups = {} if names is None else {"group_names": names}
+            seed = self.config.train.seed
+            return SyntheticDemonstrations(data.synthetic_samples, shapes, chosen, seed, **groups)
+        chosen = data.fields
+        if chosen is None:
+            chosen = present_fields(data.train or files, shapes)
+        of_group: dict[str, list[str]] = {}
+        for file in files if data.groups else ():
+            of_group.setdefault(data.groups[file], []).append(file)
+        return DemonstrationsDataset(of_group or files, shapes, chosen, names, data.on_bad_sample)
+
+    def _statistics(self) -> list[Mapping[str, Mapping[str, Any]]] | None:
+        """Of every group; None for the checkpoint's."""
+        file, names = self.config.data.statistics, self.form.dataset_names
+        if file is not None:
+            return list(read_statistics(file, names).values())
+        if self.folder is not None:
+            return None
+        return list(demonstration_statistics(self.source).values())
+
+
+def policy_shape(form: PI07Config) -> ModelShape:
+    """The sizes that processes have to divide among themselves."""
+    vlm = form.vlm_config
+    text, expert = vlm.gemma3_config.text_config, vlm.gemma_expert_config
+    return ModelShape(
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        vocab_size=text.vocab_size,
+        # What divides both.
+        intermediate_size=math.gcd(text.intermediate_size, expert.intermediate_size),
+        num_hidden_layers=text.num_hidden_layers,
+    )
+
+
+def demonstration_shapes(form: PI07Config) -> DemonstrationShapes:
+    """What a policy asks of its data."""
+    return DemonstrationShapes(
+        cameras=tuple(cameras_of(form.input_features)),
+        image_size=form.resize_imgs_with_padding,
+        state_dim=form.input_features["state"].shape[0],
+        n_obs_steps=form.n_obs_steps,
+        chunk_size=form.chunk_size,
+        action_dim=form.output_features["actions"].shape[0],
+    )
