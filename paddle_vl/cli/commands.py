@@ -2,12 +2,12 @@
 
 import argparse
 import os
-import subprocess
-import sys
 import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from paddle_vl.cli.launcher import launch
 
 MODEL_HELP = (
     "a model folder (config.json, weights, processor files), a folder of adapters in PEFT's "
@@ -35,7 +35,7 @@ def add_train(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--nproc",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="start N processes on this machine through Paddle's launcher (default 1); "
@@ -50,21 +50,14 @@ def train(options: argparse.Namespace) -> int:
 
     config = load_run_config(options.config, options.overrides)
     if options.nproc > 1:
-        return _launch(options, Path(config.train.output_dir))
+        arguments = ["train", options.config, *options.overrides]
+        return launch(arguments, options.nproc, Path(config.train.output_dir) / "log")
 
-    _configure_runtime()
+    configure_runtime()
     from paddle_vl.train.build import build_trainer
 
     signal_number = build_trainer(config).run()
     return 0 if signal_number is None else 128 + signal_number
-
-
-def _launch(options: argparse.Namespace, output_dir: Path) -> int:
-    """The same training in several processes; rank 0 speaks, all of them write a log."""
-    launcher = [sys.executable, "-m", "paddle.distributed.launch"]
-    launcher += [f"--nproc_per_node={options.nproc}", f"--log_dir={output_dir / 'log'}"]
-    script = Path(__file__).parents[1] / "__main__.py"
-    return subprocess.call([*launcher, str(script), "train", options.config, *options.overrides])
 
 
 def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
@@ -86,20 +79,20 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
     )
     _add_max_new_tokens(parser, 64)
     parser.add_argument(
-        "--batch-size", type=_positive, default=8, metavar="N", help="samples at once (default 8)"
+        "--batch-size", type=positive, default=8, metavar="N", help="samples at once (default 8)"
     )
     parser.add_argument(
         "--max-length",
-        type=_positive,
+        type=positive,
         default=2048,
         metavar="N",
         help="longest sample, in tokens (default 2048)",
     )
     parser.add_argument(
-        "--limit", type=_positive, metavar="N", help="use the first N samples (default: all)"
+        "--limit", type=positive, metavar="N", help="use the first N samples (default: all)"
     )
     parser.add_argument(
-        "--show", type=_positive, metavar="N", help="print N of the answers, spread over the data"
+        "--show", type=positive, metavar="N", help="print N of the answers, spread over the data"
     )
     parser.add_argument(
         "--predictions",
@@ -111,7 +104,7 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Print loss and exact answers."""
-    _configure_runtime()
+    configure_runtime()
     from paddle_vl.train.build_evaluation import build_evaluation
     from paddle_vl.train.checkpoint import model_folder
     from paddle_vl.train.evaluate import evaluation_report, shown_answers, write_predictions
@@ -175,7 +168,7 @@ def generate(options: argparse.Namespace) -> int:
 
     settings = _generation_settings(options)
     GenerationConfig().updated(**settings)  # Refused before a model is loaded.
-    _configure_runtime()
+    configure_runtime()
     from paddle_vl.infer.chat import Chat
     from paddle_vl.train.checkpoint import model_folder
 
@@ -216,7 +209,7 @@ def add_merge(subparsers: argparse._SubParsersAction) -> None:
 
 def merge(options: argparse.Namespace) -> int:
     """Write the merged model with its processor files."""
-    _configure_runtime()
+    configure_runtime()
     from paddle_vl.data.processor import Qwen3VLProcessor
     from paddle_vl.models.checkpoint.adapter_files import folder_with, is_adapter
     from paddle_vl.models.qwen3_vl.merge_files import merge_adapter
@@ -242,7 +235,7 @@ def _add_base(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _configure_runtime() -> None:
+def configure_runtime() -> None:
     """Process settings, before anything is built: all cores, unless somebody chose how many.
 
     Paddle writes its default of one thread into the variable when it is imported, so this looks
@@ -292,7 +285,7 @@ def _generation_settings(options: argparse.Namespace) -> dict[str, Any]:
 def _add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
     parser.add_argument(
         "--max-new-tokens",
-        type=_positive,
+        type=positive,
         default=default,
         metavar="N",
         help=f"longest answer, in tokens (default {default})",
@@ -303,7 +296,7 @@ def _media(kind: str, file: str) -> tuple[str, str]:
     return kind, file
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")

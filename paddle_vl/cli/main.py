@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from paddle_vl.cli import commands
+from paddle_vl.cli.profile import add_profile
 
 DEBUG_VARIABLE = "PADDLE_VL_DEBUG"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -99,4 +100,5 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_evaluate(subparsers)
     commands.add_generate(subparsers)
     commands.add_merge(subparsers)
+    add_profile(subparsers)
     return parser

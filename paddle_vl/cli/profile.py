@@ -1,0 +1,244 @@
+"""`paddle-vl profile`: phases and memory of a training step, or a matrix of choices."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from paddle_vl.cli.commands import configure_runtime, positive
+from paddle_vl.cli.launcher import launch
+
+_SHARDING = ("none", "dp", "stage1", "stage2", "stage3")
+_EPILOG = """\
+examples:
+  paddle-vl profile run.yaml train.recompute=full
+  paddle-vl profile run.yaml --nproc 2 parallel.sharding_degree=2 parallel.sharding_stage=2
+  paddle-vl profile run.yaml --nproc 2 --matrix --synthetic --cameras 1 2 --memory-limit-gb 3
+
+The training that is profiled is the run's own: its model, optimizer, loader and step. Nothing of
+the run's output_dir is read or written.
+
+--out receives:
+  profile.json   phases, throughput, memory, settings
+  log/           what each process says, with --nproc
+With --matrix it receives in place of these:
+  matrix.json, matrix.md, matrix.png   all cells, their table with the recommendation, their plot
+  cells/         of each cell cell.json, profile.json and its output; a matrix that is started again
+                 runs only what is missing, has failed, or was run with other settings"""
+
+
+def add_profile(subparsers: argparse._SubParsersAction) -> None:
+    """`paddle-vl profile CONFIG [section.name=value ...]`"""
+    parser = subparsers.add_parser(
+        "profile",
+        help="time and memory of a run's training step",
+        description="Train a few steps as a YAML file says, and print what they spent their time "
+        "on and how much memory they took; or do so for every choice of sharding, recomputation "
+        "and cameras at growing batch sizes, and recommend one.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with the run's settings")
+    parser.add_argument(
+        "overrides",
+        metavar="section.name=value",
+        nargs="*",
+        help="setting to use instead of the file's, the value in YAML",
+    )
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes on this machine, as of `paddle-vl train` (default 1)",
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=5, metavar="N", help="steps before it counts (default 5)"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=20, metavar="N", help="measured steps (default 20)"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder for the result (default: profile/ in train.output_dir)"
+    )
+    parser.add_argument(
+        "--memory-limit-gb",
+        type=float,
+        metavar="GB",
+        help="what a process may use, in 10^9 bytes: its resident set on a CPU; above it the "
+        "profile ends (default: the GPU's memory; none on a CPU, where a matrix needs one)",
+    )
+    _add_workload(parser)
+    _add_matrix(parser)
+    parser.set_defaults(run=profile)
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    workload = parser.add_argument_group("made-up data")
+    workload.add_argument(
+        "--synthetic",
+        action="store_true",
+        help="train on made-up samples of the configured shapes in place of data.train, with the "
+        "configured drop probabilities",
+    )
+    workload.add_argument(
+        "--cameras",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="cameras of a policy, images in each conversation (default: those of the "
+        "configuration, one image); several numbers with --matrix",
+    )
+    workload.add_argument(
+        "--image-side",
+        type=positive,
+        metavar="PIXELS",
+        help="of an image in a conversation, before the processor resizes it (default 448)",
+    )
+    workload.add_argument(
+        "--answer-tokens",
+        type=positive,
+        metavar="N",
+        help="tokens of the answer in a conversation (default 64)",
+    )
+
+
+def _add_matrix(parser: argparse.ArgumentParser) -> None:
+    matrix = parser.add_argument_group(
+        "matrix", "Each cell, a choice at a batch size, runs in processes of its own."
+    )
+    matrix.add_argument("--matrix", action="store_true", help="profile all choices")
+    matrix.add_argument(
+        "--sharding",
+        nargs="+",
+        choices=_SHARDING,
+        metavar="CHOICE",
+        help="dp, stage1, stage2, stage3, or none for one process (default: all that fit --nproc)",
+    )
+    matrix.add_argument(
+        "--recompute",
+        nargs="+",
+        choices=("none", "full"),
+        metavar="CHOICE",
+        help="none, full (default: both)",
+    )
+    matrix.add_argument(
+        "--batch-sizes",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="try these, in ascending order until one is too large (default: double, then halve "
+        "the distance)",
+    )
+    matrix.add_argument(
+        "--first-batch", type=positive, metavar="N", help="size to double from (default 1)"
+    )
+    matrix.add_argument(
+        "--largest-batch", type=positive, metavar="N", help="size to double to (default 64)"
+    )
+    matrix.add_argument(
+        "--cell-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="time for a cell, its start included (default 600)",
+    )
+    matrix.add_argument(
+        "--memory-share",
+        type=float,
+        default=0.85,
+        metavar="SHARE",
+        help="share of the limit that a recommended cell may use (default 0.85)",
+    )
+
+
+def profile(options: argparse.Namespace) -> int:
+    """Print a profile, or run a matrix; a matrix without any cell that fits ends with 1."""
+    from paddle_vl.config.load import load_run_config
+
+    config = load_run_config(options.config, options.overrides)
+    out = Path(options.out or Path(config.train.output_dir) / "profile")
+    if options.warmup < 0:
+        raise ValueError(f"--warmup {options.warmup}: it must be 0 or more")
+    _check_options(options)
+    if options.matrix:
+        configure_runtime()
+        return _matrix(options, out)
+    if options.nproc > 1:
+        return launch(_arguments(options, out), options.nproc, out / "log")
+    configure_runtime()
+    from paddle_vl.profile.run import ProfileSettings, run_profile
+
+    settings = ProfileSettings(
+        out,
+        _workload(options),
+        warmup_steps=options.warmup,
+        steps=options.steps,
+        memory_limit_gb=options.memory_limit_gb,
+    )
+    run_profile(config, settings)
+    return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if options.matrix:
+        if options.batch_sizes and (options.first_batch or options.largest_batch):
+            raise ValueError(
+                "--batch-sizes are all sizes: leave --first-batch, --largest-batch out"
+            )
+        return
+    for name in ("sharding", "recompute", "batch_sizes", "first_batch", "largest_batch"):
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is about a matrix: give --matrix too")
+    if options.cameras and len(options.cameras) > 1:
+        raise ValueError(f"--cameras {options.cameras}: several numbers need --matrix")
+
+
+def _matrix(options: argparse.Namespace, out: Path) -> int:
+    from paddle_vl.profile.growth import Doubling, Steps
+    from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
+    from paddle_vl.profile.matrix_report import write_report
+
+    growth = Doubling(options.first_batch or 1, options.largest_batch or 64)
+    if options.batch_sizes:
+        growth = Steps(options.batch_sizes)
+    settings = MatrixSettings(
+        out=out,
+        num_processes=options.nproc,
+        choices=all_choices(
+            options.sharding or (_SHARDING[1:] if options.nproc > 1 else _SHARDING[:1]),
+            options.recompute or ("none", "full"),
+            options.cameras or (None,),
+        ),
+        growth=growth,
+        seconds=options.cell_seconds,
+        memory_limit_gb=options.memory_limit_gb,
+        warmup_steps=options.warmup,
+        steps=options.steps,
+        workload=_workload(options),
+    )
+    cells = run_matrix(options.config, options.overrides, settings)
+    print(write_report(cells, settings, options.memory_share))
+    return 0 if any(cell.status == "ok" for cell in cells) else 1
+
+
+def _workload(options: argparse.Namespace) -> Any:
+    from paddle_vl.profile.workload import Workload
+
+    # Of a matrix the choices say how many.
+    cameras = options.cameras[0] if options.cameras and not options.matrix else None
+    return Workload(options.synthetic, cameras, options.image_side, options.answer_tokens)
+
+
+def _arguments(options: argparse.Namespace, out: Path) -> list[str]:
+    """The same command for one of several processes."""
+    given: list[Any] = ["profile", options.config, *options.overrides, "--out", out]
+    given += ["--warmup", options.warmup, "--steps", options.steps]
+    for name in ("memory_limit_gb", "image_side", "answer_tokens"):
+        if (value := getattr(options, name)) is not None:
+            given += [f"--{name.replace('_', '-')}", value]
+    if options.synthetic:
+        given.append("--synthetic")
+    if options.cameras:
+        given += ["--cameras", *options.cameras]
+    return [str(part) for part in given]

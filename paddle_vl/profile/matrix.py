@@ -1,0 +1,192 @@
+"""A matrix: every choice of sharding, recomputation and cameras, at growing batch sizes.
+
+A cell is one choice at one batch size, in processes of its own; what it came to is a file. A matrix
+that was interrupted goes on where it was, and one whose configuration changed runs again what the
+change concerns.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from paddle_vl import __version__
+from paddle_vl.config.load import load_run_config
+from paddle_vl.profile.cell import Limits, Outcome, run_cell
+from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, content_hash, ended_cell
+from paddle_vl.profile.growth import Growth
+from paddle_vl.profile.memory import GB
+from paddle_vl.profile.workload import Workload, model_values
+from paddle_vl.train.resume import flatten
+
+logger = logging.getLogger(__name__)
+_MAIN = Path(__file__).parents[1] / "__main__.py"
+# What a cell runs: its command, folder and limits.
+CellRunner = Callable[[Sequence[str], Path, Limits], Outcome]
+
+
+@dataclass(frozen=True)
+class MatrixSettings:
+    """What a matrix tries, and what a cell may take.
+
+    Attributes:
+        out: folder of the cells and of the result.
+        num_processes: of each cell.
+        choices: lines of the matrix.
+        growth: of the batch size on each line.
+        seconds: of a cell, from its start to its end.
+        memory_limit_gb: of a process; None leaves it to the GPU.
+        warmup_steps, steps: of each profile.
+        workload: what is trained on; the choices say how many cameras.
+    """
+
+    out: Path
+    num_processes: int
+    choices: Sequence[Choice]
+    growth: Growth
+    seconds: float
+    memory_limit_gb: float | None
+    warmup_steps: int
+    steps: int
+    workload: Workload
+
+    @property
+    def limits(self) -> Limits:
+        limit = self.memory_limit_gb
+        return Limits(self.seconds, None if limit is None else int(limit * GB))
+
+
+def all_choices(
+    sharding: Sequence[str], recompute: Sequence[str], cameras: Sequence[int | None]
+) -> list[Choice]:
+    """All of them."""
+    return [Choice(s, r, c) for c, r, s in product(cameras, recompute, sharding)]
+
+
+def run_matrix(
+    config_file: str,
+    overrides: Sequence[str],
+    settings: MatrixSettings,
+    run: CellRunner = run_cell,
+) -> list[Cell]:
+    """Run what is missing of a matrix.
+
+    A line ends where its batch sizes do (see `growth`), or at a cell that neither fits nor runs out
+    of memory: what is wrong there would be so at the next size too.
+
+    Args:
+        config_file, overrides: of the run that the matrix is about.
+        run: runs a cell's command; a test's may do less.
+
+    Returns:
+        All cells, by line and batch size.
+
+    Raises:
+        ValueError: a choice that this configuration or number of processes does not allow.
+    """
+    config = load_run_config(config_file, overrides)
+    for choice in settings.choices:
+        load_run_config(
+            config_file, [*overrides, *choice.overrides(config, settings.num_processes, 1)]
+        )
+    cells = []
+    for choice in settings.choices:
+        fits: dict[int, bool] = {}
+        while (size := settings.growth.next_size(fits)) is not None:
+            own = [*overrides, *choice.overrides(config, settings.num_processes, size)]
+            cell = _cell(config_file, own, choice, size, settings, run)
+            cells.append(cell)
+            if cell.status not in ("ok", "oom"):
+                break
+            fits[size] = cell.status == "ok"
+    return sorted(cells, key=lambda c: (settings.choices.index(c.choice), c.batch_size))
+
+
+def _cell(
+    config_file: str,
+    overrides: Sequence[str],
+    choice: Choice,
+    size: int,
+    settings: MatrixSettings,
+    run: CellRunner,
+) -> Cell:
+    folder = settings.out / "cells" / f"{choice.name}-batch_{size}"
+    folder.mkdir(parents=True, exist_ok=True)
+    concerned = cell_settings(config_file, overrides, choice, settings)
+    known = Cell.read(folder)
+    if known is not None:
+        if known.stands(concerned, settings.seconds):
+            logger.info("%s: %s, known", known.name, _told(known))
+            return known
+        changed = ", ".join(known.differing(concerned)) or f"it had {known.status}"
+        logger.info("%s runs again: %s", known.name, changed)
+    result = folder / RESULT_FILE
+    result.unlink(missing_ok=True)
+    command = cell_command(config_file, overrides, choice, folder, settings)
+    outcome = run(command, folder, settings.limits)
+    profile = json.loads(result.read_text(encoding="utf-8")) if result.exists() else None
+    cell = ended_cell(choice, size, outcome, concerned, settings.seconds, profile)
+    cell.write(folder)
+    logger.info("%s: %s", cell.name, _told(cell))
+    return cell
+
+
+def cell_settings(
+    config_file: str, overrides: Sequence[str], choice: Choice, settings: MatrixSettings
+) -> dict[str, Any]:
+    """All that a cell's numbers follow from, as plain values."""
+    import paddle
+
+    config = load_run_config(config_file, overrides)
+    workload = settings.workload
+    return {
+        **flatten(config.model_dump()),
+        "model's config.json": content_hash(model_values(config)),
+        "nproc": settings.num_processes,
+        "cameras": choice.cameras,
+        "memory_limit_gb": settings.memory_limit_gb,
+        "warmup": settings.warmup_steps,
+        "steps": settings.steps,
+        "synthetic": workload.is_synthetic,
+        "image_side": workload.image_side,
+        "answer_tokens": workload.answer_tokens,
+        "paddle": paddle.__version__,
+        "paddle_vl": __version__,
+    }
+
+
+def cell_command(
+    config_file: str,
+    overrides: Sequence[str],
+    choice: Choice,
+    folder: Path,
+    settings: MatrixSettings,
+) -> list[str]:
+    """The command line that profiles a cell."""
+    workload = settings.workload
+    flags = {
+        "--nproc": settings.num_processes,
+        "--out": folder,
+        "--warmup": settings.warmup_steps,
+        "--steps": settings.steps,
+        "--memory-limit-gb": settings.memory_limit_gb,
+        "--cameras": choice.cameras,
+        "--image-side": workload.image_side,
+        "--answer-tokens": workload.answer_tokens,
+    }
+    given = [
+        part for name, value in flags.items() if value is not None for part in (name, str(value))
+    ]
+    if workload.is_synthetic:
+        given.append("--synthetic")
+    return [sys.executable, str(_MAIN), "profile", config_file, *overrides, *given]
+
+
+def _told(cell: Cell) -> str:
+    if cell.status != "ok":
+        return f"{cell.status} ({cell.detail})"
+    return f"{cell.samples_per_sec:.2f} samples/s, {cell.memory_gb:.2f} GB"

@@ -1,0 +1,144 @@
+"""A profile of one configuration, in this process and its peers."""
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_vl.config.schema import ParallelConfig, RunConfig
+from paddle_vl.profile.cells import RESULT_FILE
+from paddle_vl.profile.last_words import leaving_word
+from paddle_vl.profile.measure import measure
+from paddle_vl.profile.memory import GB, device_memory_limit, memory_meter
+from paddle_vl.profile.summary import summarize
+from paddle_vl.profile.table import profile_table
+from paddle_vl.profile.workload import Workload, with_workload
+from paddle_vl.train.build import build_trainer
+from paddle_vl.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """How a profile is taken.
+
+    Attributes:
+        out: folder for the result.
+        workload: what is trained on.
+        warmup_steps, steps: unseen and measured updates.
+        memory_limit_gb: what a process may use; above it the profile ends. None: the GPU's memory,
+            and no limit on a CPU.
+    """
+
+    out: Path
+    workload: Workload
+    warmup_steps: int = 5
+    steps: int = 20
+    memory_limit_gb: float | None = None
+
+
+def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
+    """Profile training as the configuration says. Called by all processes of the run together.
+
+    The first of them writes profile.json and prints the table. Nothing else is written, and nothing
+    that the run itself has written is read.
+
+    Returns:
+        The result, see `paddle_vl.profile.summary.summarize`, the same on every process.
+
+    Raises:
+        ValueError, RuntimeError: as `paddle_vl.train.build.build_trainer`.
+        MemoryLimitError: a process is above the limit.
+    """
+    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    settings.out.mkdir(parents=True, exist_ok=True)
+    with leaving_word(settings.out, rank):
+        config = with_workload(profiled_config(config, settings), settings.workload, settings.out)
+        trainer = build_trainer(config)
+        limit = settings.memory_limit_gb
+        meter = memory_meter()
+        try:
+            measured = measure(
+                trainer,
+                meter,
+                rank=rank,
+                warmup_steps=settings.warmup_steps,
+                steps=settings.steps,
+                memory_limit=None if limit is None else int(limit * GB),
+            )
+        finally:
+            meter.close()
+            trainer.data.close()
+        measures = trainer.processes.gathered(measured)
+        result = summarize(measures, _facts(config, settings, trainer))
+        if trainer.processes.is_main:
+            file = settings.out / RESULT_FILE
+            file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            print(profile_table(result))
+            print(f"written to {file}", flush=True)
+    return result
+
+
+def profiled_config(config: RunConfig, settings: ProfileSettings) -> RunConfig:
+    """The run's configuration for as many steps as are profiled, without what happens between."""
+    values = config.model_dump()
+    steps = settings.warmup_steps + settings.steps
+    values["train"] |= {
+        # Never made: a profile saves no model, and the run's own folder stays as it is.
+        "output_dir": str(settings.out / "run"),
+        "max_steps": steps,
+        "num_train_epochs": None,
+        "warmup_steps": min(config.train.warmup_steps, steps),
+        "eval_steps": None,
+        "save_steps": None,
+        "resume_from_checkpoint": "none",
+    }
+    values["data"]["eval"] = []
+    values["logging"] |= {"progress_bar": False, "report_to": []}
+    return RunConfig.model_validate(values)
+
+
+def sharding_choice(parallel: ParallelConfig) -> str:
+    """How processes with different samples share the training state, in words."""
+    parts = []
+    if parallel.dp_degree > 1:
+        parts.append("dp")
+    if parallel.sharding_degree > 1:
+        parts.append(f"sharding stage {parallel.sharding_stage}")
+    return " with ".join(parts) or "none"
+
+
+def _facts(config: RunConfig, settings: ProfileSettings, trainer: Trainer) -> dict[str, Any]:
+    model, limit = trainer.runner.model, settings.memory_limit_gb
+    if limit is None and (device_limit := device_memory_limit()) is not None:
+        limit = device_limit / GB
+    parallel, train, data = config.parallel, config.train, config.data
+    degrees = {
+        axis: getattr(parallel, f"{axis}_degree") for axis in ("dp", "mp", "pp", "sharding", "ep")
+    }
+    return {
+        "model_type": type(model).__name__,
+        "num_parameters": sum(int(np.prod(shape)) for shape in model.whole_shapes().values()),
+        "distributed_type": sharding_choice(parallel),
+        "topology": " ".join(f"{axis}{n}" for axis, n in degrees.items() if n > 1) or "1 process",
+        "sharding_stage": parallel.sharding_stage if parallel.sharding_degree > 1 else None,
+        "recompute": train.recompute,
+        "compute_dtype": config.model.compute_dtype,
+        "batch_size": train.per_device_train_batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "num_workers": data.num_workers,
+        "prefetch_factor": data.prefetch_batches,
+        "cameras": settings.workload.cameras,
+        "data_source": settings.workload.source,
+        "device": paddle.get_device(),
+        "paddle": paddle.__version__,
+        "warmup": settings.warmup_steps,
+        "memory_limit_gb": limit,
+        "config": config.model_dump(),
+    }
