@@ -105,6 +105,11 @@ def array(x) -> np.ndarray:
     return (x.astype("float32") if x.dtype in (paddle.bfloat16, paddle.float16) else x).numpy()
 
 
+def samples_of(rows, size: int) -> np.ndarray:
+    """Token rows `[B * L, D]` of so many samples as `[B, L, D]`."""
+    return array(rows).reshape(size, -1, rows.shape[-1])
+
+
 def prefix_quantities(prefix: Prefix, tokens, num_cams: int) -> dict[str, np.ndarray]:
     """Camera tokens, embedded prefix, its mask and positions."""
     # Goals come behind the cameras in one pass.

@@ -10,6 +10,7 @@ from parity.pi07_quantities import (
     array,
     cache_quantities,
     prefix_quantities,
+    samples_of,
     suffix_quantities,
 )
 
@@ -42,8 +43,9 @@ def run_sampling(case: GoldenCase, report: CaseReport) -> None:
     compare.check("cache", cache_quantities(passes[0].cache, prefix.num_seen))
     for i in range(len(model.decoder.layers)):
         rows = calls[f"layer{i}"]
-        compare.check("layers", {f"out.prefix.layer{i}": array(rows[0][0])})
-        compare.check("layers", {f"out.step0.suffix.layer{i}": array(rows[1][0])})
+        prefix_rows, suffix_rows = (samples_of(x[0], len(actions)) for x in rows[:2])
+        compare.check("layers", {f"out.prefix.layer{i}": prefix_rows})
+        compare.check("layers", {f"out.step0.suffix.layer{i}": suffix_rows})
     masks = suffix_quantities(prefix, actions.shape[1])
     compare.check("steps", {f"out.step0.suffix.{name}": value for name, value in masks.items()})
     for n in range(steps):

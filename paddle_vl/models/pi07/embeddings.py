@@ -1,33 +1,34 @@
 """Token tables whose first row, the padding's, learns nothing."""
 
 import paddle
-import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
-from paddle.nn.initializer import Normal
 
 PAD_ID = 0
 
 
 class PaddedEmbedding(nn.Layer):
-    """A table `[num, dim]` read by row and scaled; `PAD_ID`'s row is read but gets no gradient.
+    """A table read by row and scaled; `PAD_ID`'s row is read but gets no gradient.
 
     Paddle's own `padding_idx` would read zeros.
 
     Args:
+        table: an `Embedding`, or a rank's part of one.
         scale: of the rows. It is rounded to the table's dtype, as the original's is.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, scale: float = 1.0):
+    def __init__(self, table: nn.Layer, scale: float = 1.0):
         super().__init__()
-        self.scale = scale
-        self.weight = self.create_parameter(
-            [num_embeddings, embedding_dim], default_initializer=Normal(std=0.02)
-        )
+        self.table, self.scale = table, scale
+
+    @property
+    def weight(self) -> Tensor:
+        """`[num, D]`, or this rank's rows of it."""
+        return self.table.weight
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         """int64 `[B, L]` to `[B, L, D]`."""
-        rows_BLD = F.embedding(ids_BL, self.weight)
+        rows_BLD = self.table(ids_BL)
         if paddle.in_dynamic_mode():
             rows_BLD = _NoGradient.apply(rows_BLD, ids_BL != PAD_ID)
         if self.scale == 1.0:

@@ -14,22 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
-from paddle import Tensor, nn
+from paddle import Tensor
 
-from paddle_vl.models.checkpoint.filling import Fillable
-from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.models.pi07.attention_masks import (
     block_mask,
     prefix_positions,
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.models.pi07.checkpoint_map import checkpoint_rules
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.freeze import freeze, uses_dropout
 from paddle_vl.models.pi07.group_linear import GroupedProjection
 from paddle_vl.models.pi07.interleaved import DecoderOutput, InterleavedDecoder, SuffixView
 from paddle_vl.models.pi07.losses import LossTerms, flow_counts, flow_loss, token_slot_loss
+from paddle_vl.models.pi07.placed_model import PlacedModel
 from paddle_vl.models.pi07.prefix import Prefix, PrefixEmbedding
 from paddle_vl.models.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.models.pi07.sampling import sample_actions
@@ -53,14 +51,19 @@ class NoisyActions(NamedTuple):
     is_delayed: Tensor
 
 
-class PI07LowLevelFlowMatching(Fillable, nn.Layer):
+class PI07LowLevelFlowMatching(PlacedModel):
     """Prefix and suffix embeddings, the decoder of both streams, and the two heads.
 
-    Attributes:
-        decoder_layers, vision_blocks: units for recomputation and sharding.
+    What lies outside of the decoder's layers is whole on every rank but the token table, and all
+    ranks of a model-parallel group compute the same of it.
     """
 
-    def __init__(self, config: PI07Config, label_ids: Mapping[str, Sequence[int]]):
+    def __init__(
+        self,
+        config: PI07Config,
+        label_ids: Mapping[str, Sequence[int]],
+        placement: SingleDevicePlacement | None = None,
+    ):
         """
         Args:
             label_ids: token ids, without special tokens, of each of `prefix_layout.LABELS`.
@@ -68,28 +71,19 @@ class PI07LowLevelFlowMatching(Fillable, nn.Layer):
         Raises:
             ValueError: a label has no ids, or the vocabulary of discrete actions is not known.
         """
-        super().__init__()
+        super().__init__(config, label_ids, placement)
         num_groups = config.num_groups if config.per_group_projection else None
         vlm = config.vlm_config
         width = vlm.gemma3_config.text_config.hidden_size
-        self.config = config
-        self.prefix = PrefixEmbedding(config, label_ids, num_groups)
+        self.prefix = PrefixEmbedding(config, label_ids, num_groups, self.placement)
         self.suffix = SuffixEmbedding(config, num_groups)
-        self.decoder = InterleavedDecoder(vlm)
+        self.decoder = InterleavedDecoder(vlm, self.placement)
         self.da_head = Linear(width, vlm.discrete_action_vocab_size, True)
         self.action_out_proj = GroupedProjection(
             config.proj_width, config.max_action_dim, num_groups
         )
         freeze(self, vlm)
         self.train()
-
-    @property
-    def decoder_layers(self) -> list[nn.Layer]:
-        return list(self.decoder.layers)
-
-    @property
-    def vision_blocks(self) -> list[nn.Layer]:
-        return list(self.prefix.video_encoder.tower.layers)
 
     def train(self) -> None:
         super().train()
@@ -222,11 +216,6 @@ class PI07LowLevelFlowMatching(Fillable, nn.Layer):
         return sample_actions(
             self, batch, presence, noise, delay, action_prefix, num_steps or self.config.num_steps
         )
-
-    def stored_parameters(self) -> list[StoredParameter]:
-        """Every parameter once, with its checkpoint key (without `model.`) and layout."""
-        rules = checkpoint_rules(self.config.vlm_config, self.config.per_group_projection)
-        return place_parameters(self.named_parameters(), rules, SingleDevicePlacement())
 
 
 def suffix_marks(pad_BC: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The two halves of a decoder layer: Gemma 3 for what is seen and read, Gemma for the actions.
 
-Shapes: B batch, L tokens of the own stream, S keys; D width of the stream; N query heads, K key
-heads, H head width.
+Shapes: B batch, L tokens of the own stream, T = B * L token rows, batch-major (this rank's part of
+them under sequence parallelism); S keys; D width of the stream; N query heads, K key heads, H head
+width.
 
 Source: Gemma3DecoderLayer of HF transformers; the adaptive expert is openpi's.
 """
@@ -13,8 +14,8 @@ from paddle_vl.models.pi07.engine_config import Gemma3TextConfig, GemmaExpertCon
 from paddle_vl.models.pi07.norms import AdaptiveRMSNorm, GemmaRMSNorm
 from paddle_vl.models.pi07.rotary import Rotary
 from paddle_vl.nn.activation import activation
-from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.masked_attention import AttentionMask, masked_attention
+from paddle_vl.nn.placement import SingleDevicePlacement
 
 # Keys and values `[B, S, K, H]`, keys normalised and rotated.
 KeyValue = tuple[Tensor, Tensor]
@@ -26,6 +27,7 @@ class StreamView:
     Not a tuple: Paddle would look for tensors in it.
 
     Args:
+        shape: B and L.
         rotary: by the base of a layer's angles.
         mask: over the keys that the stream is given and its own behind them.
         scale: of scores, the backbone's for both streams.
@@ -33,10 +35,20 @@ class StreamView:
     """
 
     def __init__(
-        self, rotary: dict[float, Rotary], mask: AttentionMask, scale: float, implementation: str
+        self,
+        shape: tuple[int, int],
+        rotary: dict[float, Rotary],
+        mask: AttentionMask,
+        scale: float,
+        implementation: str,
     ):
-        self.rotary, self.mask = rotary, mask
+        self.shape, self.rotary, self.mask = shape, rotary, mask
         self.scale, self.implementation = scale, implementation
+
+    @property
+    def num_rows(self) -> int:
+        """B * L."""
+        return self.shape[0] * self.shape[1]
 
     def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """`[B, L, N, H]`."""
@@ -50,102 +62,120 @@ class BackboneLayer(nn.Layer):
         rope_base: of this layer's rotary angles.
     """
 
-    def __init__(self, config: Gemma3TextConfig, rope_base: float, dropout: float):
+    def __init__(
+        self,
+        config: Gemma3TextConfig,
+        rope_base: float,
+        dropout: float,
+        placement: SingleDevicePlacement,
+    ):
         super().__init__()
         self.rope_base = rope_base
-        width, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = GemmaRMSNorm(width, epsilon)
-        self.self_attn = Attention(config, width)
-        self.self_attn.q_norm = GemmaRMSNorm(config.head_dim, epsilon)
-        self.self_attn.k_norm = GemmaRMSNorm(config.head_dim, epsilon)
-        self.post_attention_layernorm = GemmaRMSNorm(width, epsilon)
-        self.pre_feedforward_layernorm = GemmaRMSNorm(width, epsilon)
-        self.mlp = GemmaMLP(width, config.intermediate_size)
-        self.post_feedforward_layernorm = GemmaRMSNorm(width, epsilon)
-        self.dropout = nn.Dropout(dropout)
+        width, head_dim, epsilon = config.hidden_size, config.head_dim, config.rms_norm_eps
+        self.input_layernorm = placement.row_wise(GemmaRMSNorm(width, epsilon))
+        self.self_attn = Attention(config, width, placement)
+        self.self_attn.q_norm = placement.head_wise(GemmaRMSNorm(head_dim, epsilon))
+        self.self_attn.k_norm = placement.head_wise(GemmaRMSNorm(head_dim, epsilon))
+        self.post_attention_layernorm = placement.row_wise(GemmaRMSNorm(width, epsilon))
+        self.pre_feedforward_layernorm = placement.row_wise(GemmaRMSNorm(width, epsilon))
+        self.mlp = GemmaMLP(width, config.intermediate_size, placement)
+        self.post_feedforward_layernorm = placement.row_wise(GemmaRMSNorm(width, epsilon))
+        self.dropout = placement.row_dropout(dropout)
 
     def forward(
-        self, x_BLD: Tensor, view: StreamView, past: KeyValue | None = None
+        self, x_TD: Tensor, view: StreamView, past: KeyValue | None = None
     ) -> tuple[Tensor, KeyValue]:
         """The rows, and the keys and values of `past` and of this call behind them."""
-        attended, key_value = self.self_attn(
-            self.input_layernorm(x_BLD), view, self.rope_base, past
+        attended_TD, key_value = self.self_attn(
+            self.input_layernorm(x_TD), view, self.rope_base, past
         )
-        x_BLD = x_BLD + self.post_attention_layernorm(self.dropout(attended))
-        rows = self.mlp(self.pre_feedforward_layernorm(x_BLD))
-        return x_BLD + self.post_feedforward_layernorm(self.dropout(rows)), key_value
+        x_TD = x_TD + self.post_attention_layernorm(self.dropout(attended_TD))
+        mlp_TD = self.mlp(self.pre_feedforward_layernorm(x_TD))
+        return x_TD + self.post_feedforward_layernorm(self.dropout(mlp_TD)), key_value
 
 
 class ExpertLayer(nn.Layer):
     """Attention and MLP behind adaptive norms, each let in by the gate of its norm."""
 
-    def __init__(self, config: GemmaExpertConfig, rope_base: float, dropout: float):
+    def __init__(
+        self,
+        config: GemmaExpertConfig,
+        rope_base: float,
+        dropout: float,
+        placement: SingleDevicePlacement,
+    ):
         super().__init__()
         self.rope_base = rope_base
         width, cond, epsilon = config.hidden_size, config.adarms_cond_dim, config.rms_norm_eps
-        self.input_layernorm = AdaptiveRMSNorm(width, cond, epsilon)
-        self.self_attn = Attention(config, width)
-        self.post_attention_layernorm = AdaptiveRMSNorm(width, cond, epsilon)
-        self.mlp = GemmaMLP(width, config.intermediate_size)
-        self.dropout = nn.Dropout(dropout)
+        self.input_layernorm = placement.row_wise(AdaptiveRMSNorm(width, cond, epsilon))
+        self.self_attn = Attention(config, width, placement)
+        self.post_attention_layernorm = placement.row_wise(AdaptiveRMSNorm(width, cond, epsilon))
+        self.mlp = GemmaMLP(width, config.intermediate_size, placement)
+        self.dropout = placement.row_dropout(dropout)
 
-    def forward(
-        self, x_BCE: Tensor, cond_BCE: Tensor, view: StreamView, prefix: KeyValue
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, cond_TE: Tensor, view: StreamView, prefix: KeyValue) -> Tensor:
         """The rows; they see the prefix and each other.
 
         Args:
-            cond_BCE: condition of the norms; leading dims may be 1.
+            cond_TE: condition of the norms, see `AdaptiveRMSNorm`.
         """
-        rows, gate = self.input_layernorm(x_BCE, cond_BCE)
-        attended, _ = self.self_attn(rows, view, self.rope_base, prefix)
-        x_BCE = x_BCE + self.dropout(attended) * gate
-        rows, gate = self.post_attention_layernorm(x_BCE, cond_BCE)
-        return x_BCE + self.dropout(self.mlp(rows)) * gate
+        rows_TD, gate_TD = self.input_layernorm(x_TD, cond_TE)
+        attended_TD, _ = self.self_attn(rows_TD, view, self.rope_base, prefix)
+        x_TD = x_TD + self.dropout(attended_TD) * gate_TD
+        rows_TD, gate_TD = self.post_attention_layernorm(x_TD, cond_TE)
+        return x_TD + self.dropout(self.mlp(rows_TD)) * gate_TD
 
 
 class Attention(nn.Layer):
     """Grouped-query attention; queries and keys pass `q_norm` and `k_norm` where there are any."""
 
-    def __init__(self, config: Gemma3TextConfig | GemmaExpertConfig, width: int):
+    def __init__(
+        self,
+        config: Gemma3TextConfig | GemmaExpertConfig,
+        width: int,
+        placement: SingleDevicePlacement,
+    ):
         super().__init__()
-        self.head_dim = config.head_dim
-        query_width = config.num_attention_heads * config.head_dim
-        key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(width, query_width, False)
-        self.k_proj = Linear(width, key_width, False)
-        self.v_proj = Linear(width, key_width, False)
-        self.o_proj = Linear(query_width, width, False)
+        self.placement, self.head_dim = placement, config.head_dim
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        query_width, key_width = heads * config.head_dim, key_heads * config.head_dim
+        self.q_proj = placement.column_linear(width, query_width, num_heads=heads)
+        self.k_proj = placement.column_linear(width, key_width, num_heads=key_heads)
+        self.v_proj = placement.column_linear(width, key_width, num_heads=key_heads)
+        self.o_proj = placement.row_linear(query_width, width)
         self.q_norm: GemmaRMSNorm | None = None
         self.k_norm: GemmaRMSNorm | None = None
 
     def forward(
-        self, x_BLD: Tensor, view: StreamView, rope_base: float, past: KeyValue | None
+        self, x_TD: Tensor, view: StreamView, rope_base: float, past: KeyValue | None
     ) -> tuple[Tensor, KeyValue]:
-        heads = [*x_BLD.shape[:2], -1, self.head_dim]
-        q_BLNH = self.q_proj(x_BLD).reshape(heads)
-        k_BSKH = self.k_proj(x_BLD).reshape(heads)
-        v_BSKH = self.v_proj(x_BLD).reshape(heads)
+        x_TD = self.placement.enter_columns(x_TD, view.num_rows)
+        heads = [*view.shape, -1, self.head_dim]
+        q_BLNH = self.q_proj(x_TD).reshape(heads)
+        k_BSKH = self.k_proj(x_TD).reshape(heads)
+        v_BSKH = self.v_proj(x_TD).reshape(heads)
         if self.q_norm is not None:
             q_BLNH, k_BSKH = self.q_norm(q_BLNH), self.k_norm(k_BSKH)
         rotary = view.rotary[rope_base]
-        q_BLNH, k_BSKH = rotary.queries(q_BLNH), rotary.keys(k_BSKH)
+        q_BLNH, k_BSKH = rotary(q_BLNH), rotary(k_BSKH)
         if past is not None:
             k_BSKH = paddle.concat([past[0], k_BSKH], axis=1)
             v_BSKH = paddle.concat([past[1], v_BSKH], axis=1)
-        out_BLNH = view.attend(q_BLNH, k_BSKH, v_BSKH)
-        return self.o_proj(out_BLNH.reshape([*heads[:2], -1])), (k_BSKH, v_BSKH)
+        out_TD = view.attend(q_BLNH, k_BSKH, v_BSKH).reshape([view.num_rows, -1])
+        return self.o_proj(self.placement.pad_rows(out_TD)), (k_BSKH, v_BSKH)
 
 
 class GemmaMLP(nn.Layer):
     """`down(gelu(gate(x)) * up(x))`, the tanh form of GELU."""
 
-    def __init__(self, width: int, inner: int):
+    def __init__(self, width: int, inner: int, placement: SingleDevicePlacement):
         super().__init__()
-        self.gate_proj = Linear(width, inner, False)
-        self.up_proj = Linear(width, inner, False)
-        self.down_proj = Linear(inner, width, False)
+        self.placement = placement
+        self.gate_proj = placement.column_linear(width, inner)
+        self.up_proj = placement.column_linear(width, inner)
+        self.down_proj = placement.row_linear(inner, width)
         self.act = activation("gelu_pytorch_tanh")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x_TD: Tensor) -> Tensor:
+        x_TD = self.placement.enter_columns(x_TD)
+        return self.down_proj(self.act(self.gate_proj(x_TD)) * self.up_proj(x_TD))

@@ -1,6 +1,8 @@
 """The decoder: layers that own a backbone half and an expert half, and run either or both.
 
-Shapes: B batch, L prefix tokens of width D, C suffix tokens of width E; S keys.
+Shapes: B batch, L prefix tokens of width D, C suffix tokens of width E; S keys. Inside, tokens are
+rows, batch-major: T = B * L of the prefix and T' = B * C of the suffix, under sequence parallelism
+this rank's part of them.
 
 Both halves of a layer meet in attention alone: the suffix reads keys and values of the prefix, and
 never the other way round. So the three ways to run it give the same numbers: both streams at once,
@@ -18,6 +20,7 @@ from paddle_vl.models.pi07.gemma_layers import BackboneLayer, ExpertLayer, KeyVa
 from paddle_vl.models.pi07.norms import AdaptiveRMSNorm, GemmaRMSNorm
 from paddle_vl.models.pi07.rotary import Rotary
 from paddle_vl.nn.masked_attention import AttentionMask
+from paddle_vl.nn.placement import SingleDevicePlacement
 
 
 class SuffixView:
@@ -43,22 +46,24 @@ class SuffixView:
 class InterleavedDecoderLayer(nn.Layer):
     """One layer of each stream; a unit for recomputation and sharding."""
 
-    def __init__(self, config: Gemma3WithExpertConfig, number: int):
+    def __init__(
+        self, config: Gemma3WithExpertConfig, number: int, placement: SingleDevicePlacement
+    ):
         super().__init__()
         text = config.gemma3_config.text_config
         base, dropout = text.rope_base(number), config.dropout
-        self.backbone_layer = BackboneLayer(text, base, dropout)
+        self.backbone_layer = BackboneLayer(text, base, dropout, placement)
         self.expert_layer = (
             None
             if config.disable_action_expert
-            else ExpertLayer(config.gemma_expert_config, base, dropout)
+            else ExpertLayer(config.gemma_expert_config, base, dropout, placement)
         )
 
     def forward(
         self,
-        prefix_BLD: Tensor | None,
-        suffix_BCE: Tensor | None = None,
-        cond_BCE: Tensor | None = None,
+        prefix_TD: Tensor | None,
+        suffix_TE: Tensor | None = None,
+        cond_TE: Tensor | None = None,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
         past: KeyValue | None = None,
@@ -74,12 +79,12 @@ class InterleavedDecoderLayer(nn.Layer):
             The streams that are given, in order, and keys and values if they are to be kept.
         """
         rows: list[Tensor] = []
-        if prefix_BLD is not None:
-            prefix_BLD, past = self.backbone_layer(prefix_BLD, prefix_view, past)
-            rows.append(prefix_BLD)
-        if suffix_BCE is not None:
+        if prefix_TD is not None:
+            prefix_TD, past = self.backbone_layer(prefix_TD, prefix_view, past)
+            rows.append(prefix_TD)
+        if suffix_TE is not None:
             rows.append(
-                self.expert_layer(suffix_BCE, cond_BCE, suffix_view.own, suffix_view.read(past))
+                self.expert_layer(suffix_TE, cond_TE, suffix_view.own, suffix_view.read(past))
             )
         return (*rows, *past) if keep else tuple(rows)
 
@@ -100,20 +105,19 @@ class InterleavedDecoder(nn.Layer):
             at every call.
     """
 
-    def __init__(self, config: Gemma3WithExpertConfig):
+    def __init__(self, config: Gemma3WithExpertConfig, placement: SingleDevicePlacement):
         super().__init__()
-        self.config = config
+        self.config, self.placement = config, placement
         self.attention_implementation: str = config.attention_implementation
         text, expert = config.gemma3_config.text_config, config.gemma_expert_config
         self.layers = nn.LayerList(
-            [InterleavedDecoderLayer(config, i) for i in range(text.num_hidden_layers)]
+            [InterleavedDecoderLayer(config, i, placement) for i in range(text.num_hidden_layers)]
         )
-        self.norm = GemmaRMSNorm(text.hidden_size, text.rms_norm_eps)
-        self.expert_norm = (
-            None
-            if config.disable_action_expert
-            else AdaptiveRMSNorm(expert.hidden_size, expert.adarms_cond_dim, expert.rms_norm_eps)
-        )
+        self.norm = placement.row_wise(GemmaRMSNorm(text.hidden_size, text.rms_norm_eps))
+        self.expert_norm = None
+        if not config.disable_action_expert:
+            sizes = (expert.hidden_size, expert.adarms_cond_dim, expert.rms_norm_eps)
+            self.expert_norm = placement.row_wise(AdaptiveRMSNorm(*sizes))
 
     def view(self, position_ids_BL: Tensor, visible_BLS: Tensor) -> StreamView:
         """What all layers need to know of a stream's tokens.
@@ -123,16 +127,11 @@ class InterleavedDecoder(nn.Layer):
         """
         text = self.config.gemma3_config.text_config
         rotary = {
-            base: Rotary(
-                position_ids_BL,
-                text.head_dim,
-                base,
-                text.num_attention_heads,
-                text.num_key_value_heads,
-            )
+            base: Rotary(position_ids_BL, text.head_dim, base)
             for base in {text.rope_base(i) for i in range(text.num_hidden_layers)}
         }
         return StreamView(
+            tuple(position_ids_BL.shape),
             rotary,
             AttentionMask(visible_BLS),
             text.query_pre_attn_scalar**-0.5,
@@ -152,6 +151,7 @@ class InterleavedDecoder(nn.Layer):
         """Run the streams that are given through all layers.
 
         Args:
+            cond_BCE: the condition of the suffix's norms, `[1, C, E]` where all samples share it.
             cache: keys and values by layer of an earlier call with a prefix, kept then.
             keep: return them, with the earlier ones in front.
 
@@ -164,20 +164,40 @@ class InterleavedDecoder(nn.Layer):
             )
         if suffix_BCE is not None and prefix_BLD is None and cache is None:
             raise ValueError("a suffix was given without a prefix or the keys that one left")
+        prefix_TD = suffix_TE = cond_TE = None
+        if prefix_BLD is not None:
+            prefix_TD = self._enter(prefix_BLD)
+        if suffix_BCE is not None:
+            suffix_TE = self._enter(suffix_BCE)
+            cond_TE = self._enter_condition(cond_BCE, suffix_BCE)
         kept: list[KeyValue] = []
         for i, layer in enumerate(self.layers):
             past = None if cache is None else cache[i]
-            rows = list(
-                layer(prefix_BLD, suffix_BCE, cond_BCE, prefix_view, suffix_view, past, keep)
-            )
-            if prefix_BLD is not None:
-                prefix_BLD = rows.pop(0)
-            if suffix_BCE is not None:
-                suffix_BCE = rows.pop(0)
+            rows = list(layer(prefix_TD, suffix_TE, cond_TE, prefix_view, suffix_view, past, keep))
+            if prefix_TD is not None:
+                prefix_TD = rows.pop(0)
+            if suffix_TE is not None:
+                suffix_TE = rows.pop(0)
             if keep:
                 kept.append((rows[0], rows[1]))
-        if prefix_BLD is not None:
-            prefix_BLD = self.norm(prefix_BLD)
-        if suffix_BCE is not None:
-            suffix_BCE, _ = self.expert_norm(suffix_BCE, cond_BCE)
+        if prefix_TD is not None:
+            prefix_BLD = self._leave(self.norm(prefix_TD), prefix_BLD)
+        if suffix_TE is not None:
+            suffix_BCE = self._leave(self.expert_norm(suffix_TE, cond_TE)[0], suffix_BCE)
         return DecoderOutput(prefix_BLD, suffix_BCE, kept if keep else None)
+
+    def _enter(self, x_BLD: Tensor) -> Tensor:
+        """This rank's token rows."""
+        x_TD = x_BLD.reshape([-1, x_BLD.shape[-1]])
+        return self.placement.enter_rows(self.placement.pad_rows(x_TD))
+
+    def _enter_condition(self, cond_BCE: Tensor, suffix_BCE: Tensor) -> Tensor:
+        """The condition of this rank's rows; of one sample's where ranks have all rows."""
+        if self.placement.row_part.size > 1:
+            cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], cond_BCE.shape[-1]])
+        return self._enter(cond_BCE)
+
+    def _leave(self, x_TD: Tensor, entered_BLD: Tensor) -> Tensor:
+        """All rows again, as they entered."""
+        batch, length, _ = entered_BLD.shape
+        return self.placement.leave_rows(x_TD, batch * length).reshape([batch, length, -1])

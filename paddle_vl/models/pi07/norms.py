@@ -1,7 +1,8 @@
 """The norms of pi07's decoder: Gemma's RMSNorm and the one that a condition shifts and scales.
 
-Shapes: C channels. Both compute in float32 and cast the result, unlike Qwen's, which casts the
-quotient; the backward passes are written out for the reason that `paddle_vl.nn.norm` gives.
+Shapes: T rows, C channels, E those of a condition. Both compute in float32 and cast the result,
+unlike Qwen's, which casts the quotient; the backward passes are written out for the reason that
+`paddle_vl.nn.norm` gives.
 """
 
 import paddle
@@ -43,19 +44,22 @@ class AdaptiveRMSNorm(nn.Layer):
         self.epsilon = epsilon
         self.dense = Linear(cond_size, 3 * size, True)
 
-    def forward(self, x: Tensor, cond: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` normalised, and the gate, both in its dtype.
+    def forward(self, x_TC: Tensor, cond_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows normalised, and their gates, both in the rows' dtype.
 
         Args:
-            cond: leading dims as those of `x`, or 1.
+            cond_TE: a condition for each row, or for the rows of one sample, the same for all.
         """
-        scale, shift, gate = paddle.chunk(self.dense(cond), 3, axis=-1)
+        terms = self.dense(cond_TE)
+        samples = x_TC.shape[0] // terms.shape[0]
+        terms = terms if samples == 1 else paddle.concat([terms] * samples)
+        scale, shift, gate = paddle.chunk(terms, 3, axis=-1)
         if paddle.in_dynamic_mode():
-            quotient = _Quotient.apply(x, self.epsilon)
+            quotient = _Quotient.apply(x_TC, self.epsilon)
         else:
-            quotient = rms_quotient(x, self.epsilon)[0]
+            quotient = rms_quotient(x_TC, self.epsilon)[0]
         y = quotient * (1.0 + scale.astype("float32")) + shift.astype("float32")
-        return y.astype(x.dtype), gate.astype(x.dtype)
+        return y.astype(x_TC.dtype), gate.astype(x_TC.dtype)
 
 
 class _ScaledQuotient(PyLayer):

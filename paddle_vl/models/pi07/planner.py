@@ -13,8 +13,6 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.models.checkpoint.filling import Fillable
-from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.models.pi07.attention_masks import (
     block_mask,
     prefix_positions,
@@ -22,13 +20,12 @@ from paddle_vl.models.pi07.attention_masks import (
     suffix_positions,
 )
 from paddle_vl.models.pi07.block_embedding import joined, look_up, of_cameras
-from paddle_vl.models.pi07.checkpoint_map import checkpoint_rules
 from paddle_vl.models.pi07.embeddings import PAD_ID, PaddedEmbedding
 from paddle_vl.models.pi07.flow_matching import as_tensors
 from paddle_vl.models.pi07.freeze import freeze
 from paddle_vl.models.pi07.gemma_layers import KeyValue
 from paddle_vl.models.pi07.interleaved import InterleavedDecoder
-from paddle_vl.models.pi07.losses import token_slot_loss
+from paddle_vl.models.pi07.placed_model import PlacedModel
 from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.models.pi07.prefix import Prefix
 from paddle_vl.models.pi07.prefix_layout import (
@@ -41,6 +38,7 @@ from paddle_vl.models.pi07.prefix_layout import (
     presence_of,
 )
 from paddle_vl.models.pi07.video_encoder import VideoEncoder
+from paddle_vl.nn.loss import IGNORE_INDEX
 from paddle_vl.nn.placement import SingleDevicePlacement
 
 _RESPONSE_LABEL, _MEMORY_LABEL = "Subtask: ", "Updated Memory: "
@@ -49,16 +47,21 @@ _RESPONSE_LABEL, _MEMORY_LABEL = "Subtask: ", "Updated Memory: "
 class PlannerEmbedding(nn.Layer):
     """Everything that turns a batch into the rows of the planner's prefix."""
 
-    def __init__(self, config: PI07PlannerConfig, label_ids: Mapping[str, Sequence[int]]):
+    def __init__(
+        self,
+        config: PI07PlannerConfig,
+        label_ids: Mapping[str, Sequence[int]],
+        placement: SingleDevicePlacement,
+    ):
         super().__init__()
         backbone = config.vlm_config.gemma3_config
         width = backbone.text_config.hidden_size
         self.label_ids = {label: list(label_ids[label]) for label in PLANNER_LABELS}
         # One frame: no layer of the tower has anything to look back at.
         layers = backbone.vision_config.num_hidden_layers
-        self.video_encoder = VideoEncoder(backbone, 1, layers + 1)
+        self.video_encoder = VideoEncoder(backbone, 1, layers + 1, placement)
         self.embed_tokens = PaddedEmbedding(
-            backbone.text_config.vocab_size, width, scale=width**0.5
+            placement.vocab_embedding(backbone.text_config.vocab_size, width), scale=width**0.5
         )
 
     def forward(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> Prefix:
@@ -89,10 +92,15 @@ class PlannerEmbedding(nn.Layer):
         return paddle.to_tensor(ids), paddle.ones(ids.shape, dtype="bool")
 
 
-class PI07HighLevelPlannerModel(Fillable, nn.Layer):
+class PI07HighLevelPlannerModel(PlacedModel):
     """Embedding, the backbone's half of the decoder, and the head, which is the token table."""
 
-    def __init__(self, config: PI07PlannerConfig, label_ids: Mapping[str, Sequence[int]]):
+    def __init__(
+        self,
+        config: PI07PlannerConfig,
+        label_ids: Mapping[str, Sequence[int]],
+        placement: SingleDevicePlacement | None = None,
+    ):
         """
         Args:
             label_ids: token ids, without special tokens, of `prefix_layout.PLANNER_LABELS`.
@@ -100,7 +108,7 @@ class PI07HighLevelPlannerModel(Fillable, nn.Layer):
         Raises:
             ValueError: labels without ids, or with another number than the configuration says.
         """
-        super().__init__()
+        super().__init__(config, label_ids, placement)
         missing = [label for label in PLANNER_LABELS if not label_ids.get(label)]
         if missing:
             raise ValueError(f"no token ids for the labels {missing} of the planner")
@@ -113,9 +121,11 @@ class PI07HighLevelPlannerModel(Fillable, nn.Layer):
                     f"{name} is {getattr(config, name)}, but the tokenizer makes "
                     f"{len(label_ids[label])} tokens of {label!r}: set it to that, or to None"
                 )
-        self.config = config
-        self.prefix = PlannerEmbedding(config, label_ids)
-        self.decoder = InterleavedDecoder(config.vlm_config)
+        self.prefix = PlannerEmbedding(config, label_ids, self.placement)
+        self.decoder = InterleavedDecoder(config.vlm_config, self.placement)
+        table = self.prefix.embed_tokens.weight
+        vocab_size, width = self.placement.whole_shape(table)
+        self.lm_head = self.placement.vocab_head(width, vocab_size, tied_weight=table)
         freeze(self, config.vlm_config)
 
     def forward(
@@ -152,11 +162,15 @@ class PI07HighLevelPlannerModel(Fillable, nn.Layer):
     ) -> Tensor:
         """Each token of a segment predicts the next; none predicts the first."""
         rows = out_BLD[:, begin : begin + tokens_BS.shape[1] - 1]
-        return token_slot_loss(self.head(rows), tokens_BS[:, 1:], masks_BS[:, 1:]).mean
+        tokens, ignored = tokens_BS[:, 1:], paddle.full_like(tokens_BS[:, 1:], IGNORE_INDEX)
+        targets_T = paddle.where(masks_BS[:, 1:], tokens, ignored).reshape([-1])
+        logits_TV = self.head(rows.reshape([-1, rows.shape[-1]]))
+        # The mean is over all slots, masked ones too.
+        return self.placement.token_loss(logits_TV, targets_T)[0] / targets_T.shape[0]
 
     def head(self, rows: Tensor) -> Tensor:
-        """Logits `[..., V]` of rows."""
-        return paddle.matmul(rows, self.prefix.embed_tokens.weight, transpose_y=True)
+        """Logits `[..., V]` of rows, or those of this rank's part of the vocabulary."""
+        return self.lm_head(self.placement.enter_head(rows))
 
     @paddle.no_grad()
     def generate(
@@ -168,18 +182,21 @@ class PI07HighLevelPlannerModel(Fillable, nn.Layer):
 
         Args:
             batch: as for `forward`, without what is to be written.
+
+        Raises:
+            ValueError: the model is one rank's part.
         """
+        if self.placement.splits_parameters:
+            raise ValueError(
+                "this model is one process's part of a model; to generate, load the checkpoint in "
+                "a single process"
+            )
         presence, batch = presence_of(batch), as_tensors(batch)
         prefix = self.prefix(batch, presence, training=False)
         writer = _Writer(self, prefix)
         memory = writer.write(self.config.memory_max_length, bos_id, eos_id)
         writer.read(*self.prefix.label(_RESPONSE_LABEL, memory.shape[0]))
         return memory, writer.write(self.config.response_max_length, bos_id, eos_id)
-
-    def stored_parameters(self) -> list[StoredParameter]:
-        """Every parameter once, with its checkpoint key (without `model.`) and layout."""
-        rules = checkpoint_rules(self.config.vlm_config)
-        return place_parameters(self.named_parameters(), rules, SingleDevicePlacement())
 
 
 class _Writer:

@@ -25,6 +25,8 @@ from paddle_vl.models.pi07.prefix_layout import (
     fields_of,
 )
 from paddle_vl.models.pi07.video_encoder import VideoEncoder
+from paddle_vl.nn.linear import Embedding
+from paddle_vl.nn.placement import SingleDevicePlacement
 
 
 class Prefix(NamedTuple):
@@ -55,6 +57,7 @@ class PrefixEmbedding(nn.Layer):
         config: PI07Config,
         label_ids: Mapping[str, Sequence[int]],
         num_groups: int | None,
+        placement: SingleDevicePlacement,
     ):
         """
         Args:
@@ -77,12 +80,15 @@ class PrefixEmbedding(nn.Layer):
         self.config = config
         self.label_ids = {label: list(label_ids[label]) for label in LABELS}
         self.video_encoder = VideoEncoder(
-            backbone, config.n_obs_steps, config.spacetime_layer_stride
+            backbone, config.n_obs_steps, config.spacetime_layer_stride, placement
         )
+        vocab_size = backbone.text_config.vocab_size
         self.embed_tokens = PaddedEmbedding(
-            backbone.text_config.vocab_size, width, scale=width**0.5
+            placement.vocab_embedding(vocab_size, width), scale=width**0.5
         )
-        self.discrete_action_embedding = PaddedEmbedding(vlm.discrete_action_vocab_size, width)
+        self.discrete_action_embedding = PaddedEmbedding(
+            Embedding(vlm.discrete_action_vocab_size, width)
+        )
         self.state_proj = GroupedProjection(config.max_state_dim, width, num_groups)
 
     def forward(

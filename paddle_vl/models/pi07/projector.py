@@ -13,7 +13,11 @@ from paddle_vl.models.pi07.norms import GemmaRMSNorm
 
 
 class MultiModalProjector(nn.Layer):
-    """Average over square windows of patches, norm, product; the matrix is zero at the start."""
+    """Average over square windows of patches; norm and product, whose matrix is zero at the start.
+
+    The average has no parameters, and comes by itself: its rows are what ranks that share the
+    tower's work tell each other.
+    """
 
     def __init__(self, config: Gemma3Config):
         super().__init__()
@@ -26,10 +30,13 @@ class MultiModalProjector(nn.Layer):
         )
         self.mm_soft_emb_norm = GemmaRMSNorm(vision.hidden_size, vision.layer_norm_eps)
 
-    def forward(self, x_BNU: Tensor) -> Tensor:
-        """`[B, N, U]` patch rows to `[B, M, D]` tokens, both in reading order."""
+    def pooled(self, x_BNU: Tensor) -> Tensor:
+        """`[B, N, U]` patch rows to `[B, M, U]`, both in reading order."""
         batch, _, width = x_BNU.shape
         grid = x_BNU.transpose([0, 2, 1]).reshape([batch, width, self.side, self.side])
         pooled = F.avg_pool2d(grid, self.window, self.window)
-        rows_BMU = pooled.reshape([batch, width, -1]).transpose([0, 2, 1])
+        return pooled.reshape([batch, width, -1]).transpose([0, 2, 1])
+
+    def forward(self, rows_BMU: Tensor) -> Tensor:
+        """`[B, M, U]` pooled rows to `[B, M, D]` tokens."""
         return paddle.matmul(self.mm_soft_emb_norm(rows_BMU), self.mm_input_projection_weight)

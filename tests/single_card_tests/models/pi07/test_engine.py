@@ -18,6 +18,7 @@ from paddle_vl.models.pi07.attention_masks import (
 )
 from paddle_vl.models.pi07.interleaved import InterleavedDecoder, SuffixView
 from paddle_vl.nn.masked_attention import AttentionMask, masked_attention
+from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
 from tests.pi07_golden import policy_config
 
@@ -26,7 +27,9 @@ BATCH, LENGTH, STEPS, SEEN = 2, 6, 4, 5
 
 def make_decoder(**settings) -> InterleavedDecoder:
     paddle.seed(0)
-    return InterleavedDecoder(policy_config().changed(**settings).vlm_config)
+    return InterleavedDecoder(
+        policy_config().changed(**settings).vlm_config, SingleDevicePlacement()
+    )
 
 
 def streams(decoder, insulated=False):

@@ -297,7 +297,7 @@ def test_fresh_projections_are_as_wide_as_the_original_s():
 def test_padding_rows_of_tables_learn_nothing():
     model, batch = make_model(), make_batch()
     batch["lang_tokens"][0, 0] = batch["discrete_actions"][1, 2] = 0
-    tables = ("prefix.embed_tokens.weight", "prefix.discrete_action_embedding.weight")
+    tables = ("prefix.embed_tokens.table.weight", "prefix.discrete_action_embedding.table.weight")
     _, grads = losses_and_gradients(model, batch)
     before = losses_and_gradients(model, batch)[0]
     for name in tables:

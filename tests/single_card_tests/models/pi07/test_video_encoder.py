@@ -12,6 +12,7 @@ import pytest
 
 from paddle_vl.models.pi07.siglip import visible_frames
 from paddle_vl.models.pi07.video_encoder import VideoEncoder, frame_codes
+from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
 from tests.pi07_golden import policy_config
 
@@ -20,7 +21,7 @@ from tests.pi07_golden import policy_config
 def encoder():
     """Every layer looks back, up to 4 frames."""
     paddle.seed(0)
-    made = VideoEncoder(policy_config().vlm_config.gemma3_config, 4, stride=1)
+    made = VideoEncoder(policy_config().vlm_config.gemma3_config, 4, 1, SingleDevicePlacement())
     weight = made.projector.mm_input_projection_weight
     paddle.assign(paddle.randn(weight.shape), weight)
     return made
@@ -80,7 +81,9 @@ def test_recomputed_layers_give_the_same_gradients():
     found = []
     for is_recomputed in (False, True):
         paddle.seed(0)
-        encoder = VideoEncoder(policy_config().vlm_config.gemma3_config, 4, stride=2)
+        encoder = VideoEncoder(
+            policy_config().vlm_config.gemma3_config, 4, 2, SingleDevicePlacement()
+        )
         weight = encoder.projector.mm_input_projection_weight
         paddle.assign(paddle.ones(weight.shape), weight)
         if is_recomputed:

@@ -1,0 +1,74 @@
+"""What the models of pi07 share: a place among processes, and parameters in checkpoints."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.models.checkpoint.filling import Fillable
+from paddle_vl.models.checkpoint.pretrained import drawn_values
+from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
+from paddle_vl.models.pi07.checkpoint_map import checkpoint_rules
+from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.nn.placement import SingleDevicePlacement
+
+Model = TypeVar("Model", bound="PlacedModel")
+
+
+class PlacedModel(Fillable, nn.Layer):
+    """A model, or a rank's part of it.
+
+    Attributes:
+        decoder_layers, vision_blocks: units for recomputation and sharding.
+    """
+
+    def __init__(
+        self,
+        config: PI07Config | PI07PlannerConfig,
+        label_ids: Mapping[str, Sequence[int]],
+        placement: SingleDevicePlacement | None,
+    ):
+        super().__init__()
+        self.config, self.label_ids = config, label_ids
+        self.placement = placement or SingleDevicePlacement()
+
+    @property
+    def decoder_layers(self) -> list[nn.Layer]:
+        return list(self.decoder.layers)
+
+    @property
+    def vision_blocks(self) -> list[nn.Layer]:
+        return list(self.prefix.video_encoder.tower.layers)
+
+    def stored_parameters(self) -> list[StoredParameter]:
+        """Every parameter of this rank once, with its checkpoint key (without `model.`) and
+        layout."""
+        rules = checkpoint_rules(self.config.vlm_config, self.config.per_group_projection)
+        return place_parameters(self.named_parameters(), rules, self.placement)
+
+    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of this rank once, under its checkpoint key."""
+        return ((item.key, item.parameter) for item in self.stored_parameters())
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all parameters of the whole model, whatever this rank has, by key."""
+        return {item.key: item.stored_shape for item in self.whole().stored_parameters()}
+
+    def whole(self: Model) -> Model:
+        """The model that this one is a part of, its parameters without storage; or itself."""
+        if not self.placement.splits_parameters:
+            return self
+        with paddle.LazyGuard():
+            return type(self)(self.config, self.label_ids)
+
+    def draw_later(self) -> None:
+        """Parameters, built under `paddle.LazyGuard`, get fresh values when the model is filled.
+
+        They are drawn from Paddle's global random state. A rank that holds parts gets its parts of
+        what a single device with the same seed draws.
+        """
+        splits = self.placement.splits_parameters
+        whole = self.whole().stored_parameters() if splits else None
+        self.fill_later(drawn_values(self.stored_parameters(), whole))
