@@ -1,0 +1,248 @@
+"""What a rank holds at every stage, of a small pi07 and a small Qwen3-VL, on 2 real processes.
+
+Guarantees: bytes of parameters, float32 copies, gradients and Adam's moments are those of the
+formula within 5 %, after building, at the end of a backward pass and after a step, float32 and (but
+for gradients) bfloat16, with a frozen part too; at every stage parameters of a bfloat16 model are
+bfloat16, and copies, moments, sums of gradients and the gradients that the optimizer sees float32,
+of every trained value once over all ranks, and checkpoints have these dtypes; three steps from
+bfloat16 gradients give every stage the same copies, moments and parameters; losses and gradients of
+recomputed units at stage 3 equal one process's.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import Tensor, nn
+
+from paddle_vl.config.schema import TrainConfig
+from paddle_vl.models.checkpoint.pretrained import save_parameters
+from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.nn.master_weights import MasterWeights
+from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.recompute import recompute_layers
+from paddle_vl.parallel.sharding import Sharding
+from paddle_vl.parallel.sharding.memory import (
+    ModelElements,
+    between_steps,
+    counted_bytes,
+    end_of_backward,
+)
+from paddle_vl.parallel.topology import initialize
+from paddle_vl.parallel.writers import FleetWriters
+from paddle_vl.train.optimizer import Optimizer
+from tests.launch import launch, outcome_of, run_checks
+from tests.multi_card_tests.families import loss_of, pi07, qwen_fresh, units_of
+from tests.multi_card_tests.sharding_models import HalfModel
+
+RANKS = 2
+STAGES = (0, 1, 2, 3)
+MODELS: dict[str, Callable[[str], nn.Layer]] = {
+    "qwen": qwen_fresh,
+    "pi07": partial(pi07, is_fresh=False),
+    "pi07 frozen tower": partial(pi07, is_fresh=False, frozen=True),
+}
+WIDTHS = {"float32": 4, "bfloat16": 2}
+MOMENTS = ("built", "end of backward", "after a step")
+MICRO_BATCHES = 2
+STEPS = 3
+TRAIN = TrainConfig(output_dir="unused", learning_rate=0.01, max_grad_norm=1.0)
+
+
+class Run:
+    """A model as training has it at a stage, 0 for the same work on every rank."""
+
+    def __init__(self, model: nn.Layer, units: list[nn.Layer], group, stage: int):
+        self.model, self.units = model, units
+        self.placement = model.placement
+        parameters = model.fill() if hasattr(model, "fill") else model.parameters()
+        self.trained = (
+            Sharding(parameters, group, stage, units) if stage else MasterWeights(parameters)
+        )
+        self.placement.trained = self.trained
+        named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
+        self.optimizer = Optimizer(named, TRAIN, {name for name, _ in named}, self.placement)
+
+    def moments(self) -> list[Tensor]:
+        states = self.optimizer.state_tensors()
+        return [tensor for name, tensor in states.items() if "/moment" in name]
+
+    def counted(self) -> dict[str, float]:
+        return asdict(counted_bytes(self.model.parameters(), self.trained, self.moments()))
+
+    def backward(self) -> None:
+        self.trained.end_micro_batch()
+        self.trained.end_backward()
+
+    def update(self) -> None:
+        self.optimizer.step(0.01)
+        self.trained.spread_parameters()
+        self.optimizer.clear_gradients()
+
+
+def held(name: str, dtype: str, stage: int, group) -> dict[str, tuple[dict, dict]]:
+    """Counted bytes and those of the formula, by moment."""
+    gc.collect()
+    model = MODELS[name](dtype)
+    run = Run(model, units_of(model), group, stage)
+    elements = ModelElements.of(model.parameters(), run.units, WIDTHS[dtype])
+    wanted = asdict(between_steps(elements, stage, RANKS))
+    found = {"built": (run.counted(), wanted)}
+    if dtype == "float32":
+        for _ in range(MICRO_BATCHES - 1):
+            loss_of(model).backward()
+            run.trained.end_micro_batch()
+        loss_of(model).backward()
+        in_backward = end_of_backward(elements, stage, RANKS, MICRO_BATCHES)
+        found["end of backward"] = (run.counted(), asdict(in_backward))
+        run.backward()
+        run.update()
+        found["after a step"] = (run.counted(), wanted)
+    return found
+
+
+def regime(name: str, stage: int, group, folder: str, writers) -> dict[str, Any]:
+    """Dtypes and elements of everything that a bfloat16 run keeps, and of its checkpoint."""
+    model = MODELS[name]("bfloat16")
+    run = Run(model, units_of(model), group, stage)
+    target = Path(folder) / f"{name} {stage}".replace(" ", "_")
+    if writers.is_first:
+        target.mkdir()
+    paddle.distributed.barrier()
+    whole_states = {str(state.produce().dtype) for state in run.optimizer.state_to_write()}
+    save_parameters(target, model.stored_parameters(), writers=writers)
+    paddle.distributed.barrier()
+    masters = [copy for copy in run.trained.copies() if not copy.stop_gradient]
+    return {
+        "parameters": {str(p.dtype) for p in model.parameters()},
+        "masters": {str(copy.dtype) for copy in masters},
+        "moments": {str(moment.dtype) for moment in run.moments()},
+        "saved states": whole_states,
+        "saved parameters": {t.dtype for t in read_checkpoint_headers(target).values()},
+        "trained": sum(p.size for p in model.parameters() if not p.stop_gradient),
+        "num masters": sum(copy.size for copy in masters),
+        "num moments": sum(moment.size for moment in run.moments()),
+        "of the optimizer": all(
+            any(tensor is copy for copy in masters) for tensor in run.optimizer.tensors
+        ),
+    }
+
+
+def half_steps(stage: int, group) -> tuple[dict[str, np.ndarray], set[str]]:
+    """Parameters, copies and moments after some steps on the data of both ranks; dtypes of the
+    gradients that the optimizer saw."""
+    paddle.seed(1)
+    model, dtypes = HalfModel(), set()
+    model.placement = SingleDevicePlacement()
+    run = Run(model, list(model.units), group, stage)
+    # At stage 0 this rank does the work of both.
+    ranks = [group.rank] if stage else range(RANKS)
+    for step in range(STEPS):
+        for rank in ranks:
+            rng = np.random.default_rng([step, rank])
+            x_TD = paddle.to_tensor(rng.normal(size=(4, 3)).astype(np.float32))
+            (model(x_TD) ** 2).sum().backward()
+            if rank != ranks[-1]:
+                run.trained.end_micro_batch()
+        run.backward()
+        dtypes |= {str(tensor.grad.dtype) for tensor in run.optimizer.tensors}
+        run.update()
+    named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
+    found = {name: run.placement.whole_value(parameter) for name, parameter in named}
+    # Moments, and copies of what is bfloat16.
+    found |= {state.name: state.produce() for state in run.optimizer.state_to_write()}
+    return found, dtypes
+
+
+def recomputed(name: str, group) -> list[str]:
+    """Gradients at stage 3 of recomputed units that are not twice one process's, beyond rounding;
+    "loss" if that differs."""
+    single = MODELS[name]("float32")
+    single.fill_all()
+    loss = loss_of(single)
+    loss.backward()
+    wanted = {n: p.grad for n, p in single.named_parameters() if p.grad is not None}
+    model = MODELS[name]("float32")
+    recompute_layers(units_of(model))
+    run = Run(model, units_of(model), group, 3)
+    found = loss_of(model)
+    found.backward()
+    run.backward()
+    wrong = [] if abs(found.item() - loss.item()) <= 1e-6 * abs(loss.item()) else ["loss"]
+    for name, parameter in model.named_parameters():
+        if parameter.stop_gradient:
+            continue
+        grad = run.trained.gathered_value(parameter, run.trained.shard_of(parameter).grad).numpy()
+        expected = RANKS * wanted[name].numpy() if name in wanted else np.zeros_like(grad)
+        if np.abs(grad - expected).max() > 1e-5 * max(np.abs(expected).max(), 1e-6):
+            wrong.append(name)
+    return wrong
+
+
+def worker(folder: str) -> dict:
+    topology = initialize(ParallelDegrees(sharding_degree=RANKS))
+    group, writers = topology.sharding_group, FleetWriters.of(topology)
+    checks = {}
+    for stage in STAGES:
+        checks[f"half {stage}"] = partial(half_steps, stage, group)
+        for name in MODELS:
+            checks[f"regime {name} {stage}"] = partial(regime, name, stage, group, folder, writers)
+            for dtype in WIDTHS:
+                checks[f"held {name} {dtype} {stage}"] = partial(held, name, dtype, stage, group)
+    checks |= {f"recomputed {name}": partial(recomputed, name, group) for name in MODELS}
+    return run_checks(checks)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return launch(worker, RANKS, arguments=(str(tmp_path_factory.mktemp("saved")),))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_are_those_of_the_formula(outcomes, name, dtype, stage):
+    for moments in outcome_of(outcomes, f"held {name} {dtype} {stage}"):
+        assert set(moments) == (set(MOMENTS) if dtype == "float32" else {"built"})
+        for moment, (found, wanted) in moments.items():
+            for kind, size in wanted.items():
+                assert found[kind] == pytest.approx(size, rel=0.05), (moment, kind)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_stage_has_one_float32_copy_and_float32_moments(outcomes, name, stage):
+    ranks = outcome_of(outcomes, f"regime {name} {stage}")
+    for of_rank in ranks:
+        assert of_rank["parameters"] == {"paddle.bfloat16"}
+        assert of_rank["masters"] == of_rank["moments"] == {"paddle.float32"}
+        assert of_rank["saved parameters"] == {"BF16"}
+        assert of_rank["saved states"] == {"float32"}
+        assert of_rank["of the optimizer"]
+        assert of_rank["num moments"] == 2 * of_rank["num masters"]
+    copies = sum(of_rank["num masters"] for of_rank in ranks)
+    trained = ranks[0]["trained"] * (1 if stage else RANKS)
+    # Sizes that no group divides are filled up.
+    assert trained <= copies <= trained * 1.01
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_every_stage_does_the_same_arithmetic(outcomes, stage):
+    wanted, dtypes = outcome_of(outcomes, "half 0")[0]
+    assert dtypes == {"paddle.float32"}
+    for found, seen in outcome_of(outcomes, f"half {stage}"):
+        assert seen == dtypes
+        for name in found:
+            np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputed_units_of_stage_3_equal_one_process(outcomes, name):
+    assert outcome_of(outcomes, f"recomputed {name}") == [[], []]
