@@ -5,17 +5,18 @@ between them in the model's prefix.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE, read_json, read_tokenizer
 
 CONFIG_FILE = "tokenizer_config.json"
 _PAD_TOKEN = "<pad>"
+_SPECIAL_TOKENS = (_PAD_TOKEN, "<eos>", "<bos>", "<unk>")
 # Metadata in the order in which they are told; numbers have a flag that says they are absent.
 _METADATA = (
     ("speed", "Speed"),
@@ -61,6 +62,30 @@ class PromptTokenizer:
         if settings.get("add_bos_token"):
             bos_id = tokenizer.token_to_id(_token_text(settings.get("bos_token")) or "<bos>")
         return cls(tokenizer, bos_id, pad_id or 0)
+
+    @classmethod
+    def fit(cls, texts: Iterable[str], vocab_size: int) -> "PromptTokenizer":
+        """A byte-level tokenizer made for texts like these, for a policy with weights of its own.
+
+        Its first tokens are Gemma's special ones, in Gemma's order.
+
+        Raises:
+            ValueError: the vocabulary cannot hold the bytes and the special tokens.
+        """
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        if vocab_size < (least := len(alphabet) + len(_SPECIAL_TOKENS)):
+            raise ValueError(f"vocab_size is {vocab_size}; at least {least} is needed")
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            show_progress=False,
+            special_tokens=list(_SPECIAL_TOKENS),
+            initial_alphabet=alphabet,
+        )
+        tokenizer.train_from_iterator(texts, trainer=trainer)
+        return cls(tokenizer, tokenizer.token_to_id("<bos>"), tokenizer.token_to_id(_PAD_TOKEN))
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write `tokenizer.json`, and what `from_pretrained` reads beside it."""
