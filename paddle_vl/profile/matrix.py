@@ -14,7 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from paddle_vl import __version__
 from paddle_vl.config.load import load_run_config
 from paddle_vl.profile.cell import Limits, Outcome, run_cell
 from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, content_hash, ended_cell
@@ -155,7 +154,6 @@ def cell_settings(
         "image_side": workload.image_side,
         "answer_tokens": workload.answer_tokens,
         "paddle": paddle.__version__,
-        "paddle_vl": __version__,
     }
 
 

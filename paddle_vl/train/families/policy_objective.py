@@ -7,8 +7,10 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.models.pi07.flow_matching import as_tensors
 from paddle_vl.models.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.train.objective import Batch
+from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import SingleProcess
 
 
@@ -63,7 +65,12 @@ class PolicyObjective:
 
     def output(self, model: nn.Layer, batch: Batch) -> dict[str, Tensor]:
         batch = {name: value for name, value in batch.items() if name not in self.counted}
-        return model(batch, presence=batch.pop("presence", None), per_sample=True)
+        presence = batch.pop("presence", None)
+        # Read on the host, so before the batch leaves it.
+        presence = presence_of(batch) if presence is None else presence
+        with phase(Phase.HOST_TO_DEVICE):
+            batch = as_tensors(batch)
+        return model(batch, presence=presence, per_sample=True)
 
     def share(
         self, output: dict[str, Any], totals: Sequence[int], num_batches: int
