@@ -113,7 +113,7 @@ def _rows(record: Mapping[str, Any], name: str, width: int, most: int, setting: 
             "bad_shape", f"{name!r} is no table of numbers with rows of one length: {error}"
         ) from error
     values = values[None] if values.ndim == 1 else values
-    if values.ndim != 2 or values.shape[1] != width or not 1 <= len(values) <= most:
+    if values.ndim != 2 or values.shape[1] != width or len(values) > most:
         raise BadSampleError(
             "bad_shape",
             f"{name!r} has shape {list(values.shape)}; [1 to {most}, {width}] is needed "

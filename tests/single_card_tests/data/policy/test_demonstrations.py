@@ -207,6 +207,22 @@ def test_what_was_written_is_read_as_it_was(tmp_path):
         assert same(dataset[number], source[original])
 
 
+class AllLevels(SyntheticDemonstrations):
+    """Images that hold every level of 8 bits."""
+
+    def demonstration(self, number, **options):
+        levels = np.arange(256, dtype=np.float32).reshape(16, 16) / np.float32(255)
+        camera0 = np.broadcast_to(levels, (1, 3, 16, 16))
+        return super().demonstration(number, **options) | {"camera0": camera0}
+
+
+def test_images_of_eight_bits_are_written_exactly(tmp_path):
+    shapes = DemonstrationShapes(("camera0",), (16, 16), 2)
+    source = AllLevels(1, shapes, fields=())
+    dataset = DemonstrationsDataset(write_demonstrations(source, tmp_path), shapes)
+    np.testing.assert_array_equal(dataset[0]["camera0"], source.demonstration(0)["camera0"])
+
+
 def test_the_example_can_be_made_and_read(tmp_path, monkeypatch):
     arguments = ["--num-samples", "3", "--image-size", "8", "8", "--n-obs-steps", "3"]
     monkeypatch.setattr(sys, "argv", ["make", str(tmp_path), *arguments])

@@ -2,7 +2,8 @@
 
 Guarantees: a sample has the same drops and draws whichever rank, batch, or worker it comes to, and
 after resuming; other ones in every epoch and with another seed; evaluations repeat theirs; drops do
-not move the flow's draws; draws that do not fit the data are refused; workers load no Paddle.
+not move the flow's draws, nor go with them; what is dropped is not read; draws that do not fit the
+data are refused; workers load no Paddle.
 """
 
 import itertools
@@ -12,13 +13,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.policy.collate import collate_demonstrations
+from paddle_vl.data.policy.dataset import DemonstrationsDataset
 from paddle_vl.data.policy.draws import FlowDraws
 from paddle_vl.data.policy.drops import DropProbabilities
 from paddle_vl.data.policy.synthetic import SyntheticDemonstrations
 from paddle_vl.data.policy.training_set import DrawnDemonstrations
-from tests.single_card_tests.data.policy.demonstration_builders import SHAPES, same
+from tests.single_card_tests.data.policy.demonstration_builders import (
+    SHAPES,
+    line,
+    same,
+    save_image,
+    write_lines,
+)
 
 SOURCE = SyntheticDemonstrations(24, SHAPES)
 DATA = DrawnDemonstrations(SOURCE, DropProbabilities(), FlowDraws(4, 6, 2), seed=3)
@@ -88,6 +97,16 @@ def test_every_epoch_and_seed_has_its_own_draws():
     assert same(DATA.in_epoch(0)[5], DATA[5])
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_loader_asks_for_the_draws_of_the_epoch(num_workers):
+    options = {"shuffle": False, "num_workers": num_workers}
+    batches = stream(12, 4, **options)
+    for epoch in range(2):
+        expected = [DATA.in_epoch(epoch)[number]["noise"] for number in range(24)]
+        found = np.concatenate([batch["noise"] for batch in batches[2 * epoch :][:2]])
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_evaluation_has_the_same_draws_every_time():
     data = DrawnDemonstrations(SOURCE, flow=DATA.flow, seed=3)
     options = {"shuffle": False, "drop_last": False, "num_epochs": 1}
@@ -103,6 +122,27 @@ def test_drops_do_not_move_the_draws_of_the_flow():
     for number in range(6):
         for name in ("noise", "time", "delay"):
             np.testing.assert_array_equal(plain[number][name], dropped[number][name])
+
+
+def test_drops_and_times_are_independent():
+    found = [DATA.in_epoch(epoch)[number] for epoch in range(10) for number in range(24)]
+    dropped = [s["time"] for s in found if s["subgoal_is_pad"]]
+    kept = [s["time"] for s in found if not s["subgoal_is_pad"]]
+    assert min(kept) < np.median(dropped) < max(kept)
+
+
+def test_images_that_are_dropped_are_not_read(tmp_path):
+    save_image(tmp_path / "g.png")
+    path = write_lines(tmp_path / "a.jsonl", line(tmp_path, subgoal0="g.png", subgoal1="g.png"))
+    source = DemonstrationsDataset([path], SHAPES, ["subgoal"])
+    data = DrawnDemonstrations(source, DropProbabilities(1, 1, 0, 0, 0))
+    expected = data[0]
+    for name in ("f0.png", "f1.png", "g.png"):
+        (tmp_path / name).write_bytes(b"no image")
+    assert same(data[0], expected)
+    for drops in (DropProbabilities(0, 1, 0, 0, 0), DropProbabilities(1, 0, 0, 0, 0)):
+        with pytest.raises(BadSampleError, match=r"a\.jsonl:1: "):
+            replace(data, probabilities=drops)[0]
 
 
 def test_draws_that_do_not_fit_the_actions_are_refused():
