@@ -1,12 +1,12 @@
 """What the models of pi07 share: a place among processes, and parameters in checkpoints."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.models.checkpoint.filling import Fillable
+from paddle_vl.models.checkpoint.filling import Fillable, FillStep
 from paddle_vl.models.checkpoint.pretrained import drawn_values
 from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.models.pi07.checkpoint_map import checkpoint_rules
@@ -63,12 +63,18 @@ class PlacedModel(Fillable, nn.Layer):
         with paddle.LazyGuard():
             return type(self)(self.config, self.label_ids)
 
-    def draw_later(self) -> None:
-        """Parameters, built under `paddle.LazyGuard`, get fresh values when the model is filled.
+    def fresh_values(self, keys: Collection[str] | None = None) -> list[FillStep]:
+        """Steps that draw parameters, built under `paddle.LazyGuard`, from Paddle's global random
+        state.
 
-        They are drawn from Paddle's global random state. A rank that holds parts gets its parts of
-        what a single device with the same seed draws.
+        A rank that holds parts gets its parts of what a single device with the same seed draws.
+
+        Args:
+            keys: of those to draw; None for all.
         """
+
+        def chosen(model: PlacedModel) -> list[StoredParameter]:
+            return [p for p in model.stored_parameters() if keys is None or p.key in keys]
+
         splits = self.placement.splits_parameters
-        whole = self.whole().stored_parameters() if splits else None
-        self.fill_later(drawn_values(self.stored_parameters(), whole))
+        return drawn_values(chosen(self), chosen(self.whole()) if splits else None)

@@ -11,21 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paddle_vl.models.checkpoint.filling import Fillable
 from paddle_vl.models.checkpoint.pretrained import (
     STORED_DTYPES,
     check_keys,
     checkpoint_tensors,
-    drawn_values,
     parameter_array,
     stored_values,
 )
-from paddle_vl.models.checkpoint.rules import StoredParameter
 from paddle_vl.models.checkpoint.safetensors_io import StoredTensor, TensorToWrite
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.models.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.config_files import CONFIG_FILES, read_config
+from paddle_vl.models.pi07.placed_model import PlacedModel
 from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.models.pi07.policy import group_rows
 from paddle_vl.models.pi07.policy.normalize import Normalizer
@@ -119,7 +117,7 @@ class PolicyCheckpoint:
 
     def fill(
         self,
-        model: Fillable,
+        model: PlacedModel,
         normalizers: Mapping[str, Normalizer],
         fresh: Sequence[str],
         ignore: Sequence[str],
@@ -137,13 +135,13 @@ class PolicyCheckpoint:
             ValueError: keys are missing, unexpected or misshapen, all named at once.
         """
         parameters = model.stored_parameters()
-        drawn = [p for p in parameters if p.key not in self.model and _matches(p.key, fresh)]
-        wanted = [p for p in parameters if not any(p is d for d in drawn)]
+        drawn = {p.key for p in parameters if p.key not in self.model and _matches(p.key, fresh)}
+        wanted = [p for p in parameters if p.key not in drawn]
         places = list(_statistics_places(normalizers)) if takes_statistics else []
         stored = self.model | (self.statistics if takes_statistics else {})
         ignored = UNUSED_KEYS | {key for key in stored if _matches(key, ignore)}
         check_keys(self.folder, stored, [*wanted, *places], ignored, "the policy")
-        model.fill_later([*drawn_values(drawn), *stored_values(wanted, self.model)])
+        model.fill_later([*model.fresh_values(drawn), *stored_values(wanted, self.model)])
         for place in places:
             place.normalizer.tensors[place.name] = _as_float32(self.statistics[place.key])
 
@@ -174,12 +172,12 @@ def takes_statistics(
     return False
 
 
-def write_policy(
-    folder: Path,
-    parameters: Iterable[StoredParameter],
-    normalizers: Mapping[str, Normalizer],
-) -> None:
-    """Write `model.safetensors`, one file as OpenTau reads it."""
+def write_policy(folder: Path, model: PlacedModel, normalizers: Mapping[str, Normalizer]) -> None:
+    """Write `model.safetensors`, one file as OpenTau reads it.
+
+    Where ranks hold parts, all of them call this together and share the writing, so that a large
+    model is in several files, as HF has them.
+    """
     tensors = [
         TensorToWrite(
             MODEL_PREFIX + item.key,
@@ -187,13 +185,13 @@ def write_policy(
             STORED_DTYPES[item.parameter.dtype],
             lambda item=item: parameter_array(item),
         )
-        for item in parameters
+        for item in model.stored_parameters()
     ]
     tensors += [
         TensorToWrite(place.key, place.stored_shape, "F32", lambda place=place: _value(place))
         for place in _statistics_places(normalizers)
     ]
-    write_tensors(folder, "model", tensors, max_shard_bytes=sys.maxsize)
+    write_tensors(folder, "model", tensors, sys.maxsize, model.placement.writers)
 
 
 def _statistics_places(normalizers: Mapping[str, Normalizer]) -> Iterable[StatisticsPlace]:

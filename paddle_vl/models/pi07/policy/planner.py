@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
-from paddle import nn
 
 from paddle_vl.models.pi07.config import CURRENT_CONFIG_VERSION
 from paddle_vl.models.pi07.planner import PI07HighLevelPlannerModel
@@ -24,10 +23,12 @@ from paddle_vl.models.pi07.policy.groups import group_index
 from paddle_vl.models.pi07.policy.images import prepare_videos
 from paddle_vl.models.pi07.policy.inputs import as_arrays, cameras_of
 from paddle_vl.models.pi07.policy.normalize import Normalizer
+from paddle_vl.models.pi07.policy.placed_policy import PlacedPolicy
 from paddle_vl.models.pi07.policy.prompt import PromptTokenizer, metadata_texts, words_of
 from paddle_vl.models.pi07.policy.statistics import Statistics
 from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE
 from paddle_vl.models.pi07.prefix_layout import PLANNER_LABELS
+from paddle_vl.nn.placement import SingleDevicePlacement
 
 _BOS, _EOS = "<bos>", "<eos>"
 # The original's engine has these in every policy.
@@ -47,7 +48,7 @@ class Plan(NamedTuple):
     response: list[str]
 
 
-class PI07HighLevelPlanner(nn.Layer):
+class PI07HighLevelPlanner(PlacedPolicy):
     """The planner's model with what stands between it and a robot.
 
     Attributes:
@@ -60,11 +61,14 @@ class PI07HighLevelPlanner(nn.Layer):
         config: PI07PlannerConfig,
         tokenizer: PromptTokenizer | str | Path,
         statistics: Sequence[Statistics] | None = None,
+        placement: SingleDevicePlacement | None = None,
     ):
-        """
+        """Weights are fresh; a rank that holds parts is built with `from_config`.
+
         Args:
             tokenizer: the backbone's, or its file or folder.
             statistics: of each group of data, in the order of `config.dataset_names`.
+            placement: what this process has of the model; None for all of it.
 
         Raises:
             ValueError: settings, statistics and tokenizer that do not fit each other.
@@ -75,7 +79,7 @@ class PI07HighLevelPlanner(nn.Layer):
             tokenizer = PromptTokenizer.from_pretrained(tokenizer)
         self.config, self.tokenizer = config, tokenizer
         labels = {label: tokenizer.encode(label) for label in PLANNER_LABELS}
-        self.model = PI07HighLevelPlannerModel(config, labels)
+        self.model = PI07HighLevelPlannerModel(config, labels, placement)
         self._make_normalizers(config.num_groups if statistics is None else len(statistics))
         if statistics is not None:
             self.normalizers["normalize_inputs"].set_statistics(statistics)
@@ -91,6 +95,7 @@ class PI07HighLevelPlanner(nn.Layer):
         dtype: str = "float32",
         fresh: Sequence[str] = (),
         ignore: Sequence[str] = (),
+        placement: SingleDevicePlacement | None = None,
         fills: bool = True,
     ) -> "PI07HighLevelPlanner":
         """Load a planner's folder; arguments and errors as for `PI07LowLevelPolicy`."""
@@ -105,7 +110,7 @@ class PI07HighLevelPlanner(nn.Layer):
         paddle.set_default_dtype(dtype)
         try:
             with paddle.LazyGuard():
-                planner = cls(config, tokenizer or folder / TOKENIZER_FILE, statistics)
+                planner = cls(config, tokenizer or folder / TOKENIZER_FILE, statistics, placement)
         finally:
             paddle.set_default_dtype(default_dtype)
         if takes and config.dataset_names is None:
@@ -119,14 +124,19 @@ class PI07HighLevelPlanner(nn.Layer):
         return planner
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write `config.json`, `model.safetensors` and the tokenizer into a folder."""
+        """Write `config.json`, `model.safetensors` and the tokenizer into a folder.
+
+        Where ranks hold parts, all of them call this together.
+        """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         version = self.config.config_version
         version = CURRENT_CONFIG_VERSION if version is None else version
-        replace(self.config, config_version=version).save_pretrained(folder)
         keeps = self.normalizers if self.config.save_normalization_stats else {}
-        write_policy(folder, self.model.stored_parameters(), keeps)
+        write_policy(folder, self.model, keeps)
+        if not self.model.placement.writers.is_first:
+            return
+        replace(self.config, config_version=version).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:

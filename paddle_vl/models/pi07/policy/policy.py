@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle import Tensor, nn
+from paddle import Tensor
 
 from paddle_vl.models.pi07.config import CURRENT_CONFIG_VERSION, PI07Config
 from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
@@ -37,14 +37,16 @@ from paddle_vl.models.pi07.policy.inputs import (
     whole_action_prefix,
 )
 from paddle_vl.models.pi07.policy.normalize import Normalizer
+from paddle_vl.models.pi07.policy.placed_policy import PlacedPolicy
 from paddle_vl.models.pi07.policy.policy_inputs import PolicyInputs
 from paddle_vl.models.pi07.policy.prompt import PromptTokenizer
 from paddle_vl.models.pi07.policy.statistics import Statistics
 from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE
 from paddle_vl.models.pi07.prefix_layout import LABELS
+from paddle_vl.nn.placement import SingleDevicePlacement
 
 
-class PI07LowLevelPolicy(nn.Layer):
+class PI07LowLevelPolicy(PlacedPolicy):
     """The model with all that stands between it and a robot.
 
     Attributes:
@@ -59,13 +61,16 @@ class PI07LowLevelPolicy(nn.Layer):
         tokenizer: PromptTokenizer | str | Path,
         action_tokenizer: ActionTokenizer | str | Path | None = None,
         statistics: Sequence[Statistics] | None = None,
+        placement: SingleDevicePlacement | None = None,
     ):
-        """
+        """Weights are fresh; a rank that holds parts is built with `from_config`.
+
         Args:
             tokenizer: the backbone's, or its file or folder.
             action_tokenizer: FAST, or its folder; None for the folder that the configuration
                 names, if it is there. Acting does not need one.
             statistics: of each group of data, in the order of `config.dataset_names`.
+            placement: what this process has of the model; None for all of it.
 
         Raises:
             ValueError: settings, statistics and tokenizers that do not fit each other.
@@ -82,7 +87,7 @@ class PI07LowLevelPolicy(nn.Layer):
         self.config = _with_vocabulary(config, action_tokenizer)
         self.tokenizer, self.action_tokenizer = tokenizer, action_tokenizer
         labels = {label: tokenizer.encode(label) for label in LABELS}
-        self.model = PI07LowLevelFlowMatching(self.config, labels)
+        self.model = PI07LowLevelFlowMatching(self.config, labels, placement)
         groups = config.num_groups if statistics is None else len(statistics)
         self.normalizers = make_normalizers(self.config, groups)
         if statistics is not None:
@@ -103,6 +108,7 @@ class PI07LowLevelPolicy(nn.Layer):
         dtype: str = "float32",
         fresh: Sequence[str] = (),
         ignore: Sequence[str] = (),
+        placement: SingleDevicePlacement | None = None,
         fills: bool = True,
     ) -> "PI07LowLevelPolicy":
         """Load a policy's folder, one tensor at a time.
@@ -115,6 +121,7 @@ class PI07LowLevelPolicy(nn.Layer):
                 (`skip_normalization_weights`).
             fresh: patterns of keys that the checkpoint need not have; they are drawn.
             ignore: patterns of keys that it may have beyond the model's.
+            placement: what this process has of the model; None for all of it.
             fills: read the weights now; otherwise the model's `fill` does.
 
         Raises:
@@ -140,7 +147,7 @@ class PI07LowLevelPolicy(nn.Layer):
         paddle.set_default_dtype(dtype)
         try:
             with paddle.LazyGuard():
-                policy = cls(config, tokenizer, action_tokenizer, statistics)
+                policy = cls(config, tokenizer, action_tokenizer, statistics, placement)
         finally:
             paddle.set_default_dtype(default_dtype)
         if takes and config.dataset_names is None:
@@ -156,15 +163,21 @@ class PI07LowLevelPolicy(nn.Layer):
         return policy
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write `config.json`, `model.safetensors` and the tokenizers into a folder."""
+        """Write `config.json`, `model.safetensors` and the tokenizers into a folder.
+
+        Where ranks hold parts, all of them call this together.
+        """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         config = self.config
         if config.config_version is None:
             config = config.changed(config_version=CURRENT_CONFIG_VERSION)
+        write_policy(
+            folder, self.model, self.normalizers if config.save_normalization_stats else {}
+        )
+        if not self.model.placement.writers.is_first:
+            return
         config.save_pretrained(folder)
-        keeps = self.normalizers if config.save_normalization_stats else {}
-        write_policy(folder, self.model.stored_parameters(), keeps)
         self.tokenizer.save_pretrained(folder)
         if self.action_tokenizer is not None:
             self.action_tokenizer.save_pretrained(folder / ACTION_TOKENIZER_FOLDER)
