@@ -14,6 +14,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import paddle
+
 from paddle_vl.config.load import load_run_config
 from paddle_vl.profile.cell import Limits, Outcome, run_cell
 from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, content_hash, ended_cell
@@ -87,6 +89,11 @@ def run_matrix(
     Raises:
         ValueError: a choice that this configuration or number of processes does not allow.
     """
+    if settings.memory_limit_gb is None and paddle.get_device().startswith("cpu"):
+        raise ValueError(
+            "a matrix on a CPU needs to know what a process may use, or the kernel would have to "
+            "kill it: give --memory-limit-gb"
+        )
     config = load_run_config(config_file, overrides)
     for choice in settings.choices:
         load_run_config(
@@ -138,8 +145,6 @@ def cell_settings(
     config_file: str, overrides: Sequence[str], choice: Choice, settings: MatrixSettings
 ) -> dict[str, Any]:
     """All that a cell's numbers follow from, as plain values."""
-    import paddle
-
     config = load_run_config(config_file, overrides)
     workload = settings.workload
     return {

@@ -1,0 +1,55 @@
+"""A matrix as a picture: throughput and memory over batch size, a line for each choice."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paddle_vl.profile.cells import Cell
+
+_COLOURS = {"none": "C7", "dp": "C0", "stage1": "C2", "stage2": "C1", "stage3": "C3"}
+_STYLES = {"none": "o-", "full": "s--"}
+
+
+def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> None:
+    """Draw a column for each number of cameras; a cross is a batch that did not fit."""
+    # A figure with its own canvas: no display, no global state, and nothing imported before.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    cameras = list(dict.fromkeys(cell.choice.cameras for cell in cells)) or [None]
+    figure = Figure(figsize=(1.5 + 4.2 * len(cameras), 6.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, len(cameras), squeeze=False, sharex="col")
+    for column, number in enumerate(cameras):
+        speed, memory = grid[0][column], grid[1][column]
+        own = [cell for cell in cells if cell.choice.cameras == number]
+        for choice in dict.fromkeys(cell.choice for cell in own):
+            of_choice = [cell for cell in own if cell.choice == choice]
+            look = {"color": _COLOURS[choice.sharding], "markersize": 4}
+            measured = [cell for cell in of_choice if cell.status == "ok"]
+            sizes = [cell.batch_size for cell in measured]
+            label = f"{choice.sharding}, recompute {choice.recompute}"
+            style = _STYLES[choice.recompute]
+            speed.plot(sizes, [c.samples_per_sec for c in measured], style, label=label, **look)
+            memory.plot(sizes, [c.memory_gb for c in measured], style, **look)
+            too_large = [cell.batch_size for cell in of_choice if cell.status == "oom"]
+            if too_large and limit_gb is not None:
+                memory.plot(too_large, [limit_gb] * len(too_large), "x", **look)
+        _dress(speed, memory, number, limit_gb)
+    if grid[0][0].lines:
+        grid[0][0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def _dress(speed: Any, memory: Any, cameras: int | None, limit_gb: float | None) -> None:
+    if cameras is not None:
+        speed.set_title(f"{cameras} camera(s)")
+    speed.set_ylabel("samples/s, all processes")
+    memory.set_ylabel("memory of the worst process, GB")
+    memory.set_xlabel("samples per micro-batch of a process")
+    if limit_gb is not None:
+        memory.axhline(limit_gb, color="black", linewidth=0.8, linestyle=":")
+    for axes in (speed, memory):
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)

@@ -1,0 +1,148 @@
+"""The result of a matrix: JSON, a table in markdown with what it says, and a plot."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from paddle_vl.profile.cells import Cell
+from paddle_vl.profile.matrix import MatrixSettings
+from paddle_vl.profile.matrix_plot import draw_matrix
+from paddle_vl.profile.recommend import (
+    Comparison,
+    Recommendation,
+    comparisons,
+    described,
+    largest_batches,
+    recommendations,
+)
+
+_COMPARED = ("stage2", "stage3")
+_HEAD = (
+    "sharding", "recompute", "cameras", "batch", "tensors GB", "memory GB", "of limit", "step ms",
+    "backward ms", "samples/s",
+)  # fmt: skip
+
+
+def write_report(cells: Sequence[Cell], settings: MatrixSettings, memory_share: float) -> str:
+    """Write matrix.json, matrix.md and matrix.png into the matrix' folder.
+
+    Returns:
+        The content of matrix.md.
+    """
+    limit = memory_limit_gb(cells, settings)
+    chosen = recommendations(cells, limit, memory_share)
+    compared = comparisons(cells, *_COMPARED)
+    values = {
+        "num_processes": settings.num_processes,
+        "warmup": settings.warmup_steps,
+        "measured": settings.steps,
+        "memory_limit_gb": limit,
+        "memory_share": memory_share,
+        "cells": [asdict(cell) | {"choice": cell.choice._asdict()} for cell in cells],
+        "recommendations": [
+            {"cameras": r.cameras, "cell": r.cell and r.cell.name, "reason": r.reason}
+            for r in chosen
+        ],
+        "comparisons": [_compared(c) for c in compared],
+    }
+    out = settings.out
+    (out / "matrix.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    text = matrix_markdown(cells, limit, chosen, compared)
+    (out / "matrix.md").write_text(text, encoding="utf-8")
+    draw_matrix(cells, limit, out / "matrix.png")
+    return text
+
+
+def memory_limit_gb(cells: Sequence[Cell], settings: MatrixSettings) -> float | None:
+    """What a process may use: the setting, or what the cells found of their device."""
+    if settings.memory_limit_gb is not None:
+        return settings.memory_limit_gb
+    limits = [c.profile["memory_limit_gb"] for c in cells if c.status == "ok"]
+    return limits[0] if limits else None
+
+
+def matrix_markdown(
+    cells: Sequence[Cell],
+    limit: float | None,
+    chosen: Sequence[Recommendation],
+    compared: Sequence[Comparison],
+) -> str:
+    """All cells as a table, and what follows from them."""
+    lines = ["| " + " | ".join(_HEAD) + " |", "| --- | --- |" + " ---: |" * (len(_HEAD) - 2)]
+    lines += [_row(cell, limit) for cell in cells]
+    lines += ["", *_recommended_lines(chosen), *_compared_lines(cells, compared)]
+    failed = [cell for cell in cells if cell.status in ("failed", "timeout")]
+    if failed:
+        lines += ["", "Cells that ended for another reason than memory:", ""]
+        lines += [f"- {described(cell)}: {cell.status}, {cell.detail}" for cell in failed]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cell: Cell, limit: float | None) -> str:
+    choice = cell.choice
+    cameras = "" if choice.cameras is None else str(choice.cameras)
+    start = [choice.sharding, choice.recompute, cameras, str(cell.batch_size)]
+    if cell.status != "ok":
+        shown = {"oom": "OOM", "timeout": "out of time"}.get(cell.status, cell.status)
+        return "| " + " | ".join([*start, shown, *[""] * (len(_HEAD) - 5)]) + " |"
+    backward = 1000 * cell.profile["phase_means_s"].get("bwd", math.nan)
+    values = [
+        f"{cell.tensors_gb:.2f}",
+        f"{cell.memory_gb:.2f}",
+        "" if limit is None else f"{100 * cell.memory_gb / limit:.0f} %",
+        f"{cell.step_ms:.0f}",
+        "" if math.isnan(backward) else f"{backward:.0f}",
+        f"{cell.samples_per_sec:.2f}",
+    ]
+    return "| " + " | ".join([*start, *values]) + " |"
+
+
+def _recommended_lines(chosen: Sequence[Recommendation]) -> list[str]:
+    lines = []
+    for item in chosen:
+        cameras = "" if item.cameras is None else f" with {item.cameras} camera(s)"
+        cell = "nothing" if item.cell is None else described(item.cell)
+        lines.append(f"**Recommended{cameras}: {cell}.** {item.reason}.")
+    return lines
+
+
+def _compared_lines(cells: Sequence[Cell], compared: Sequence[Comparison]) -> list[str]:
+    if not compared:
+        return []
+    one, other = _COMPARED
+    lines = ["", f"{one} against {other}, like for like (all else equal):", ""]
+    lines += ["| recompute | cameras | batch | samples/s | memory | of the gap in backward |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for item in compared:
+        choice, share = item.one.choice, item.share_of_gap("backward")
+        memory = item.one.memory_gb - item.other.memory_gb
+        lines.append(
+            f"| {choice.recompute} | {choice.cameras or ''} | {item.one.batch_size} "
+            f"| {item.speedup:.2f}x | {memory:+.2f} GB | "
+            + ("no gap |" if share is None else f"{share:.0f} % |")
+        )
+    largest = largest_batches(cells)
+    mean = math.exp(sum(math.log(item.speedup) for item in compared) / len(compared))
+    lines += ["", f"Over these {one} makes {mean:.2f} times the samples/s of {other} (geometric)."]
+    fits = [
+        f"{choice.sharding} with recompute {choice.recompute}"
+        + ("" if choice.cameras is None else f" and {choice.cameras} camera(s)")
+        + f" {size}"
+        for choice, size in largest.items()
+        if choice.sharding in _COMPARED
+    ]
+    lines += [f"Largest batches that fit: {', '.join(fits)}."]
+    return lines
+
+
+def _compared(item: Comparison) -> dict[str, Any]:
+    return {
+        "one": item.one.name,
+        "other": item.other.name,
+        "speedup": item.speedup,
+        "memory_difference_gb": item.one.memory_gb - item.other.memory_gb,
+        "percent_of_gap_in_backward": item.share_of_gap("backward"),
+        "percent_of_gap_in_forward": item.share_of_gap("forward"),
+    }

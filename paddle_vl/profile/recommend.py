@@ -1,0 +1,148 @@
+"""What a matrix says: which choice to take, and how two choices compare like for like.
+
+Only cells with everything else equal are compared: faster at a larger batch, with recomputation on
+one side only, says nothing about sharding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paddle_vl.profile.cells import Cell, Choice
+from paddle_vl.train.phases import Phase
+
+# Throughput within this share of the fastest is as good; less memory then decides.
+_AS_GOOD = 0.02
+# What a step's difference is looked for in.
+_PARTS = {"forward": (Phase.FORWARD,), "backward": (Phase.BACKWARD, Phase.GRADIENT_SUM)}
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A cell to take for one number of cameras, and in words why; None where no cell fits."""
+
+    cameras: int | None
+    cell: Cell | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two cells that differ in sharding alone."""
+
+    one: Cell
+    other: Cell
+
+    @property
+    def speedup(self) -> float:
+        """How many times the samples per second of the other."""
+        return self.one.samples_per_sec / self.other.samples_per_sec
+
+    def share_of_gap(self, part: str) -> float | None:
+        """How much of the difference in step time lies in forward or backward, in percent; None
+        where the steps take as long."""
+        gap = self.other.step_ms - self.one.step_ms
+        if abs(gap) < 0.02 * self.one.step_ms:
+            return None
+        difference = self._part_ms(self.other, part) - self._part_ms(self.one, part)
+        return 100 * difference / gap
+
+    @staticmethod
+    def _part_ms(cell: Cell, part: str) -> float:
+        means = cell.profile["phase_means_s"]
+        return 1000 * sum(means.get(phase.value, 0.0) for phase in _PARTS[part])
+
+
+def recommendations(
+    cells: Sequence[Cell], limit_gb: float | None, memory_share: float
+) -> list[Recommendation]:
+    """For each number of cameras the fastest cell under a share of the memory limit.
+
+    Args:
+        limit_gb: what a process may use; None if there is no limit, then all cells are allowed.
+        memory_share: of the limit, in (0, 1].
+
+    Raises:
+        ValueError: a share out of range.
+    """
+    if not 0 < memory_share <= 1:
+        raise ValueError(f"a memory share of {memory_share}: it must be above 0 and at most 1")
+    cameras = dict.fromkeys(cell.choice.cameras for cell in cells)
+    return [
+        _recommended([c for c in cells if c.choice.cameras == n], n, limit_gb, memory_share)
+        for n in cameras
+    ]
+
+
+def comparisons(cells: Sequence[Cell], one: str, other: str) -> list[Comparison]:
+    """Of two sharding choices, wherever both have measured the rest."""
+    measured = {(cell.choice, cell.batch_size): cell for cell in cells if cell.status == "ok"}
+    found = []
+    for (choice, size), cell in measured.items():
+        partner = (Choice(other, choice.recompute, choice.cameras), size)
+        if choice.sharding == one and partner in measured:
+            found.append(Comparison(cell, measured[partner]))
+    return found
+
+
+def largest_batches(cells: Sequence[Cell]) -> dict[Choice, int]:
+    """The largest batch size of each choice that fits."""
+    found: dict[Choice, int] = {}
+    for cell in cells:
+        if cell.status == "ok":
+            found[cell.choice] = max(found.get(cell.choice, 0), cell.batch_size)
+    return found
+
+
+def _recommended(
+    cells: Sequence[Cell], cameras: int | None, limit_gb: float | None, memory_share: float
+) -> Recommendation:
+    measured = [cell for cell in cells if cell.status == "ok"]
+    allowed = [c for c in measured if limit_gb is None or c.memory_gb <= memory_share * limit_gb]
+    if not allowed:
+        reason = f"none of the {len(cells)} cells ran"
+        if measured:
+            least = min(measured, key=lambda cell: cell.memory_gb)
+            reason = (
+                f"none of the {len(measured)} cells that ran stays below "
+                f"{100 * memory_share:g} % of {limit_gb:g} GB; the smallest, {described(least)}, "
+                f"takes {least.memory_gb:.2f} GB"
+            )
+        return Recommendation(cameras, None, reason)
+    fastest = max(allowed, key=lambda cell: cell.samples_per_sec)
+    as_good = [
+        cell for cell in allowed if cell.samples_per_sec >= (1 - _AS_GOOD) * fastest.samples_per_sec
+    ]
+    best = min(as_good, key=lambda cell: cell.memory_gb)
+    reason = f"{best.samples_per_sec:.2f} samples/s with {_memory(best, limit_gb)}"
+    if best is not fastest:
+        reason += (
+            f"; {described(fastest)} is faster by less than {100 * _AS_GOOD:g} % and takes "
+            f"{_memory(fastest, limit_gb)}"
+        )
+    others = [cell for cell in allowed if cell.choice.sharding != best.choice.sharding]
+    if others:
+        next_best = max(others, key=lambda cell: cell.samples_per_sec)
+        reason += (
+            f"; the best of another sharding, {described(next_best)}, makes "
+            f"{next_best.samples_per_sec:.2f}"
+        )
+    over = max(measured, key=lambda cell: cell.samples_per_sec)
+    if over not in allowed and over.samples_per_sec > fastest.samples_per_sec:
+        reason += (
+            f"; {described(over)} makes {over.samples_per_sec:.2f}, but takes "
+            f"{_memory(over, limit_gb)}, above {100 * memory_share:g} %"
+        )
+    return Recommendation(cameras, best, reason)
+
+
+def described(cell: Cell) -> str:
+    """A cell in words."""
+    choice = cell.choice
+    cameras = "" if choice.cameras is None else f", {choice.cameras} camera(s)"
+    return f"{choice.sharding}, recompute {choice.recompute}{cameras}, batch {cell.batch_size}"
+
+
+def _memory(cell: Cell, limit_gb: float | None) -> str:
+    if limit_gb is None:
+        return f"{cell.memory_gb:.2f} GB"
+    return f"{cell.memory_gb:.2f} GB, {100 * cell.memory_gb / limit_gb:.0f} % of the limit"
