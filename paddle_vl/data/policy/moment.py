@@ -107,21 +107,26 @@ def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None
 def _rows(record: Mapping[str, Any], name: str, width: int, most: int, setting: str) -> np.ndarray:
     """The entry as `[1 to most, width]` float32."""
     try:
-        values = np.asarray(record[name], dtype=np.float32)
-    except (ValueError, TypeError) as error:
+        given = np.asarray(record[name])
+    except ValueError as error:
         raise BadSampleError(
-            "bad_shape", f"{name!r} is no table of numbers with rows of one length: {error}"
+            "bad_shape", f"{name!r} has rows of several lengths: {error}"
         ) from error
-    values = values[None] if values.ndim == 1 else values
+    if given.dtype.kind not in "iuf":
+        raise BadSampleError(
+            "bad_type", f"{name!r} is {str(record[name])[:80]}; numbers are needed"
+        )
+    values = given[None] if given.ndim == 1 else given
     if values.ndim != 2 or values.shape[1] != width or len(values) > most:
         raise BadSampleError(
             "bad_shape",
             f"{name!r} has shape {list(values.shape)}; [1 to {most}, {width}] is needed "
             f"({setting} is {most})",
         )
-    if not np.isfinite(values).all():
-        raise BadSampleError("not_finite", f"{name!r} holds NaN or infinite values")
-    return values
+    largest = np.finfo(np.float32).max
+    if not (np.abs(values) <= largest).all():
+        raise BadSampleError("not_finite", f"{name!r} holds NaN, or values beyond {largest:.3g}")
+    return values.astype(np.float32)
 
 
 def _paths(record: Mapping[str, Any], name: str, directory: Path, count: int) -> list[str]:

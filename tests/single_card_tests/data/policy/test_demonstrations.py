@@ -16,6 +16,7 @@ import pytest
 import make_demonstrations
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.policy.dataset import DemonstrationsDataset
+from paddle_vl.data.policy.present_fields import present_fields
 from paddle_vl.data.policy.sample import OPTIONAL_FIELDS, DemonstrationShapes
 from paddle_vl.data.policy.synthetic import SyntheticDemonstrations
 from paddle_vl.data.policy.write import write_demonstrations
@@ -92,6 +93,15 @@ def test_fields_are_those_of_the_configuration_whatever_a_line_has(tmp_path):
     assert (bool(has["subgoal_is_pad"]), bool(lacks["subgoal_is_pad"])) == (False, True)
 
 
+def test_fields_that_any_line_has_can_be_asked_for(tmp_path):
+    one = write_lines(tmp_path / "1.jsonl", line(tmp_path, speed=0), line(tmp_path, fps=None))
+    two = write_lines(tmp_path / "2.jsonl", "no JSON", line(tmp_path, subgoal1="g.png"))
+    assert present_fields([one], SHAPES) == ["speed"]
+    assert present_fields({"a": [one], "b": [two]}, SHAPES) == ["speed", "subgoal"]
+    with pytest.raises(RuntimeError, match=r"no data file .*3\.jsonl"):
+        present_fields([tmp_path / "3.jsonl"], SHAPES)
+
+
 def test_without_actions_none_are_needed(tmp_path):
     record = line(tmp_path, 1)
     del record["actions"]
@@ -110,7 +120,10 @@ def test_without_actions_none_are_needed(tmp_path):
         ({"state": [[1, 2]] * 4}, "bad_shape", r"\[4, 2\]; .* \(n_obs_steps is 3\)"),
         ({"actions": []}, "bad_shape", r"'actions' has shape .*; \[1 to 4, 3\]"),
         ({"actions": [[1, 2, 3]] * 5}, "bad_shape", "chunk_size is 4"),
-        ({"actions": [[1, 2, 3], [1]]}, "bad_shape", "rows of one length"),
+        ({"actions": [[1, 2, 3], [1]]}, "bad_shape", "rows of several lengths"),
+        ({"actions": [[1, 2, None]]}, "bad_type", r"'actions' is \[\[1, 2, None\]\]; numbers"),
+        ({"state": ["1", "2"]}, "bad_type", "'state' is .*; numbers are needed"),
+        ({"state": [1e39, 0]}, "not_finite", "beyond 3.4e"),
         ({"actions": [[1, 2, float("nan")]]}, "not_finite", "'actions' holds NaN"),
         ({"camera0": ["f0.png"]}, "bad_shape", "'camera0' has 1 images; 'state' has 3 frames"),
         ({"camera0": [1, 2, 3]}, "bad_type", "paths are needed"),
