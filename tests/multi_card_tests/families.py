@@ -15,7 +15,7 @@ from paddle import Tensor, nn
 
 from paddle_vl import PI07Config, Qwen3VLForConditionalGeneration
 from paddle_vl.config.schema import LoRAConfig
-from paddle_vl.models.checkpoint.pretrained import drawn_values, stored_values
+from paddle_vl.models.checkpoint.pretrained import stored_values
 from paddle_vl.models.checkpoint.safetensors_io import read_header
 from paddle_vl.models.pi07.checkpoint_map import engine_keys
 from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
@@ -83,17 +83,22 @@ def qwen_resumed_adapters(folder: Path, dtype: str = "float32") -> Qwen3VLForCon
     return model
 
 
-def pi07(dtype: str = "float32", is_fresh: bool = True, frozen: bool = False) -> nn.Layer:
+def pi07(
+    dtype: str = "float32",
+    is_fresh: bool = True,
+    frozen: bool = False,
+    placement: SingleDevicePlacement | None = None,
+) -> nn.Layer:
     description, _ = case("01_all_fields")
     values = config_values(description)
     values["vlm_config"]["freeze_vision_encoder"] = frozen
     labels = description["config"]["indicator_token_ids"]
     paddle.seed(3)
     with default_dtype(dtype), paddle.LazyGuard():
-        model = PI07LowLevelFlowMatching(PI07Config.from_dict(values), labels)
-    placed = model.stored_parameters()
+        model = PI07LowLevelFlowMatching(PI07Config.from_dict(values), labels, placement)
     stored = engine_keys(read_header(WEIGHTS))
-    model.fill_later(drawn_values(placed) if is_fresh else stored_values(placed, stored))
+    placed = model.stored_parameters()
+    model.fill_later(model.fresh_values() if is_fresh else stored_values(placed, stored))
     return model
 
 

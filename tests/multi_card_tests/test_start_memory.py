@@ -23,25 +23,37 @@ from paddle.base.core import (
     host_memory_stat_reset_peak_value,
 )
 
+from paddle_vl.config.load import load_run_config
+from paddle_vl.models.checkpoint.filling import Fillable
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.sharding.memory import ModelElements, between_steps
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.train import build as run_building
+from paddle_vl.train.optimizer import Optimizer
 from tests.launch import launch, outcome_of, run_checks
 from tests.multi_card_tests.families import (
     builders,
+    pi07,
     qwen_files,
     qwen_fresh,
     units_of,
     write_qwen,
 )
+from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
+from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 STAGES = (0, 1, 2, 3)
 NAMES = tuple(builders(Path(), "float32"))
-SPLIT = ("qwen fresh", "qwen files")
+SPLIT = ("qwen fresh", "qwen files", "pi07 fresh", "pi07 files")
+MODEL = TINY_MODEL | {
+    "text_config": TINY_MODEL["text_config"]
+    | {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 8},
+    "vision_config": TINY_MODEL["vision_config"] | {"out_hidden_size": 64},
+}
 # Of buffers, and of the zeros behind shards.
 SLACK = 1 << 10
 
@@ -81,6 +93,30 @@ def start(
     return peak, held.parameters + held.masters + (copies + on_host) * whole + SLACK
 
 
+def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
+    """The same of a whole run, up to its optimizer, whose state is divided as it is made."""
+    config = load_run_config(run_file, ["parallel.sharding_degree=2", "parallel.sharding_stage=3"])
+    gc.collect()
+    peaks: list[int] = []
+    before = host_memory_stat_current_value("Allocated", 0)
+
+    def optimizer(*arguments):
+        peaks.append(host_memory_stat_peak_value("Allocated", 0) - before)
+        return Optimizer(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_building, "Optimizer", optimizer)
+        if is_old:
+            fill = Fillable.fill
+            patch.setattr(Fillable, "fill", lambda model: list(fill(model)))
+        host_memory_stat_reset_peak_value("Allocated", 0)
+        model = run_building.build_trainer(config).runner.model
+    elements = ModelElements.of(model.parameters(), units_of(model), 4)
+    held = between_steps(elements, 3, 2)
+    whole = max(parameter.size for parameter in model.parameters())
+    return peaks[0], held.parameters + held.masters + 4 * whole + SLACK
+
+
 def largest(build: Callable[[], nn.Layer]) -> int:
     return max(parameter.size for parameter in build().parameters())
 
@@ -101,8 +137,10 @@ def differing(build: Callable[[], nn.Layer], group) -> list[str]:
 
 def worker(folder: str) -> dict:
     """The models of `builders`, divided over 2 ranks."""
-    group = initialize(ParallelDegrees(sharding_degree=2)).sharding_group
-    checks = {}
+    run_file = f"{folder}/run/run.yaml"
+    checks = {f"run {is_old}": partial(start_run, run_file, is_old) for is_old in (False, True)}
+    outcomes = run_checks(checks)
+    group, checks = initialize(ParallelDegrees(sharding_degree=2)).sharding_group, {}
     for dtype, width in DTYPES.items():
         for name, build in builders(Path(folder), dtype).items():
             whole = largest(build)
@@ -113,26 +151,26 @@ def worker(folder: str) -> dict:
             if dtype == "float32":
                 checks[f"{name} old"] = partial(start, build, whole, group, 3, width, True)
             checks[f"{name} {dtype} values"] = partial(differing, build, group)
-    return run_checks(checks)
+    return outcomes | run_checks(checks)
 
 
 def worker_of_parts(folder: str) -> dict:
     """Matrices split over 2 ranks, and what each has divided over 2 others."""
     topology = initialize(ParallelDegrees(mp_degree=2, sharding_degree=2))
     group, checks = topology.sharding_group, {}
+    makers = {
+        "qwen fresh": qwen_fresh,
+        "qwen files": partial(qwen_files, Path(folder)),
+        "pi07 fresh": pi07,
+        "pi07 files": partial(pi07, is_fresh=False),
+    }
     for dtype, width in DTYPES.items():
-        whole = largest(partial(qwen_fresh, dtype))
-        for name, build in (
-            ("qwen fresh", qwen_fresh),
-            ("qwen files", partial(qwen_files, Path(folder))),
-        ):
-
-            def split(build=build, dtype=dtype) -> nn.Layer:
-                return build(dtype, FleetPlacement(topology.mp_group))
-
+        for name, make in makers.items():
+            whole = largest(partial(make, dtype))
+            # A part of what is drawn whole is cut from a NumPy array.
+            on_host = 4 if name.endswith("fresh") else 0
+            split = partial(make, dtype, placement=FleetPlacement(topology.mp_group))
             for stage in STAGES[1:]:
-                # A part of what is drawn whole is cut from a NumPy array.
-                on_host = 4 if name == "qwen fresh" else 0
                 checks[f"{name} {dtype} {stage}"] = partial(
                     start, split, whole, group, stage, width, on_host=on_host
                 )
@@ -144,17 +182,18 @@ def worker_of_parts(folder: str) -> dict:
 def folder(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("weights")
     write_qwen(path)
+    write_tiny_run(path / "run", model=MODEL)
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def outcomes(folder):
-    return launch(worker, 2, arguments=(folder,))
+    return launch(worker, 2, arguments=(folder,), timeout=300)
 
 
 @pytest.fixture(scope="module")
 def outcomes_of_parts(folder):
-    return launch(worker_of_parts, 4, arguments=(folder,))
+    return launch(worker_of_parts, 4, arguments=(folder,), timeout=300)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -169,6 +208,13 @@ def test_no_rank_holds_more_than_its_share_and_a_tensor(outcomes, name, dtype, s
 def test_filling_before_dividing_would_need_more(outcomes, name):
     # Halves of float32 copies are as large as whole bfloat16 weights: two ranks show float32 only.
     for peak, allowed in outcome_of(outcomes, f"{name} old"):
+        assert peak > allowed
+
+
+def test_a_run_starts_like_that(outcomes):
+    for peak, allowed in outcome_of(outcomes, "run False"):
+        assert peak <= allowed
+    for peak, allowed in outcome_of(outcomes, "run True"):
         assert peak > allowed
 
 
