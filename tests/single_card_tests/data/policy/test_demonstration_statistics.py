@@ -43,7 +43,8 @@ def test_statistics_are_those_of_all_real_values_by_group():
 
 def test_means_of_large_values_are_exact(tmp_path):
     # Summed in float32, a thousand of these lose the last digits.
-    records = [line(tmp_path, 1, state=[1e6 + n % 2, 0.1]) for n in range(1000)]
+    record = line(tmp_path, 1)
+    records = [record | {"state": [1e6 + n % 2, 0.1]} for n in range(1000)]
     path = write_lines(tmp_path / "a.jsonl", *records)
     stats = demonstration_statistics(DemonstrationsDataset([path], SHAPES))["all"]["state"]
     assert stats["mean"][0] == 1e6 + 0.5
