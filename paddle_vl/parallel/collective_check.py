@@ -15,6 +15,7 @@ they are about to do: nothing is sent over the groups themselves. It costs a fra
 millisecond per collective. Messages between stages of a pipeline are recorded and not checked.
 """
 
+import contextlib
 import math
 import os
 import secrets
@@ -34,7 +35,13 @@ from paddle_vl.parallel.collective_board import Plan
 from paddle_vl.parallel.recorder import Collective, Recording, observed
 
 VARIABLE = "PADDLE_VL_CHECK_COLLECTIVES"
-_HERE, _PADDLE = str(Path(__file__).parent), str(Path(paddle.__file__).parent)
+# Files whose frames tell nothing about a program; `<string>` is code without one.
+_NOT_SHOWN = (
+    str(Path(__file__).parent),
+    str(Path(paddle.__file__).parent),
+    contextlib.__file__,
+    "<",
+)
 
 _num_checks = 0
 _check_of_run: list = []
@@ -162,7 +169,7 @@ def _is_in_backward() -> bool:
 def _caller() -> str:
     """The place in a program that led here, outside of Paddle and of what parallelism adds."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, _PADDLE, "<")):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
     return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,386 @@
+"""pi07 and its planner on every rank of a sharding group; see `test_pi07_symmetry`.
+
+A run is a step of several micro-batches in which every rank drops other optional parts. The loss of
+a step is the sum of squares over the number of values that count, and the sum of cross entropies
+over the number of token slots, of all micro-batches of all ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from paddle_vl.models.checkpoint.pretrained import fill_parameters
+from paddle_vl.models.checkpoint.safetensors_io import read_header
+from paddle_vl.models.pi07.block_embedding import EmbeddedBlock, joined, look_up, of_cameras
+from paddle_vl.models.pi07.checkpoint_map import engine_keys
+from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.models.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.models.pi07.prefix import Prefix, PrefixEmbedding
+from paddle_vl.models.pi07.prefix_layout import (
+    PREFIX_BLOCKS,
+    Block,
+    Presence,
+    Source,
+    When,
+    embedded_blocks,
+    fields_of,
+    presence_of,
+)
+from paddle_vl.parallel.collective_check import check_collectives
+from paddle_vl.parallel.recompute import recompute_layers
+from paddle_vl.parallel.recorder import Collective, Recording, record_collectives
+from paddle_vl.parallel.sharding import Sharding
+from tests.pi07_golden import CASES, case, config_values
+
+CAMERAS, FRAMES, SIDE, STEPS, ACTIONS, STATES, SLOTS = 2, 3, 56, 6, 7, 5, 5
+LENGTHS = {"lang": 9, "response": 6, "metadata": 7}
+MEMORY, RESPONSE = 6, 5
+# What each rank's micro-batches have, by micro-batch and rank: `part`s filled in `sample`s.
+NOTHING: dict[str, Sequence[int]] = {}
+EVERYTHING = {"response": (0, 1), "metadata": (0, 1), "subgoal": (0, 1)}
+ONE_RESPONSE, ALL_METADATA, ONE_GOAL = {"response": (1,)}, {"metadata": (0, 1)}, {"subgoal": (0,)}
+MIXED = {"response": (0,), "metadata": (1,), "subgoal": (1,)}
+DROPS = (
+    (EVERYTHING, NOTHING, ONE_RESPONSE, ONE_GOAL),
+    (ALL_METADATA, ONE_GOAL, NOTHING, MIXED),
+    (NOTHING, MIXED, ALL_METADATA, EVERYTHING),
+)
+METADATA_OF_ONE = ((ALL_METADATA, *(NOTHING,) * 3), (NOTHING, ALL_METADATA, *(NOTHING,) * 2))
+SECONDS = 25.0
+
+
+def low_level_model(frozen: bool = False, dropout: float = 0.0) -> PI07LowLevelFlowMatching:
+    """The model of golden case 01 with its weights."""
+    description, _ = case("01_all_fields")
+    values = config_values(description)
+    values["vlm_config"] |= {"freeze_vision_encoder": frozen, "dropout": dropout}
+    values["dropout"] = dropout
+    model = PI07LowLevelFlowMatching(
+        PI07Config.from_dict(values), description["config"]["indicator_token_ids"]
+    )
+    fill_parameters(
+        model.stored_parameters(), engine_keys(read_header(CASES / "weights_A.safetensors"))
+    )
+    return model
+
+
+def planner_model(frozen: bool = False) -> PI07HighLevelPlannerModel:
+    """The same backbone without an expert."""
+    given = case("01_all_fields")[0]["config"]
+    vlm = given["vlm"] | {
+        "gemma3_config": given["gemma3"],
+        "gemma_expert_config": given["expert"],
+        "disable_action_expert": True,
+        "freeze_vision_encoder": frozen,
+    }
+    config = PI07PlannerConfig.from_dict(
+        {"vlm_config": vlm, "memory_max_length": MEMORY, "response_max_length": RESPONSE}
+    )
+    model = PI07HighLevelPlannerModel(config, given["indicator_token_ids"])
+    fill_parameters(
+        model.stored_parameters(), engine_keys(read_header(CASES / "weights_A.safetensors"))
+    )
+    return model
+
+
+def _text(random: np.random.Generator, name: str, length: int, size: int) -> dict[str, np.ndarray]:
+    return {
+        f"{name}_tokens": random.integers(3, 250, (size, length)),
+        f"{name}_masks": np.ones((size, length), bool),
+    }
+
+
+def _masked(batch: dict[str, Any], filled: dict[str, Sequence[int]]) -> dict[str, Any]:
+    for part in ("response", "metadata"):
+        if f"{part}_masks" in batch:
+            kept = np.isin(np.arange(len(batch[f"{part}_masks"])), filled.get(part, ()))
+            batch[f"{part}_masks"] &= kept[:, None]
+    return batch
+
+
+def low_level_batch(micro: int, rank: int, filled: dict[str, Sequence[int]]) -> dict[str, Any]:
+    """Every field is there, masked where it is not filled; padding everywhere else too."""
+    random, size = np.random.default_rng([micro, rank]), 2
+
+    def pictures(*shape: int) -> np.ndarray:
+        return random.uniform(-1, 1, (size, *shape, 3, SIDE, SIDE)).astype(np.float32)
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.normal(size=(size, *shape)).astype(np.float32)
+
+    batch = {
+        "videos": [(pictures(FRAMES) + 1) / 2 for _ in range(CAMERAS)],
+        "vid_masks": [np.ones(size, bool), random.random(size) < 0.5],
+        "subgoal_images": [pictures() for _ in range(CAMERAS)],
+        "subgoal_img_masks": [
+            np.isin(np.arange(size), filled.get("subgoal", ())) for _ in range(CAMERAS)
+        ],
+        "obs_history_is_pad": random.random((size, FRAMES)) < 0.3,
+        "state": normal(FRAMES, STATES),
+        "actions": normal(STEPS, ACTIONS),
+        "noise": normal(STEPS, ACTIONS),
+        "time": random.uniform(0.1, 0.9, size).astype(np.float32),
+        "delay": np.zeros(size, np.int64),
+        "actions_is_pad": np.arange(STEPS) >= random.integers(3, STEPS + 1, (size, 1)),
+        "real_action_dim": random.integers(4, ACTIONS + 1, size),
+        "discrete_actions": random.integers(1, 40, (size, SLOTS)),
+        "discrete_action_masks": np.arange(SLOTS) < random.integers(2, SLOTS + 1, (size, 1)),
+    }
+    for name, length in LENGTHS.items():
+        batch |= _text(random, name, length, size)
+    batch["lang_masks"] &= np.arange(LENGTHS["lang"]) < random.integers(5, 10, (size, 1))
+    return _masked(batch, filled)
+
+
+def planner_batch(micro: int, rank: int, filled: dict[str, Sequence[int]]) -> dict[str, Any]:
+    random, size = np.random.default_rng([micro, rank]), 2
+    batch = {
+        "images": [
+            random.uniform(-1, 1, (size, 3, SIDE, SIDE)).astype(np.float32) for _ in range(CAMERAS)
+        ],
+        "img_masks": [np.ones(size, bool), random.random(size) < 0.5],
+    }
+    lengths = {"lang": 9, "metadata": 7, "memory": MEMORY, "response": RESPONSE}
+    for name, length in lengths.items():
+        batch |= _text(random, name, length, size)
+    batch["lang_masks"] &= np.arange(9) < random.integers(5, 10, (size, 1))
+    return _masked(batch, {"metadata": filled.get("metadata", ()), "response": (0, 1)})
+
+
+def low_level_losses(
+    model: PI07LowLevelFlowMatching, batch: dict[str, Any], presence: Presence, batches: list
+) -> list[paddle.Tensor]:
+    """What a batch adds to each term of the loss of all batches."""
+    out = model(batch, presence, per_sample=True)
+    values = sum(
+        int(((~b["actions_is_pad"]).sum(axis=1) * b["real_action_dim"]).sum()) for b in batches
+    )
+    slots = sum(b["discrete_actions"].size for b in batches)
+    return [out["MSE_per_sample"][0].sum() / values, out["CE_per_sample"][0].sum() / slots]
+
+
+def planner_losses(
+    model: PI07HighLevelPlannerModel, batch: dict[str, Any], presence: Presence, batches: list
+) -> list[paddle.Tensor]:
+    # Its means are over all slots, as many in every batch.
+    return [model(batch, presence)["CE"] / len(batches)]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between the low level and the planner."""
+
+    make_model: Callable[..., nn.Layer]
+    make_batch: Callable[[int, int, dict[str, Sequence[int]]], dict[str, Any]]
+    losses: Callable[..., list[paddle.Tensor]]
+
+
+LOW_LEVEL = Family(low_level_model, low_level_batch, low_level_losses)
+PLANNER = Family(planner_model, planner_batch, planner_losses)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to run a step.
+
+    Attributes:
+        agreed: lay out what any rank has (`branch_sync: all_reduce`), instead of what this has.
+        embedding: stands for the prefix embedding's class.
+        wholly_divided: the token table is a unit too, gathered at every look-up.
+    """
+
+    stage: int = 3
+    frozen: bool = False
+    recomputed: bool = False
+    agreed: bool = False
+    family: Family = LOW_LEVEL
+    drops: Sequence[Sequence[dict[str, Sequence[int]]]] = DROPS
+    model_settings: dict[str, Any] = field(default_factory=dict)
+    embedding: type | None = None
+    wholly_divided: bool = False
+
+    def model(self) -> nn.Layer:
+        model = self.family.make_model(self.frozen, **self.model_settings)
+        if self.embedding is not None:
+            model.prefix.__class__ = self.embedding
+        return model
+
+    def batches(self, num_ranks: int) -> list[list[dict[str, Any]]]:
+        """By micro-batch and rank."""
+        return [
+            [self.family.make_batch(micro, rank, drops[rank]) for rank in range(num_ranks)]
+            for micro, drops in enumerate(self.drops)
+        ]
+
+    def presences(self, of_ranks: Sequence[dict[str, Any]]) -> list[Presence]:
+        own = [presence_of(batch) for batch in of_ranks]
+        if not self.agreed:
+            return own
+        return [Presence(*(any(values) for values in zip(*own, strict=True)))] * len(own)
+
+
+def single_run(setup: Setup, num_ranks: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Terms and gradients of one process that runs all batches one after the other."""
+    setup = replace(setup, embedding=None)
+    model, batches, terms = setup.model(), setup.batches(num_ranks), []
+    everything = [batch for of_ranks in batches for batch in of_ranks]
+    for of_ranks in batches:
+        for batch, presence in zip(of_ranks, setup.presences(of_ranks), strict=True):
+            losses = setup.family.losses(model, batch, presence, everything)
+            sum(losses).backward()
+            terms.append([loss.item() for loss in losses])
+    gradients = {
+        name: np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy()
+        for name, p in model.named_parameters()
+        if not p.stop_gradient
+    }
+    return np.sum(terms, axis=0).tolist(), gradients
+
+
+@dataclass
+class ShardedRun:
+    """A step of this rank, and what it left."""
+
+    terms: list[float]
+    gradients: dict[str, np.ndarray]
+    calls: list[Collective]
+    prefix_lengths: list[int]
+    tower_frames: list[int]
+
+
+def sharded_run(setup: Setup, group, recording: Recording | None = None) -> ShardedRun:
+    """A step; recorded here, or by who gives a recording."""
+    if recording is None:
+        with record_collectives() as recording:
+            return sharded_run(setup, group, recording)
+    model = setup.model()
+    units = [*model.decoder.layers, *model.prefix.video_encoder.tower.layers]
+    if setup.recomputed:
+        recompute_layers(units)
+    if setup.wholly_divided:
+        units.append(model.prefix.embed_tokens)
+    sharding = Sharding(model.parameters(), group, setup.stage, units)
+    lengths, frames = [], []
+    model.prefix.register_forward_post_hook(
+        lambda layer, inputs, prefix: lengths.append(prefix.embs.shape[1])
+    )
+    model.prefix.video_encoder.tower.register_forward_pre_hook(
+        lambda layer, inputs: frames.append(inputs[0].shape[0])
+    )
+    batches, terms = setup.batches(group.nranks), []
+    everything = [batch for of_ranks in batches for batch in of_ranks]
+    for of_ranks in batches:
+        presence = setup.presences(of_ranks)[group.rank]
+        recording.phase = "forward"
+        losses = setup.family.losses(model, of_ranks[group.rank], presence, everything)
+        recording.phase = "backward"
+        sum(losses).backward()
+        recording.phase = "end"
+        sharding.end_micro_batch()
+        terms.append([loss.item() for loss in losses])
+    sharding.end_backward()
+    recording.phase = "gathering"
+    gradients = {
+        name: sharding.gathered_value(p, sharding.shard_of(p).grad).numpy()
+        for name, p in model.named_parameters()
+        if not p.stop_gradient
+    }
+    calls = [call for call in recording.calls if call.phase != "gathering"]
+    return ShardedRun(np.sum(terms, axis=0).tolist(), gradients, calls, lengths, frames)
+
+
+def compared_run(setup: Setup, group) -> dict[str, Any]:
+    """A step beside one process's: the largest error of each gradient, relative to its largest
+    entry; rank 0 computes what it is compared with."""
+    run = sharded_run(setup, group)
+    found: dict[str, Any] = {"terms": run.terms, "calls": run.calls}
+    found |= {"prefix_lengths": run.prefix_lengths, "tower_frames": run.tower_frames}
+    if group.rank == 0:
+        found["single terms"], gradients = single_run(setup, group.nranks)
+        found["errors"] = {
+            name: float(
+                np.abs(run.gradients[name] - wanted).max() / max(np.abs(wanted).max(), 1e-6)
+            )
+            for name, wanted in gradients.items()
+        }
+        found["sizes"] = {name: float(np.abs(g).max()) for name, g in gradients.items()}
+    return found
+
+
+def seeded_runs(setup: Setup, group) -> bool:
+    """Whether two runs with dropout are the same bit by bit, and a third with another seed not."""
+    runs = []
+    for seed in (3, 3, 4):
+        paddle.seed(100 * seed + group.rank)
+        runs.append(sharded_run(setup, group))
+
+    def equal(one: ShardedRun, two: ShardedRun) -> bool:
+        return one.terms == two.terms and all(
+            np.array_equal(value, two.gradients[name]) for name, value in one.gradients.items()
+        )
+
+    return equal(runs[0], runs[1]) and not equal(runs[0], runs[2])
+
+
+def checked_run(setup: Setup, group) -> str | None:
+    """What the check of collectives says to a step; None if nothing."""
+    try:
+        with check_collectives(SECONDS) as recording:
+            sharded_run(setup, group, recording)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+class InBranchEmbedding(PrefixEmbedding):
+    """As it was: whatever a rank does not lay out, it does not embed; goals have a pass of the
+    tower, and each text a look-up, of their own."""
+
+    def forward(self, batch, presence, training=True) -> Prefix:
+        blocks = [block for block in PREFIX_BLOCKS if presence.has(block, training)]
+        return self.prefix_of(blocks, self.embed_one_by_one(batch, blocks), presence)
+
+    def prefix_of(
+        self, blocks: list[Block], embedded: dict[str, EmbeddedBlock], presence: Presence
+    ) -> Prefix:
+        rows, pad, marks = joined(blocks, embedded, presence, True)
+        seen = [
+            embedded[block.name].rows.shape[1]
+            for block in blocks
+            if block.when is not When.TRAINING and presence.has(block, True)
+        ]
+        return Prefix(rows, pad, marks, sum(seen))
+
+    def embed_one_by_one(self, batch, blocks: list[Block]) -> dict[str, EmbeddedBlock]:
+        found = {}
+        for name, text in self._text_ids(batch, blocks).items():
+            found |= look_up(self.embed_tokens, {name: text})
+        for block in blocks:
+            if block.source is Source.VIDEOS:
+                history = paddle.concat([batch["obs_history_is_pad"]] * CAMERAS)
+                rows = self.video_encoder(paddle.concat(batch["videos"]), history)
+                found[block.name] = of_cameras(rows, batch["vid_masks"])
+            elif block.source is Source.SUBGOALS:
+                rows = self.video_encoder.embed_image(paddle.concat(batch["subgoal_images"]))
+                found[block.name] = of_cameras(rows, batch["subgoal_img_masks"])
+            elif block.source is Source.STATE:
+                found[block.name] = self._state(batch)
+            elif block.source is Source.ACTIONS:
+                found[block.name] = self._actions(batch)
+        return found
+
+
+class HoistedAndDropped(InBranchEmbedding):
+    """Embedded on every rank, and what is not laid out is not used: issue 266 as it stands."""
+
+    def forward(self, batch, presence, training=True) -> Prefix:
+        blocks = embedded_blocks(PREFIX_BLOCKS, fields_of(batch), presence, training)
+        embedded = self.embed_one_by_one(batch, blocks)
+        chosen = [block for block in blocks if presence.has(block, training)]
+        return self.prefix_of(chosen, embedded, presence)

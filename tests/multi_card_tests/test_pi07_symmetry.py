@@ -1,0 +1,227 @@
+"""Ranks that divide pi07's parameters and drop different optional parts, over 2 and 4 processes.
+
+Guarantees, for the low-level model and the planner, at stages 2 and 3, with the tower trained and
+frozen, with and without recomputation, over several micro-batches in which every rank has other
+parts and so prefixes of other lengths: all ranks send the same collectives in the same order,
+forward and backward, and nothing hangs; the terms of the loss and every parameter's gradient are
+those of one process that runs the same batches one after the other; two seeded runs are the same
+bit by bit, with dropout. The same for prefixes that all ranks lay out alike (`all_reduce`), which
+give other numbers. The tower runs over goals only where a rank has one, and that changes no
+collective.
+
+The proof that this can fail: embedding in branches, and embedding everything without using it, do
+send other collectives, which the check of collectives names on every rank.
+"""
+
+from functools import partial
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.models.pi07.prefix_layout import Presence
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.recorder import first_difference
+from paddle_vl.parallel.topology import initialize
+from tests.launch import launch, outcome_of, run_checks
+from tests.multi_card_tests.pi07_checks import (
+    CAMERAS,
+    EVERYTHING,
+    FRAMES,
+    METADATA_OF_ONE,
+    NOTHING,
+    ONE_GOAL,
+    PLANNER,
+    HoistedAndDropped,
+    InBranchEmbedding,
+    Setup,
+    checked_run,
+    compared_run,
+    low_level_batch,
+    low_level_model,
+    seeded_runs,
+    sharded_run,
+)
+
+TOLERANCE = 2e-5
+SAME = {
+    "stage 3": Setup(),
+    "stage 3 recomputed": Setup(recomputed=True),
+    "stage 3 frozen": Setup(frozen=True),
+    "stage 3 frozen recomputed": Setup(frozen=True, recomputed=True),
+    "stage 2": Setup(stage=2),
+    "stage 2 recomputed": Setup(stage=2, recomputed=True),
+    "stage 2 frozen": Setup(stage=2, frozen=True),
+    "stage 2 frozen recomputed": Setup(stage=2, frozen=True, recomputed=True),
+    "token table divided": Setup(wholly_divided=True),
+    "all_reduce": Setup(agreed=True),
+    "all_reduce stage 2": Setup(stage=2, agreed=True),
+    "planner": Setup(family=PLANNER, drops=METADATA_OF_ONE),
+    "planner frozen": Setup(family=PLANNER, drops=METADATA_OF_ONE, frozen=True),
+    "planner stage 2 recomputed": Setup(
+        stage=2, family=PLANNER, drops=METADATA_OF_ONE, recomputed=True
+    ),
+    "planner all_reduce": Setup(family=PLANNER, drops=METADATA_OF_ONE, agreed=True),
+}
+# On four processes, where every launch takes long.
+SAME_ON_FOUR = (
+    "stage 3",
+    "stage 3 frozen recomputed",
+    "stage 2 recomputed",
+    "token table divided",
+    "all_reduce",
+    "planner",
+)
+SEEDED = {
+    "low level": Setup(model_settings={"dropout": 0.2}),
+    "recomputed": Setup(recomputed=True, model_settings={"dropout": 0.2}),
+}
+# What diverges, and in which phase.
+DIVERGING = {
+    "in branches": (Setup(embedding=InBranchEmbedding), "forward"),
+    "in branches recomputed": (Setup(embedding=InBranchEmbedding, recomputed=True), "forward"),
+    "in branches frozen": (Setup(embedding=InBranchEmbedding, frozen=True), "forward"),
+    "in branches stage 2": (Setup(embedding=InBranchEmbedding, stage=2), "backward"),
+    "hoisted and dropped": (Setup(embedding=HoistedAndDropped), "backward"),
+    "hoisted and dropped stage 2": (Setup(embedding=HoistedAndDropped, stage=2), "backward"),
+}
+TEXT_ONLY = Setup(
+    embedding=InBranchEmbedding,
+    wholly_divided=True,
+    drops=(({"response": (0, 1)}, NOTHING, NOTHING, NOTHING),),
+)
+GOALS = {
+    "nowhere": ((NOTHING,) * 4,),
+    "on one rank": ((ONE_GOAL, *(NOTHING,) * 3),),
+    "on all": ((EVERYTHING,) * 4,),
+}
+
+
+def same(num_ranks: int) -> list[str]:
+    return list(SAME if num_ranks == 2 else SAME_ON_FOUR)
+
+
+EVERY_RUN = pytest.mark.parametrize(
+    ("outcomes", "name"),
+    [
+        pytest.param(num_ranks, name, id=f"{num_ranks}_processes-{name}")
+        for num_ranks in (2, 4)
+        for name in same(num_ranks)
+    ],
+    indirect=["outcomes"],
+)
+
+
+def worker(num_ranks: int) -> dict:
+    group = initialize(ParallelDegrees(sharding_degree=num_ranks)).sharding_group
+    checks = {name: partial(compared_run, SAME[name], group) for name in same(num_ranks)}
+    checks |= {f"seeded {n}": partial(seeded_runs, setup, group) for n, setup in SEEDED.items()}
+    checks |= {
+        f"checked {n}": partial(checked_run, setup, group) for n, (setup, _) in DIVERGING.items()
+    }
+    checks["checked text"] = partial(checked_run, TEXT_ONLY, group)
+    checks["checked as it is"] = partial(checked_run, Setup(), group)
+
+    def goals(drops):
+        run = sharded_run(Setup(drops=drops), group)
+        return run.tower_frames, [call.kind for call in run.calls]
+
+    checks |= {f"goals {name}": partial(goals, drops) for name, drops in GOALS.items()}
+    return run_checks(checks)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2_processes", "4_processes"])
+def outcomes(request):
+    return launch(worker, request.param, arguments=(request.param,), timeout=400)
+
+
+@EVERY_RUN
+def test_every_rank_sends_the_same_collectives(outcomes, name):
+    runs = outcome_of(outcomes, name)
+    calls = [run["calls"] for run in runs]
+    assert first_difference(calls) is None
+    assert calls[0]
+    assert all(of_rank == calls[0] for of_rank in calls)
+    # Stage 2 sends nothing in forward, and both do in backward.
+    phases = {call.phase for call in calls[0]}
+    assert phases == ({"backward", "end"} | ({"forward"} if SAME[name].stage == 3 else set()))
+
+
+@EVERY_RUN
+def test_ranks_do_have_prefixes_of_other_lengths(outcomes, name):
+    for of_ranks in zip(
+        *[run["prefix_lengths"] for run in outcome_of(outcomes, name)], strict=True
+    ):
+        assert (len(set(of_ranks)) > 1) is not SAME[name].agreed
+
+
+@EVERY_RUN
+def test_losses_and_gradients_equal_one_process(outcomes, name):
+    runs = outcome_of(outcomes, name)
+    np.testing.assert_allclose(
+        np.sum([run["terms"] for run in runs], axis=0), runs[0]["single terms"], rtol=1e-5
+    )
+    errors, sizes = runs[0]["errors"], runs[0]["sizes"]
+    wrong = {name: error for name, error in errors.items() if error > TOLERANCE}
+    assert not wrong
+    tower = "prefix.video_encoder.tower.patch_embedding.weight"
+    assert (tower in sizes) is not SAME[name].frozen
+    assert all(size > 0 for name, size in sizes.items() if "tower" in name or "embed" in name)
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_seeded_runs_are_the_same_bit_by_bit(outcomes, name):
+    assert outcome_of(outcomes, f"seeded {name}") == [True] * len(outcomes)
+
+
+def test_what_all_ranks_lay_out_alike_gives_other_numbers(outcomes):
+    hoisted = outcome_of(outcomes, "stage 3")[0]["single terms"]
+    agreed = outcome_of(outcomes, "all_reduce")[0]["single terms"]
+    assert all(abs(one - other) > 1e-4 for one, other in zip(hoisted, agreed, strict=True))
+
+
+def test_a_rank_without_any_part_differs_by_its_labels_alone():
+    """As the golden cases 02 and 02e differ: `:\\n` against `, ` and `;\\n `."""
+    model, batch = low_level_model(), low_level_batch(0, 0, NOTHING)
+    with paddle.no_grad():
+        alone, forced = (
+            model(batch, presence)["MSE"].item() for presence in (None, Presence(True, True, True))
+        )
+        same_labels = model(batch, Presence(True, False, False))["MSE"].item()
+    assert abs(alone - forced) > 1e-4
+    # Masked blocks themselves have no effect.
+    np.testing.assert_allclose(same_labels, forced, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", DIVERGING)
+def test_other_ways_to_embed_diverge(outcomes, name):
+    messages = outcome_of(outcomes, f"checked {name}")
+    phase = DIVERGING[name][1]
+    for message in messages:
+        assert message is not None
+        assert f" in {phase}, called from " in message
+        assert "rank 0 " in message or "ranks 0, " in message
+        assert "the ranks are about to do different things" in message
+
+
+def test_look_ups_in_branches_diverge_where_the_table_is_divided(outcomes):
+    for message in outcome_of(outcomes, "checked text"):
+        assert "in forward, called from pi07/" in message
+
+
+def test_nothing_is_found_in_what_is_built(outcomes):
+    assert outcome_of(outcomes, "checked as it is") == [None] * len(outcomes)
+
+
+def test_goals_cost_frames_of_the_tower_where_they_are_and_no_collective(outcomes):
+    videos, goals = CAMERAS * FRAMES * 2, CAMERAS * 2
+    found = {name: outcome_of(outcomes, f"goals {name}") for name in GOALS}
+    others = len(outcomes) - 1
+    frames = {name: [frames for frames, _ in of_ranks] for name, of_ranks in found.items()}
+    assert frames == {
+        "nowhere": [[videos]] * (1 + others),
+        "on one rank": [[videos + goals], *[[videos]] * others],
+        "on all": [[videos + goals]] * (1 + others),
+    }
+    sent = [kinds for of_ranks in found.values() for _, kinds in of_ranks]
+    assert all(kinds == sent[0] for kinds in sent)
