@@ -1,0 +1,366 @@
+"""Tensor and sequence parallel pi07 and planner on real processes.
+
+Guarantees: losses and every gradient of every rank equal one device's within 1e-5 of the tensor's
+largest entry, for 2 and 4 ranks (4 ranks share 2 key heads, and some have no video), with and
+without sequence parallelism over rows that do not divide, with the tower's work spread or
+replicated, frozen or not, insulated or not, recomputed, whatever optional parts the samples have;
+so do sampled actions. Fresh weights and saved files are those of one device. Each video and goal is
+encoded once; a frozen tower costs one collective and no gradient. All ranks send the same
+collectives in the same order. Dropout is the same on ranks that have the same rows, and another
+where each has its own. The oracle is the single-device model on the same weights.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from paddle import Tensor
+
+from paddle_vl.models.checkpoint.pretrained import fill_parameters, parameter_array
+from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers, read_header
+from paddle_vl.models.pi07.checkpoint_map import engine_keys
+from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.models.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.gradients import sum_partial_gradients
+from paddle_vl.parallel.random_state import seed_split_random
+from paddle_vl.parallel.recompute import recompute_layers
+from paddle_vl.parallel.recorder import Collective, record_collectives
+from paddle_vl.parallel.tensor import FleetPlacement
+from paddle_vl.parallel.topology import initialize
+from tests.launch import launch, outcome_of, run_checks
+from tests.pi07_golden import (
+    CASES,
+    CharacterTokenizer,
+    FirstValueActionTokenizer,
+    case,
+    config_values,
+    group_statistics,
+)
+
+TOLERANCE = 1e-5
+# Three samples of 5 steps: rows divide by neither 2 nor 4.
+SAMPLES, STEPS, MEMORY, RESPONSE = 3, 5, 6, 5
+WEIGHTS = CASES / "weights_A.safetensors"
+PARTS = ("response", "metadata", "subgoal")
+
+
+class CollectivePlacement(FleetPlacement):
+    """As under stage 3: every rank runs every layer."""
+
+    layers_are_collective = True
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and its batch.
+
+    Attributes:
+        parts: optional parts that samples have, each in every other one.
+        num_samples: of one camera if it is one.
+    """
+
+    sequence_parallel: bool = True
+    vision: str = "spread"
+    parts: tuple[str, ...] = PARTS
+    insulated: bool = True
+    frozen: bool = False
+    recomputed: bool = False
+    num_samples: int = SAMPLES
+    is_planner: bool = False
+    placement: type[FleetPlacement] = FleetPlacement
+
+
+SETUPS = {
+    f"{kind} sp={sp} {vision}": Setup(sp, vision, **settings)
+    for kind, settings in {
+        "everything": {},
+        "nothing": {"parts": ()},
+        "not insulated": {"insulated": False, "parts": ("response",)},
+        "frozen": {"frozen": True, "parts": ("subgoal",)},
+        "planner": {"is_planner": True, "parts": ("metadata",)},
+    }.items()
+    for sp in (False, True)
+    for vision in ("spread", "replicate")
+} | {
+    "planner without metadata": Setup(is_planner=True, parts=()),
+    "recomputed": Setup(recomputed=True),
+    "recomputed, rows whole": Setup(sequence_parallel=False, recomputed=True, insulated=False),
+    "one video": Setup(num_samples=1, parts=("metadata",)),
+    "one video and a goal": Setup(num_samples=1, parts=("subgoal",)),
+    "one video, frozen": Setup(num_samples=1, parts=(), frozen=True),
+    "one video on all": Setup(num_samples=1, parts=(), placement=CollectivePlacement),
+}
+
+
+def make_model(setup: Setup, placement=None):
+    """With the weights of golden case 01."""
+    given = case("01_all_fields")[0]
+    labels = given["config"]["indicator_token_ids"]
+    if setup.is_planner:
+        vlm = given["config"]["vlm"] | {
+            "gemma3_config": given["config"]["gemma3"],
+            "gemma_expert_config": given["config"]["expert"],
+            "disable_action_expert": True,
+        }
+        lengths = {"memory_max_length": MEMORY, "response_max_length": RESPONSE}
+        config = PI07PlannerConfig.from_dict({"vlm_config": vlm} | lengths)
+        model = PI07HighLevelPlannerModel(config, labels, placement)
+    else:
+        config = PI07Config.from_dict(policy_values(setup))
+        model = PI07LowLevelFlowMatching(config, labels, placement)
+    fill_parameters(model.stored_parameters(), engine_keys(read_header(WEIGHTS)))
+    if setup.recomputed:
+        recompute_layers([*model.vision_blocks, *model.decoder_layers])
+    model.train()
+    return model
+
+
+def policy_values(setup: Setup) -> dict[str, Any]:
+    values = config_values(case("01_all_fields")[0], knowledge_insulation=setup.insulated)
+    values |= {"chunk_size": STEPS, "n_action_steps": STEPS}
+    values["vlm_config"]["freeze_vision_encoder"] = setup.frozen
+    return values
+
+
+def make_batch(setup: Setup) -> dict[str, Any]:
+    rng, size = np.random.default_rng(3), setup.num_samples
+    cameras = range(1 if size == 1 else 2)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=(size, *shape)).astype(np.float32)
+
+    def pictures(*frames: int) -> list[np.ndarray]:
+        return [rng.random((size, *frames, 3, 56, 56), dtype=np.float32) for _ in cameras]
+
+    def has(part: str) -> np.ndarray:
+        return np.full(size, part in setup.parts) & (np.arange(size) % 2 == 0)
+
+    lengths = {"lang": 9, "response": 6, "metadata": 7}
+    batch: dict[str, Any] = {}
+    if setup.is_planner:
+        lengths = {"lang": 9, "metadata": 7, "memory": MEMORY, "response": RESPONSE}
+        batch = {"images": pictures(), "img_masks": [np.ones(size, bool) for _ in cameras]}
+    for name, length in lengths.items():
+        # Padding, whose row of the table learns nothing, among them.
+        batch[f"{name}_tokens"] = rng.integers(0, 250, (size, length))
+        batch[f"{name}_masks"] = rng.random((size, length)) < 0.8
+        if name in PARTS and not (setup.is_planner and name == "response"):
+            batch[f"{name}_masks"] &= has(name)[:, None]
+    if setup.is_planner:
+        return batch
+    return batch | {
+        "videos": pictures(3),
+        "vid_masks": [np.ones(size, bool) for _ in cameras],
+        "subgoal_images": [image * 2 - 1 for image in pictures()],
+        "subgoal_img_masks": [has("subgoal") for _ in cameras],
+        "obs_history_is_pad": np.tile([True, False, False], (size, 1)),
+        "state": normal(3, 5),
+        "actions": normal(STEPS, 7),
+        "noise": normal(STEPS, 7),
+        "time": rng.uniform(0.1, 0.9, size).astype(np.float32),
+        "delay": np.zeros(size, np.int64),
+        "discrete_actions": rng.integers(0, 40, (size, 5)),
+        "discrete_action_masks": rng.random((size, 5)) < 0.8,
+    }
+
+
+class Step(NamedTuple):
+    """A step of a rank against one device's.
+
+    Attributes:
+        error, where: the largest difference of losses and gradients, relative, and of what.
+        collectives: all of them by phase, in order.
+        frames: of every call of the tower.
+    """
+
+    error: float
+    where: str
+    collectives: dict[str, list[Collective]]
+    frames: list[int]
+
+
+def losses_of(model, batch: dict[str, Any]) -> tuple[list[float], Tensor]:
+    losses = model(batch)
+    return [losses["MSE"].item(), losses["CE"].item()], losses["MSE"] + losses["CE"]
+
+
+def step_of(group, setup: Setup) -> Step:
+    whole, batch = make_model(setup), make_batch(setup)
+    wanted, loss = losses_of(whole, batch)
+    loss.backward()
+    model = make_model(setup, setup.placement(group, setup.sequence_parallel, setup.vision))
+    frames: list[int] = []
+    tower = model.prefix.video_encoder.tower
+    tower.register_forward_pre_hook(lambda _, given: frames.append(given[0].shape[0]))
+    with record_collectives() as recording:
+        recording.phase = "forward"
+        found, loss = losses_of(model, batch)
+        recording.phase = "backward"
+        loss.backward()
+        recording.phase = "gradients"
+        sum_partial_gradients(model.parameters(), group)
+    collectives = {phase: recording.of(phase) for phase in ("forward", "backward", "gradients")}
+    worst = max((abs(f - w) / max(w, 1e-30), "loss") for f, w in zip(found, wanted, strict=True))
+    worst = max(worst, *gradient_differences(model, whole))
+    return Step(*worst, collectives, frames)
+
+
+def gradient_differences(model, whole) -> Iterator[tuple[float, str]]:
+    """Of every parameter, relative to the largest entry."""
+    wanted = {item.key: item.parameter.grad for item in whole.stored_parameters()}
+    for item in model.stored_parameters():
+        grad, expected = item.parameter.grad, wanted[item.key]
+        assert (grad is None) == (expected is None), item.key
+        if grad is None:
+            continue
+        error = np.abs(grad.numpy() - item.placement.own_part(item.parameter, expected.numpy()))
+        # A constant on all keys leaves a softmax as it is: only rounding is left of its gradient.
+        yardstick = wanted[item.key.replace("k_proj.bias", "q_proj.bias")]
+        yield float(error.max() / max(np.abs(yardstick.numpy()).max(), 1e-30)), item.key
+
+
+def sampled_actions(group, sequence_parallel: bool) -> float:
+    """Largest difference to one device."""
+    setup = Setup(sequence_parallel)
+    batch, found = make_batch(setup), []
+    placement = FleetPlacement(group, sequence_parallel)
+    for model in (make_model(setup), make_model(setup, placement)):
+        model.eval()
+        found.append(model.sample_actions(batch, batch["noise"], num_steps=2).numpy())
+    return float(np.abs(found[0] - found[1]).max() / np.abs(found[0]).max())
+
+
+class Tokenizer(CharacterTokenizer):
+    def save_pretrained(self, folder: Path) -> None:
+        """Nothing to save."""
+
+
+class ActionTokenizer(FirstValueActionTokenizer):
+    def save_pretrained(self, folder: Path) -> None:
+        """Nothing to save."""
+
+
+def fresh_weights_and_files(folder: str, group) -> list[str]:
+    """Names of tensors that differ from one device's: drawn by a rank, saved by all, loaded."""
+    config = PI07Config.from_dict(
+        policy_values(Setup()) | {"per_group_projection": True, "dataset_names": ["a", "b"]}
+    )
+    parts = (Tokenizer(), ActionTokenizer(), group_statistics())
+    placement = FleetPlacement(group, sequence_parallel=True)
+    paddle.seed(7)
+    whole = PI07LowLevelPolicy.from_config(config, *parts)
+    paddle.seed(7)
+    policy = PI07LowLevelPolicy.from_config(config, *parts, placement=placement)
+    assert policy.whole_shapes() == whole.whole_shapes()
+    policy.save_pretrained(f"{folder}/parts")
+    whole.save_pretrained(f"{folder}/whole{group.rank}")
+    dist.barrier()
+    again = PI07LowLevelPolicy.from_pretrained(
+        f"{folder}/parts", tokenizer=parts[0], action_tokenizer=parts[1], placement=placement
+    )
+    stored = [read_checkpoint_headers(Path(folder) / n) for n in ("parts", f"whole{group.rank}")]
+    assert list(stored[0]) == list(stored[1])
+    wrong = [n for n, t in stored[0].items() if (t.read() != stored[1][n].read()).any()]
+    wanted = {item.key: parameter_array(item) for item in whole.model.stored_parameters()}
+    for model in (policy.model, again.model):
+        for item in model.stored_parameters():
+            if (parameter_array(item) != wanted[item.key]).any():
+                wrong.append(item.key)
+    return wrong
+
+
+def dropped_rows(group, sequence_parallel: bool) -> list[float]:
+    """What dropout leaves of ones."""
+    placement = FleetPlacement(group, sequence_parallel)
+    paddle.seed(1)
+    seed_split_random([1], group.rank)
+    return placement.row_dropout(0.5)(paddle.ones([8, 8])).numpy().ravel().tolist()
+
+
+def worker(folder: str, num_ranks: int) -> dict:
+    group = initialize(ParallelDegrees(mp_degree=num_ranks)).mp_group
+    checks = {name: partial(step_of, group, setup) for name, setup in SETUPS.items()}
+    checks["files"] = partial(fresh_weights_and_files, folder, group)
+    for sp in (False, True):
+        checks[f"sampled {sp}"] = partial(sampled_actions, group, sp)
+        checks[f"dropout {sp}"] = partial(dropped_rows, group, sp)
+    return run_checks(checks)
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.heavy)])
+def outcomes(request):
+    with tempfile.TemporaryDirectory() as folder:
+        yield launch(worker, request.param, arguments=(folder, request.param), timeout=300)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_losses_and_every_gradient_equal_one_device(outcomes, name):
+    for rank, step in enumerate(outcome_of(outcomes, name)):
+        assert step.error <= TOLERANCE, f"rank {rank}: {step.where}"
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_sampled_actions_equal_one_device(outcomes, sp):
+    assert max(outcome_of(outcomes, f"sampled {sp}")) <= TOLERANCE
+
+
+def test_fresh_weights_and_saved_files_are_those_of_one_device(outcomes):
+    assert outcome_of(outcomes, "files") == [[]] * len(outcomes)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_every_rank_sends_the_same_collectives_in_the_same_order(outcomes, name):
+    first, *others = (step.collectives for step in outcome_of(outcomes, name))
+    assert len(first["forward"]) > 10
+    assert all(other == first for other in others)
+
+
+def test_every_video_and_goal_is_encoded_once_where_the_tower_is_spread(outcomes):
+    def frames(name: str) -> list[int]:
+        calls = [step.frames for step in outcome_of(outcomes, name)]
+        assert all(len(of_rank) <= 1 for of_rank in calls)
+        return [sum(of_rank) for of_rank in calls]
+
+    # Two cameras, three samples, three frames and a goal; goals of nobody are left out.
+    assert sum(frames("everything sp=True spread")) == 24
+    assert sum(frames("nothing sp=True spread")) == 18
+    assert max(frames("everything sp=True spread")) <= -(-24 // len(outcomes)) + 2
+    assert frames("everything sp=True replicate") == [24] * len(outcomes)
+    assert sum(frames("one video")) == 3
+    # A still in place of nothing.
+    assert frames("one video on all") == [3] + [1] * (len(outcomes) - 1)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_frozen_tower_costs_one_collective_and_no_gradient(outcomes, sp):
+    spread, replicated = (
+        outcome_of(outcomes, f"frozen sp={sp} {vision}")[0].collectives
+        for vision in ("spread", "replicate")
+    )
+    gathers = [
+        [call.kind for call in calls["forward"]].count("all_gather")
+        for calls in (spread, replicated)
+    ]
+    assert gathers[0] == gathers[1] + 1
+    assert len(spread["forward"]) == len(replicated["forward"]) + 1
+    assert spread["backward"] == replicated["backward"]
+    assert spread["gradients"] == replicated["gradients"]
+
+
+def test_dropout_is_that_of_the_rows_that_a_rank_has(outcomes):
+    first, *others = outcome_of(outcomes, "dropout False")
+    assert set(first) == {0.0, 2.0}
+    assert all(other == first for other in others)
+    own = outcome_of(outcomes, "dropout True")
+    assert len({tuple(rows) for rows in own}) == len(own)
