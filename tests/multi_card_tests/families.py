@@ -3,7 +3,7 @@
 Large enough that parameters outweigh buffers and the zeros behind shards.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -119,11 +119,11 @@ def units_of(model: nn.Layer) -> list[nn.Layer]:
     return [*model.vision_blocks, *model.decoder_layers]
 
 
-def loss_of(model: nn.Layer) -> Tensor:
-    """Of the family's batch."""
+def loss_of(model: nn.Layer, terms: Sequence[str] = ("MSE", "CE")) -> Tensor:
+    """Of the family's batch; of pi07 the sum of some terms."""
     if isinstance(model, PI07LowLevelFlowMatching):
         losses = model(_pi07_batch())
-        return losses["MSE"] + losses["CE"]
+        return sum(losses[term] for term in terms)
     return model(**_qwen_batch()).loss
 
 

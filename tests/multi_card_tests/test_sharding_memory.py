@@ -3,10 +3,11 @@
 Guarantees: bytes of parameters, float32 copies, gradients and Adam's moments are those of the
 formula within 5 %, after building, at the end of a backward pass and after a step, float32 and (but
 for gradients) bfloat16, with a frozen part too; at every stage parameters of a bfloat16 model are
-bfloat16, and copies, moments, sums of gradients and the gradients that the optimizer sees float32,
-of every trained value once over all ranks, and checkpoints have these dtypes; three steps from
-bfloat16 gradients give every stage the same copies, moments and parameters; losses and gradients of
-recomputed units at stage 3 equal one process's.
+bfloat16, and copies, moments and the gradients that the optimizer sees float32, of every trained
+value once over all ranks, and checkpoints have these dtypes; three steps from bfloat16 gradients
+give every stage the same copies, moments and parameters; at stage 3 losses and gradients of
+recomputed units equal one process's, and so do those of one of pi07's losses alone, which leaves
+parameters without a gradient.
 """
 
 import gc
@@ -53,6 +54,7 @@ WIDTHS = {"float32": 4, "bfloat16": 2}
 MOMENTS = ("built", "end of backward", "after a step")
 MICRO_BATCHES = 2
 STEPS = 3
+TERMS = ("MSE", "CE")
 TRAIN = TrainConfig(output_dir="unused", learning_rate=0.01, max_grad_norm=1.0)
 
 
@@ -161,21 +163,24 @@ def half_steps(stage: int, group) -> tuple[dict[str, np.ndarray], set[str]]:
     return found, dtypes
 
 
-def recomputed(name: str, group) -> list[str]:
-    """Gradients at stage 3 of recomputed units that are not twice one process's, beyond rounding;
-    "loss" if that differs."""
+def stage_3(
+    name: str, group, recomputes: bool, loss: Callable[[nn.Layer], Tensor] = loss_of
+) -> list[str]:
+    """Gradients that are not twice one process's, beyond rounding; "loss" if that differs."""
     single = MODELS[name]("float32")
     single.fill_all()
-    loss = loss_of(single)
-    loss.backward()
+    wanted_loss = loss(single)
+    wanted_loss.backward()
     wanted = {n: p.grad for n, p in single.named_parameters() if p.grad is not None}
     model = MODELS[name]("float32")
-    recompute_layers(units_of(model))
+    if recomputes:
+        recompute_layers(units_of(model))
     run = Run(model, units_of(model), group, 3)
-    found = loss_of(model)
-    found.backward()
+    found_loss = loss(model)
+    found_loss.backward()
     run.backward()
-    wrong = [] if abs(found.item() - loss.item()) <= 1e-6 * abs(loss.item()) else ["loss"]
+    error = abs(found_loss.item() - wanted_loss.item())
+    wrong = [] if error <= 1e-6 * abs(wanted_loss.item()) else ["loss"]
     for name, parameter in model.named_parameters():
         if parameter.stop_gradient:
             continue
@@ -196,13 +201,16 @@ def worker(folder: str) -> dict:
             checks[f"regime {name} {stage}"] = partial(regime, name, stage, group, folder, writers)
             for dtype in WIDTHS:
                 checks[f"held {name} {dtype} {stage}"] = partial(held, name, dtype, stage, group)
-    checks |= {f"recomputed {name}": partial(recomputed, name, group) for name in MODELS}
+    checks |= {f"recomputed {name}": partial(stage_3, name, group, True) for name in MODELS}
+    for term in TERMS:
+        loss = partial(loss_of, terms=[term])
+        checks[f"{term} alone"] = partial(stage_3, "pi07", group, False, loss)
     return run_checks(checks)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return launch(worker, RANKS, arguments=(str(tmp_path_factory.mktemp("saved")),))
+    return launch(worker, RANKS, arguments=(str(tmp_path_factory.mktemp("saved")),), timeout=300)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -246,3 +254,8 @@ def test_every_stage_does_the_same_arithmetic(outcomes, stage):
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputed_units_of_stage_3_equal_one_process(outcomes, name):
     assert outcome_of(outcomes, f"recomputed {name}") == [[], []]
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_loss_of_weight_zero_leaves_zeros_at_stage_3(outcomes, term):
+    assert outcome_of(outcomes, f"{term} alone") == [[], []]
