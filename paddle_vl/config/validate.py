@@ -55,12 +55,6 @@ def groups_are_of_files(config: RunConfig) -> Problems:
         )
 
 
-def some_loss_counts(config: RunConfig) -> Problems:
-    weights = config.train.loss_weighting
-    if weights is not None and not any(weights.values()):
-        yield f"train.loss_weighting is {weights}: at least one loss needs a weight above 0"
-
-
 def one_length(config: RunConfig) -> Problems:
     train = config.train
     if (train.max_steps is None) == (train.num_train_epochs is None):
@@ -193,7 +187,6 @@ CONFIG_RULES = (
     one_model_source,
     one_data_source,
     groups_are_of_files,
-    some_loss_counts,
     one_length,
     processor_is_known,
     warmup_fits,

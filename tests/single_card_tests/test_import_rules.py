@@ -43,7 +43,13 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 # Beyond the direction: models, data and parallel meet in these training files.
-MEETING_PLACES = ("train/build.py", "train/build_model.py", "train/build_evaluation.py")
+MEETING_PLACES = (
+    "train/build.py",
+    "train/build_model.py",
+    "train/build_evaluation.py",
+    *(f"train/families/{name}.py" for name in ("language", "policy", "planner", "choice")),
+    *(f"train/families/{name}.py" for name in ("policy_batches", "policy_objective")),
+)
 WITHOUT_PADDLE = ("config", "batch", "data")
 FOREIGN = ("torch", "transformers", "lerobot", "paddlenlp", "paddleformers")
 

@@ -25,7 +25,7 @@ _REPRESENTATION = (
 
 # What the flow's loss alone is about, and what the tokens' is.
 _FLOW = ("suffix.", "action_out_proj.", "decoder.expert_norm.")
-_TOKENS = ("prefix.discrete_action_embedding.", "decoder.norm.", "da_head.")
+_TOKENS = ("decoder.norm.", "da_head.")
 # Of the last backbone layer the expert reads keys and values only.
 _KEYS_AND_VALUES = ("input_layernorm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj")
 
@@ -49,6 +49,9 @@ def is_reached(
     name: str, config: Gemma3WithExpertConfig, insulated: bool, losses: Collection[str]
 ) -> bool:
     """Whether a gradient of these losses, of `MSE` and `CE`, comes to the parameter of this name.
+
+    One that is always zero counts, as in the original: of the embedding of discrete actions, which
+    are rows of the prefix that the expert does not see.
 
     Args:
         insulated: `knowledge_insulation`.

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.config.patterns import POLICY_PARTS
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.policy.dataset import DemonstrationsDataset
 from paddle_vl.data.policy.draws import FlowDraws
@@ -55,12 +57,7 @@ class PolicyFamily:
             folder: of the policy to start or continue from; None for fresh weights.
         """
         self.config, self.form, self.folder = config, form, folder
-        weights = dict.fromkeys(LOSSES, 1.0) | (config.train.loss_weighting or {})
-        if unknown := sorted(set(weights) - set(LOSSES)):
-            raise ValueError(
-                f"train.loss_weighting has {', '.join(unknown)}; the losses of this policy are "
-                f"{', '.join(LOSSES)}"
-            )
+        weights = loss_weights(config.train.loss_weighting or {})
         self.objective = PolicyObjective(weights, config.parallel.branch_sync == "all_reduce")
         self.source = self._source(config.data.train)
         eval_source = self._source(config.data.eval) if config.data.eval else None
@@ -171,8 +168,7 @@ class PolicyFamily:
         **settings: Any,
     ) -> PrefetchLoader:
         collator = PolicyCollator(self.policy.inputs, self.form.max_action_dim)
-        if not self.objective.example:
-            self.objective.example = collator([samples[0]])
+        self.objective.make_example = partial(_first_batch, samples, collator)
         return PrefetchLoader(
             samples,
             collator,
@@ -209,6 +205,34 @@ class PolicyFamily:
         if self.folder is not None:
             return None
         return list(demonstration_statistics(self.source).values())
+
+
+def _first_batch(samples: DrawnDemonstrations, collator: PolicyCollator) -> dict[str, Any]:
+    """A batch of the first sample that can be used."""
+    for number in range(len(samples) - 1):
+        try:
+            return collator([samples[number]])
+        except BadSampleError:
+            if samples.on_bad_sample == "fail":
+                raise
+    return collator([samples[len(samples) - 1]])
+
+
+def loss_weights(given: Mapping[str, float]) -> dict[str, float]:
+    """The weight of each loss, 1 where none is given.
+
+    Raises:
+        ValueError: a loss that there is not, or no loss that counts.
+    """
+    if unknown := sorted(set(given) - set(LOSSES)):
+        raise ValueError(
+            f"train.loss_weighting has {', '.join(unknown)}; the losses of this policy are "
+            f"{', '.join(LOSSES)}"
+        )
+    weights = dict.fromkeys(LOSSES, 1.0) | dict(given)
+    if not any(weights.values()):
+        raise ValueError(f"train.loss_weighting is {weights}: a loss needs a weight above 0")
+    return weights
 
 
 def policy_shape(form: PI07Config) -> ModelShape:

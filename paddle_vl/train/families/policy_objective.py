@@ -1,6 +1,6 @@
 """The losses of robot policies as a training step needs them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,8 @@ class PolicyObjective:
 
     def __init__(self, weights: Mapping[str, float], agrees_on_presence: bool = False):
         self.terms, self.agrees_on_presence = dict(weights), agrees_on_presence
-        # Any batch of the run, for processes that have run out of them.
-        self.example: Batch = {}
+        # Makes any batch of the run, for processes that have run out of them.
+        self.make_example: Callable[[], Batch] = dict
 
     def counts(self, batch: Batch) -> list[int]:
         return [batch[name] for name in self.counted]
@@ -61,7 +61,8 @@ class PolicyObjective:
         return batch | {"presence": Presence(*map(bool, asked))}
 
     def idle_batch(self, model: nn.Layer) -> Batch:
-        return self.example | dict.fromkeys(self.counted, 0) | self._without_targets()
+        example = self.make_example()
+        return example | dict.fromkeys(self.counted, 0) | self._without_targets(example)
 
     def output(self, model: nn.Layer, batch: Batch) -> dict[str, Tensor]:
         batch = {name: value for name, value in batch.items() if name not in self.counted}
@@ -96,10 +97,10 @@ class PolicyObjective:
         # As the original has it, which may meet a batch whose actions are all padding.
         return [flow_values + 1e-8, max(action_slots, 1)]
 
-    def _without_targets(self) -> Batch:
+    def _without_targets(self, batch: Batch) -> Batch:
         return {
-            "actions_is_pad": np.ones(self.example["actions"].shape[:2], dtype=bool),
-            "discrete_action_masks": np.zeros_like(self.example["discrete_action_masks"]),
+            "actions_is_pad": np.ones(batch["actions"].shape[:2], dtype=bool),
+            "discrete_action_masks": np.zeros_like(batch["discrete_action_masks"]),
         }
 
 
@@ -111,7 +112,5 @@ class PlannerObjective(PolicyObjective):
     def _divisors(self, totals: Sequence[int]) -> list[float]:
         return [max(total, 1) for total in totals]
 
-    def _without_targets(self) -> Batch:
-        return {
-            name: np.zeros_like(self.example[name]) for name in ("memory_masks", "response_masks")
-        }
+    def _without_targets(self, batch: Batch) -> Batch:
+        return {name: np.zeros_like(batch[name]) for name in ("memory_masks", "response_masks")}

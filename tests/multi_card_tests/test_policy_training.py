@@ -1,0 +1,173 @@
+"""Whole training runs of a pi07 policy over several processes.
+
+Pinned here: both losses, gradient norm, evaluation losses and every parameter and moment after four
+optimizer steps equal the run on one device, over dp, mp with and without sequence parallelism, the
+three stages of sharding and a mix, on samples with every kind of drop, with the tower trained; a
+resumed run is bit-identical; one process continues what several saved.
+
+A sample's numbers depend on what its batch mates have. With `branch_sync: all_reduce` these are all
+of a micro-batch, over all processes, and the oracle is one device with the whole micro-batch; with
+`hoisted` each process's own, and the oracle is one device that takes these parts one by one.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import paddle.distributed as dist
+import pytest
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.train.build import build_trainer
+from tests.launch import launch
+from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
+
+SP = "parallel.sequence_parallel=true"
+SHARDING = "parallel.sharding_degree=2"
+TOPOLOGIES = {
+    "dp2": (2, ["parallel.dp_degree=2"]),
+    "mp2": (2, ["parallel.mp_degree=2"]),
+    "mp2 with sequence parallelism": (
+        2,
+        ["parallel.mp_degree=2", SP, "parallel.vision=replicate", "train.recompute=full"],
+    ),
+    "sharding2 stage 1": (2, [SHARDING, "parallel.sharding_stage=1"]),
+    "sharding2 stage 2": (2, [SHARDING, "parallel.sharding_stage=2"]),
+    "sharding2 stage 3": (2, [SHARDING, "parallel.sharding_stage=3", "train.recompute=full"]),
+    "sharding2 mp2": (4, [SHARDING, "parallel.sharding_stage=3", "parallel.mp_degree=2", SP]),
+}
+HEAVY = {
+    "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", SHARDING, "parallel.sharding_stage=2"]),
+    "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", SP]),
+}
+# Samples of a micro-batch over all processes.
+GLOBAL_BATCH = 4
+TOLERANCE = 1e-5
+
+
+def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
+    config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
+    assert build_trainer(config).run() is None
+
+
+def worker(run_file: str, output_dir: str, overrides: list[str], hoisted: list[str]) -> None:
+    """A whole run; one that continues its checkpoint of step 2; one whose processes lay out what
+    their own samples have."""
+    train(run_file, output_dir, overrides)
+    resumed = Path(f"{output_dir}-resumed")
+    if dist.get_rank() == 0:
+        shutil.copytree(f"{output_dir}/checkpoint-2", resumed / "checkpoint-2")
+    dist.barrier()
+    train(run_file, str(resumed), [*overrides, "train.resume_from_checkpoint=auto"])
+    train(run_file, f"{output_dir}-hoisted", [*overrides, *hoisted])
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_policy_run(tmp_path_factory.mktemp("run"), num_samples=40)
+
+
+def common(run_file: Path) -> list[str]:
+    drops = "data.drops={subgoal_drop_prob: 0.7, response_drop_prob: 0.5, metadata_drop_all_prob: "
+    return [
+        f"data.eval=[{run_file.with_name('arm-joint.jsonl')}]",
+        f"{drops}0.5, history_state_drop_prob: 0.3}}",
+        "parallel.branch_sync=all_reduce",
+        "train.save_steps=2",
+        "train.eval_steps=2",
+        # Adam divides a gradient by its own size: noise of entries near zero is not the question.
+        "train.adam_epsilon=1e-2",
+        "train.weight_decay=0.1",
+        "train.per_device_eval_batch_size=1",
+    ]
+
+
+def batches(samples: int, accumulation: int) -> list[str]:
+    return [
+        f"train.per_device_train_batch_size={samples}",
+        f"train.gradient_accumulation_steps={accumulation}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def one_device(run_file, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("one") / "out"
+    train(str(run_file), str(output_dir), [*common(run_file), *batches(GLOBAL_BATCH, 2)])
+    return output_dir
+
+
+@pytest.fixture(scope="module")
+def one_by_one(run_file, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("parts") / "out"
+    hoisted = ["parallel.branch_sync=hoisted", *batches(1, 2 * GLOBAL_BATCH)]
+    train(str(run_file), str(output_dir), [*common(run_file), *hoisted])
+    return output_dir
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*TOPOLOGIES, *(pytest.param(name, marks=pytest.mark.heavy) for name in HEAVY)],
+)
+def several(request, run_file, tmp_path_factory) -> Path:
+    processes, overrides = (TOPOLOGIES | HEAVY)[request.param]
+    output_dir = tmp_path_factory.mktemp("several") / "out"
+    parts = 2 ** len({"parallel.dp_degree=2", SHARDING} & set(overrides))
+    overrides = [*common(run_file), *batches(GLOBAL_BATCH // parts, 2), *overrides]
+    hoisted = ["parallel.branch_sync=hoisted", *batches(1, 2 * GLOBAL_BATCH // parts)]
+    arguments = (str(run_file), str(output_dir), overrides, hoisted)
+    launch(worker, processes, arguments=arguments)
+    return output_dir
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "_per_second" not in k} for line in lines]
+
+
+def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Every parameter and every state of the optimizer, whole."""
+    stored = {
+        **read_checkpoint_headers(checkpoint, "model"),
+        **read_checkpoint_headers(checkpoint, "optimizer"),
+    }
+    return {name: tensor.read() for name, tensor in stored.items()}
+
+
+def assert_equal_runs(found: Path, wanted: Path) -> None:
+    """Every metric, and every parameter and moment within the tolerance of its largest entry."""
+    for ours, theirs in zip(metrics_of(found), metrics_of(wanted), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert ours[key] == pytest.approx(value, rel=TOLERANCE), (theirs["step"], key)
+    assert_close(found, wanted)
+
+
+def assert_close(found: Path, wanted: Path) -> None:
+    arrays, expected = arrays_of(found / "checkpoint-4"), arrays_of(wanted / "checkpoint-4")
+    assert arrays.keys() == expected.keys()
+    for key, array in expected.items():
+        error = np.abs(arrays[key] - array).max()
+        assert error <= TOLERANCE * max(np.abs(array).max(), 1e-6), key
+
+
+def test_every_step_and_every_parameter_equal_one_device(several, one_device):
+    assert_equal_runs(several, one_device)
+
+
+def test_processes_that_lay_out_their_own_equal_one_device_part_by_part(several, one_by_one):
+    assert_equal_runs(Path(f"{several}-hoisted"), one_by_one)
+
+
+def test_a_resumed_run_is_bit_identical(several):
+    found = arrays_of(Path(f"{several}-resumed") / "checkpoint-4")
+    for key, array in arrays_of(several / "checkpoint-4").items():
+        np.testing.assert_array_equal(found[key], array, err_msg=key)
+
+
+def test_one_process_continues_what_several_saved(several, one_device, run_file, tmp_path):
+    shutil.copytree(several / "checkpoint-2", tmp_path / "checkpoint-2")
+    overrides = [*common(run_file), *batches(GLOBAL_BATCH, 2)]
+    train(str(run_file), str(tmp_path), [*overrides, "train.resume_from_checkpoint=auto"])
+    assert_close(tmp_path, one_device)

@@ -1,0 +1,164 @@
+"""A pi07 policy through the trainer, from files of demonstrations.
+
+Guarantees: training lowers both losses and says both; what it saves acts, and continues bit for
+bit; accumulation equals one large batch, and the step's losses are the original's on that batch;
+made-up demonstrations need no files; settings of the other family are refused, all at once; a loss
+of weight 0 leaves what only it trains alone; a frozen part stays as it was.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
+from paddle_vl.train.build import build_trainer
+from tests.single_card_tests.train.tiny_policy_run import MODEL, SHAPES, write_tiny_policy_run
+
+NO_DROPS = (
+    "data.drops={history_state_drop_prob: 0.0, subgoal_drop_prob: 0.0, response_drop_prob: 0.0, "
+    "metadata_drop_all_prob: 0.0, metadata_drop_each_prob: 0.0}"
+)
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_policy_run(tmp_path_factory.mktemp("run"))
+
+
+def trained(run_file, folder, *overrides) -> Path:
+    config = load_run_config(run_file, [f"train.output_dir={folder}", *overrides])
+    assert build_trainer(config).run() is None
+    return folder
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_training_lowers_both_losses_and_the_policy_acts(run_file, tmp_path):
+    settings = ["train.max_steps=40", "train.save_steps=null", "train.learning_rate=0.02"]
+    evaluation = [f"data.eval=[{run_file.parent / 'arm-joint.jsonl'}]", "train.eval_steps=10"]
+    found = lines(trained(run_file, tmp_path / "out", *settings, *evaluation))
+    # The first evaluation is behind ten steps.
+    for prefix, share in (("", 0.8), ("eval_", 0.95)):
+        for name in (f"{prefix}loss", f"{prefix}MSE", f"{prefix}CE"):
+            values = [line[name] for line in found if name in line]
+            assert values[-1] < share * values[0], name
+    assert found[0]["loss"] == pytest.approx(found[0]["MSE"] + found[0]["CE"])
+    assert "target_tokens" not in found[0]
+    assert found[0]["samples_per_second"] > 0
+    policy = PI07LowLevelPolicy.from_pretrained(tmp_path / "out" / "final")
+    size = SHAPES["image_size"]
+    observation = {
+        "state": np.zeros((1, SHAPES["state_dim"]), np.float32),
+        "camera0": np.full((1, 3, size, size), 0.5, np.float32),
+        "camera1": np.full((1, 3, size, size), 0.5, np.float32),
+        "prompt": ["reach the mark"],
+    }
+    action = policy.select_action(observation)
+    assert action.shape == (1, SHAPES["action_dim"])
+    assert np.isfinite(action).all()
+
+
+def test_a_resumed_run_is_bit_identical(run_file, tmp_path):
+    whole = trained(run_file, tmp_path / "whole", "train.save_steps=2")
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copytree(whole / "checkpoint-2", again / "checkpoint-2")
+    trained(run_file, again, "train.resume_from_checkpoint=auto")
+    ours, theirs = weights(again / "final"), weights(whole / "final")
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+    without_speed = [
+        {k: v for k, v in line.items() if "_per_second" not in k} for line in lines(whole)
+    ]
+    assert [
+        {k: v for k, v in line.items() if "_per_second" not in k} for line in lines(again)
+    ] == without_speed[2:]
+
+
+def test_a_steps_losses_are_the_models_own_on_the_whole_batch(run_file, tmp_path):
+    """Two micro-batches of two against one of four; nothing dropped, so that all are laid out
+    alike."""
+    whole = ["train.per_device_train_batch_size=4", "train.gradient_accumulation_steps=1", NO_DROPS]
+    overrides = [f"train.output_dir={tmp_path / 'one'}", *whole]
+    trainer = build_trainer(load_run_config(run_file, overrides))
+    batch = next(trainer.data)
+    wanted = trainer.runner.model({k: v for k, v in batch.items() if not k.startswith("num_")})
+    trainer.data.close()
+    one = lines(trained(run_file, tmp_path / "one", *whole))
+    two = lines(trained(run_file, tmp_path / "two", NO_DROPS))
+    for name in ("MSE", "CE"):
+        assert one[0][name] == pytest.approx(wanted[name].item(), rel=1e-5)
+        for ours, theirs in zip(two, one, strict=True):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
+
+
+def test_made_up_demonstrations_need_no_files(run_file, tmp_path):
+    overrides = ["data.train=[]", "data.synthetic_samples=24", "data.fields=[response, speed]"]
+    assert len(lines(trained(run_file, tmp_path / "out", *overrides))) == 4
+
+
+def test_settings_of_the_other_family_are_refused_together(run_file, tmp_path):
+    overrides = [f"train.output_dir={tmp_path}", "data.packing=true", "data.max_length=64"]
+    with pytest.raises(ValueError, match=r"(?s)data\.max_length.*data\.packing"):
+        build_trainer(load_run_config(run_file, overrides))
+
+
+@pytest.mark.parametrize("insulated", [True, False])
+@pytest.mark.parametrize("loss", ["MSE", "CE"])
+def test_a_loss_of_weight_zero_leaves_what_only_it_trains_alone(
+    run_file, tmp_path, loss, insulated
+):
+    """What is left to train is exactly what the other loss has a gradient for."""
+    config = json.dumps(MODEL | {"knowledge_insulation": insulated})
+    overrides = [
+        f"train.output_dir={tmp_path}",
+        f"train.loss_weighting={{{loss}: 0.0}}",
+        f"model.config={config}",
+    ]
+    trainer = build_trainer(load_run_config(run_file, overrides))
+    model = trainer.runner.model
+    trained_here = {
+        name for name, parameter in model.named_parameters() if not parameter.stop_gradient
+    }
+    for parameter in model.parameters():
+        parameter.stop_gradient = False
+    batch = {k: v for k, v in next(trainer.data).items() if not k.startswith("num_")}
+    trainer.data.close()
+    other = "CE" if loss == "MSE" else "MSE"
+    model(batch)[other].backward()
+    reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained_here == reached
+
+
+def test_a_frozen_part_stays_as_it_was(run_file, tmp_path):
+    out = trained(run_file, tmp_path / "out", "model.freeze=[vision, expert]", "train.save_steps=1")
+    early, late = weights(out / "checkpoint-1"), weights(out / "checkpoint-4")
+    moved = {name for name, value in late.items() if not np.array_equal(value, early[name])}
+    assert moved
+    assert not any("vision_tower" in name or ".expert_layer." in name for name in moved)
+    assert any(".backbone_layer." in name for name in moved)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("{MES: 1.0}", "MES; the losses of this policy are MSE, CE"),
+        ("{MSE: 0.0, CE: 0.0}", "a loss needs a weight above 0"),
+    ],
+)
+def test_weights_without_a_loss_are_refused(run_file, tmp_path, weights, message):
+    overrides = [f"train.output_dir={tmp_path}", f"train.loss_weighting={weights}"]
+    with pytest.raises(ValueError, match=message):
+        build_trainer(load_run_config(run_file, overrides))
