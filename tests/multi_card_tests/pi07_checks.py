@@ -32,10 +32,13 @@ from paddle_vl.models.pi07.prefix_layout import (
     fields_of,
     presence_of,
 )
+from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.collective_check import check_collectives
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import Collective, Recording, record_collectives
 from paddle_vl.parallel.sharding import Sharding
+from paddle_vl.parallel.tensor import FleetPlacement
+from paddle_vl.parallel.topology import Topology
 from tests.pi07_golden import CASES, case, config_values
 
 CAMERAS, FRAMES, SIDE, STEPS, ACTIONS, STATES, SLOTS = 2, 3, 56, 6, 7, 5, 5
@@ -55,14 +58,18 @@ METADATA_OF_ONE = ((ALL_METADATA, *(NOTHING,) * 3), (NOTHING, ALL_METADATA, *(NO
 SECONDS = 25.0
 
 
-def low_level_model(frozen: bool = False, dropout: float = 0.0) -> PI07LowLevelFlowMatching:
+def low_level_model(
+    frozen: bool = False,
+    dropout: float = 0.0,
+    placement: SingleDevicePlacement | None = None,
+) -> PI07LowLevelFlowMatching:
     """The model of golden case 01 with its weights."""
     description, _ = case("01_all_fields")
     values = config_values(description)
     values["vlm_config"] |= {"freeze_vision_encoder": frozen, "dropout": dropout}
     values["dropout"] = dropout
     model = PI07LowLevelFlowMatching(
-        PI07Config.from_dict(values), description["config"]["indicator_token_ids"]
+        PI07Config.from_dict(values), description["config"]["indicator_token_ids"], placement
     )
     fill_parameters(
         model.stored_parameters(), engine_keys(read_header(CASES / "weights_A.safetensors"))
@@ -227,7 +234,7 @@ class Setup:
 
 def single_run(setup: Setup, num_ranks: int) -> tuple[list[float], dict[str, np.ndarray]]:
     """Terms and gradients of one process that runs all batches one after the other."""
-    setup = replace(setup, embedding=None)
+    setup = replace(setup, embedding=None, model_settings={})
     model, batches, terms = setup.model(), setup.batches(num_ranks), []
     everything = [batch for of_ranks in batches for batch in of_ranks]
     for of_ranks in batches:
@@ -260,12 +267,13 @@ def sharded_run(setup: Setup, group, recording: Recording | None = None) -> Shar
         with record_collectives() as recording:
             return sharded_run(setup, group, recording)
     model = setup.model()
-    units = [*model.decoder.layers, *model.prefix.video_encoder.tower.layers]
+    units = [*model.decoder_layers, *model.vision_blocks]
     if setup.recomputed:
         recompute_layers(units)
     if setup.wholly_divided:
         units.append(model.prefix.embed_tokens)
     sharding = Sharding(model.parameters(), group, setup.stage, units)
+    model.placement.trained = sharding
     lengths, frames = [], []
     model.prefix.register_forward_post_hook(
         lambda layer, inputs, prefix: lengths.append(prefix.embs.shape[1])
@@ -310,6 +318,17 @@ def compared_run(setup: Setup, group) -> dict[str, Any]:
             for name, wanted in gradients.items()
         }
         found["sizes"] = {name: float(np.abs(g).max()) for name, g in gradients.items()}
+    return found
+
+
+def model_parallel_run(setup: Setup, topology: Topology, **placing: Any) -> dict[str, Any]:
+    """A step of ranks that share matrices as well; terms beside those of one process."""
+    placement = FleetPlacement(topology.mp_group, **placing)
+    group = topology.sharding_group
+    run = sharded_run(replace(setup, model_settings={"placement": placement}), group)
+    found: dict[str, Any] = {"terms": run.terms, "calls": run.calls}
+    if topology.rank == 0:
+        found["single terms"], _ = single_run(setup, group.nranks)
     return found
 
 

@@ -7,7 +7,7 @@ forward and backward, and nothing hangs; the terms of the loss and every paramet
 those of one process that runs the same batches one after the other; two seeded runs are the same
 bit by bit, with dropout. The same for prefixes that all ranks lay out alike (`all_reduce`), which
 give other numbers. The tower runs over goals only where a rank has one, and that changes no
-collective.
+collective. Ranks that share matrices as well (mp 2, sharding 2) send the same too.
 
 The proof that this can fail: embedding in branches, and embedding everything without using it, do
 send other collectives, which the check of collectives names on every rank.
@@ -39,6 +39,7 @@ from tests.multi_card_tests.pi07_checks import (
     compared_run,
     low_level_batch,
     low_level_model,
+    model_parallel_run,
     seeded_runs,
     sharded_run,
 )
@@ -85,6 +86,11 @@ DIVERGING = {
     "hoisted and dropped": (Setup(embedding=HoistedAndDropped), "backward"),
     "hoisted and dropped stage 2": (Setup(embedding=HoistedAndDropped, stage=2), "backward"),
 }
+MODEL_PARALLEL = {
+    "spread": (Setup(), {"sequence_parallel": True}),
+    "spread recomputed frozen": (Setup(recomputed=True, frozen=True), {}),
+    "replicated": (Setup(stage=2), {"vision": "replicate"}),
+}
 TEXT_ONLY = Setup(
     embedding=InBranchEmbedding,
     wholly_divided=True,
@@ -117,6 +123,21 @@ def worker(num_ranks: int) -> dict:
 
     checks |= {f"goals {name}": partial(goals, drops) for name, drops in GOALS.items()}
     return run_checks(checks)
+
+
+def model_parallel_worker() -> dict:
+    topology = initialize(ParallelDegrees(mp_degree=2, sharding_degree=2, sharding_stage=3))
+    return run_checks(
+        {
+            name: partial(model_parallel_run, setup, topology, **placing)
+            for name, (setup, placing) in MODEL_PARALLEL.items()
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def model_parallel_outcomes():
+    return launch(model_parallel_worker, 4, timeout=400)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2_processes", "4_processes"])
@@ -212,3 +233,15 @@ def test_goals_cost_frames_of_the_tower_where_they_are_and_no_collective(outcome
     }
     sent = [kinds for of_ranks in found.values() for _, kinds in of_ranks]
     assert all(kinds == sent[0] for kinds in sent)
+
+
+@pytest.mark.parametrize("name", MODEL_PARALLEL)
+def test_ranks_that_share_matrices_as_well_send_the_same(model_parallel_outcomes, name):
+    runs = outcome_of(model_parallel_outcomes, name)
+    calls = [run["calls"] for run in runs]
+    assert first_difference(calls) is None
+    # Every group of two, and the messages of none.
+    assert {call.ranks for of_rank in calls for call in of_rank} == {(0, 1), (2, 3), (0, 2), (1, 3)}
+    terms = np.sum([run["terms"] for run in runs[::2]], axis=0)
+    np.testing.assert_allclose(terms, runs[0]["single terms"], rtol=1e-5)
+    np.testing.assert_allclose(runs[0]["terms"], runs[1]["terms"], rtol=1e-6)
