@@ -13,15 +13,11 @@ the model's configuration) `loss` includes it, `eval_loss` does not. A line of a
 two reports has `step` and the evaluation's entries only.
 """
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 from paddle_vl.train.objective import LANGUAGE, Objective, weighted
 from paddle_vl.train.step import StepResult
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class StepMeter:
@@ -99,41 +95,3 @@ class StepMeter:
         self._counted = dict(state["counted"])
         self.skipped_updates = state["skipped_updates"]
         self._window = {name: list(values) for name, values in state["window"].items()}
-
-
-class MetricsFile:
-    """Appends lines to a metrics.jsonl."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def append(self, line: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line, allow_nan=False) + "\n")
-
-    def drop_after(self, step: int) -> None:
-        """Forget lines of later steps than the one that a run continues from."""
-        kept = [line for line in self.read() if line["step"] <= step]
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        partial.replace(self.path)
-
-    def read(self) -> list[dict[str, Any]]:
-        """All lines; one that a crash cut short at the end is left out.
-
-        Raises:
-            RuntimeError: a line in the middle is not JSON.
-        """
-        if not self.path.exists():
-            return []
-        texts = self.path.read_text(encoding="utf-8").splitlines()
-        lines = []
-        for number, text in enumerate(texts, start=1):
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError as error:
-                if number < len(texts):
-                    raise RuntimeError(
-                        f"{self.path}:{number} is not a metrics line ({error}); mend or remove it"
-                    ) from error
-        return lines

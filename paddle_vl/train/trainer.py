@@ -15,7 +15,8 @@ from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.evaluate import MeanLosses
 from paddle_vl.train.loss_curve import CURVE_FILE, draw_loss_curve
-from paddle_vl.train.metrics import METRICS_FILE, MetricsFile, StepMeter
+from paddle_vl.train.metrics import StepMeter
+from paddle_vl.train.metrics_file import METRICS_FILE, MetricsFile
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.part_rates import reported_rates
 from paddle_vl.train.phases import Phase, phase

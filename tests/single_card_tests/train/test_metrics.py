@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from paddle_vl.train.loss_curve import draw_loss_curve
-from paddle_vl.train.metrics import MetricsFile, StepMeter
+from paddle_vl.train.metrics import StepMeter
+from paddle_vl.train.metrics_file import MetricsFile
 from paddle_vl.train.scalar_writers import ScalarWriters
 from tests.single_card_tests.train.batches import step_result
 
@@ -65,9 +66,10 @@ def test_lines_after_a_step_are_dropped_and_a_torn_one_too(tmp_path):
     assert metrics.path.read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2, "loss": 0.2}\n'
 
 
-def test_broken_line_in_the_middle_is_reported(tmp_path):
+@pytest.mark.parametrize("broken", ['{"st', "[2]", '{"loss": 0.5}', '{"step": "2"}'])
+def test_broken_line_in_the_middle_is_reported(tmp_path, broken):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    metrics.path.write_text('{"step": 1}\n' + broken + '\n{"step": 3}\n')
     with pytest.raises(RuntimeError, match=r"metrics\.jsonl:2 is not a metrics line"):
         metrics.read()
 
