@@ -32,9 +32,9 @@ from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.sharding.memory import (
     ModelElements,
+    at_peak,
     between_steps,
     counted_bytes,
-    end_of_backward,
 )
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.parallel.writers import FleetWriters
@@ -102,7 +102,7 @@ def held(name: str, dtype: str, stage: int, group) -> dict[str, tuple[dict, dict
             loss_of(model).backward()
             run.trained.end_micro_batch()
         loss_of(model).backward()
-        in_backward = end_of_backward(elements, stage, RANKS, MICRO_BATCHES)
+        in_backward = at_peak(elements, stage, RANKS, MICRO_BATCHES)
         found["end of backward"] = (run.counted(), asdict(in_backward))
         run.backward()
         run.update()

@@ -108,7 +108,8 @@ class Bucket:
             else:
                 rows.append(as_rows(grad.astype("float32"), num_ranks))
                 part.parameter.clear_gradient(False)
-        packed_SN = paddle.concat(rows, axis=1)
+        # A table has a bucket of its own, and needs no copy.
+        packed_SN = rows[0] if len(rows) == 1 else paddle.concat(rows, axis=1)
         del rows, grad
         own_N = sum_scattered(packed_SN.reshape([-1]), self.group)
         self._sum_N = own_N if self._sum_N is None else self._sum_N.add_(own_N)

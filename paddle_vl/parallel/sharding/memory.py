@@ -3,17 +3,17 @@
 With S ranks that share, w bytes per stored parameter, and `t_u`, `f_u`, `t_r`, `f_r` the trained
 and the frozen parameters of units and of the rest (the root), `t = t_u + t_r`, `f = f_u + f_r`:
 
-| stage | parameters | float32 copies | moments | gradients at the end of backward |
+| stage | parameters | float32 copies | moments | gradients at the peak |
 | --- | --- | --- | --- | --- |
-| 0 | w (t + f) | 4 t, none if w = 4 | 8 t | w t |
-| 1 | w (t + f) | 4 t / S | 8 t / S | w t |
+| 0 | w (t + f) | 4 t, none if w = 4 | 8 t | 4 t |
+| 1 | w (t + f) | 4 t / S | 8 t / S | 4 t |
 | 2 | w (t + f) | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
 | 3 | w (t_r + f_r) + w f_u / S | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
 
-Stage 0 divides nothing. Several micro-batches per step add sums of those before: in float32, of all
-that is trained where w < 4 at stages 0 and 1, and of this rank's part of the root's at 2 and 3.
-Between steps there are no gradients. Activations, and the zeros behind the last rank's parts, are
-left out; what one unit needs for a moment is `passing_bytes`.
+Stage 0 divides nothing. Several micro-batches per step add to the last column w t where w < 4 at
+stages 0 and 1, and 4 t_r / S at 2 and 3. Between steps there are no gradients. Activations, buckets
+on their way and the zeros behind the last rank's parts are left out; what passes is
+`passing_bytes`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -51,12 +51,14 @@ class ModelElements:
         units: of all units together.
         root: of what is no unit's.
         largest_unit: of the unit that has most.
+        largest_in_root: of the trained tensor of the root that has most, a token table.
         item_bytes: of a stored parameter, 2 or 4.
     """
 
     units: Elements
     root: Elements
     largest_unit: Elements
+    largest_in_root: int
     item_bytes: int
 
     @classmethod
@@ -64,12 +66,15 @@ class ModelElements:
         cls, parameters: Iterable[Tensor], units: Sequence[nn.Layer], item_bytes: int
     ) -> "ModelElements":
         """Count a model's parameters, with storage or without."""
+        parameters = list(parameters)
+        owned = {id(p) for unit in units for p in unit.parameters()}
+        tables = [p.size for p in parameters if id(p) not in owned and not p.stop_gradient]
         per_unit = [Elements.of(unit.parameters()) for unit in units]
         whole = Elements.of(parameters)
         in_units = Elements(sum(u.trained for u in per_unit), sum(u.frozen for u in per_unit))
         root = Elements(whole.trained - in_units.trained, whole.frozen - in_units.frozen)
         largest = max(per_unit, key=lambda unit: unit.total, default=Elements())
-        return cls(in_units, root, largest, item_bytes)
+        return cls(in_units, root, largest, max(tables, default=0), item_bytes)
 
 
 @dataclass(frozen=True)
@@ -111,20 +116,20 @@ def between_steps(model: ModelElements, stage: int, num_ranks: int) -> HeldBytes
     return HeldBytes(parameters, masters, 0, 2 * FLOAT32_BYTES * trained / ranks)
 
 
-def end_of_backward(
+def at_peak(
     model: ModelElements, stage: int, num_ranks: int, num_micro_batches: int = 1
 ) -> HeldBytes:
     """What a rank holds behind the last micro-batch's backward pass, when most gradients are there.
 
-    Before `end_micro_batch`; arguments as for `between_steps`.
+    Arguments as for `between_steps`.
     """
     width, held = model.item_bytes, between_steps(model, stage, num_ranks)
     has_sums = num_micro_batches > 1
     if stage < 2:
         trained = model.units.trained + model.root.trained
-        gradients = width * trained
+        gradients = FLOAT32_BYTES * trained
         if has_sums and width < FLOAT32_BYTES:
-            gradients += FLOAT32_BYTES * trained
+            gradients += width * trained
     else:
         gradients = FLOAT32_BYTES * model.units.trained / num_ranks + width * model.root.trained
         if has_sums:
@@ -133,18 +138,20 @@ def end_of_backward(
 
 
 def passing_bytes(model: ModelElements, stage: int) -> int:
-    """What one unit needs beyond that while it runs, the most at any time.
+    """What is needed beyond that for a moment, the most at any time.
 
-    Its whole gradients beside their float32 packing to send; at stage 3 its parameters as they
-    arrive beside the same laid out, or laid out beside its gradients.
+    Of a unit its whole gradients in float32 beside the same packed to be sent; at stage 3 its
+    parameters as they arrive beside the same laid out, or laid out beside its gradients. Of the
+    root's largest tensor, sent by itself, the gradient as float32.
     """
     width, unit = model.item_bytes, model.largest_unit
     if stage < 2:
         return 0
-    reducing = (width + FLOAT32_BYTES) * unit.trained
+    table = (FLOAT32_BYTES - width) * model.largest_in_root
+    passing = max(2 * FLOAT32_BYTES * unit.trained, table)
     if stage == 2:
-        return reducing
-    return max(reducing, 2 * width * unit.total, width * (unit.total + unit.trained))
+        return passing
+    return max(passing, 2 * width * unit.total, width * (unit.total + unit.trained))
 
 
 def counted_bytes(
