@@ -1,0 +1,86 @@
+"""The formula of a rank's memory, and the table of docs/sharding.md that it makes.
+
+Guarantees: by hand, every stage divides what it should; gradients of several micro-batches are
+counted; a model is counted without storage; the documented figures for pi07's published size are
+the formula's.
+"""
+
+from pathlib import Path
+
+import paddle
+import pytest
+
+from paddle_vl import PI07Config
+from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.models.pi07.prefix_layout import LABELS
+from paddle_vl.parallel.sharding.memory import (
+    Elements,
+    HeldBytes,
+    ModelElements,
+    at_peak,
+    between_steps,
+    passing_bytes,
+)
+
+DOCS = Path(__file__).parents[3] / "docs" / "sharding.md"
+# 1000 trained and 200 frozen in units, 100 and 40 around them.
+HALF = ModelElements(Elements(1000, 200), Elements(100, 40), Elements(300, 0), 80, 2)
+SINGLE = ModelElements(Elements(1000, 200), Elements(100, 40), Elements(300, 0), 80, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "wanted"),
+    [
+        (HALF, 0, HeldBytes(2680, 4400, 0, 8800)),
+        (HALF, 1, HeldBytes(2680, 1100, 0, 2200)),
+        (HALF, 2, HeldBytes(2680, 1100, 0, 2200)),
+        (HALF, 3, HeldBytes(380, 1100, 0, 2200)),
+        (SINGLE, 0, HeldBytes(5360, 0, 0, 8800)),
+        (SINGLE, 3, HeldBytes(760, 1100, 0, 2200)),
+    ],
+)
+def test_between_steps_every_stage_holds_its_part(model, stage, wanted):
+    assert between_steps(model, stage, num_ranks=4) == wanted
+    assert wanted.total == wanted.parameters + wanted.masters + wanted.moments
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "once", "several"),
+    [
+        (HALF, 0, 4400, 6600),
+        (HALF, 1, 4400, 6600),
+        (HALF, 2, 1200, 1300),
+        (HALF, 3, 1200, 1300),
+        (SINGLE, 1, 4400, 4400),
+        (SINGLE, 3, 1400, 1500),
+    ],
+)
+def test_gradients_at_the_peak(model, stage, once, several):
+    assert at_peak(model, stage, 4).gradients == once
+    assert at_peak(model, stage, 4, num_micro_batches=3).gradients == several
+    assert at_peak(model, stage, 4).moments == between_steps(model, stage, 4).moments
+
+
+def test_one_unit_or_one_table_passes():
+    assert [passing_bytes(HALF, stage) for stage in range(4)] == [0, 0, 2400, 2400]
+    table = ModelElements(HALF.units, Elements(5000), HALF.largest_unit, 5000, 2)
+    assert passing_bytes(table, 2) == 10000
+    frozen = ModelElements(Elements(0, 900), HALF.root, Elements(0, 900), 80, 2)
+    assert [passing_bytes(frozen, stage) for stage in (2, 3)] == [160, 3600]
+
+
+def test_documented_figures_are_the_formulas():
+    config = PI07Config.from_dict({"vlm_config": {"discrete_action_vocab_size": 2048}})
+    with paddle.LazyGuard():
+        model = PI07LowLevelFlowMatching(config, {key: [1] for key in LABELS})
+    units = [*model.vision_blocks, *model.decoder_layers]
+    elements = ModelElements.of(model.parameters(), units, 2)
+    text = DOCS.read_text(encoding="utf-8")
+    assert f"{(elements.units.total + elements.root.total) / 1e9:.2f} billion" in text
+    for stage, name in enumerate(("none", "1", "2", "3")):
+        held, peak = between_steps(elements, stage, 8), at_peak(elements, stage, 8)
+        passing = passing_bytes(elements, stage)
+        sizes = (held.parameters, held.masters, held.moments, held.total, peak.gradients)
+        row = [*sizes, passing, peak.total + passing]
+        cells = " | ".join(f"{size / 2**30:.2f}" for size in row)
+        assert f"| {name} | {cells} |" in text
