@@ -318,6 +318,7 @@ def _train_epilog() -> str:
         "",
         "train.output_dir receives:",
         "  config.yaml        the resolved settings, usable as CONFIG",
+        "  run.json           git revision, package versions, device, command of every start",
         "  metrics.jsonl      one line per report; loss.png is its curve",
         "  checkpoint-STEP/   everything to continue from, also loads as a model",
         "  final/             the trained model in HF's layout, for evaluate and generate",

@@ -2,6 +2,7 @@
 
     output_dir/
       config.yaml                 resolved configuration
+      run.json                    see paddle_vl.train.run_record
       metrics.jsonl loss.png      see paddle_vl.train.metrics
       checkpoint-STEP/            model and processor files of HF, so that it loads as a model,
         optimizer.safetensors     `HF name/state` arrays; like the weights in several files and an

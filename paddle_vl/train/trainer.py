@@ -23,6 +23,7 @@ from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.progress import ProgressBar
 from paddle_vl.train.random_state import seed_step
+from paddle_vl.train.run_record import RunRecord
 from paddle_vl.train.scalar_writers import ScalarWriters
 from paddle_vl.train.schedule import learning_rate
 from paddle_vl.train.step import Batch, StepResult, WholeModel, train_step
@@ -79,6 +80,7 @@ class Trainer:
         self.processes = processes
         self.output_dir = Path(config.train.output_dir)
         self.metrics = MetricsFile(self.output_dir / METRICS_FILE)
+        self.record = RunRecord(self.output_dir)
         self.meter = StepMeter(runner.objective)
         self.step = 0
         self.nonfinite_in_a_row = 0
@@ -107,6 +109,7 @@ class Trainer:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             checkpoints.remove_partial_folders(self.output_dir)
             save_run_config(self.config, self.output_dir / "config.yaml")
+            self.record.start(self.config, self.step)
             self.metrics.drop_after(self.step)
         writers = ScalarWriters(self.config.logging.report_to if is_main else [], self.output_dir)
         is_shown = is_main and self.config.logging.progress_bar
@@ -124,6 +127,7 @@ class Trainer:
             bar.close()
             writers.close()
             if is_main:
+                self.record.end(self.step)
                 draw_loss_curve(self.metrics.read(), self.output_dir / CURVE_FILE)
         checkpoints.write_folder(self.output_dir / FINAL, self.save_model, self.processes)
         logger.info("trained %d steps; the model is in %s", self.step, self.output_dir / FINAL)

@@ -21,6 +21,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.checkpoint import model_folder
+from paddle_vl.train.run_starts import read_starts
 from tests.single_card_tests.train.batches import step_result
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
@@ -72,6 +73,7 @@ def evaluated(data: Path) -> list[str]:
 def test_output_folder_holds_what_the_help_says(whole_run):
     assert sorted(path.name for path in whole_run.iterdir()) == [
         "checkpoint-2", "checkpoint-4", "config.yaml", "final", "loss.png", "metrics.jsonl",
+        "run.json",
     ]  # fmt: skip
     final = {path.name for path in (whole_run / "final").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= final
@@ -121,6 +123,7 @@ def test_resumed_run_is_bit_identical(whole_run, run_file, tmp_path):
     assert resumed.step == 2
     resumed.run()
     assert_same_run(whole_run, tmp_path)
+    assert [(e["first_step"], e["last_step"]) for e in read_starts(tmp_path)] == [(2, 4)]
     assert not (tmp_path / ".partial-checkpoint-4").exists()
 
 

@@ -1,0 +1,158 @@
+"""run.json: from what, with what and where a run was started, one entry for each start.
+
+    {"starts": [{"started": "2026-11-21T10:00:00+00:00", "ended": null, "first_step": 0,
+                 "last_step": null, "command": [...], "overrides": [...], "folder": ...,
+                 "git": {"revision": ..., "is_dirty": ...}, "paddle_vl_git": ..., "versions": {...},
+                 "host": ..., "platform": ..., "device": ..., "device_name": ...,
+                 "num_processes": 4, "parallel": {...}}, ...]}
+
+`git` is of the folder that the command was given in, `paddle_vl_git` of the code; null outside of
+git, and `is_dirty` when tracked files differ from the revision. `ended` and `last_step` stay null
+for a process that was killed.
+"""
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.train.layout import parallel_degrees
+from paddle_vl.train.run_starts import RUN_FILE, read_starts
+
+# What a run computes with; of those that are absent nothing is said.
+PACKAGES = (
+    "paddle-vl", "paddlepaddle", "paddlepaddle-gpu", "numpy", "safetensors", "tokenizers", "pillow",
+    "pydantic", "av", "scipy", "matplotlib", "visualdl", "tensorboardX",
+)  # fmt: skip
+_GIT_SECONDS = 20
+
+
+class RunRecord:
+    """Writes a run's run.json; the first process of a run has one.
+
+    Args:
+        output_dir: of the run.
+    """
+
+    def __init__(self, output_dir: Path):
+        self.output_dir = output_dir
+
+    def start(self, config: RunConfig, first_step: int) -> None:
+        """Add an entry.
+
+        Args:
+            first_step: steps that the run has behind it.
+
+        Raises:
+            RuntimeError: the file that is there is damaged.
+        """
+        starts = read_starts(self.output_dir)
+        self._write([*starts, start_entry(config, first_step)])
+
+    def end(self, last_step: int) -> None:
+        """Close the newest entry."""
+        *before, entry = read_starts(self.output_dir)
+        self._write([*before, entry | {"ended": _now(), "last_step": last_step}])
+
+    def _write(self, starts: list[dict[str, Any]]) -> None:
+        path = self.output_dir / RUN_FILE
+        partial = path.with_name(path.name + ".partial")
+        text = json.dumps({"starts": starts}, indent=2, ensure_ascii=False)
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
+    """What run.json says of a start now, in this process."""
+    device = paddle.get_device()
+    name = paddle.device.cuda.get_device_name() if device.startswith("gpu") else _processor_name()
+    return {
+        "started": _now(),
+        "ended": None,
+        "first_step": first_step,
+        "last_step": None,
+        "command": sys.argv,
+        "overrides": overrides_in(sys.argv[1:]),
+        "folder": os.getcwd(),
+        "git": git_state(Path.cwd()),
+        "paddle_vl_git": git_state(Path(__file__).parent, of=Path(__file__)),
+        "versions": versions(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "device": device,
+        "device_name": name,
+        "num_processes": parallel_degrees(config).num_processes,
+        "parallel": config.parallel.model_dump(),
+    }
+
+
+def overrides_in(arguments: Sequence[str]) -> list[str]:
+    """Those of a command's arguments that are settings, `section.name=value`."""
+    sections = tuple(f"{name}." for name in RunConfig.model_fields)
+    return [text for text in arguments if text.startswith(sections) and "=" in text]
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if paddle.is_compiled_with_cuda():
+        found |= {"cuda": paddle.version.cuda(), "cudnn": paddle.version.cudnn()}
+    return found
+
+
+def git_state(folder: Path, of: Path | None = None) -> dict[str, Any] | None:
+    """The revision that a folder is at.
+
+    Args:
+        of: a file that must be tracked: code that was installed into somebody's working tree is not
+            of its revision.
+
+    Returns:
+        `revision`, and `is_dirty` when tracked files differ from it; None outside of git, without
+        a commit, or where git cannot be run.
+    """
+    revision = _git(folder, "rev-parse", "--verify", "HEAD")
+    if revision is None or (of and _git(folder, "ls-files", "--error-unmatch", str(of)) is None):
+        return None
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"revision": revision, "is_dirty": None if changes is None else bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git says; None when it cannot."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_GIT_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _processor_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    if cpu_info.exists():
+        for line in cpu_info.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.machine()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

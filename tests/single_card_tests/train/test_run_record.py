@@ -1,0 +1,112 @@
+"""What a run folder says of its starts.
+
+Guarantees: a run writes one entry per start, with the revision, versions, device, processes and
+command, and closes it when it ends, by an error too; git's revision and uncommitted changes are
+those of the folder, and nothing is said outside of git or without git; a damaged file is named.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import paddle
+import pytest
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.train.run_record import RunRecord, git_state, overrides_in, start_entry, versions
+from paddle_vl.train.run_starts import RUN_FILE, read_starts
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {config: {}}\ndata: {train: [a.jsonl], processor: p}\n"
+        "train: {output_dir: out, max_steps: 4, learning_rate: 0.1}\n"
+    )
+    degrees = ["parallel.dp_degree=2", "parallel.sharding_degree=2"]
+    return load_run_config(file, degrees)
+
+
+def commit(folder: Path) -> str:
+    """Make the folder a repository with one file; returns its revision."""
+    (folder / "file").write_text("one")
+    identity = ["-c", "user.name=n", "-c", "user.email=n@example.org"]
+    for command in (["init", "-q"], ["add", "file"], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True)
+    return found.stdout.strip()
+
+
+def test_every_start_has_an_entry_that_its_end_closes(tmp_path, config):
+    record = RunRecord(tmp_path)
+    record.start(config, 0)
+    (entry,) = read_starts(tmp_path)
+    assert (entry["ended"], entry["last_step"]) == (None, None)
+    record.end(2)
+    record.start(config, 2)
+    first, second = read_starts(tmp_path)
+    assert first == entry | {"ended": first["ended"], "last_step": 2}
+    assert first["started"] <= first["ended"] <= second["started"]
+    assert (second["first_step"], second["ended"]) == (2, None)
+    assert [path.name for path in tmp_path.glob("run*")] == ["run.json", "run.yaml"]
+
+
+def test_entry_says_from_what_and_with_what(tmp_path, config, monkeypatch):
+    revision = commit(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = ["paddle-vl", "train", "run.yaml", "--nproc", "4", "parallel.dp_degree=2"]
+    monkeypatch.setattr(sys, "argv", command)
+    entry = start_entry(config, 3)
+    assert entry["git"] == {"revision": revision, "is_dirty": False}
+    assert (entry["command"], entry["overrides"]) == (command, command[-1:])
+    assert (entry["num_processes"], entry["parallel"]["sharding_degree"]) == (4, 2)
+    assert entry["versions"]["numpy"] == numpy.__version__
+    assert (entry["device"], entry["folder"]) == (paddle.get_device(), str(tmp_path))
+    assert entry["device_name"]
+    assert entry["host"]
+    assert json.loads(json.dumps(entry)) == entry
+
+
+def test_versions_leave_out_what_is_not_installed(monkeypatch):
+    monkeypatch.setattr("paddle_vl.train.run_record.PACKAGES", ("numpy", "no-such-package"))
+    assert list(versions())[:2] == ["python", "numpy"]
+    assert "no-such-package" not in versions()
+
+
+def test_overrides_are_the_settings_of_a_command():
+    arguments = ["a/b.yaml", "train.seed=3", "--out=x", "model.x", "data.train=[a=b]", "odd=1"]
+    assert overrides_in(arguments) == ["train.seed=3", "data.train=[a=b]"]
+
+
+def test_uncommitted_changes_make_a_tree_dirty_and_new_files_do_not(tmp_path):
+    revision = commit(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "metrics.jsonl").write_text("")
+    assert git_state(tmp_path / "runs") == {"revision": revision, "is_dirty": False}
+    (tmp_path / "file").write_text("two")
+    assert git_state(tmp_path) == {"revision": revision, "is_dirty": True}
+
+
+def test_nothing_is_said_outside_of_git_or_of_a_file_it_does_not_track(tmp_path):
+    assert git_state(tmp_path) is None
+    commit(tmp_path)
+    assert git_state(tmp_path, of=tmp_path / "file") is not None
+    (tmp_path / "installed.py").write_text("")
+    assert git_state(tmp_path, of=tmp_path / "installed.py") is None
+
+
+def test_a_machine_without_git_says_nothing(tmp_path, monkeypatch):
+    commit(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    assert git_state(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"starts": 3}', '{"starts": [3]}'])
+def test_damaged_file_is_named(tmp_path, text):
+    (tmp_path / RUN_FILE).write_text(text)
+    with pytest.raises(RuntimeError, match=r"run\.json is not what a run writes"):
+        read_starts(tmp_path)
