@@ -141,6 +141,7 @@ def measure(degrees: dict) -> None:
     from paddle_vl.parallel.topology import initialize
     from paddle_vl.train.build_model import model_shape
     from paddle_vl.train.layout import Layout, parallel_degrees
+    from paddle_vl.train.objective import LANGUAGE
 
     run_config = RunConfig.model_validate(
         {
@@ -156,7 +157,7 @@ def measure(degrees: dict) -> None:
     layout = Layout(run_config, topology, model_shape(config), layer_costs(config))
     model = Qwen3VLForConditionalGeneration.from_config(config, layout.placement())
     layout.prepare_training(model)
-    runner = layout.runner(model, Qwen3VLStage, processes)
+    runner = layout.runner(model, Qwen3VLStage, processes, LANGUAGE)
     trained = [model.placement.trained_tensor(parameter) for parameter in model.parameters()]
     batch = make_batch(config)
     if topology.degrees.sequence_parallel:
@@ -165,7 +166,7 @@ def measure(degrees: dict) -> None:
     with record_collectives() as recording:
         if topology.degrees.pp_degree > 1:
             recording.phase = "pipeline"
-            runner.accumulate_gradients([batch] * MICRO_BATCHES, 1)
+            runner.accumulate_gradients([batch] * MICRO_BATCHES, [1])
         else:
             recording.phase = "forward"
             loss = model(**batch).loss
