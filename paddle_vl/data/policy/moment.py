@@ -5,8 +5,9 @@
 
 Images are paths, relative to the file. Of an observation's frames, oldest first, there may be fewer
 than the policy looks at, where the episode begins; of the actions fewer than a chunk, where it
-ends. Entries of one frame may leave the outer list out. What a line does not have, or has as null,
-is absent; `dataset_index` is not written, it follows from the file.
+ends. Of more frames the newest count, of more actions the first. Entries of one frame may leave the
+outer list out. What a line does not have, or has as null, is absent; `dataset_index` is not
+written, it follows from the file.
 """
 
 import os
@@ -53,11 +54,13 @@ def parse_moment(line: bytes, directory: Path, shapes: DemonstrationShapes) -> M
     record = parse_object(line, "'state', images, 'actions' and 'prompt'")
     record = {name: value for name, value in record.items() if value is not None}
     _check_names(record, shapes)
-    state_FS = _rows(record, "state", shapes.state_dim, shapes.n_obs_steps, "n_obs_steps")
-    frames = {name: _paths(record, name, directory, len(state_FS)) for name in shapes.cameras}
+    state_FS, newest = _rows(record, "state", shapes.state_dim), slice(-shapes.n_obs_steps, None)
+    frames = {
+        name: _paths(record, name, directory, len(state_FS))[newest] for name in shapes.cameras
+    }
     actions_NA = None
     if shapes.chunk_size is not None:
-        actions_NA = _rows(record, "actions", shapes.action_dim, shapes.chunk_size, "chunk_size")
+        actions_NA = _rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
     goals = {
         goal: _paths(record, goal, directory, 1)[0]
         for goal in shapes.goals.values()
@@ -65,7 +68,7 @@ def parse_moment(line: bytes, directory: Path, shapes: DemonstrationShapes) -> M
     }
     words = {name: _text(record, name) for name in ("prompt", *OPTIONAL_TEXTS) if name in record}
     words |= {name: _number(record, name) for name in NUMBER_TYPES if name in record}
-    return Moment(state_FS, actions_NA, frames, goals, words)
+    return Moment(state_FS[newest], actions_NA, frames, goals, words)
 
 
 def check_files(moment: Moment, with_goals: bool) -> None:
@@ -104,8 +107,8 @@ def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None
         )
 
 
-def _rows(record: Mapping[str, Any], name: str, width: int, most: int, setting: str) -> np.ndarray:
-    """The entry as `[1 to most, width]` float32."""
+def _rows(record: Mapping[str, Any], name: str, width: int) -> np.ndarray:
+    """The entry as `[1 or more, width]` float32."""
     try:
         given = np.asarray(record[name])
     except ValueError as error:
@@ -117,11 +120,10 @@ def _rows(record: Mapping[str, Any], name: str, width: int, most: int, setting: 
             "bad_type", f"{name!r} is {str(record[name])[:80]}; numbers are needed"
         )
     values = given[None] if given.ndim == 1 else given
-    if values.ndim != 2 or values.shape[1] != width or len(values) > most:
+    if values.ndim != 2 or values.shape[1] != width or not len(values):
         raise BadSampleError(
             "bad_shape",
-            f"{name!r} has shape {list(values.shape)}; [1 to {most}, {width}] is needed "
-            f"({setting} is {most})",
+            f"{name!r} has shape {list(values.shape)}; [1 or more, {width}] is needed",
         )
     largest = np.finfo(np.float32).max
     if not (np.abs(values) <= largest).all():

@@ -139,8 +139,8 @@ class PI07HighLevelPlannerModel(PlacedModel):
             presence: whether to lay metadata out; None for whether the batch has any.
 
         Returns:
-            `CE`, the sum of both segments' means over all their slots but the first, and `MSE`,
-            which is 0.
+            `CE`, the sum of both segments' means over all their slots but the first; `MSE`, which
+            is 0; and `CE_memory_sum` and `CE_response_sum`, what those are the means of.
         """
         presence = presence_of(batch) if presence is None else presence
         batch = as_tensors(batch)
@@ -153,11 +153,21 @@ class PI07HighLevelPlannerModel(PlacedModel):
         response_at = out_BLD.shape[1] - response.shape[1]
         label = len(self.prefix.label_ids[_RESPONSE_LABEL])
         memory_at = response_at - label - memory.shape[1]
-        loss = self._segment_loss(out_BLD, memory_at, memory, batch["memory_masks"])
-        loss = loss + self._segment_loss(out_BLD, response_at, response, batch["response_masks"])
-        return {"MSE": paddle.zeros_like(loss), "CE": loss}
+        sums = [
+            self._segment_loss_sum(out_BLD, memory_at, memory, batch["memory_masks"]),
+            self._segment_loss_sum(out_BLD, response_at, response, batch["response_masks"]),
+        ]
+        # The means are over all slots, masked ones too.
+        slots = [tokens_BS[:, 1:].size for tokens_BS in (memory, response)]
+        loss = sums[0] / slots[0] + sums[1] / slots[1]
+        return {
+            "MSE": paddle.zeros_like(loss),
+            "CE": loss,
+            "CE_memory_sum": sums[0],
+            "CE_response_sum": sums[1],
+        }
 
-    def _segment_loss(
+    def _segment_loss_sum(
         self, out_BLD: Tensor, begin: int, tokens_BS: Tensor, masks_BS: Tensor
     ) -> Tensor:
         """Each token of a segment predicts the next; none predicts the first."""
@@ -165,8 +175,7 @@ class PI07HighLevelPlannerModel(PlacedModel):
         tokens, ignored = tokens_BS[:, 1:], paddle.full_like(tokens_BS[:, 1:], IGNORE_INDEX)
         targets_T = paddle.where(masks_BS[:, 1:], tokens, ignored).reshape([-1])
         logits_TV = self.head(rows.reshape([-1, rows.shape[-1]]))
-        # The mean is over all slots, masked ones too.
-        return self.placement.token_loss(logits_TV, targets_T)[0] / targets_T.shape[0]
+        return self.placement.token_loss(logits_TV, targets_T)[0]
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits `[..., V]` of rows, or those of this rank's part of the vocabulary."""

@@ -7,10 +7,18 @@ from typing import Any
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.train.families.language import LanguageFamily
-from paddle_vl.train.families.policy import POLICY_TYPES, PolicyFamily
+from paddle_vl.train.families.planner import PlannerFamily
+from paddle_vl.train.families.policy import PolicyFamily
 
 Family = LanguageFamily | PolicyFamily
+
+# By `type` in a policy's config.json.
+_POLICIES = {
+    "pi07_low_level": (PI07Config, PolicyFamily),
+    "pi07_high_level": (PI07PlannerConfig, PlannerFamily),
+}
 
 # Settings that say nothing to models of the other family.
 _POLICIES_ONLY = (
@@ -50,7 +58,7 @@ def model_family(config: RunConfig, checkpoint: Path | None) -> Family:
     pretrained = config.model.pretrained
     folder = checkpoint or (None if pretrained is None else Path(pretrained))
     values = _model_values(config, folder)
-    is_policy = values.get("type") in POLICY_TYPES
+    is_policy = values.get("type") in _POLICIES
     found, others = ("pi07 policy", _LANGUAGE_ONLY) if is_policy else ("Qwen3-VL", _POLICIES_ONLY)
     raise_problems(
         [
@@ -61,8 +69,9 @@ def model_family(config: RunConfig, checkpoint: Path | None) -> Family:
     )
     if not is_policy:
         return LanguageFamily(config, checkpoint)
-    form = PI07Config.from_dict(values) if folder is None else PI07Config.from_pretrained(folder)
-    return PolicyFamily(config, form, folder)
+    form_class, family = _POLICIES[values["type"]]
+    form = form_class.from_dict(values) if folder is None else form_class.from_pretrained(folder)
+    return family(config, form, folder)
 
 
 def _model_values(config: RunConfig, folder: Path | None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A pi07 run: demonstrations, tokenizers, statistics, the policy."""
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,13 @@ from paddle_vl.data.policy.sample import (
 from paddle_vl.data.policy.statistics import demonstration_statistics, read_statistics
 from paddle_vl.data.policy.synthetic import SyntheticDemonstrations
 from paddle_vl.data.policy.training_set import DrawnDemonstrations
+from paddle_vl.data.worker_pool import Collator
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.freeze import is_reached
+from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.models.pi07.policy.files import ACTION_TOKENIZER_FOLDER
 from paddle_vl.models.pi07.policy.inputs import cameras_of
+from paddle_vl.models.pi07.policy.placed_policy import PlacedPolicy
 from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ModelShape
@@ -37,40 +40,43 @@ from paddle_vl.train.families.policy_batches import PolicyCollator
 from paddle_vl.train.families.policy_objective import PolicyObjective
 from paddle_vl.train.processes import SingleProcess
 
-logger = logging.getLogger(__name__)
-POLICY_TYPES = ("pi07_low_level",)
-LOSSES = ("MSE", "CE")
-
 
 class PolicyFamily:
-    """What `paddle_vl.train.build` asks of a family, for pi07; see `LanguageFamily`."""
+    """What `paddle_vl.train.build` asks of a family, for pi07; see `LanguageFamily`.
 
+    Attributes:
+        losses: names of the losses that train.loss_weighting weighs.
+    """
+
+    losses: tuple[str, ...] = ("MSE", "CE")
+    policy_class: type[PlacedPolicy] = PI07LowLevelPolicy
     parts: Mapping[str, Sequence[str]] = POLICY_PARTS
     make_part = None
     sample_kind = "samples"
     pad_to_multiple_of = None
 
-    def __init__(self, config: RunConfig, form: PI07Config, folder: Path | None):
+    def __init__(
+        self, config: RunConfig, form: PI07Config | PI07PlannerConfig, folder: Path | None
+    ):
         """
         Args:
             form: the policy's configuration.
             folder: of the policy to start or continue from; None for fresh weights.
         """
         self.config, self.form, self.folder = config, form, folder
-        weights = loss_weights(config.train.loss_weighting or {})
-        self.objective = PolicyObjective(weights, config.parallel.branch_sync == "all_reduce")
+        weights = loss_weights(config.train.loss_weighting or {}, self.losses)
+        self.objective = self._objective(weights, config.parallel.branch_sync == "all_reduce")
         self.source = self._source(config.data.train)
         eval_source = self._source(config.data.eval) if config.data.eval else None
-        flow = FlowDraws(form.chunk_size, form.max_action_dim, form.max_delay)
+        flow, seed = self._flow_draws(), config.train.seed
         drops = DropProbabilities(**config.data.drops.model_dump())
-        seed = config.train.seed
         self.train_data = DrawnDemonstrations(self.source, drops, flow, seed)
         self.eval_data = (
             None if eval_source is None else DrawnDemonstrations(eval_source, NO_DROPS, flow, seed)
         )
-        self.shape = policy_shape(form)
+        self.shape = self._shape()
         self.costs = ([1.0] * self.shape.num_hidden_layers, 0.0, 0.0)
-        self.policy: PI07LowLevelPolicy | None = None
+        self.policy: PlacedPolicy | None = None
 
     @property
     def fields(self) -> Mapping[str, bool]:
@@ -79,38 +85,22 @@ class PolicyFamily:
 
     def build_model(self, placement: SingleDevicePlacement) -> nn.Layer:
         """This process's part of the model, without values until `fill`."""
-        data = self.config.data
-        tokenizers: dict[str, Any] = {}
-        if data.processor is not None:
-            folder = Path(data.processor)
-            tokenizers["tokenizer"] = folder
-            if (folder / ACTION_TOKENIZER_FOLDER).is_dir():
-                tokenizers["action_tokenizer"] = folder / ACTION_TOKENIZER_FOLDER
         statistics = self._statistics()
         dtype = self.config.model.compute_dtype
+        settings = {"statistics": statistics, "placement": placement, "fills": False}
+        settings |= self._tokenizers()
         if self.folder is None:
             with default_dtype(dtype):
-                self.policy = PI07LowLevelPolicy.from_config(
-                    self.form, **tokenizers, statistics=statistics, placement=placement, fills=False
-                )
+                self.policy = self.policy_class.from_config(self.form, **settings)
         else:
             form = self.form
             if statistics is not None:
-                form = form.changed(skip_normalization_weights=True)
-            self.policy = PI07LowLevelPolicy.from_pretrained(
-                self.folder,
-                config=form,
-                **tokenizers,
-                statistics=statistics,
-                dtype=dtype,
-                placement=placement,
-                fills=False,
+                # They stand in place of the checkpoint's.
+                form = replace(form, skip_normalization_weights=True)
+            self.policy = self.policy_class.from_pretrained(
+                self.folder, config=form, dtype=dtype, **settings
             )
-        if self.policy.action_tokenizer is None:
-            raise ValueError(
-                "the policy has no tokenizer of discrete actions, which training needs: put its "
-                f"files into {ACTION_TOKENIZER_FOLDER}/ of data.processor"
-            )
+        self._check_policy()
         self.policy.model.train()
         return self.policy.model
 
@@ -123,11 +113,10 @@ class PolicyFamily:
     def trainable_names(self, model: nn.Layer) -> Iterable[str]:
         """Names of what the policy's own settings train and a loss that counts reaches."""
         losses = [name for name, weight in self.objective.terms.items() if weight]
-        vlm, insulated = self.form.vlm_config, self.form.knowledge_insulation
         reached = {
             id(parameter)
             for name, parameter in model.named_parameters()
-            if not parameter.stop_gradient and is_reached(name, vlm, insulated, losses)
+            if not parameter.stop_gradient and self._is_reached(name, losses)
         }
         # This process may have some of the layers only; those it has are like the others'.
         return [
@@ -167,7 +156,7 @@ class PolicyFamily:
         batch_size: int,
         **settings: Any,
     ) -> PrefetchLoader:
-        collator = PolicyCollator(self.policy.inputs, self.form.max_action_dim)
+        collator = self._collator()
         self.objective.make_example = partial(_first_batch, samples, collator)
         return PrefetchLoader(
             samples,
@@ -183,7 +172,7 @@ class PolicyFamily:
 
     def _source(self, files: Sequence[str]) -> DemonstrationSource:
         data, names = self.config.data, self.form.dataset_names
-        shapes = demonstration_shapes(self.form)
+        shapes = self._shapes()
         if not files:
             chosen = OPTIONAL_FIELDS if data.fields is None else data.fields
             groups = {} if names is None else {"group_names": names}
@@ -206,8 +195,63 @@ class PolicyFamily:
             return None
         return list(demonstration_statistics(self.source).values())
 
+    def _objective(self, weights: Mapping[str, float], agrees_on_presence: bool) -> PolicyObjective:
+        return PolicyObjective(weights, agrees_on_presence)
 
-def _first_batch(samples: DrawnDemonstrations, collator: PolicyCollator) -> dict[str, Any]:
+    def _collator(self) -> Collator:
+        return PolicyCollator(self.policy.inputs, self.form.max_action_dim)
+
+    def _flow_draws(self) -> FlowDraws | None:
+        form = self.form
+        return FlowDraws(form.chunk_size, form.max_action_dim, form.max_delay)
+
+    def _tokenizers(self) -> dict[str, Path]:
+        """What data.processor has of them; the checkpoint has the others."""
+        if self.config.data.processor is None:
+            return {}
+        folder = Path(self.config.data.processor)
+        actions = folder / ACTION_TOKENIZER_FOLDER
+        return {"tokenizer": folder} | ({"action_tokenizer": actions} if actions.is_dir() else {})
+
+    def _check_policy(self) -> None:
+        if self.policy.action_tokenizer is None:
+            raise ValueError(
+                "the policy has no tokenizer of discrete actions, which training needs: put its "
+                f"files into {ACTION_TOKENIZER_FOLDER}/ of data.processor"
+            )
+
+    def _is_reached(self, name: str, losses: Sequence[str]) -> bool:
+        return is_reached(name, self.form.vlm_config, self.form.knowledge_insulation, losses)
+
+    def _shape(self) -> ModelShape:
+        """The sizes that processes have to divide among themselves."""
+        vlm = self.form.vlm_config
+        text, inner = vlm.gemma3_config.text_config, vlm.gemma3_config.text_config.intermediate_size
+        if not vlm.disable_action_expert:
+            # What divides both divides this.
+            inner = math.gcd(inner, vlm.gemma_expert_config.intermediate_size)
+        return ModelShape(
+            num_attention_heads=text.num_attention_heads,
+            num_key_value_heads=text.num_key_value_heads,
+            vocab_size=text.vocab_size,
+            intermediate_size=inner,
+            num_hidden_layers=text.num_hidden_layers,
+        )
+
+    def _shapes(self) -> DemonstrationShapes:
+        """What the policy asks of its data."""
+        form = self.form
+        return DemonstrationShapes(
+            cameras=tuple(cameras_of(form.input_features)),
+            image_size=form.resize_imgs_with_padding,
+            state_dim=form.input_features["state"].shape[0],
+            n_obs_steps=form.n_obs_steps,
+            chunk_size=form.chunk_size,
+            action_dim=form.output_features["actions"].shape[0],
+        )
+
+
+def _first_batch(samples: DrawnDemonstrations, collator: Collator) -> dict[str, Any]:
     """A batch of the first sample that can be used."""
     for number in range(len(samples) - 1):
         try:
@@ -218,44 +262,18 @@ def _first_batch(samples: DrawnDemonstrations, collator: PolicyCollator) -> dict
     return collator([samples[len(samples) - 1]])
 
 
-def loss_weights(given: Mapping[str, float]) -> dict[str, float]:
+def loss_weights(given: Mapping[str, float], losses: Sequence[str]) -> dict[str, float]:
     """The weight of each loss, 1 where none is given.
 
     Raises:
         ValueError: a loss that there is not, or no loss that counts.
     """
-    if unknown := sorted(set(given) - set(LOSSES)):
+    if unknown := sorted(set(given) - set(losses)):
         raise ValueError(
             f"train.loss_weighting has {', '.join(unknown)}; the losses of this policy are "
-            f"{', '.join(LOSSES)}"
+            f"{', '.join(losses)}"
         )
-    weights = dict.fromkeys(LOSSES, 1.0) | dict(given)
+    weights = dict.fromkeys(losses, 1.0) | dict(given)
     if not any(weights.values()):
         raise ValueError(f"train.loss_weighting is {weights}: a loss needs a weight above 0")
     return weights
-
-
-def policy_shape(form: PI07Config) -> ModelShape:
-    """The sizes that processes have to divide among themselves."""
-    vlm = form.vlm_config
-    text, expert = vlm.gemma3_config.text_config, vlm.gemma_expert_config
-    return ModelShape(
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=text.num_key_value_heads,
-        vocab_size=text.vocab_size,
-        # What divides both.
-        intermediate_size=math.gcd(text.intermediate_size, expert.intermediate_size),
-        num_hidden_layers=text.num_hidden_layers,
-    )
-
-
-def demonstration_shapes(form: PI07Config) -> DemonstrationShapes:
-    """What a policy asks of its data."""
-    return DemonstrationShapes(
-        cameras=tuple(cameras_of(form.input_features)),
-        image_size=form.resize_imgs_with_padding,
-        state_dim=form.input_features["state"].shape[0],
-        n_obs_steps=form.n_obs_steps,
-        chunk_size=form.chunk_size,
-        action_dim=form.output_features["actions"].shape[0],
-    )

@@ -39,8 +39,8 @@ class PolicyObjective:
             if weight and total == 0:
                 raise ValueError(
                     f"the {num_batches} micro-batch(es) of this step have nothing that the loss "
-                    f"{name} could be about: every action is padding, or settled in advance; "
-                    "check action_is_pad of the data, and max_delay against chunk_size"
+                    f"{name} could be about: the actions or texts of all samples are padding, or "
+                    "settled in advance (max_delay against chunk_size); look at the data"
                 )
 
     def num_samples(self, batch: Batch) -> int:
@@ -105,9 +105,17 @@ class PolicyObjective:
 
 
 class PlannerObjective(PolicyObjective):
-    """The cross entropies of the planner's memory and of its response."""
+    """The cross entropies of the planner's memory and of its response, `CE_memory` and
+    `CE_response`."""
 
     counted = ("num_memory_slots", "num_response_slots")
+
+    def output(self, model: nn.Layer, batch: Batch) -> dict[str, Tensor]:
+        batch = {name: value for name, value in batch.items() if name not in self.counted}
+        return model(batch, presence=batch.pop("presence", None))
+
+    def _sums(self, output: dict[str, Any]) -> list[Tensor]:
+        return [output[f"{name}_sum"] for name in self.terms]
 
     def _divisors(self, totals: Sequence[int]) -> list[float]:
         return [max(total, 1) for total in totals]

@@ -1,7 +1,7 @@
 """A pi07 policy through the trainer, from files of demonstrations.
 
 Guarantees: training lowers both losses and says both; what it saves acts, and continues bit for
-bit; accumulation equals one large batch, and the step's losses are the original's on that batch;
+bit, and so does the planner's; accumulation equals one large batch, and the step's losses are the original's on that batch;
 made-up demonstrations need no files; settings of the other family are refused, all at once; a loss
 of weight 0 leaves what only it trains alone; a frozen part stays as it was.
 """
@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.models.pi07.policy.planner import PI07HighLevelPlanner
 from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_policy_run import MODEL, SHAPES, write_tiny_policy_run
@@ -102,6 +103,46 @@ def test_a_steps_losses_are_the_models_own_on_the_whole_batch(run_file, tmp_path
         assert one[0][name] == pytest.approx(wanted[name].item(), rel=1e-5)
         for ours, theirs in zip(two, one, strict=True):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
+
+
+def test_the_planner_learns_what_it_is_to_write_and_continues(run_file, tmp_path):
+    names = ("type", "resize_imgs_with_padding", "input_features", "freeze_vision_encoder")
+    planner = {name: MODEL[name] for name in names} | {
+        "type": "pi07_high_level",
+        "prompt_max_length": 64,
+        "memory_max_length": 16,
+        "response_max_length": 24,
+        "metadata_max_length": 40,
+        "dropout": 0.0,
+        "vlm_config": {
+            "disable_action_expert": True,
+            "gemma3_config": MODEL["vlm_config"]["gemma3_config"],
+        },
+    }
+    settings = [f"model.config={json.dumps(planner)}", "train.learning_rate=0.02"]
+    settings += ["train.max_steps=12", "train.save_steps=6"]
+    settings += [f"data.eval=[{run_file.parent / 'arm-joint.jsonl'}]"]
+    whole = trained(run_file, tmp_path / "whole", *settings)
+    found = lines(whole)
+    for name in ("CE_memory", "CE_response"):
+        assert found[-1][name] < 0.8 * found[0][name]
+    assert found[-1]["eval_CE_memory"] < found[0]["CE_memory"]
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copytree(whole / "checkpoint-6", again / "checkpoint-6")
+    trained(run_file, again, *settings, "train.resume_from_checkpoint=auto")
+    for name, value in weights(again / "final").items():
+        np.testing.assert_array_equal(value, weights(whole / "final")[name], err_msg=name)
+    plan = PI07HighLevelPlanner.from_pretrained(whole / "final").plan(
+        {
+            "state": np.zeros((1, SHAPES["state_dim"]), np.float32),
+            "camera0": np.full((1, 3, 28, 28), 0.5, np.float32),
+            "camera1": np.full((1, 3, 28, 28), 0.5, np.float32),
+            "prompt": ["reach the mark"],
+            "past_memory": [""],
+        }
+    )
+    assert len(plan.memory) == len(plan.response) == 1
 
 
 def test_made_up_demonstrations_need_no_files(run_file, tmp_path):

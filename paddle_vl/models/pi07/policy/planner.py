@@ -19,21 +19,18 @@ from paddle_vl.models.pi07.config import CURRENT_CONFIG_VERSION
 from paddle_vl.models.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.models.pi07.policy.files import PolicyCheckpoint, takes_statistics, write_policy
-from paddle_vl.models.pi07.policy.groups import group_index
-from paddle_vl.models.pi07.policy.images import prepare_videos
-from paddle_vl.models.pi07.policy.inputs import as_arrays, cameras_of
 from paddle_vl.models.pi07.policy.normalize import Normalizer
 from paddle_vl.models.pi07.policy.placed_policy import PlacedPolicy
-from paddle_vl.models.pi07.policy.prompt import PromptTokenizer, metadata_texts, words_of
+from paddle_vl.models.pi07.policy.planner_inputs import EOS, PlannerInputs
+from paddle_vl.models.pi07.policy.prompt import PromptTokenizer
 from paddle_vl.models.pi07.policy.statistics import Statistics
 from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE
 from paddle_vl.models.pi07.prefix_layout import PLANNER_LABELS
 from paddle_vl.nn.placement import SingleDevicePlacement
 
-_BOS, _EOS = "<bos>", "<eos>"
+_BOS = "<bos>"
 # The original's engine has these in every policy.
 _UNUSED = ("*.da_head.*", "*.discrete_action_embedding.*")
-_NUM_BINS = 256
 
 
 class Plan(NamedTuple):
@@ -143,57 +140,23 @@ class PI07HighLevelPlanner(PlacedPolicy):
         """The losses of raw demonstrations: `CE` of memory and response; `MSE` is 0."""
         return self.model(self.training_inputs(batch))
 
-    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs for raw demonstrations, as arrays.
+    @property
+    def inputs(self) -> PlannerInputs:
+        """What makes the model's inputs of raw batches."""
+        return PlannerInputs(self.config, self.tokenizer, self.normalizers["normalize_inputs"])
 
-        Raises:
-            ValueError: what is missing or does not fit, named.
-        """
-        inputs, batch = self.observation_inputs(batch), as_arrays(batch)
-        size = len(batch["state"])
-        for name, source, length in (
-            ("memory", "next_memory", self.config.memory_max_length),
-            ("response", "response", self.config.response_max_length),
-        ):
-            texts = [text + _EOS for text in _required(batch, source, size)]
-            ids, mask = self.tokenizer.padded(texts, length, add_special_tokens=True)
-            inputs |= {f"{name}_tokens": ids, f"{name}_masks": mask}
-        return inputs
+    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """See `PlannerInputs.training_inputs`."""
+        return self.inputs.training_inputs(batch)
 
     def observation_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs for raw observations, as arrays.
-
-        Raises:
-            ValueError: what is missing or does not fit, named.
-        """
-        config, batch = self.config, as_arrays(batch)
-        states = state_texts(self._normalized_state(batch))
-        size = len(states)
-        tasks, memories = (_required(batch, name, size) for name in ("prompt", "past_memory"))
-        prompts = [
-            f"Task: {task}, Past Memory: {memory}, State: {state}, "
-            for task, memory, state in zip(tasks, memories, states, strict=True)
-        ]
-        cameras = cameras_of(config.input_features)
-        frames = prepare_videos(
-            batch, cameras, config.resize_imgs_with_padding, 1, config.empty_cameras
-        )
-        inputs: dict[str, Any] = {
-            "images": [video[:, 0] * 2.0 - 1.0 for video in frames.images],
-            "img_masks": frames.masks,
-        }
-        for name, texts, length, has_special in (
-            ("lang", prompts, config.prompt_max_length, True),
-            ("metadata", metadata_texts(batch, size), config.metadata_max_length, False),
-        ):
-            ids, mask = self.tokenizer.padded(texts, length, has_special)
-            inputs |= {f"{name}_tokens": ids, f"{name}_masks": mask}
-        return inputs
+        """See `PlannerInputs.observation_inputs`."""
+        return self.inputs.observation_inputs(batch)
 
     def plan(self, batch: Mapping[str, Any]) -> Plan:
         """Memory and subtask for raw observations, written greedily."""
         self.eval()
-        eos_id = self.tokenizer.token_id(_EOS)
+        eos_id = self.tokenizer.token_id(EOS)
         written = self.model.generate(
             self.observation_inputs(batch), self.tokenizer.token_id(_BOS), eos_id
         )
@@ -203,20 +166,6 @@ class PI07HighLevelPlanner(PlacedPolicy):
         """What stands before the first EOS or padding, special tokens left out."""
         end = np.flatnonzero((ids == eos_id) | (ids == self.tokenizer.pad_id))
         return self.tokenizer.decode(ids[: end[0] if end.size else None])
-
-    def _normalized_state(self, batch: dict[str, Any]) -> np.ndarray:
-        if "state" not in batch:
-            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
-        state = np.asarray(batch["state"], dtype=np.float32)
-        state = state[:, 0] if state.ndim == 3 and state.shape[1] == 1 else state
-        if state.ndim != 2 or state.shape[1] > self.config.max_state_dim:
-            raise ValueError(
-                f"'state' has shape {list(state.shape)}; [batch, dims] with at most "
-                f"{self.config.max_state_dim} dims (max_state_dim) is needed"
-            )
-        normalizer = self.normalizers["normalize_inputs"]
-        index_B = group_index(batch, len(state), self.config, normalizer.num_groups)
-        return normalizer.normalize({"state": state}, index_B)["state"]
 
     def _make_normalizers(self, num_groups: int) -> None:
         config = self.config
@@ -228,16 +177,3 @@ class PI07HighLevelPlanner(PlacedPolicy):
         modes, version = config.normalization_mapping, config.normalization_version
         inputs = Normalizer(config.input_features, modes, version, num_groups)
         self.normalizers = {"normalize_inputs": inputs}
-
-
-def state_texts(state_BS: np.ndarray) -> list[str]:
-    """Normalised states in words: each value from -1 to 1 as the number of one of 256 bins."""
-    scaled = (np.clip(state_BS, -1.0, 1.0) + 1.0) * (_NUM_BINS / 2)
-    bins = np.minimum(scaled.astype(np.int64), _NUM_BINS - 1)
-    return [" ".join(map(str, row)) for row in bins.tolist()]
-
-
-def _required(batch: Mapping[str, Any], name: str, size: int) -> list[str]:
-    if name not in batch:
-        raise ValueError(f"the batch has no {name!r}; its entries are {sorted(batch)}")
-    return words_of(batch, name, size)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from paddle_vl import PI07HighLevelPlanner
 from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.models.pi07.policy.planner import state_texts
+from paddle_vl.models.pi07.policy.planner_inputs import state_texts
 from paddle_vl.models.pi07.policy.prompt import PromptTokenizer
 from tests.pi07_golden import case, config_values, group_statistics
 

@@ -1,0 +1,47 @@
+"""A run of pi07's planner: demonstrations with memories and subtasks, no actions."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from paddle_vl.data.policy.draws import FlowDraws
+from paddle_vl.data.policy.sample import DemonstrationShapes
+from paddle_vl.data.worker_pool import Collator
+from paddle_vl.models.pi07.policy.inputs import cameras_of
+from paddle_vl.models.pi07.policy.planner import PI07HighLevelPlanner
+from paddle_vl.train.families.policy import PolicyFamily
+from paddle_vl.train.families.policy_batches import PlannerCollator
+from paddle_vl.train.families.policy_objective import PlannerObjective, PolicyObjective
+
+
+class PlannerFamily(PolicyFamily):
+    """What `paddle_vl.train.build` asks of a family, for the planner; see `LanguageFamily`."""
+
+    losses = ("CE_memory", "CE_response")
+    policy_class = PI07HighLevelPlanner
+
+    def _objective(self, weights: Mapping[str, float], agrees_on_presence: bool) -> PolicyObjective:
+        return PlannerObjective(weights, agrees_on_presence)
+
+    def _collator(self) -> Collator:
+        return PlannerCollator(self.policy.inputs)
+
+    def _flow_draws(self) -> FlowDraws | None:
+        return None
+
+    def _tokenizers(self) -> dict[str, Path]:
+        processor = self.config.data.processor
+        return {} if processor is None else {"tokenizer": Path(processor)}
+
+    def _check_policy(self) -> None:
+        """There is no more to a planner than its backbone's tokenizer."""
+
+    def _is_reached(self, name: str, losses: Sequence[str]) -> bool:
+        return True
+
+    def _shapes(self) -> DemonstrationShapes:
+        form = self.form
+        return DemonstrationShapes(
+            cameras=tuple(cameras_of(form.input_features)),
+            image_size=form.resize_imgs_with_padding,
+            state_dim=form.input_features["state"].shape[0],
+        )
