@@ -94,6 +94,11 @@ class Cell:
         return 1000 * self.profile["global_step_time_s"]
 
     @property
+    def median_step_ms(self) -> float:
+        """Of the slowest process; little moved by a step that something else held up."""
+        return 1000 * self.profile["phase_medians_s"]["total"]
+
+    @property
     def memory_gb(self) -> float:
         """Peak of the worst process, of what runs out."""
         return self.profile["peak_reserved_gb_worst"]

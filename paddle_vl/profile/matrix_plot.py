@@ -36,6 +36,11 @@ def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> No
             if too_large and limit_gb is not None:
                 memory.plot(too_large, [limit_gb] * len(too_large), "x", **look)
         _dress(speed, memory, number, limit_gb)
+        # A logarithm of nothing is none.
+        if sizes := sorted({cell.batch_size for cell in own if cell.status in ("ok", "oom")}):
+            speed.set_xscale("log", base=2)
+            memory.set_xticks(sizes, [str(size) for size in sizes])
+            memory.minorticks_off()
     if grid[0][0].lines:
         grid[0][0].legend(fontsize=7)
     figure.savefig(path, dpi=110)
@@ -50,6 +55,5 @@ def _dress(speed: Any, memory: Any, cameras: int | None, limit_gb: float | None)
     if limit_gb is not None:
         memory.axhline(limit_gb, color="black", linewidth=0.8, linestyle=":")
     for axes in (speed, memory):
-        axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

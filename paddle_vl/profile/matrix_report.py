@@ -21,7 +21,7 @@ from paddle_vl.profile.recommend import (
 _COMPARED = ("stage2", "stage3")
 _HEAD = (
     "sharding", "recompute", "cameras", "batch", "tensors GB", "memory GB", "of limit", "step ms",
-    "backward ms", "samples/s",
+    "median ms", "backward ms", "samples/s",
 )  # fmt: skip
 
 
@@ -93,6 +93,7 @@ def _row(cell: Cell, limit: float | None) -> str:
         f"{cell.memory_gb:.2f}",
         "" if limit is None else f"{100 * cell.memory_gb / limit:.0f} %",
         f"{cell.step_ms:.0f}",
+        f"{cell.median_step_ms:.0f}",
         "" if math.isnan(backward) else f"{backward:.0f}",
         f"{cell.samples_per_sec:.2f}",
     ]
@@ -113,19 +114,27 @@ def _compared_lines(cells: Sequence[Cell], compared: Sequence[Comparison]) -> li
         return []
     one, other = _COMPARED
     lines = ["", f"{one} against {other}, like for like (all else equal):", ""]
-    lines += ["| recompute | cameras | batch | samples/s | memory | of the gap in backward |"]
-    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+    lines += [
+        "| recompute | cameras | batch | samples/s | by medians | memory | tensors | backward |"
+    ]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for item in compared:
         choice, share = item.one.choice, item.share_of_gap("backward")
         memory = item.one.memory_gb - item.other.memory_gb
+        tensors = item.one.tensors_gb - item.other.tensors_gb
         lines.append(
             f"| {choice.recompute} | {choice.cameras or ''} | {item.one.batch_size} "
-            f"| {item.speedup:.2f}x | {memory:+.2f} GB | "
-            + ("no gap |" if share is None else f"{share:.0f} % |")
+            f"| {item.speedup:.2f}x | {item.speedup_of_medians:.2f}x "
+            f"| {memory:+.2f} GB | {tensors:+.2f} GB | "
+            + ("no gap |" if share is None else f"{share:.0f} % of the gap |")
         )
     largest = largest_batches(cells)
-    mean = math.exp(sum(math.log(item.speedup) for item in compared) / len(compared))
-    lines += ["", f"Over these {one} makes {mean:.2f} times the samples/s of {other} (geometric)."]
+    lines += [
+        "",
+        f"Over these {one} makes {_geometric([c.speedup for c in compared]):.2f} times the "
+        f"samples/s of {other} (geometric mean; "
+        f"{_geometric([c.speedup_of_medians for c in compared]):.2f} by median steps).",
+    ]
     fits = [
         f"{choice.sharding} with recompute {choice.recompute}"
         + ("" if choice.cameras is None else f" and {choice.cameras} camera(s)")
@@ -137,11 +146,16 @@ def _compared_lines(cells: Sequence[Cell], compared: Sequence[Comparison]) -> li
     return lines
 
 
+def _geometric(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
 def _compared(item: Comparison) -> dict[str, Any]:
     return {
         "one": item.one.name,
         "other": item.other.name,
         "speedup": item.speedup,
+        "speedup_of_medians": item.speedup_of_medians,
         "memory_difference_gb": item.one.memory_gb - item.other.memory_gb,
         "percent_of_gap_in_backward": item.share_of_gap("backward"),
         "percent_of_gap_in_forward": item.share_of_gap("forward"),

@@ -37,6 +37,11 @@ class Comparison:
         """How many times the samples per second of the other."""
         return self.one.samples_per_sec / self.other.samples_per_sec
 
+    @property
+    def speedup_of_medians(self) -> float:
+        """The same by the median step, which a busy machine disturbs less."""
+        return self.other.median_step_ms / self.one.median_step_ms
+
     def share_of_gap(self, part: str) -> float | None:
         """How much of the difference in step time lies in forward or backward, in percent; None
         where the steps take as long."""

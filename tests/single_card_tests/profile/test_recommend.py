@@ -1,0 +1,101 @@
+"""What a matrix recommends and compares.
+
+Pinned here: the fastest cell below the share of memory is taken, a faster one above it is named
+with its share; of cells as fast as each other the one with less memory; every number of cameras
+gets its own; without a limit memory does not matter; where none fits, or none ran, it says so; two
+sharding choices are compared only where all else is equal, and the gap is shared out over phases.
+"""
+
+import pytest
+
+from paddle_vl.profile.recommend import comparisons, largest_batches, recommendations
+from tests.single_card_tests.profile.measures import cell
+
+CELLS = [
+    cell("stage2", 4, 20.0, 2.0),
+    cell("stage2", 8, 25.0, 3.0),
+    cell("stage2", 16, 27.0, 3.9),
+    cell("stage2", 32, status="oom"),
+    cell("stage3", 8, 15.0, 2.5),
+    cell("dp", 2, status="failed"),
+]
+
+
+def test_the_fastest_cell_below_the_share_is_recommended_with_reasons():
+    (found,) = recommendations(CELLS, limit_gb=4.0, memory_share=0.85)
+    assert found.cell is CELLS[1]
+    assert "25.00 samples/s with 3.00 GB, 75 % of the limit" in found.reason
+    assert "stage3, recompute none, 1 camera(s), batch 8, makes 15.00" in found.reason
+    assert "batch 16 makes 27.00, but takes 3.90 GB, 98 % of the limit, above 85 %" in found.reason
+
+
+def test_a_larger_share_allows_the_faster_cell():
+    (found,) = recommendations(CELLS, limit_gb=4.0, memory_share=1.0)
+    assert found.cell is CELLS[2]
+    assert "but takes" not in found.reason
+
+
+def test_of_cells_as_fast_the_one_with_less_memory_is_taken():
+    cells = [cell("stage1", 8, 25.2, 3.2), *CELLS]
+    (found,) = recommendations(cells, limit_gb=4.0, memory_share=0.85)
+    assert found.cell is CELLS[1]
+    assert "stage1" in found.reason
+    assert "faster by less than 2 %" in found.reason
+
+
+def test_without_a_limit_memory_does_not_matter():
+    (found,) = recommendations(CELLS, limit_gb=None, memory_share=0.85)
+    assert found.cell is CELLS[2]
+    assert "limit" not in found.reason
+
+
+def test_cameras_are_a_task_of_their_own():
+    cells = [*CELLS, cell("stage3", 4, 3.0, cameras=4)]
+    one, four = recommendations(cells, 4.0, 0.85)
+    assert (one.cameras, four.cameras) == (1, 4)
+    assert four.cell is cells[-1]
+
+
+def test_where_no_cell_fits_it_says_what_the_smallest_takes():
+    (found,) = recommendations(CELLS[:3], limit_gb=2.0, memory_share=0.85)
+    assert found.cell is None
+    assert "none of the 3 cells that ran stays below 85 % of 2 GB" in found.reason
+    assert "batch 4, takes 2.00 GB" in found.reason
+    (found,) = recommendations(CELLS[3:4], limit_gb=2.0, memory_share=0.85)
+    assert found.reason == "none of the 1 cells ran"
+
+
+@pytest.mark.parametrize("share", [0.0, 1.1])
+def test_a_senseless_share_is_refused(share):
+    with pytest.raises(ValueError, match="memory share"):
+        recommendations(CELLS, 4.0, share)
+
+
+def test_only_cells_with_all_else_equal_are_compared():
+    cells = [
+        *CELLS,
+        cell("stage3", 16, 9.0, recompute="full"),
+        cell("stage3", 4, 10.0, cameras=2),
+        cell("stage3", 32, 10.0),
+    ]
+    (found,) = comparisons(cells, "stage2", "stage3")
+    assert (found.one, found.other) == (CELLS[1], CELLS[4])
+    assert found.speedup == pytest.approx(25 / 15)
+    assert found.speedup_of_medians == pytest.approx(25 / 15)
+
+
+def test_the_gap_is_shared_out_over_forward_and_backward():
+    one = cell("stage2", 8, 16.0, phases={"forward": 0.4, "bwd": 0.5, "gradient_sum": 0.0})
+    other = cell("stage3", 8, 8.0, phases={"forward": 0.6, "bwd": 1.0, "gradient_sum": 0.1})
+    (found,) = comparisons([one, other], "stage2", "stage3")
+    assert found.share_of_gap("backward") == pytest.approx(60)
+    assert found.share_of_gap("forward") == pytest.approx(20)
+    (same,) = comparisons([one, cell("stage3", 8, 16.0)], "stage2", "stage3")
+    assert same.share_of_gap("backward") is None
+
+
+def test_largest_batches_are_those_that_fit():
+    assert {choice.sharding: size for choice, size in largest_batches(CELLS).items()} == {
+        "stage2": 16,
+        "stage3": 8,
+    }

@@ -1,0 +1,112 @@
+"""From measures of ranks to a result and its table.
+
+Pinned here: throughput follows from the slowest rank's mean step, not from the first rank's nor
+from a median; phases and shares are that rank's and every other rank's means stand beside them;
+shares add up to 100, printed ones too; phases that only some ranks or steps have count as zero
+elsewhere; memory is the worst rank's and each one's; OpenTau's keys are there.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_vl.profile.memory import GB
+from paddle_vl.profile.summary import summarize
+from paddle_vl.profile.table import profile_table, rounded_shares
+from paddle_vl.train.phases import Phase
+from tests.single_card_tests.profile.measures import FACTS, rank_measure
+
+OPENTAU_KEYS = """warmup measured num_processes distributed_type phase_means_s phase_medians_s
+global_step_time_s global_samples_per_sec per_rank_step_time_s peak_alloc_gb_worst
+peak_reserved_gb_worst per_rank_peak_alloc_gb per_rank_peak_reserved_gb""".split()
+FAST = [{Phase.FORWARD: 0.1, Phase.BETWEEN: 0.1}] * 3
+SLOW = [
+    {Phase.FORWARD: 0.1, Phase.BETWEEN: 0.1},
+    {Phase.FORWARD: 0.1, Phase.BETWEEN: 0.1},
+    {Phase.FORWARD: 0.8, Phase.BACKWARD: 0.5, Phase.BETWEEN: 0.1},
+]
+
+
+@pytest.fixture
+def result():
+    return summarize([rank_measure(0, FAST), rank_measure(1, SLOW)], FACTS)
+
+
+def test_throughput_is_that_of_the_slowest_ranks_mean_step(result):
+    assert result["slowest_rank"] == 1
+    assert result["global_step_time_s"] == pytest.approx(1.8 / 3)
+    assert result["global_samples_per_sec"] == pytest.approx(8 / 0.6)
+    assert result["phase_medians_s"]["total"] == pytest.approx(0.2)
+    assert result["per_rank_step_time_s"] == pytest.approx([0.2, 0.6])
+
+
+def test_phases_are_the_slowest_ranks_and_every_ranks_means_are_there(result):
+    means = {"forward": 1 / 3, "bwd": 0.5 / 3, "between_phases": 0.1}
+    assert result["phase_means_s"] == pytest.approx(
+        means | {"total": 0.6, "backward_step": 0.5 / 3}
+    )
+    assert result["phase_medians_s"]["bwd"] == 0
+    assert result["phase_p95_s"]["forward"] == pytest.approx(np.percentile([0.1, 0.1, 0.8], 95))
+    assert result["per_rank_phase_means_s"][1] == pytest.approx(means)
+    assert result["per_rank_phase_means_s"][0] == pytest.approx(
+        {"forward": 0.1, "bwd": 0, "between_phases": 0.1}
+    )
+
+
+def test_shares_add_up_to_a_hundred(result):
+    assert sum(result["phase_shares_percent"].values()) == pytest.approx(100)
+    assert result["phase_shares_percent"]["bwd"] == pytest.approx(100 * 0.5 / 1.8)
+
+
+def test_backward_step_is_all_from_backward_to_optimizer():
+    step = dict.fromkeys(Phase, 1.0)
+    result = summarize([rank_measure(0, [step])], FACTS)
+    assert result["phase_means_s"]["backward_step"] == 4.0
+    assert result["phase_means_s"]["total"] == len(Phase)
+
+
+def test_memory_is_each_ranks_and_the_worst():
+    measures = [
+        rank_measure(0, FAST, allocated=int(3 * GB), reserved=int(4 * GB)),
+        rank_measure(1, FAST, allocated=int(2 * GB), reserved=int(5 * GB)),
+    ]
+    result = summarize(measures, FACTS)
+    assert result["per_rank_peak_alloc_gb"] == [3.0, 2.0]
+    assert result["per_rank_peak_reserved_gb"] == [4.0, 5.0]
+    assert (result["peak_alloc_gb_worst"], result["peak_reserved_gb_worst"]) == (3.0, 5.0)
+
+
+def test_tokens_are_counted_where_the_family_counts_them():
+    measured = rank_measure(0, FAST, tokens=[100, 200, 300])
+    assert summarize([measured], FACTS)["global_tokens_per_sec"] == pytest.approx(1000)
+    assert "tokens/s" in profile_table(summarize([measured], FACTS))
+    assert "tokens/s" not in profile_table(summarize([rank_measure(0, FAST)], FACTS))
+
+
+def test_opentaus_keys_are_there(result):
+    assert not set(OPENTAU_KEYS) - result.keys()
+
+
+def test_a_profile_without_steps_is_refused():
+    with pytest.raises(ValueError, match="no step"):
+        summarize([rank_measure(0, FAST), rank_measure(1, [])], FACTS)
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=11))
+def test_printed_shares_add_up_to_a_hundred(parts):
+    shares = {str(i): 100 * part / sum(parts) for i, part in enumerate(parts)}
+    printed = rounded_shares(shares)
+    assert round(10 * sum(printed.values())) == 1000
+    assert all(abs(printed[name] - share) <= 0.1 + 1e-9 for name, share in shares.items())
+
+
+def test_table_has_a_line_for_every_phase_and_rank(result):
+    text = profile_table(result)
+    lines = text.splitlines()
+    assert next(line for line in lines if line.startswith("backward ")).split()[-1] == "27.8%"
+    assert next(line for line in lines if line.startswith("step  ")).split()[-1] == "100.0%"
+    assert "phases of rank 1, the slowest" in text
+    assert "13.33 samples/s" in text
+    assert next(x for x in lines if x.startswith("backward, ms")).split()[2:] == ["0.00", "166.67"]
+    assert "1.500 GB of 2 GB allowed (the test)" in text
