@@ -81,6 +81,17 @@ def save_run_config(config: RunConfig, path: str | Path) -> None:
     Path(path).write_text(text, encoding="utf-8")
 
 
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping with dotted keys."""
+    flat = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
 def read_yaml(path: str | Path) -> tuple[dict[str, Any], dict[Key, str], list[str]]:
     """The values of a YAML file, the place (file:line) of every key, and its duplicate keys.
 

@@ -16,13 +16,12 @@ from typing import Any
 
 import paddle
 
-from paddle_vl.config.load import load_run_config
+from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.profile.cell import Limits, Outcome, run_cell
 from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, content_hash, ended_cell
 from paddle_vl.profile.growth import Growth
 from paddle_vl.profile.memory import GB
 from paddle_vl.profile.workload import Workload, model_values
-from paddle_vl.train.resume import flatten
 
 logger = logging.getLogger(__name__)
 _MAIN = Path(__file__).parents[1] / "__main__.py"

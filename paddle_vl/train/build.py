@@ -6,7 +6,7 @@ from pathlib import Path
 
 import paddle
 
-from paddle_vl.config.load import raise_problems
+from paddle_vl.config.load import flatten, raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
@@ -22,7 +22,7 @@ from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.processes import ONE_PROCESS
 from paddle_vl.train.random_state import seed_everything
-from paddle_vl.train.resume import changed_settings, checkpoint_to_resume, flatten
+from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.config.load import load_run_config
+from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.train.checkpoint import complete_checkpoints, missing_files
 
@@ -102,17 +102,6 @@ def _samples_per_micro_batch(config: RunConfig) -> int:
     parallel = config.parallel
     parts = parallel.dp_degree * parallel.sharding_degree
     return config.train.per_device_train_batch_size * parts
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping with dotted keys."""
-    flat = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 def _lies_in(key: str, names: tuple[str, ...]) -> bool:
