@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy as np
 import paddle
 from paddle import Tensor, nn
 
@@ -49,6 +50,9 @@ class Objective(Protocol):
 
     def num_packed_places(self, batch: Batch) -> int:
         """Tokens that packed rows have place for; 0 without."""
+
+    def lengths(self, batch: Batch) -> list[int]:
+        """Real tokens of each sample; none where tokens are not counted."""
 
     def asks(self, batch: Batch) -> list[bool]:
         """What a batch needs that others may not; told to all processes before a step."""
@@ -100,6 +104,13 @@ class LanguageObjective:
 
     def num_packed_places(self, batch: Batch) -> int:
         return batch["input_ids"].size if "cu_seqlens" in batch else 0
+
+    def lengths(self, batch: Batch) -> list[int]:
+        mask = batch["attention_mask"]
+        if "cu_seqlens" not in batch:
+            return mask.sum(axis=1).tolist()
+        sums = np.add.reduceat(mask.reshape(-1), batch["cu_seqlens"][:-1])
+        return [length for length in sums.tolist() if length]
 
     def asks(self, batch: Batch) -> list[bool]:
         return [has_visual(batch)]

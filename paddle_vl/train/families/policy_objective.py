@@ -52,6 +52,9 @@ class PolicyObjective:
     def num_packed_places(self, batch: Batch) -> int:
         return 0
 
+    def lengths(self, batch: Batch) -> list[int]:
+        return []
+
     def asks(self, batch: Batch) -> list[bool]:
         return list(presence_of(batch)) if self.agrees_on_presence else []
 
