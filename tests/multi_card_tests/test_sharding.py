@@ -15,6 +15,7 @@ The oracle is the same model on one process without sharding. Checks are in `sha
 import numpy as np
 import pytest
 
+from paddle_vl.parallel.sharding.memory import Elements, ModelElements, passing_bytes
 from tests.launch import launch, outcome_of
 from tests.multi_card_tests.sharding_checks import MICRO_BATCHES, STAGES, worker
 from tests.multi_card_tests.sharding_models import NUM_BLOCKS, NUM_LAYERS, NUM_WIDE, WIDE_BYTES
@@ -137,10 +138,12 @@ def test_memory_is_what_the_stages_promise(outcomes):
                 held[stage], abs=SLACK
             )
             assert found["after step"] == pytest.approx(between[stage] + 2 * part, abs=SLACK)
-        # Of one unit at a time: gradient and packed gradient, or gathered and given storage.
+        # Of one unit at a time: gradient and what is sent of it, or gathered and given storage.
+        unit = Elements(WIDE_BYTES // 4)
+        model = ModelElements(Elements(whole // 4), Elements(), unit, 0, 4)
         for stage in (2, 3):
             transient = seen[stage]["peak"] - seen[stage]["after backward"]
-            assert transient <= 3 * WIDE_BYTES + SLACK
+            assert transient == pytest.approx(passing_bytes(model, stage), abs=SLACK)
         assert seen[3]["peak"] < seen[2]["peak"] - whole + WIDE_BYTES
         assert seen[2]["peak"] < seen[1]["peak"]
 
