@@ -1,8 +1,10 @@
 """`paddle-vl profile`: phases and memory of a training step, or a matrix of choices."""
 
 import argparse
+import signal
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from paddle_vl.cli.commands import configure_runtime, positive
 from paddle_vl.cli.launcher import launch
@@ -217,9 +219,15 @@ def _matrix(options: argparse.Namespace, out: Path) -> int:
         steps=options.steps,
         workload=_workload(options),
     )
+    # Otherwise the cell that runs would be left behind.
+    signal.signal(signal.SIGTERM, _stopped)
     cells = run_matrix(options.config, options.overrides, settings)
     print(write_report(cells, settings, options.memory_share))
     return 0 if any(cell.status == "ok" for cell in cells) else 1
+
+
+def _stopped(number: int, frame: Any) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _workload(options: argparse.Namespace) -> Any:

@@ -41,7 +41,9 @@ def run_module(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["generate"], ["merge"]])
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["evaluate"], ["generate"], ["merge"], ["profile"]]
+)
 def test_help_answers_without_loading_paddle(command):
     program = (
         "import sys\nfrom paddle_vl.cli.main import main\n"

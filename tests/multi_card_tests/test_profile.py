@@ -1,0 +1,75 @@
+"""A profile over two real processes, as the command line starts them.
+
+Pinned here: with dp, with sharding stage 2 and with a pipeline the command ends with a result of
+both processes, whose shares add up and whose step is the slower process's; a pipeline reports
+forward and backward as one phase, the others as two; a matrix over real cells measures those that
+fit and calls one above the limit out of memory, and no other.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paddle_vl.profile.last_words import read_words
+from tests.launch import ROOT
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+STEPS = ["--nproc", "2", "--warmup", "1", "--steps", "2"]
+TOPOLOGIES = {
+    "dp": ["parallel.dp_degree=2"],
+    "stage 2": ["parallel.sharding_degree=2", "parallel.sharding_stage=2"],
+    "pipeline": ["parallel.pp_degree=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run"))
+
+
+def profile(run_file: Path, out: Path, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "tools" / "profile_step.py"), str(run_file)]
+    done = subprocess.run(
+        [*command, "--out", str(out), *STEPS, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_profile_has_both_processes(run_file, tmp_path, name):
+    text = profile(run_file, tmp_path, *TOPOLOGIES[name])
+    result = json.loads((tmp_path / "profile.json").read_text())
+    assert [word.state for word in read_words(tmp_path)] == ["done", "done"]
+    assert result["num_processes"] == 2
+    assert len(result["per_rank_phase_means_s"]) == len(result["per_rank_peak_alloc_gb"]) == 2
+    assert result["global_step_time_s"] == max(result["per_rank_step_time_s"])
+    assert sum(result["phase_shares_percent"].values()) == pytest.approx(100)
+    phases = result["phase_shares_percent"].keys()
+    if name == "pipeline":
+        assert "forward_bwd" in phases
+        assert not phases & {"forward", "bwd"}
+    else:
+        assert {"forward", "bwd", "gradient_sum"} <= phases
+    # Two samples in each of two micro-batches, of each process that has samples of its own.
+    assert result["samples_per_step"] == (4 if name == "pipeline" else 8)
+    assert "rank 1" in text
+
+
+def test_matrix_runs_real_cells(run_file, tmp_path):
+    text = profile(
+        run_file, tmp_path, "--matrix", "--synthetic", "--sharding", "stage2", "--recompute",
+        "none", "--batch-sizes", "1", "1024", "--answer-tokens", "100", "--memory-limit-gb", "0.5",
+        "--image-side", "16", "train.gradient_accumulation_steps=1",
+    )  # fmt: skip
+    cells = json.loads((tmp_path / "matrix.json").read_text())["cells"]
+    assert [cell["status"] for cell in cells] == ["ok", "oom"]
+    assert "above the limit of 0.50 GB" in cells[1]["detail"]
+    assert "**Recommended: stage2, recompute none, batch 1.**" in text

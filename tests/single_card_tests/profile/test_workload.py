@@ -1,0 +1,111 @@
+"""What a profile trains on.
+
+Pinned here: conversations have as many images and answer tokens as asked for, are read by the run's
+own processor, and are the same whoever writes them; a policy's cameras are those of its first, as
+many as asked for, and its drop probabilities stay; what a family cannot give is refused by name.
+"""
+
+import json
+
+import pytest
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.data.processor import Qwen3VLProcessor
+from paddle_vl.data.sft.dataset import MessagesDataset
+from paddle_vl.profile.conversations import ConversationShapes, write_conversations
+from paddle_vl.profile.workload import Workload, with_workload
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+CAMERA = {"type": "VISUAL", "shape": [3, 28, 28]}
+POLICY = {
+    "type": "pi07_low_level",
+    "input_features": {"front": CAMERA, "state": {"type": "STATE", "shape": [4]}},
+}
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    return write_tiny_run(tmp_path / "run")
+
+
+@pytest.fixture
+def config(run_file):
+    return load_run_config(run_file, ["parallel.dp_degree=2"])
+
+
+def policy_config(run: RunConfig, **model: object) -> RunConfig:
+    values = run.model_dump()
+    values["model"] |= {"config": POLICY, **model}
+    values["data"]["drops"]["subgoal_drop_prob"] = 0.125
+    return RunConfig.model_validate(values)
+
+
+def test_conversations_have_the_shapes_asked_for(config, run_file, tmp_path):
+    processor = Qwen3VLProcessor.from_pretrained(run_file.with_name("processor"))
+    shapes = ConversationShapes(num_images=3, image_side=16, answer_tokens=20)
+    file = write_conversations(tmp_path / "data", shapes, 5, processor.tokenizer)
+    samples = MessagesDataset([file], processor, max_length=512, on_bad_sample="fail")
+    assert len(samples) == 5
+    for number in range(5):
+        sample = samples[number]
+        assert sample["image_grid_thw"].tolist() == [[1, 4, 4]] * 3
+        # The turn's end is learned too, and a newline stands behind it.
+        assert (sample["labels"] != -100).sum() in (20, 21, 22)
+    first = file.read_bytes()
+    assert write_conversations(tmp_path / "data", shapes, 5, processor.tokenizer) == file
+    assert file.read_bytes() == first
+
+
+def test_made_up_data_replaces_the_runs_own(config, tmp_path):
+    changed = with_workload(config, Workload(is_synthetic=True), tmp_path)
+    assert changed.data.train == [str(tmp_path / "data" / "conversations.jsonl")]
+    # Eight batches of two processes with two samples each.
+    assert len((tmp_path / "data" / "conversations.jsonl").read_text().splitlines()) == 32
+    assert changed.model_copy(update={"data": config.data}) == config
+
+
+def test_the_runs_own_data_stay_as_they_are(config, tmp_path):
+    assert with_workload(config, Workload(), tmp_path) is config
+    assert not list(tmp_path.glob("data"))
+
+
+def test_a_policy_gets_cameras_like_its_first_and_keeps_its_drops(config, tmp_path):
+    policy = policy_config(config)
+    changed = with_workload(policy, Workload(is_synthetic=True, cameras=2), tmp_path)
+    features = changed.model.config["input_features"]
+    assert features == {
+        "camera0": CAMERA, "camera1": CAMERA, "state": POLICY["input_features"]["state"],
+    }  # fmt: skip
+    assert (changed.data.train, changed.data.synthetic_samples) == ([], 32)
+    assert changed.data.drops == policy.data.drops
+
+
+def test_a_policys_own_cameras_stay_where_none_are_asked_for(config, tmp_path):
+    changed = with_workload(policy_config(config), Workload(is_synthetic=True), tmp_path)
+    assert changed.model.config == POLICY
+
+
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [
+        (Workload(cameras=2), "--cameras shapes made-up samples: it needs --synthetic"),
+        (Workload(True, image_side=64), "--image-side shapes made-up conversations"),
+        (Workload(True, cameras=0), "--cameras 0"),
+    ],
+)
+def test_what_a_policy_cannot_give_is_refused(config, tmp_path, workload, message):
+    with pytest.raises(ValueError, match=message):
+        with_workload(policy_config(config), workload, tmp_path)
+
+
+def test_the_cameras_of_a_trained_policy_cannot_be_changed(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(POLICY))
+    trained = policy_config(config, config=None, pretrained=str(tmp_path))
+    with pytest.raises(ValueError, match=r"needs model\.config, not the weights"):
+        with_workload(trained, Workload(True, cameras=2), tmp_path)
+
+
+def test_senseless_shapes_are_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        ConversationShapes(answer_tokens=0)
