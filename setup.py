@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent
 INIT = (ROOT / "paddle_vl" / "__init__.py").read_text(encoding="utf-8")
 README = ROOT / "README.md"
 
+MATPLOTLIB = "matplotlib>=3.7"
 EXTRAS = {
     "cpu": ["paddlepaddle>=3.3,<3.4"],
     "gpu": ["paddlepaddle-gpu>=3.3,<3.4"],
@@ -39,8 +40,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["paddle_vl", "paddle_vl.*"]),
+    package_data={"paddle_vl.report": ["assets/*"]},
     install_requires=[
-        "matplotlib>=3.7",
+        MATPLOTLIB,
         "numpy>=1.24",
         "pillow>=10.0",
         "pydantic>=2.5,<3",
@@ -49,7 +51,7 @@ setup(
         "tokenizers>=0.19",
         "tqdm>=4.65",
     ],
-    extras_require={**EXTRAS, "viz": EXTRAS["visualdl"] + EXTRAS["tensorboard"]},
+    extras_require={**EXTRAS, "viz": [MATPLOTLIB, *EXTRAS["visualdl"], *EXTRAS["tensorboard"]]},
     entry_points={"console_scripts": ["paddle-vl = paddle_vl.cli.main:run"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from paddle_vl.cli import commands
 from paddle_vl.cli.profile import add_profile
+from paddle_vl.cli.report import add_report
 
 DEBUG_VARIABLE = "PADDLE_VL_DEBUG"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -101,4 +102,5 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_generate(subparsers)
     commands.add_merge(subparsers)
     add_profile(subparsers)
+    add_report(subparsers)
     return parser

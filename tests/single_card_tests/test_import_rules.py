@@ -26,8 +26,10 @@ ALLOWED = {
     "train": {"models", "data", "parallel", "nn", "batch", "config", "compat"},
     "infer": {"models", "data", "nn", "batch", "config", "compat"},
     "profile": {"train", "models", "data", "parallel", "nn", "batch", "config", "compat"},
+    "report": {"train", "config"},
     "cli": {
         "profile",
+        "report",
         "train",
         "infer",
         "models",

@@ -1,0 +1,169 @@
+"""Which series share a panel, and what the panel is called: by the words in their keys.
+
+No key is unknown: one that fits nothing has a panel of its own in the last section. Keys of one
+quantity share a panel: `eval_X` stands beside `X`, and so do its parts `X/PART` and its statistics
+over processes, experts or samples, `X_min`, `X_mean`, `X_max`.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paddle_vl.report.runs import Run
+from paddle_vl.report.series import Series
+
+_EVAL = "eval_"
+_STATISTIC = re.compile(r"(.+?)[_/](min|mean|max|median|sum|std|p\d+)")
+_LOSS = "Loss"
+# Sections in the order of the page, and what the words in a key say that belongs there.
+SECTIONS = (
+    (_LOSS, re.compile(r"(^|_)loss$|^[A-Z]+$")),
+    ("Learning rate", re.compile(r"^learning_rate|^lr\b")),
+    ("Gradient", re.compile(r"grad")),
+    ("Throughput", re.compile(r"_per_second|mfu|flops|efficiency|throughput")),
+    ("Memory", re.compile(r"memory|bytes")),
+    ("Time", re.compile(r"seconds|_ms$|_wait|_time|duration")),
+    ("Experts", re.compile(r"expert")),
+    ("Data", re.compile(r"epoch|token|sample|sequence|length|skipped|patches|images|count")),
+    ("Further", re.compile(r"")),
+)
+# Units by the words in a key, the first that is found.
+_UNITS = (
+    (re.compile(r"^learning_rate"), "learning rate"),
+    (re.compile(r"grad_norm"), "global norm before clipping"),
+    (re.compile(r"^epoch$"), "passes over the data"),
+    (re.compile(r"mfu"), "share of the device's peak FLOP/s"),
+    (re.compile(r"efficiency|share|fraction|ratio"), "share"),
+    (re.compile(r"_gb$|_gb_"), "GB"),
+    (re.compile(r"_gib$|_gib_"), "GiB"),
+    (re.compile(r"_mb$|_mb_"), "MB"),
+    (re.compile(r"_mib$|_mib_"), "MiB"),
+    (re.compile(r"bytes"), "bytes"),
+    (re.compile(r"_ms$"), "ms"),
+    (re.compile(r"seconds"), "s"),
+    (re.compile(r"updates$"), "updates"),
+    (re.compile(r"samples$"), "samples"),
+    (re.compile(r"token|sequence_length|length"), "tokens"),
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One series in a panel.
+
+    Attributes:
+        run: its place among the runs.
+        label: what it is within the panel; empty where the panel's title says it.
+        statistic: `min`, `mean`, ... of keys that end so.
+    """
+
+    run: int
+    key: str
+    label: str
+    is_eval: bool
+    statistic: str | None
+    series: Series
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one pair of axes.
+
+    Attributes:
+        name: short and unlike that of every other panel, made of letters, digits, `_` and `-`.
+        unit: what the vertical axis says.
+        is_loss: whether it is a loss, which falls by orders of magnitude.
+    """
+
+    name: str
+    section: str
+    title: str
+    unit: str
+    is_loss: bool
+    curves: list[Curve] = field(default_factory=list)
+
+    @property
+    def is_log(self) -> bool:
+        """Whether the vertical axis begins as a logarithmic one."""
+        points = [value for curve in self.curves for _, value in curve.series.points]
+        return self.is_loss and min(points) > 0
+
+    @property
+    def keys(self) -> list[str]:
+        return list(dict.fromkeys(curve.key for curve in self.curves))
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    base: str
+    part: str | None
+    statistic: str | None
+    is_eval: bool
+
+
+def panels_of(runs: Sequence[Run]) -> list[Panel]:
+    """All series of all runs, each in one panel, section by section."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.series))
+    parsed = {key: _parsed(key) for key in keys}
+    evaluated = {parts.base for parts in parsed.values() if parts.is_eval}
+    panels: dict[str, Panel] = {}
+    for key, parts in parsed.items():
+        if parts.base not in panels:
+            has_terms = any(one.base.isupper() for one in parsed.values())
+            names = [panel.name for panel in panels.values()]
+            panels[parts.base] = _panel(parts.base, parts.base in evaluated, has_terms, names)
+        for place, run in enumerate(runs):
+            if key in run.series:
+                label = _label(parts, parts.base in evaluated)
+                panels[parts.base].curves.append(
+                    Curve(place, key, label, parts.is_eval, parts.statistic, run.series[key])
+                )
+    order = [name for name, _ in SECTIONS]
+    # The whole loss before its terms.
+    return sorted(panels.values(), key=lambda p: (order.index(p.section), p.name != "loss"))
+
+
+def _parsed(key: str) -> _Parsed:
+    is_eval = key.startswith(_EVAL) and key != _EVAL
+    base = key.removeprefix(_EVAL) if is_eval else key
+    statistic = None
+    if match := _STATISTIC.fullmatch(base):
+        base, statistic = match.groups()
+    base, _, part = base.partition("/")
+    return _Parsed(base or key, part or None, statistic, is_eval)
+
+
+def _panel(base: str, is_evaluated: bool, has_terms: bool, taken: Sequence[str]) -> Panel:
+    # What is measured in evaluations stands beside their loss.
+    own_section = next(name for name, words in SECTIONS if words.search(base))
+    name = plain = re.sub(r"[^A-Za-z0-9_-]+", "-", base).strip("-") or "metric"
+    # Files of two panels must differ where a file system does not tell capitals from small letters.
+    number, lower = 2, [other.lower() for other in taken]
+    while name.lower() in lower:
+        name, number = f"{plain}-{number}", number + 1
+    section = _LOSS if is_evaluated else own_section
+    return Panel(name, section, _title(base), _unit(base, has_terms), own_section == _LOSS)
+
+
+def _title(base: str) -> str:
+    if base.isupper() or base in ("mfu", "hfu"):
+        return base.upper()
+    words = (
+        base.replace("_per_second", " per second").replace("_", " ").replace("grad ", "gradient ")
+    )
+    return words[:1].upper() + words[1:]
+
+
+def _unit(base: str, has_terms: bool) -> str:
+    if base == "loss":
+        return "weighted sum of its terms" if has_terms else "nats per target token"
+    if "_per_second" in base:
+        return f"{base.partition('_per_second')[0].replace('_', ' ')} per second"
+    return next((unit for words, unit in _UNITS if words.search(base)), base.replace("_", " "))
+
+
+def _label(parts: _Parsed, is_evaluated: bool) -> str:
+    words = [parts.part, parts.statistic]
+    if is_evaluated:
+        words = ["evaluation" if parts.is_eval else "training", *words]
+    return " ".join(word for word in words if word)

@@ -1,0 +1,98 @@
+"""The panels of a report as PNG files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paddle_vl.report.panels import Curve, Panel
+from paddle_vl.report.runs import Run
+from paddle_vl.report.series import SKIPPED_UPDATES, skipped_updates
+
+# Those of the page in its light colours.
+COLOURS = (
+    "#2563eb", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8",
+    "#0c8599", "#a17c00", "#5c5f66", "#ae3ec9", "#74512d",
+)  # fmt: skip
+_STYLES = ("-", "--", ":", "-.", (0, (4, 2)))
+_SKIPPED = "#c92a2a"
+
+
+def draw_panels(runs: Sequence[Run], panels: Sequence[Panel], folder: Path) -> list[Path]:
+    """Draw each panel into `folder` as NAME.png, 1280 x 800 pixels.
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
+    """
+    try:
+        # A figure with its own canvas: no display and no global state.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError(
+            f"pictures need matplotlib, which cannot be imported ({error}): pip install "
+            "'paddle-vl[viz]', or make the page alone with --no-png"
+        ) from error
+    paths = []
+    for panel in panels:
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        FigureCanvasAgg(figure)
+        draw_panel(figure.add_subplot(), runs, panel)
+        paths.append(folder / f"{panel.name}.png")
+        figure.savefig(paths[-1], dpi=160)
+    return paths
+
+
+def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
+    """Draw one panel into matplotlib's axes, as the page does."""
+    several = len(runs) > 1
+    for curve in panel.curves:
+        colour = COLOURS[(curve.run if several else panel.keys.index(curve.key)) % len(COLOURS)]
+        label = ", ".join(filter(None, [runs[curve.run].name if several else "", curve.label]))
+        steps, values = _joined(curve)
+        is_sparse = curve.is_eval or len(steps) < 30
+        axes.plot(
+            steps,
+            values,
+            color=colour,
+            linestyle=_STYLES[panel.keys.index(curve.key) % len(_STYLES)] if several else "-",
+            linewidth=0.8 if curve.statistic in ("min", "max") else 1.5,
+            marker="o" if is_sparse else "",
+            markersize=4 if curve.is_eval else 2,
+            label=label or panel.title,
+        )
+    for i, run in enumerate(runs):
+        for step in run.resumed_steps:
+            colour = COLOURS[i % len(COLOURS)] if several else "grey"
+            axes.axvline(step, color=colour, linestyle=":", linewidth=0.9, zorder=0)
+        if panel.section in ("Loss", "Gradient") or SKIPPED_UPDATES in panel.keys:
+            _mark_skipped(axes, run)
+    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("step")
+    axes.set_ylabel(panel.unit)
+    if panel.is_log:
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3, which="both")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if len(panel.curves) > 1:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _joined(curve: Curve) -> tuple[list[float], list[float]]:
+    """Points for one line, which a value that is not a number interrupts."""
+    steps, values = [], []
+    for i, (step, value) in enumerate(zip(curve.series.steps, curve.series.values, strict=True)):
+        if i in curve.series.breaks:
+            steps.append(step)
+            values.append(float("nan"))
+        steps.append(step)
+        values.append(float("nan") if value is None else value)
+    return steps, values
+
+
+def _mark_skipped(axes: Any, run: Run) -> None:
+    foot = axes.get_xaxis_transform()
+    for one in skipped_updates(run.series):
+        look = {"color": _SKIPPED, "transform": foot, "clip_on": False}
+        axes.plot([one.after, one.until], [0, 0], linewidth=2.5, **look)
+        axes.plot([one.until], [0.015], "^", markersize=5, **look)
