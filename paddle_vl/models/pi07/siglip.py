@@ -16,6 +16,7 @@ from paddle_vl.nn.attention import segment_attention
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.masked_attention import AttentionMask, masked_attention
 from paddle_vl.nn.norm import LayerNorm
+from paddle_vl.nn.part import part
 
 
 class FrameHistory:
@@ -89,7 +90,8 @@ class SiglipTower(nn.Layer):
             x_FNU = layer(x_FNU, history)
         if history is not None:
             _, patches, width = x_FNU.shape
-            videos, stills = x_FNU[: history.num_video_frames], x_FNU[history.num_video_frames :]
+            frames = history.num_video_frames
+            videos, stills = part(x_FNU, 0, frames), part(x_FNU, frames, x_FNU.shape[0])
             x_BTNU = videos.reshape([history.num_videos, history.num_frames, patches, width])
             x_FNU = paddle.concat([x_BTNU[:, -1], stills])
         return self.post_layernorm(x_FNU)
@@ -166,8 +168,10 @@ class SiglipAttention(nn.Layer):
         if history is not None:
             # Cut and joined even where nothing stands alone: one graph on all ranks.
             rows = history.num_video_frames * patches
-            videos = _attend_in_time(q_PhH[:rows], k_PhH[:rows], v_PhH[:rows], patches, history)
-            v_PhH = paddle.concat([videos, v_PhH[rows:]])
+            videos = _attend_in_time(
+                *(part(x_PhH, 0, rows) for x_PhH in (q_PhH, k_PhH, v_PhH)), patches, history
+            )
+            v_PhH = paddle.concat([videos, part(v_PhH, rows, v_PhH.shape[0])])
         out = segment_attention(q_PhH, k_PhH, v_PhH, ((frames, patches),))
         return self.out_proj(out.reshape([frames, patches, width]))
 
