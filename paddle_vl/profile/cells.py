@@ -99,6 +99,12 @@ class Cell:
         return 1000 * self.profile["phase_medians_s"]["total"]
 
     @property
+    def cpu_ms(self) -> float:
+        """CPU time of a step, the mean over the processes."""
+        times = self.profile["per_rank_cpu_time_s"]
+        return 1000 * sum(times) / len(times)
+
+    @property
     def memory_gb(self) -> float:
         """Peak of the worst process, of what runs out."""
         return self.profile["peak_reserved_gb_worst"]

@@ -21,7 +21,7 @@ from paddle_vl.profile.recommend import (
 _COMPARED = ("stage2", "stage3")
 _HEAD = (
     "sharding", "recompute", "cameras", "batch", "tensors GB", "memory GB", "of limit", "step ms",
-    "median ms", "backward ms", "samples/s",
+    "median ms", "backward ms", "CPU ms", "samples/s",
 )  # fmt: skip
 
 
@@ -95,6 +95,7 @@ def _row(cell: Cell, limit: float | None) -> str:
         f"{cell.step_ms:.0f}",
         f"{cell.median_step_ms:.0f}",
         "" if math.isnan(backward) else f"{backward:.0f}",
+        f"{cell.cpu_ms:.0f}",
         f"{cell.samples_per_sec:.2f}",
     ]
     return "| " + " | ".join([*start, *values]) + " |"
@@ -117,14 +118,14 @@ def _compared_lines(cells: Sequence[Cell], compared: Sequence[Comparison]) -> li
     lines += [
         "| recompute | cameras | batch | samples/s | by medians | memory | tensors | backward |"
     ]
-    lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for item in compared:
         choice, share = item.one.choice, item.share_of_gap("backward")
         memory = item.one.memory_gb - item.other.memory_gb
         tensors = item.one.tensors_gb - item.other.tensors_gb
         lines.append(
             f"| {choice.recompute} | {choice.cameras or ''} | {item.one.batch_size} "
-            f"| {item.speedup:.2f}x | {item.speedup_of_medians:.2f}x "
+            f"| {item.speedup:.2f}x | {item.speedup_of_medians:.2f}x | {item.cpu_ratio:.2f}x "
             f"| {memory:+.2f} GB | {tensors:+.2f} GB | "
             + ("no gap |" if share is None else f"{share:.0f} % of the gap |")
         )
@@ -133,7 +134,8 @@ def _compared_lines(cells: Sequence[Cell], compared: Sequence[Comparison]) -> li
         "",
         f"Over these {one} makes {_geometric([c.speedup for c in compared]):.2f} times the "
         f"samples/s of {other} (geometric mean; "
-        f"{_geometric([c.speedup_of_medians for c in compared]):.2f} by median steps).",
+        f"{_geometric([c.speedup_of_medians for c in compared]):.2f} by median steps), and takes "
+        f"{_geometric([c.cpu_ratio for c in compared]):.2f} times its CPU time.",
     ]
     fits = [
         f"{choice.sharding} with recompute {choice.recompute}"
@@ -156,6 +158,7 @@ def _compared(item: Comparison) -> dict[str, Any]:
         "other": item.other.name,
         "speedup": item.speedup,
         "speedup_of_medians": item.speedup_of_medians,
+        "cpu_ratio": item.cpu_ratio,
         "memory_difference_gb": item.one.memory_gb - item.other.memory_gb,
         "percent_of_gap_in_backward": item.share_of_gap("backward"),
         "percent_of_gap_in_forward": item.share_of_gap("forward"),

@@ -1,5 +1,6 @@
 """One process's side of a profile: steps of the run's own trainer, under a clock."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ class RankMeasure:
 
     Attributes:
         steps: seconds by phase (`Phase` values) of each measured step.
+        cpu_seconds: of each measured step, what the process' threads have worked on this machine's
+            processors: on a CPU the step's work whatever else the machine does, beside a GPU what
+            driving it costs.
         samples, tokens: of all processes in each of these steps; tokens are 0 where the family
             does not count them.
         allocated, reserved: peak bytes during the measured steps, see `paddle_vl.profile.memory`.
@@ -29,6 +33,7 @@ class RankMeasure:
 
     rank: int
     steps: list[dict[str, float]]
+    cpu_seconds: list[float]
     samples: list[int]
     tokens: list[int]
     allocated: int
@@ -54,7 +59,7 @@ def measure(
     """
     clock, processes = PhaseClock(), trainer.processes
     bar = ProgressBar(warmup_steps + steps, 0, is_shown=False)
-    seen = []
+    seen, cpu_seconds = [], []
     _mark_pipeline(trainer.runner)
 
     def check() -> None:
@@ -67,13 +72,16 @@ def measure(
     processes.wait()
     meter.reset()
     for _ in range(steps):
+        begin = time.process_time()
         with clock.step():
             seen.append(trainer.train_one_step(bar))
+        cpu_seconds.append(time.process_time() - begin)
         check()
     peak = meter.peak()
     return RankMeasure(
         rank=rank,
         steps=[{name.value: value for name, value in step.items()} for step in clock.steps],
+        cpu_seconds=cpu_seconds,
         samples=[result.num_samples for result in seen],
         tokens=[result.num_tokens for result in seen],
         allocated=peak.allocated,

@@ -42,6 +42,11 @@ class Comparison:
         """The same by the median step, which a busy machine disturbs less."""
         return self.other.median_step_ms / self.one.median_step_ms
 
+    @property
+    def cpu_ratio(self) -> float:
+        """How many times the other's CPU time a step takes; above 1 is more work."""
+        return self.one.cpu_ms / self.other.cpu_ms
+
     def share_of_gap(self, part: str) -> float | None:
         """How much of the difference in step time lies in forward or backward, in percent; None
         where the steps take as long."""

@@ -68,6 +68,7 @@ def summarize(measures: Sequence[RankMeasure], facts: Mapping[str, Any]) -> dict
         "global_tokens_per_sec": float(np.mean(first.tokens)) / step_time,
         "samples_per_step": float(np.mean(first.samples)),
         "per_rank_step_time_s": totals,
+        "per_rank_cpu_time_s": [float(np.mean(measure.cpu_seconds)) for measure in measures],
         "peak_alloc_gb_worst": max(allocated),
         "peak_reserved_gb_worst": max(reserved),
         "per_rank_peak_alloc_gb": allocated,

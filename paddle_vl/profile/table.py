@@ -77,6 +77,9 @@ def _per_rank(result: Mapping[str, Any]) -> list[str]:
         for name in means[0]
     ]
     rows.append(("step, ms", [f"{1000 * s:.2f}" for s in result["per_rank_step_time_s"]]))
+    rows.append(
+        ("CPU time of a step, ms", [f"{1000 * s:.2f}" for s in result["per_rank_cpu_time_s"]])
+    )
     rows += [
         (label, [f"{value:.3f}" for value in result[key]])
         for label, key in (

@@ -12,7 +12,11 @@ FACTS = {"warmup": 2, "memory_limit_gb": 2.0, "distributed_type": "dp"}
 
 def rank_measure(rank: int, steps: list[dict[Phase, float]], **given: Any) -> RankMeasure:
     """Eight samples and no tokens in each step, unless given."""
-    work = {"samples": [8] * len(steps), "tokens": [0] * len(steps)}
+    work = {
+        "samples": [8] * len(steps),
+        "tokens": [0] * len(steps),
+        "cpu_seconds": [2.0] * len(steps),
+    }
     memory = {"allocated": int(GB), "reserved": int(1.5 * GB), "memory_source": "the test"}
     seconds = [{name.value: value for name, value in step.items()} for step in steps]
     return RankMeasure(rank=rank, steps=seconds, **work | memory | given)
@@ -42,6 +46,7 @@ def cell(
             "memory_limit_gb": 4.0,
             "phase_means_s": phases or {"forward": step / 3, "bwd": step / 2, "total": step},
             "phase_medians_s": {"total": step},
+            "per_rank_cpu_time_s": [step, 2 * step],
         }
     choice = Choice(sharding, recompute, cameras)
     return Cell(choice, batch_size, status, "", settings or {}, 60.0, profile)

@@ -249,9 +249,11 @@ def test_report_has_all_cells_what_to_take_and_a_plot(run_file, settings):
     text = write_report(cells, settings, memory_share=0.8)
     assert text == (settings.out / "matrix.md").read_text()
     assert "| stage2 | none | 1 | 7 | OOM |" in text
-    assert "| stage2 | none | 2 | 6 | 0.75 | 1.50 | 75 % | 400 | 400 | 200 | 30.00 |" in text
+    assert "| stage2 | none | 2 | 6 | 0.75 | 1.50 | 75 % | 400 | 400 | 200 | 600 | 30.00 |" in text
     assert "**Recommended with 2 camera(s): stage2, recompute none, 2 camera(s), batch 6.**" in text
-    assert "| none | 1 | 4 | 1.25x | 1.25x | +0.00 GB | +0.00 GB | 50 % of the gap |" in text
+    assert (
+        "| none | 1 | 4 | 1.25x | 1.25x | 0.80x | +0.00 GB | +0.00 GB | 50 % of the gap |" in text
+    )
     assert "stage2 makes 1.25 times the samples/s of stage3" in text
     assert "batch 1: failed, rank 0: ValueError: no kernel" in text
     values = json.loads((settings.out / "matrix.json").read_text())

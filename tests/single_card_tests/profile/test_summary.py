@@ -77,6 +77,11 @@ def test_memory_is_each_ranks_and_the_worst():
     assert (result["peak_alloc_gb_worst"], result["peak_reserved_gb_worst"]) == (3.0, 5.0)
 
 
+def test_cpu_time_is_each_ranks():
+    measures = [rank_measure(0, FAST), rank_measure(1, FAST, cpu_seconds=[1.0, 2.0, 6.0])]
+    assert summarize(measures, FACTS)["per_rank_cpu_time_s"] == [2.0, 3.0]
+
+
 def test_tokens_are_counted_where_the_family_counts_them():
     measured = rank_measure(0, FAST, tokens=[100, 200, 300])
     assert summarize([measured], FACTS)["global_tokens_per_sec"] == pytest.approx(1000)
