@@ -12,6 +12,7 @@ from paddle import Tensor
 
 from paddle_vl.models.pi07.embeddings import PaddedEmbedding
 from paddle_vl.models.pi07.prefix_layout import Attends, Block, Presence
+from paddle_vl.nn.part import part
 
 
 class EmbeddedBlock(NamedTuple):
@@ -36,8 +37,8 @@ def look_up(
     ids = [ids_BL for ids_BL, _ in texts.values()]
     rows = paddle.split(table(paddle.concat(ids, axis=1)), [x.shape[1] for x in ids], axis=1)
     return {
-        name: EmbeddedBlock(part, pad_BL)
-        for part, (name, (_, pad_BL)) in zip(rows, texts.items(), strict=True)
+        name: EmbeddedBlock(rows_BnD, pad_BL)
+        for rows_BnD, (name, (_, pad_BL)) in zip(rows, texts.items(), strict=True)
     }
 
 
@@ -67,13 +68,13 @@ def joined(
     """
     rows, pads, marks = [], [], []
     for block in blocks:
-        part, shown = embedded[block.name], presence.has(block, training)
+        rows_BnD, pad_Bn, num_parts = embedded[block.name]
         if block.is_optional:
-            tokens = part.rows.shape[1] if shown else 0
-            part = part._replace(rows=part.rows[:, :tokens], pad=part.pad[:, :tokens])
-        rows.append(part.rows)
-        pads.append(part.pad)
-        marks += _marks(block.attends, part.rows.shape[1], part.num_parts)
+            tokens = rows_BnD.shape[1] if presence.has(block, training) else 0
+            rows_BnD, pad_Bn = part(rows_BnD, 0, tokens, axis=1), pad_Bn[:, :tokens]
+        rows.append(rows_BnD)
+        pads.append(pad_Bn)
+        marks += _marks(block.attends, rows_BnD.shape[1], num_parts)
     pad_BL = paddle.concat(pads, axis=1)
     att_BL = paddle.to_tensor(np.array([marks], dtype=bool)).expand(pad_BL.shape)
     return paddle.concat(rows, axis=1), pad_BL, att_BL
@@ -83,5 +84,5 @@ def _marks(attends: Attends, num_tokens: int, num_parts: int) -> list[bool]:
     if attends is Attends.CAUSAL:
         return [True] * num_tokens
     begins = attends is Attends.TOGETHER
-    part = num_tokens // num_parts
-    return [begins and i % part == 0 for i in range(num_tokens)]
+    size = num_tokens // num_parts
+    return [begins and i % size == 0 for i in range(num_tokens)]

@@ -26,6 +26,7 @@ from paddle_vl.models.pi07.prefix_layout import (
 )
 from paddle_vl.models.pi07.video_encoder import VideoEncoder
 from paddle_vl.nn.linear import Embedding
+from paddle_vl.nn.part import part
 from paddle_vl.nn.placement import SingleDevicePlacement
 
 
@@ -163,12 +164,12 @@ class PrefixEmbedding(nn.Layer):
         # All cameras and all goals in one pass of the tower.
         rows_ZMD = self.video_encoder(paddle.concat(videos), history, stills)
         num_videos = len(videos) * videos[0].shape[0]
-        found = {"videos": of_cameras(rows_ZMD[:num_videos], batch["vid_masks"])}
+        found = {"videos": of_cameras(part(rows_ZMD, 0, num_videos), batch["vid_masks"])}
         if stills is not None:
-            found["subgoals"] = of_cameras(rows_ZMD[num_videos:], masks)
+            found["subgoals"] = of_cameras(part(rows_ZMD, num_videos, rows_ZMD.shape[0]), masks)
         elif goals:
             # Any rows do where none are laid out: the same graph as with goals.
-            found["subgoals"] = of_cameras(rows_ZMD[: videos[0].shape[0]], masks[:1])
+            found["subgoals"] = of_cameras(part(rows_ZMD, 0, videos[0].shape[0]), masks[:1])
         return found
 
     def _state(self, batch: Mapping[str, Any]) -> EmbeddedBlock:

@@ -155,33 +155,37 @@ def test_fields_that_no_sample_fills_change_no_number():
 
 
 @pytest.mark.parametrize("freeze_vision_encoder", [True, False])
-def test_every_layer_is_called_once_whatever_is_present(freeze_vision_encoder):
+def test_every_layer_runs_once_and_in_one_order_whatever_is_present(freeze_vision_encoder):
     model = make_model(freeze_vision_encoder=freeze_vision_encoder)
-    layers = {
-        n: x for n, x in model.named_sublayers() if next(iter(x.parameters()), None) is not None
-    }
-    orders, frames = [], []
+    calls, gradients, ids, frames = [], [], [], []
+    layers = {n: x for n, x in model.named_sublayers() if any(True for _ in x.parameters())}
     for n, layer in layers.items():
-        layer.register_forward_pre_hook(lambda *call, n=n: orders[-1].append(n))
-    tower = model.prefix.video_encoder.tower
+        layer.register_forward_pre_hook(lambda *call, n=n: calls[-1].append(n))
+    trained = {n: p for n, p in model.named_parameters() if not p.stop_gradient}
+    for n, parameter in trained.items():
+        parameter.register_hook(lambda grad, n=n: gradients[-1].append(n))
+    table, tower = model.prefix.embed_tokens, model.prefix.video_encoder.tower
+    table.register_forward_pre_hook(lambda _, given: ids.append(given[0].shape[1]))
     tower.register_forward_pre_hook(lambda _, given: frames.append(given[0].shape[0]))
-    some = make_batch()
+    some, none = make_batch(), make_batch()
     some["metadata_masks"][:] = False
-    none = make_batch()
     for mask in ("response_masks", "metadata_masks"):
         none[mask][:] = False
     none["subgoal_img_masks"] = [np.zeros(2, bool)] * 2
     everything = Presence(True, True, True)
     for batch, presence in ((make_batch(), None), (some, None), (none, None), (none, everything)):
-        orders.append([])
+        calls.append([])
+        gradients.append([])
         losses = model(batch, presence)
         (losses["MSE"] + losses["CE"]).backward()
-        trained = [p for p in model.parameters() if not p.stop_gradient]
-        assert all(p.grad is not None for p in trained)
-        model.clear_gradients()
-    assert orders[0] == orders[1] == orders[2] == orders[3]
     containers = {n for n, x in layers.items() if isinstance(x, paddle.nn.LayerList)}
-    assert sorted(orders[0]) == sorted(set(layers) - containers)
+    assert sorted(calls[0]) == sorted(set(layers) - containers)
+    assert sorted(gradients[0]) == sorted(trained)
+    for of_others in (calls[1:], gradients[1:]):
+        assert of_others[0] == of_others[1] == of_others[2]
+    assert calls[1] == calls[0]
+    assert gradients[1] == gradients[0]
+    assert len(set(ids)) == 1
     # Two cameras, two samples, three frames; goals only where they are laid out.
     assert frames == [16, 16, 12, 16]
 
