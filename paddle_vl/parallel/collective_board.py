@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, Listener
 from typing import NamedTuple
 
 Line = tuple[int, ...]
+_LEFT = "has left the checked part"
 
 
 class Plan(NamedTuple):
@@ -42,7 +43,8 @@ class Board:
         self._passed: Counter[tuple[Line, int]] = Counter()
         self._positions: Counter[tuple[Line, int]] = Counter()
         self._last: dict[int, str] = {}
-        self._left: set[int] = set()
+        # How a rank came to do no more.
+        self._gone: dict[int, str] = {}
         self._problem: str | None = None
 
     def meet(self, rank: int, ranks: Line, plan: Plan) -> str | None:
@@ -50,10 +52,8 @@ class Board:
         with self._changed:
             self._positions[ranks, rank] += 1
             position = self._positions[ranks, rank]
-            here, plans = (
-                f"collective {position} of ranks {list(ranks)}",
-                self._plans[ranks, position],
-            )
+            here = f"collective {position} of ranks {list(ranks)}"
+            plans = self._plans[ranks, position]
             plans[rank] = plan
             self._last[rank] = f"{plan.shown}, {here}"
             self._changed.notify_all()
@@ -75,11 +75,11 @@ class Board:
     def leave(self, rank: int) -> str | None:
         """Do no more, and wait until all ranks say so."""
         with self._changed:
-            self._left.add(rank)
+            self._gone[rank] = _LEFT
             self._changed.notify_all()
             return self._wait(
-                lambda: [r for r in range(self.num_ranks) if r not in self._left],
-                f"rank {rank} has left the checked part{self._behind(rank)}",
+                lambda: [r for r in range(self.num_ranks) if self._gone.get(r) != _LEFT],
+                f"rank {rank} {_LEFT}{self._behind(rank)}",
             )
 
     def fail(self, rank: int, error: str) -> None:
@@ -88,20 +88,20 @@ class Board:
             self._found(f"rank {rank} {error}{self._behind(rank)}")
 
     def lose(self, rank: int) -> None:
-        """Its connection is closed."""
-        if rank not in self._left:
-            self.fail(rank, "ended without a word")
+        """Its connection is closed: a problem for who waits for it, and nobody else."""
+        with self._changed:
+            self._gone.setdefault(rank, "has ended")
+            self._changed.notify_all()
 
     def _wait(self, missing: Callable[[], Sequence[int]], here: str) -> str | None:
         """Until none is missing. The first problem that anyone finds is everyone's."""
 
         def is_over() -> bool:
             absent = missing()
-            gone = [rank for rank in absent if rank in self._left]
+            gone = [rank for rank in absent if rank in self._gone]
             if gone and self._problem is None:
-                self._found(
-                    f"{here}; rank {gone[0]} has left the checked part{self._behind(gone[0])}"
-                )
+                rank = gone[0]
+                self._found(f"{here}; rank {rank} {self._gone[rank]}{self._behind(rank)}")
             return not absent or self._problem is not None
 
         if not self._changed.wait_for(is_over, self.timeout):
@@ -121,7 +121,7 @@ class Board:
 
     def _behind(self, rank: int) -> str:
         last = self._last.get(rank)
-        return f"; its last collective: {last}" if last else " without any collective"
+        return f"; its last collective: {last}" if last else "; it came to none before"
 
 
 def _by_plan(plans: dict[int, Plan]) -> str:
