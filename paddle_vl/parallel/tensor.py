@@ -21,6 +21,7 @@ from paddle_vl.nn.experts import Experts
 from paddle_vl.nn.linear import AdaptableLinear, Linear, VocabHead
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.loss import IGNORE_INDEX
+from paddle_vl.nn.part import part
 from paddle_vl.nn.placement import (
     Encoder,
     HeldLayers,
@@ -161,9 +162,10 @@ class FleetPlacement(SingleDevicePlacement):
         return dropout
 
     def pad_rows(self, x_TD: Tensor) -> Tensor:
-        missing = -x_TD.shape[0] % self.row_part.size
-        if not missing:
+        if not self.sequence_parallel:
             return x_TD
+        # Of no rows where none are missing: one graph on all ranks, see `paddle_vl.nn.part`.
+        missing = -x_TD.shape[0] % self.mp_group.nranks
         return paddle.concat([x_TD, paddle.zeros([missing, *x_TD.shape[1:]], dtype=x_TD.dtype)])
 
     def enter_rows(self, x_TD: Tensor) -> Tensor:
@@ -172,12 +174,13 @@ class FleetPlacement(SingleDevicePlacement):
     def leave_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
         if not self.sequence_parallel:
             return x_TD
-        return _first_rows(replicate_rows(x_TD, self.mp_group), num_rows)
+        return part(replicate_rows(x_TD, self.mp_group), 0, num_rows)
 
     def enter_columns(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
         if not self.sequence_parallel:
             return copy_to_group(x_TD, self.mp_group)
-        return _first_rows(gather_rows(x_TD, self.mp_group), num_rows)
+        x_TD = gather_rows(x_TD, self.mp_group)
+        return x_TD if num_rows is None else part(x_TD, 0, num_rows)
 
     def enter_head(self, x_TD: Tensor) -> Tensor:
         return copy_to_group(x_TD, self.mp_group)
@@ -282,7 +285,3 @@ class FleetPlacement(SingleDevicePlacement):
                 f"{size}; pad the vocabulary to {-(-vocab_size // size) * size}"
             )
         return vocab_size // size
-
-
-def _first_rows(x_TD: Tensor, num_rows: int | None) -> Tensor:
-    return x_TD if num_rows in (None, x_TD.shape[0]) else x_TD[:num_rows]
