@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle import nn
+from paddle import Tensor, nn
 
 from paddle_vl.models.checkpoint.pretrained import fill_parameters
 from paddle_vl.models.checkpoint.safetensors_io import read_header
-from paddle_vl.models.pi07.block_embedding import EmbeddedBlock, joined, look_up, of_cameras
+from paddle_vl.models.pi07.block_embedding import joined, look_up, of_cameras
 from paddle_vl.models.pi07.checkpoint_map import engine_keys
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
@@ -27,9 +27,6 @@ from paddle_vl.models.pi07.prefix_layout import (
     Block,
     Presence,
     Source,
-    When,
-    embedded_blocks,
-    fields_of,
     presence_of,
 )
 from paddle_vl.nn.placement import SingleDevicePlacement
@@ -363,31 +360,22 @@ class InBranchEmbedding(PrefixEmbedding):
 
     def forward(self, batch, presence, training=True) -> Prefix:
         blocks = [block for block in PREFIX_BLOCKS if presence.has(block, training)]
-        return self.prefix_of(blocks, self.embed_one_by_one(batch, blocks), presence)
+        rows = self.embed_one_by_one(batch, blocks)
+        return Prefix(joined(blocks, rows, presence, True), *self.tokens.masks(batch, presence))
 
-    def prefix_of(
-        self, blocks: list[Block], embedded: dict[str, EmbeddedBlock], presence: Presence
-    ) -> Prefix:
-        rows, pad, marks = joined(blocks, embedded, presence, True)
-        seen = [
-            embedded[block.name].rows.shape[1]
-            for block in blocks
-            if block.when is not When.TRAINING and presence.has(block, True)
-        ]
-        return Prefix(rows, pad, marks, sum(seen))
-
-    def embed_one_by_one(self, batch, blocks: list[Block]) -> dict[str, EmbeddedBlock]:
+    def embed_one_by_one(self, batch, blocks: list[Block]) -> dict[str, Tensor]:
         found = {}
-        for name, text in self._text_ids(batch, blocks).items():
-            found |= look_up(self.embed_tokens, {name: text})
+        for block in blocks:
+            if block.source in (Source.FIELD, Source.LABEL):
+                found |= look_up(self.embed_tokens, {block.name: self.tokens.ids(block, batch)})
         for block in blocks:
             if block.source is Source.VIDEOS:
                 history = paddle.concat([batch["obs_history_is_pad"]] * CAMERAS)
                 rows = self.video_encoder(paddle.concat(batch["videos"]), history)
-                found[block.name] = of_cameras(rows, batch["vid_masks"])
+                found[block.name] = of_cameras(rows, CAMERAS)
             elif block.source is Source.SUBGOALS:
                 rows = self.video_encoder.embed_image(paddle.concat(batch["subgoal_images"]))
-                found[block.name] = of_cameras(rows, batch["subgoal_img_masks"])
+                found[block.name] = of_cameras(rows, CAMERAS)
             elif block.source is Source.STATE:
                 found[block.name] = self._state(batch)
             elif block.source is Source.ACTIONS:
@@ -399,7 +387,7 @@ class HoistedAndDropped(InBranchEmbedding):
     """Embedded on every rank, and what is not laid out is not used: issue 266 as it stands."""
 
     def forward(self, batch, presence, training=True) -> Prefix:
-        blocks = embedded_blocks(PREFIX_BLOCKS, fields_of(batch), presence, training)
-        embedded = self.embed_one_by_one(batch, blocks)
+        blocks = self.tokens.embedded(batch, presence, training)
+        rows = self.embed_one_by_one(batch, blocks)
         chosen = [block for block in blocks if presence.has(block, training)]
-        return self.prefix_of(chosen, embedded, presence)
+        return Prefix(joined(chosen, rows, presence, True), *self.tokens.masks(batch, presence))

@@ -73,6 +73,8 @@ def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -
         Rule("decoder.norm.*", f"{backbone}.language_model.norm.*", Same()),
         Rule("decoder.expert_norm.*", f"{expert}.norm.*", LinearWeights()),
         Rule("da_head.*", f"{engine}.da_head.*", LinearWeights()),
+        # The planner's, where the token table is on another stage of a pipeline.
+        Rule("lm_head.*", f"{backbone}.language_model.embed_tokens.*", Same()),
     )
 
 

@@ -16,12 +16,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.models.pi07.attention_masks import (
-    block_mask,
-    prefix_positions,
-    suffix_mask,
-    suffix_positions,
-)
+from paddle_vl.models.pi07.attention_masks import suffix_mask, suffix_positions
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.freeze import freeze, uses_dropout
 from paddle_vl.models.pi07.group_linear import GroupedProjection
@@ -29,7 +24,8 @@ from paddle_vl.models.pi07.interleaved import DecoderOutput, InterleavedDecoder,
 from paddle_vl.models.pi07.losses import LossTerms, flow_counts, flow_loss, token_slot_loss
 from paddle_vl.models.pi07.placed_model import PlacedModel
 from paddle_vl.models.pi07.prefix import Prefix, PrefixEmbedding
-from paddle_vl.models.pi07.prefix_layout import Presence, presence_of
+from paddle_vl.models.pi07.prefix_layout import PREFIX_BLOCKS, Presence, presence_of
+from paddle_vl.models.pi07.prefix_tokens import PrefixMasks, PrefixTokens
 from paddle_vl.models.pi07.sampling import sample_actions
 from paddle_vl.models.pi07.suffix import SuffixEmbedding
 from paddle_vl.nn.linear import Linear
@@ -55,7 +51,8 @@ class PI07LowLevelFlowMatching(PlacedModel):
     """Prefix and suffix embeddings, the decoder of both streams, and the two heads.
 
     What lies outside of the decoder's layers is whole on every rank but the token table, and all
-    ranks of a model-parallel group compute the same of it.
+    ranks of a model-parallel group compute the same of it. Of the ranks of a pipeline the first has
+    the embeddings and the last the heads.
     """
 
     def __init__(
@@ -75,13 +72,18 @@ class PI07LowLevelFlowMatching(PlacedModel):
         num_groups = config.num_groups if config.per_group_projection else None
         vlm = config.vlm_config
         width = vlm.gemma3_config.text_config.hidden_size
-        self.prefix = PrefixEmbedding(config, label_ids, num_groups, self.placement)
-        self.suffix = SuffixEmbedding(config, num_groups)
+        camera_tokens = vlm.gemma3_config.mm_tokens_per_image
+        self.tokens = PrefixTokens(PREFIX_BLOCKS, label_ids, camera_tokens)
+        self.prefix, self.suffix, self.da_head, self.action_out_proj = None, None, None, None
+        if self.placement.held.embedding:
+            self.prefix = PrefixEmbedding(config, self.tokens, num_groups, self.placement)
+            self.suffix = SuffixEmbedding(config, num_groups)
         self.decoder = InterleavedDecoder(vlm, self.placement)
-        self.da_head = Linear(width, vlm.discrete_action_vocab_size, True)
-        self.action_out_proj = GroupedProjection(
-            config.proj_width, config.max_action_dim, num_groups
-        )
+        if self.placement.held.head:
+            self.da_head = Linear(width, vlm.discrete_action_vocab_size, True)
+            self.action_out_proj = GroupedProjection(
+                config.proj_width, config.max_action_dim, num_groups
+            )
         freeze(self, vlm)
         self.train()
 
@@ -119,17 +121,8 @@ class PI07LowLevelFlowMatching(PlacedModel):
         noisy = self.noisy_actions(batch)
         prefix = self.prefix(batch, presence)
         out = self.decode(prefix, noisy, batch.get("group_index"))
-        flow = self.flow_terms(out.suffix, noisy, batch)
-        tokens = token_slot_loss(
-            self.action_token_logits(out.prefix),
-            batch["discrete_actions"],
-            batch["discrete_action_masks"],
-        )
-        losses = {"MSE": flow.mean, "CE": tokens.mean}
-        if per_sample:
-            losses["MSE_per_sample"] = (flow.sums, flow.counts)
-            losses["CE_per_sample"] = (tokens.sums, tokens.counts)
-        return losses
+        losses = self.losses(out, noisy, batch)
+        return losses if per_sample else {name: losses[name] for name in ("MSE", "CE")}
 
     def noisy_actions(self, batch: Mapping[str, Any]) -> NoisyActions:
         """Actions mixed with noise; what the batch does not give of these is drawn."""
@@ -155,12 +148,7 @@ class PI07LowLevelFlowMatching(PlacedModel):
             prefix.embs, rows, cond, self.prefix_view(prefix), self.suffix_view(prefix)
         )
 
-    def prefix_view(self, prefix: Prefix):
-        """Positions and mask of a prefix, for the decoder."""
-        visible = block_mask(prefix.pad_masks, prefix.att_masks)
-        return self.decoder.view(prefix_positions(prefix.pad_masks), visible)
-
-    def suffix_view(self, prefix: Prefix) -> SuffixView:
+    def suffix_view(self, prefix: Prefix | PrefixMasks) -> SuffixView:
         """Positions and mask of a chunk of actions behind a prefix."""
         steps = self.config.chunk_size
         seen_BL = prefix.pad_masks[:, : prefix.num_seen]
@@ -170,6 +158,23 @@ class PI07LowLevelFlowMatching(PlacedModel):
             suffix_mask(seen_BL, pad_BC, suffix_marks(pad_BC)),
         )
         return SuffixView(own, prefix.num_seen, self.config.knowledge_insulation)
+
+    def losses(
+        self, out: DecoderOutput, noisy: NoisyActions, batch: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What `forward` returns, with sums and counts of every sample."""
+        flow = self.flow_terms(out.suffix, noisy, batch)
+        tokens = token_slot_loss(
+            self.action_token_logits(out.prefix),
+            batch["discrete_actions"],
+            batch["discrete_action_masks"],
+        )
+        return {
+            "MSE": flow.mean,
+            "CE": tokens.mean,
+            "MSE_per_sample": (flow.sums, flow.counts),
+            "CE_per_sample": (tokens.sums, tokens.counts),
+        }
 
     def velocity(self, suffix_BCE: Tensor, group_B: Tensor | None = None) -> Tensor:
         """The expert's rows to velocities, float32 `[B, C, A]`."""

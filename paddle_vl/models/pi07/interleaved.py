@@ -97,8 +97,24 @@ class DecoderOutput(NamedTuple):
     cache: list[KeyValue] | None
 
 
+class Streams(NamedTuple):
+    """This rank's token rows of both streams, and what conditions the norms of the suffix; None for
+    a stream that is not given.
+
+    Attributes:
+        prefix: `[T, D]`.
+        suffix: `[T', E]`.
+        cond: `[T', E]`, or `[C, E]` where all samples share it and ranks have all rows.
+    """
+
+    prefix: Tensor | None
+    suffix: Tensor | None
+    cond: Tensor | None
+
+
 class InterleavedDecoder(nn.Layer):
-    """The layers and the final norm of each stream.
+    """The layers and the final norm of each stream. A rank of a pipeline has some of these layers,
+    and a placeholder for each of the others.
 
     Attributes:
         attention_implementation: `eager` or `sdpa`, the configuration's until it is changed; read
@@ -111,10 +127,17 @@ class InterleavedDecoder(nn.Layer):
         self.attention_implementation: str = config.attention_implementation
         text, expert = config.gemma3_config.text_config, config.gemma_expert_config
         self.layers = nn.LayerList(
-            [InterleavedDecoderLayer(config, i, placement) for i in range(text.num_hidden_layers)]
+            [
+                InterleavedDecoderLayer(config, i, placement)
+                if placement.holds_layer(i)
+                else nn.Identity()
+                for i in range(text.num_hidden_layers)
+            ]
         )
+        self.norm, self.expert_norm = None, None
+        if not placement.held.head:
+            return
         self.norm = placement.row_wise(GemmaRMSNorm(text.hidden_size, text.rms_norm_eps))
-        self.expert_norm = None
         if not config.disable_action_expert:
             sizes = (expert.hidden_size, expert.adarms_cond_dim, expert.rms_norm_eps)
             self.expert_norm = placement.row_wise(AdaptiveRMSNorm(*sizes))
@@ -164,40 +187,69 @@ class InterleavedDecoder(nn.Layer):
             )
         if suffix_BCE is not None and prefix_BLD is None and cache is None:
             raise ValueError("a suffix was given without a prefix or the keys that one left")
-        prefix_TD = suffix_TE = cond_TE = None
+        streams, every_layer = self.enter(prefix_BLD, suffix_BCE, cond_BCE), range(len(self.layers))
+        streams, kept = self.run_layers(every_layer, streams, prefix_view, suffix_view, cache, keep)
+        return self.leave(streams, prefix_view, suffix_view)._replace(cache=kept)
+
+    def enter(
+        self,
+        prefix_BLD: Tensor | None,
+        suffix_BCE: Tensor | None = None,
+        cond_BCE: Tensor | None = None,
+    ) -> Streams:
+        """The rows as the layers take them."""
+        streams = Streams(None, None, None)
         if prefix_BLD is not None:
-            prefix_TD = self._enter(prefix_BLD)
-        if suffix_BCE is not None:
-            suffix_TE = self._enter(suffix_BCE)
-            cond_TE = self._enter_condition(cond_BCE, suffix_BCE)
+            streams = streams._replace(prefix=self._enter(prefix_BLD))
+        if suffix_BCE is None:
+            return streams
+        if self.placement.row_part.size > 1:
+            # Each row has a condition of its own.
+            cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], cond_BCE.shape[-1]])
+        return streams._replace(suffix=self._enter(suffix_BCE), cond=self._enter(cond_BCE))
+
+    def run_layers(
+        self,
+        layers: range,
+        streams: Streams,
+        prefix_view: StreamView | None = None,
+        suffix_view: SuffixView | None = None,
+        cache: list[KeyValue] | None = None,
+        keep: bool = False,
+    ) -> tuple[Streams, list[KeyValue] | None]:
+        """Run some layers, one after the other; with the keys and values to be kept."""
         kept: list[KeyValue] = []
-        for i, layer in enumerate(self.layers):
+        for i in layers:
             past = None if cache is None else cache[i]
-            rows = list(layer(prefix_TD, suffix_TE, cond_TE, prefix_view, suffix_view, past, keep))
-            if prefix_TD is not None:
-                prefix_TD = rows.pop(0)
-            if suffix_TE is not None:
-                suffix_TE = rows.pop(0)
+            rows = list(self.layers[i](*streams, prefix_view, suffix_view, past, keep))
+            if streams.prefix is not None:
+                streams = streams._replace(prefix=rows.pop(0))
+            if streams.suffix is not None:
+                streams = streams._replace(suffix=rows.pop(0))
             if keep:
                 kept.append((rows[0], rows[1]))
+        return streams, kept if keep else None
+
+    def leave(
+        self,
+        streams: Streams,
+        prefix_view: StreamView | None = None,
+        suffix_view: SuffixView | None = None,
+    ) -> DecoderOutput:
+        """The rows behind the final norms, all of them again."""
+        prefix_TD, suffix_TE, cond_TE = streams
+        prefix_BLD = suffix_BCE = None
         if prefix_TD is not None:
-            prefix_BLD = self._leave(self.norm(prefix_TD), prefix_BLD)
+            prefix_BLD = self._leave(self.norm(prefix_TD), prefix_view)
         if suffix_TE is not None:
-            suffix_BCE = self._leave(self.expert_norm(suffix_TE, cond_TE)[0], suffix_BCE)
-        return DecoderOutput(prefix_BLD, suffix_BCE, kept if keep else None)
+            suffix_BCE = self._leave(self.expert_norm(suffix_TE, cond_TE)[0], suffix_view.own)
+        return DecoderOutput(prefix_BLD, suffix_BCE, None)
 
     def _enter(self, x_BLD: Tensor) -> Tensor:
         """This rank's token rows."""
         x_TD = x_BLD.reshape([-1, x_BLD.shape[-1]])
         return self.placement.enter_rows(self.placement.pad_rows(x_TD))
 
-    def _enter_condition(self, cond_BCE: Tensor, suffix_BCE: Tensor) -> Tensor:
-        """The condition of this rank's rows; of one sample's where ranks have all rows."""
-        if self.placement.row_part.size > 1:
-            cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], cond_BCE.shape[-1]])
-        return self._enter(cond_BCE)
-
-    def _leave(self, x_TD: Tensor, entered_BLD: Tensor) -> Tensor:
-        """All rows again, as they entered."""
-        batch, length, _ = entered_BLD.shape
-        return self.placement.leave_rows(x_TD, batch * length).reshape([batch, length, -1])
+    def _leave(self, x_TD: Tensor, view: StreamView) -> Tensor:
+        x_TD = self.placement.leave_rows(x_TD, view.num_rows)
+        return x_TD.reshape([*view.shape, -1])

@@ -9,9 +9,14 @@ from paddle import Tensor, nn
 from paddle_vl.models.checkpoint.filling import Fillable, FillStep
 from paddle_vl.models.checkpoint.pretrained import drawn_values
 from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
+from paddle_vl.models.pi07.attention_masks import block_mask, prefix_positions
 from paddle_vl.models.pi07.checkpoint_map import checkpoint_rules
 from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.gemma_layers import StreamView
+from paddle_vl.models.pi07.interleaved import InterleavedDecoder
 from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.models.pi07.prefix import Prefix
+from paddle_vl.models.pi07.prefix_tokens import PrefixMasks, PrefixTokens
 from paddle_vl.nn.placement import SingleDevicePlacement
 
 Model = TypeVar("Model", bound="PlacedModel")
@@ -21,8 +26,14 @@ class PlacedModel(Fillable, nn.Layer):
     """A model, or a rank's part of it.
 
     Attributes:
-        decoder_layers, vision_blocks: units for recomputation and sharding.
+        tokens: of the prefix.
+        prefix: what embeds it; None where this rank has no embedding.
+        decoder_layers, vision_blocks: units for recomputation and sharding, those of this rank.
     """
+
+    tokens: PrefixTokens
+    prefix: nn.Layer | None
+    decoder: InterleavedDecoder
 
     def __init__(
         self,
@@ -36,11 +47,17 @@ class PlacedModel(Fillable, nn.Layer):
 
     @property
     def decoder_layers(self) -> list[nn.Layer]:
-        return list(self.decoder.layers)
+        layers = enumerate(self.decoder.layers)
+        return [layer for i, layer in layers if self.placement.holds_layer(i)]
 
     @property
     def vision_blocks(self) -> list[nn.Layer]:
-        return list(self.prefix.video_encoder.tower.layers)
+        return [] if self.prefix is None else list(self.prefix.video_encoder.tower.layers)
+
+    def prefix_view(self, masks: Prefix | PrefixMasks) -> StreamView:
+        """Positions and mask of a prefix, for the decoder."""
+        visible = block_mask(masks.pad_masks, masks.att_masks)
+        return self.decoder.view(prefix_positions(masks.pad_masks), visible)
 
     def stored_parameters(self) -> list[StoredParameter]:
         """Every parameter of this rank once, with its checkpoint key (without `model.`) and

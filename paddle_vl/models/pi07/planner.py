@@ -14,7 +14,6 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.models.pi07.attention_masks import (
-    block_mask,
     prefix_positions,
     suffix_mask,
     suffix_positions,
@@ -24,19 +23,17 @@ from paddle_vl.models.pi07.embeddings import PAD_ID, PaddedEmbedding
 from paddle_vl.models.pi07.flow_matching import as_tensors
 from paddle_vl.models.pi07.freeze import freeze
 from paddle_vl.models.pi07.gemma_layers import KeyValue
-from paddle_vl.models.pi07.interleaved import InterleavedDecoder
+from paddle_vl.models.pi07.interleaved import DecoderOutput, InterleavedDecoder
 from paddle_vl.models.pi07.placed_model import PlacedModel
 from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.models.pi07.prefix import Prefix
 from paddle_vl.models.pi07.prefix_layout import (
     PLANNER_BLOCKS,
-    PLANNER_LABELS,
     Presence,
     Source,
-    embedded_blocks,
-    fields_of,
     presence_of,
 )
+from paddle_vl.models.pi07.prefix_tokens import PrefixTokens
 from paddle_vl.models.pi07.video_encoder import VideoEncoder
 from paddle_vl.nn.loss import IGNORE_INDEX
 from paddle_vl.nn.placement import SingleDevicePlacement
@@ -50,13 +47,13 @@ class PlannerEmbedding(nn.Layer):
     def __init__(
         self,
         config: PI07PlannerConfig,
-        label_ids: Mapping[str, Sequence[int]],
+        tokens: PrefixTokens,
         placement: SingleDevicePlacement,
     ):
         super().__init__()
         backbone = config.vlm_config.gemma3_config
         width = backbone.text_config.hidden_size
-        self.label_ids = {label: list(label_ids[label]) for label in PLANNER_LABELS}
+        self.tokens = tokens
         # One frame: no layer of the tower has anything to look back at.
         layers = backbone.vision_config.num_hidden_layers
         self.video_encoder = VideoEncoder(backbone, 1, layers + 1, placement)
@@ -73,23 +70,14 @@ class PlannerEmbedding(nn.Layer):
         Raises:
             ValueError: metadata is to be laid out that the batch has no field for.
         """
-        blocks = embedded_blocks(PLANNER_BLOCKS, fields_of(batch), presence, training)
-        size, texts = batch["lang_tokens"].shape[0], {}
-        for block in blocks:
-            if block.source is Source.FIELD:
-                texts[block.name] = (batch[f"{block.text}_tokens"], batch[f"{block.text}_masks"])
-            elif block.source is Source.LABEL:
-                texts[block.name] = self.label(block.text, size)
-        embedded = look_up(self.embed_tokens, texts)
+        blocks = self.tokens.embedded(batch, presence, training)
+        texts = [block for block in blocks if block.source is not Source.IMAGES]
+        ids = {block.name: self.tokens.ids(block, batch) for block in texts}
+        rows = look_up(self.embed_tokens, ids)
         images = self.video_encoder.embed_image(paddle.concat(batch["images"]))
-        embedded["images"] = of_cameras(images, batch["img_masks"])
-        rows, pad, marks = joined(blocks, embedded, presence, training)
-        return Prefix(rows, pad, marks, rows.shape[1])
-
-    def label(self, text: str, size: int) -> tuple[Tensor, Tensor]:
-        """Ids and pad masks of a label, `[B, n]`."""
-        ids = np.tile(np.array(self.label_ids[text], dtype=np.int64), (size, 1))
-        return paddle.to_tensor(ids), paddle.ones(ids.shape, dtype="bool")
+        rows["images"] = of_cameras(images, len(batch["images"]))
+        masks = self.tokens.masks(batch, presence, training)
+        return Prefix(joined(blocks, rows, presence, training), *masks)
 
 
 class PI07HighLevelPlannerModel(PlacedModel):
@@ -109,9 +97,8 @@ class PI07HighLevelPlannerModel(PlacedModel):
             ValueError: labels without ids, or with another number than the configuration says.
         """
         super().__init__(config, label_ids, placement)
-        missing = [label for label in PLANNER_LABELS if not label_ids.get(label)]
-        if missing:
-            raise ValueError(f"no token ids for the labels {missing} of the planner")
+        backbone = config.vlm_config.gemma3_config
+        self.tokens = PrefixTokens(PLANNER_BLOCKS, label_ids, backbone.mm_tokens_per_image)
         for label, name in (
             (_RESPONSE_LABEL, "subtask_indicator_max_length"),
             (_MEMORY_LABEL, "memory_indicator_max_length"),
@@ -121,11 +108,20 @@ class PI07HighLevelPlannerModel(PlacedModel):
                     f"{name} is {getattr(config, name)}, but the tokenizer makes "
                     f"{len(label_ids[label])} tokens of {label!r}: set it to that, or to None"
                 )
-        self.prefix = PlannerEmbedding(config, label_ids, self.placement)
+        held = self.placement.held
+        self.prefix, self.lm_head, table = None, None, None
+        if held.embedding:
+            self.prefix = PlannerEmbedding(config, self.tokens, self.placement)
+            table = self.prefix.embed_tokens.weight
+            self.placement.mark_tied(table)
         self.decoder = InterleavedDecoder(config.vlm_config, self.placement)
-        table = self.prefix.embed_tokens.weight
-        vocab_size, width = self.placement.whole_shape(table)
-        self.lm_head = self.placement.vocab_head(width, vocab_size, tied_weight=table)
+        if held.head:
+            text = backbone.text_config
+            self.lm_head = self.placement.vocab_head(
+                text.hidden_size, text.vocab_size, tied_weight=table
+            )
+            if table is None:
+                self.placement.mark_tied(self.lm_head.weight)
         freeze(self, config.vlm_config)
 
     def forward(
@@ -145,13 +141,15 @@ class PI07HighLevelPlannerModel(PlacedModel):
         presence = presence_of(batch) if presence is None else presence
         batch = as_tensors(batch)
         prefix = self.prefix(batch, presence, training=True)
-        view = self.decoder.view(
-            prefix_positions(prefix.pad_masks), block_mask(prefix.pad_masks, prefix.att_masks)
-        )
-        out_BLD = self.decoder(prefix.embs, prefix_view=view).prefix
+        out = self.decoder(prefix.embs, prefix_view=self.prefix_view(prefix))
+        return self.losses(out, batch)
+
+    def losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What `forward` returns."""
+        out_BLD = out.prefix
         response, memory = batch["response_tokens"], batch["memory_tokens"]
         response_at = out_BLD.shape[1] - response.shape[1]
-        label = len(self.prefix.label_ids[_RESPONSE_LABEL])
+        label = len(self.tokens.label_ids[_RESPONSE_LABEL])
         memory_at = response_at - label - memory.shape[1]
         sums = [
             self._segment_loss_sum(out_BLD, memory_at, memory, batch["memory_masks"]),
@@ -204,7 +202,8 @@ class PI07HighLevelPlannerModel(PlacedModel):
         prefix = self.prefix(batch, presence, training=False)
         writer = _Writer(self, prefix)
         memory = writer.write(self.config.memory_max_length, bos_id, eos_id)
-        writer.read(*self.prefix.label(_RESPONSE_LABEL, memory.shape[0]))
+        label_Bn = self.tokens.label(_RESPONSE_LABEL, memory.shape[0])
+        writer.read(label_Bn, paddle.ones(label_Bn.shape, dtype="bool"))
         return memory, writer.write(self.config.response_max_length, bos_id, eos_id)
 
 
@@ -213,10 +212,7 @@ class _Writer:
 
     def __init__(self, model: PI07HighLevelPlannerModel, prefix: Prefix):
         self.model, self.pad_BL = model, prefix.pad_masks
-        view = model.decoder.view(
-            prefix_positions(prefix.pad_masks), block_mask(prefix.pad_masks, prefix.att_masks)
-        )
-        output = model.decoder(prefix.embs, prefix_view=view, keep=True)
+        output = model.decoder(prefix.embs, prefix_view=model.prefix_view(prefix), keep=True)
         self.cache: list[KeyValue] = output.cache
         self.last_B1D = output.prefix[:, -1:]
 

@@ -6,24 +6,15 @@ Shapes: B batch, L prefix tokens, D backbone width, T steps of history, M tokens
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.models.pi07.block_embedding import EmbeddedBlock, joined, look_up, of_cameras
+from paddle_vl.models.pi07.block_embedding import joined, look_up, of_cameras
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.embeddings import PaddedEmbedding
 from paddle_vl.models.pi07.group_linear import GroupedProjection
-from paddle_vl.models.pi07.prefix_layout import (
-    LABELS,
-    PREFIX_BLOCKS,
-    Block,
-    Presence,
-    Source,
-    When,
-    embedded_blocks,
-    fields_of,
-)
+from paddle_vl.models.pi07.prefix_layout import Block, Presence, Source
+from paddle_vl.models.pi07.prefix_tokens import PrefixTokens, real_steps
 from paddle_vl.models.pi07.video_encoder import VideoEncoder
 from paddle_vl.nn.linear import Embedding
 from paddle_vl.nn.part import part
@@ -35,10 +26,7 @@ class Prefix(NamedTuple):
 
     Attributes:
         embs: `[B, L, D]`.
-        pad_masks: `[B, L]` bool, True for real tokens.
-        att_masks: `[B, L]` bool marks, see `paddle_vl.models.pi07.attention_masks`.
-        num_seen: the expert sees so many of the tokens, the first ones: those before the action
-            tail, so that training and sampling look the same to it.
+        pad_masks, att_masks, num_seen: see `PrefixMasks`.
     """
 
     embs: Tensor
@@ -56,21 +44,18 @@ class PrefixEmbedding(nn.Layer):
     def __init__(
         self,
         config: PI07Config,
-        label_ids: Mapping[str, Sequence[int]],
+        tokens: PrefixTokens,
         num_groups: int | None,
         placement: SingleDevicePlacement,
     ):
         """
         Args:
-            label_ids: the token ids of each of `prefix_layout.LABELS`, no special tokens.
+            tokens: of the layout `prefix_layout.PREFIX_BLOCKS`.
 
         Raises:
-            ValueError: a label without ids, or no vocabulary of discrete actions.
+            ValueError: no vocabulary of discrete actions.
         """
         super().__init__()
-        missing = [label for label in LABELS if not label_ids.get(label)]
-        if missing:
-            raise ValueError(f"no token ids for the labels {missing} of the prefix")
         vlm = config.vlm_config
         backbone = vlm.gemma3_config
         if vlm.discrete_action_vocab_size is None:
@@ -78,8 +63,7 @@ class PrefixEmbedding(nn.Layer):
                 "vlm_config.discrete_action_vocab_size is None: it is that of the action tokenizer"
             )
         width = backbone.text_config.hidden_size
-        self.config = config
-        self.label_ids = {label: list(label_ids[label]) for label in LABELS}
+        self.config, self.tokens = config, tokens
         self.video_encoder = VideoEncoder(
             backbone, config.n_obs_steps, config.spacetime_layer_stride, placement
         )
@@ -105,26 +89,23 @@ class PrefixEmbedding(nn.Layer):
         Raises:
             ValueError: a part is to be laid out that the batch has no field for.
         """
-        blocks = embedded_blocks(PREFIX_BLOCKS, fields_of(batch), presence, training)
-        embedded = self.embed_blocks(batch, blocks, presence.subgoal)
-        embs_BLD, pad_BL, att_BL = joined(blocks, embedded, presence, training)
-        seen = [
-            embedded[block.name].rows.shape[1]
-            for block in blocks
-            if block.when is not When.TRAINING and presence.has(block, training)
-        ]
-        return Prefix(embs_BLD, pad_BL, att_BL, sum(seen))
+        blocks = self.tokens.embedded(batch, presence, training)
+        rows = self.embed_blocks(batch, blocks, presence.subgoal)
+        masks = self.tokens.masks(batch, presence, training)
+        return Prefix(joined(blocks, rows, presence, training), *masks)
 
     def embed_blocks(
         self, batch: Mapping[str, Any], blocks: Sequence[Block], with_goals: bool = True
-    ) -> dict[str, EmbeddedBlock]:
-        """Rows and pad masks of each of the blocks, laid out or not.
+    ) -> dict[str, Tensor]:
+        """Rows `[B, n, D]` of each of the blocks, laid out or not.
 
         Args:
             with_goals: run the tower over goal images too. They are the one part that would cost
                 much where no sample has one, and the tower runs for the videos anyway.
         """
-        found = look_up(self.embed_tokens, self._text_ids(batch, blocks))
+        texts = [block for block in blocks if block.source in (Source.FIELD, Source.LABEL)]
+        ids = {block.name: self.tokens.ids(block, batch) for block in texts}
+        found = look_up(self.embed_tokens, ids)
         if any(block.source is Source.VIDEOS for block in blocks):
             found |= self._pictures(batch, with_goals)
         for block in blocks:
@@ -134,57 +115,34 @@ class PrefixEmbedding(nn.Layer):
                 found[block.name] = self._actions(batch)
         return found
 
-    def _text_ids(
-        self, batch: Mapping[str, Any], blocks: Sequence[Block]
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Ids `[B, n]` and pad masks `[B, n]` of the blocks that are text."""
-        size = batch["lang_tokens"].shape[0]
-        found = {}
-        for block in blocks:
-            if block.source is Source.FIELD:
-                found[block.name] = (
-                    batch[f"{block.text}_tokens"],
-                    batch[f"{block.text}_masks"],
-                )
-            elif block.source is Source.LABEL:
-                ids = np.array(self.label_ids[block.text], dtype=np.int64)
-                pad = paddle.ones([size, ids.size], dtype="bool")
-                if block.hidden_without_subgoal:
-                    has_goal = paddle.stack(batch["subgoal_img_masks"]).any(axis=0)
-                    pad = paddle.logical_and(pad, has_goal.unsqueeze(1))
-                found[block.name] = (paddle.to_tensor(np.tile(ids, (size, 1))), pad)
-        return found
-
-    def _pictures(self, batch: Mapping[str, Any], with_goals: bool) -> dict[str, EmbeddedBlock]:
-        videos, history = batch["videos"], batch.get("obs_history_is_pad")
-        goals, masks = batch.get("subgoal_images"), batch.get("subgoal_img_masks")
+    def _pictures(self, batch: Mapping[str, Any], with_goals: bool) -> dict[str, Tensor]:
+        videos, history, goals = (
+            batch.get(name) for name in ("videos", "obs_history_is_pad", "subgoal_images")
+        )
         if history is not None:
             history = paddle.concat([history] * len(videos))
         stills = paddle.concat(goals) if goals and with_goals else None
         # All cameras and all goals in one pass of the tower.
         rows_ZMD = self.video_encoder(paddle.concat(videos), history, stills)
         num_videos = len(videos) * videos[0].shape[0]
-        found = {"videos": of_cameras(part(rows_ZMD, 0, num_videos), batch["vid_masks"])}
+        found = {"videos": of_cameras(part(rows_ZMD, 0, num_videos), len(videos))}
         if stills is not None:
-            found["subgoals"] = of_cameras(part(rows_ZMD, num_videos, rows_ZMD.shape[0]), masks)
+            found["subgoals"] = of_cameras(
+                part(rows_ZMD, num_videos, rows_ZMD.shape[0]), len(goals)
+            )
         elif goals:
             # Any rows do where none are laid out: the same graph as with goals.
-            found["subgoals"] = of_cameras(part(rows_ZMD, 0, videos[0].shape[0]), masks[:1])
+            found["subgoals"] = of_cameras(part(rows_ZMD, 0, videos[0].shape[0]), 1)
         return found
 
-    def _state(self, batch: Mapping[str, Any]) -> EmbeddedBlock:
-        state_BTS, history = batch["state"], batch.get("obs_history_is_pad")
-        steps = state_BTS.shape[1]
-        current = paddle.arange(steps) == steps - 1
-        if history is None:
-            real_BT = current.unsqueeze(0).expand(state_BTS.shape[:2])
-        else:
-            real_BT = paddle.logical_or(paddle.logical_not(history), current)
-        state_BTS = paddle.where(real_BT.unsqueeze(-1), state_BTS, paddle.zeros_like(state_BTS))
+    def _state(self, batch: Mapping[str, Any]) -> Tensor:
+        state_BTS = batch["state"]
+        is_real_BT1 = real_steps(batch).unsqueeze(-1)
+        state_BTS = paddle.where(is_real_BT1, state_BTS, paddle.zeros_like(state_BTS))
         state_BTS = state_BTS.astype(self.embed_tokens.weight.dtype)
-        return EmbeddedBlock(self.state_proj(state_BTS, batch.get("group_index")), real_BT)
+        return self.state_proj(state_BTS, batch.get("group_index"))
 
-    def _actions(self, batch: Mapping[str, Any]) -> EmbeddedBlock:
+    def _actions(self, batch: Mapping[str, Any]) -> Tensor:
         tokens_BL = batch["discrete_actions"]
         wanted = self.config.discrete_action_max_length
         if tokens_BL.shape[1] != wanted:
@@ -192,5 +150,4 @@ class PrefixEmbedding(nn.Layer):
                 f"discrete_actions has {tokens_BL.shape[1]} tokens a sample; "
                 f"discrete_action_max_length is {wanted}"
             )
-        rows = self.discrete_action_embedding(tokens_BL)
-        return EmbeddedBlock(rows, batch["discrete_action_masks"])
+        return self.discrete_action_embedding(tokens_BL)

@@ -18,6 +18,7 @@ from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors, draw_time
 from paddle_vl.models.pi07.group_linear import GroupedProjection
 from paddle_vl.models.pi07.prefix_layout import LABELS, PREFIX_BLOCKS, Presence, presence_of
+from paddle_vl.models.pi07.prefix_tokens import real_steps
 from paddle_vl.models.pi07.sampling import times
 from tests.pi07_golden import CASES, case, config_values
 
@@ -111,13 +112,12 @@ def test_padded_states_are_zero_before_they_are_projected():
     batch["obs_history_is_pad"][0] = [True, False, False]
     batch["state"][0, 0] = np.nan
     state = model.prefix.embed_blocks(as_tensors(batch), PREFIX_BLOCKS[1:4])["state"]
-    rows, bias = state.rows.numpy(), model.prefix.state_proj.linear.bias.numpy()
+    rows, bias = state.numpy(), model.prefix.state_proj.linear.bias.numpy()
     np.testing.assert_allclose(rows[0, 0], bias, rtol=1e-6)
-    assert state.pad.numpy()[0].tolist() == [False, True, True]
+    assert real_steps(as_tensors(batch)).numpy()[0].tolist() == [False, True, True]
     assert np.isfinite(losses_and_gradients(model, batch)[0]).all()
     batch["obs_history_is_pad"] = None
-    state = model.prefix.embed_blocks(as_tensors(batch), PREFIX_BLOCKS[1:4])["state"]
-    assert state.pad.numpy().tolist() == [[False, False, True]] * 2
+    assert real_steps(as_tensors(batch)).numpy().tolist() == [[False, False, True]] * 2
 
 
 def test_padding_of_actions_has_no_effect_on_the_flow():
@@ -219,15 +219,15 @@ def test_prefix_is_laid_out_as_described(presence, training):
         "actions": 5,
     }  # fmt: skip
     chosen = [block for block in PREFIX_BLOCKS if presence.has(block, training)]
-    lengths = [sizes.get(b.name) or len(model.prefix.label_ids[b.text]) for b in chosen]
+    lengths = [sizes.get(b.name) or len(model.label_ids[b.text]) for b in chosen]
     assert prefix.embs.shape == [2, sum(lengths), 64]
-    tail = len(model.prefix.label_ids["Action: "]) + 5 if training else 0
+    tail = len(model.label_ids["Action: "]) + 5 if training else 0
     assert prefix.num_seen == sum(lengths) - tail
     begin = 0
     for block, length in zip(chosen, lengths, strict=True):
         alone = model.prefix.embed_blocks(batch, [block, *PREFIX_BLOCKS[:2]])[block.name]
         part = prefix.embs[:, begin : begin + length]
-        np.testing.assert_allclose(part.numpy(), alone.rows.numpy(), atol=1e-6)
+        np.testing.assert_allclose(part.numpy(), alone.numpy(), atol=1e-6)
         begin += length
 
 

@@ -62,7 +62,7 @@ def test_decoding_writes_what_the_whole_model_predicts():
     batch |= {"memory_tokens": memory, "response_tokens": response}
     prefix = model.prefix(as_tensors(batch), Presence(False, True, False), training=True)
     rows = whole_rows(model, prefix)
-    label = len(model.prefix.label_ids["Subtask: "])
+    label = len(model.label_ids["Subtask: "])
     for tokens, behind in ((memory, label + RESPONSE), (response, 0)):
         end = rows.shape[1] - behind
         wanted = model.head(rows[:, end - tokens.shape[1] : end - 1]).argmax(axis=-1)
@@ -100,7 +100,7 @@ def test_losses_are_means_over_all_slots():
     losses = model(batch)
     prefix = model.prefix(as_tensors(batch), Presence(False, True, False), training=True)
     rows, total = whole_rows(model, prefix), 0.0
-    label = len(model.prefix.label_ids["Subtask: "])
+    label = len(model.label_ids["Subtask: "])
     for name, behind in (("memory", label + RESPONSE), ("response", 0)):
         tokens, masks = batch[f"{name}_tokens"], batch[f"{name}_masks"]
         end = rows.shape[1] - behind
@@ -126,7 +126,7 @@ def test_metadata_is_laid_out_if_any_sample_has_it():
         model(batch)
         hook.remove()
         lengths.append(seen[0].embs.shape[1])
-    assert lengths[0] - lengths[1] == 7 + len(model.prefix.label_ids[";\n "])
+    assert lengths[0] - lengths[1] == 7 + len(model.label_ids[";\n "])
 
 
 def test_metadata_is_embedded_once_whether_laid_out_or_not():
