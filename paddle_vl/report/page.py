@@ -60,8 +60,9 @@ def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
     Returns:
         `runs`: of each `name`, `skipped` ([after, until, count] of skipped updates) and `resumed`
         (steps); `axes`: by key of quantities to draw over, their names; `panels`: of each `name`,
-        `section`, `title`, `unit`, `log` and `curves`, of each `run` (its place), `key`, `label`,
-        `eval`, `statistic`, and `steps`, `values`, `breaks` of its series.
+        `section`, `title`, `unit`, `log`, `skipped` (whether those are marked in it) and `curves`,
+        of each `run` (its place), `key`, `label`,
+        `eval`, `statistic`, `look`, `noisy`, and `steps`, `values`, `breaks` of its series.
     """
     return {
         "runs": [
@@ -82,6 +83,7 @@ def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
                 "title": panel.title,
                 "unit": panel.unit,
                 "log": panel.is_log,
+                "skipped": panel.tells_skipped,
                 "curves": [
                     {
                         "run": curve.run,
@@ -89,6 +91,8 @@ def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
                         "label": curve.label,
                         "eval": curve.is_eval,
                         "statistic": curve.statistic,
+                        "look": curve.look,
+                        "noisy": curve.is_noisy,
                         "steps": curve.series.steps,
                         "values": curve.series.values,
                         "breaks": curve.series.breaks,

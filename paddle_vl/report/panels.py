@@ -7,28 +7,32 @@ over processes, experts or samples, `X_min`, `X_mean`, `X_max`.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paddle_vl.report.runs import Run
-from paddle_vl.report.series import Series
+from paddle_vl.report.series import SKIPPED_UPDATES, Series
 
 _EVAL = "eval_"
 _STATISTIC = re.compile(r"(.+?)[_/](min|mean|max|median|sum|std|p\d+)")
 _LOSS = "Loss"
+_SCHEDULE = "learning_rate"
+# The axis says it; `_per_second` belongs to the quantity.
+_UNIT_SUFFIX = re.compile(r"(?<!_per)_(seconds|gb|gib|mb|mib|bytes|ms)$")
 # Sections in the order of the page, and what the words in a key say that belongs there.
 SECTIONS = (
     (_LOSS, re.compile(r"(^|_)loss$|^[A-Z]+$")),
-    ("Learning rate", re.compile(r"^learning_rate|^lr\b")),
-    ("Gradient", re.compile(r"grad")),
-    ("Throughput", re.compile(r"_per_second|mfu|flops|efficiency|throughput")),
-    ("Memory", re.compile(r"memory|bytes")),
-    ("Time", re.compile(r"seconds|_ms$|_wait|_time|duration")),
-    ("Experts", re.compile(r"expert")),
-    ("Data", re.compile(r"epoch|token|sample|sequence|length|skipped|patches|images|count")),
+    ("Learning rate and gradient", re.compile(r"^learning_rate|^lr\b|grad|^skipped_updates$")),
+    ("Throughput", re.compile(r"_per_second|mfu|flops|throughput")),
+    ("Memory and time", re.compile(r"memory|bytes|seconds|_ms$|_wait|_time|duration")),
+    (
+        "Data",
+        re.compile(r"epoch|token|sample|sequence|length|skipped|packing|patches|images|expert"),
+    ),
     ("Further", re.compile(r"")),
 )
 # Units by the words in a key, the first that is found.
 _UNITS = (
+    (re.compile(r"^[A-Z]+$"), "mean, before its weight"),
     (re.compile(r"^learning_rate"), "learning rate"),
     (re.compile(r"grad_norm"), "global norm before clipping"),
     (re.compile(r"^epoch$"), "passes over the data"),
@@ -55,6 +59,7 @@ class Curve:
         run: its place among the runs.
         label: what it is within the panel; empty where the panel's title says it.
         statistic: `min`, `mean`, ... of keys that end so.
+        look: the same number for the statistics of one quantity, which look alike.
     """
 
     run: int
@@ -62,7 +67,15 @@ class Curve:
     label: str
     is_eval: bool
     statistic: str | None
+    look: int
     series: Series
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether a smoothed curve tells more: not of schedules and counters."""
+        values = [value for _, value in self.series.points]
+        is_counter = values == sorted(values)
+        return not (self.is_eval or is_counter or self.key.startswith(_SCHEDULE))
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,11 @@ class Panel:
         return self.is_loss and min(points) > 0
 
     @property
+    def tells_skipped(self) -> bool:
+        """Whether marks say here which updates were skipped: that is seen in losses and norms."""
+        return self.is_loss or "grad_norm" in self.keys or SKIPPED_UPDATES in self.keys
+
+    @property
     def keys(self) -> list[str]:
         return list(dict.fromkeys(curve.key for curve in self.curves))
 
@@ -107,20 +125,33 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
     parsed = {key: _parsed(key) for key in keys}
     evaluated = {parts.base for parts in parsed.values() if parts.is_eval}
     panels: dict[str, Panel] = {}
+    looks: dict[str, list[_Parsed]] = {}
     for key, parts in parsed.items():
         if parts.base not in panels:
             has_terms = any(one.base.isupper() for one in parsed.values())
             names = [panel.name for panel in panels.values()]
             panels[parts.base] = _panel(parts.base, parts.base in evaluated, has_terms, names)
-        for place, run in enumerate(runs):
-            if key in run.series:
-                label = _label(parts, parts.base in evaluated)
-                panels[parts.base].curves.append(
-                    Curve(place, key, label, parts.is_eval, parts.statistic, run.series[key])
-                )
+        label = _label(parts, parts.base in evaluated)
+        known = looks.setdefault(parts.base, [])
+        if (look := replace(parts, statistic=None)) not in known:
+            known.append(look)
+        panels[parts.base].curves.extend(
+            Curve(
+                place,
+                key,
+                label,
+                parts.is_eval,
+                parts.statistic,
+                known.index(look),
+                run.series[key],
+            )
+            for place, run in enumerate(runs)
+            if key in run.series
+        )
     order = [name for name, _ in SECTIONS]
-    # The whole loss before its terms.
-    return sorted(panels.values(), key=lambda p: (order.index(p.section), p.name != "loss"))
+    # The whole loss stands before its terms, the schedule before what it does.
+    first = ("loss", _SCHEDULE)
+    return sorted(panels.values(), key=lambda p: (order.index(p.section), p.name not in first))
 
 
 def _parsed(key: str) -> _Parsed:
@@ -148,9 +179,7 @@ def _panel(base: str, is_evaluated: bool, has_terms: bool, taken: Sequence[str])
 def _title(base: str) -> str:
     if base.isupper() or base in ("mfu", "hfu"):
         return base.upper()
-    words = (
-        base.replace("_per_second", " per second").replace("_", " ").replace("grad ", "gradient ")
-    )
+    words = _UNIT_SUFFIX.sub("", base).replace("_", " ").replace("grad ", "gradient ")
     return words[:1].upper() + words[1:]
 
 

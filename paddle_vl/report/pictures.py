@@ -6,7 +6,7 @@ from typing import Any
 
 from paddle_vl.report.panels import Curve, Panel
 from paddle_vl.report.runs import Run
-from paddle_vl.report.series import SKIPPED_UPDATES, skipped_updates
+from paddle_vl.report.series import skipped_updates
 
 # Those of the page in its light colours.
 COLOURS = (
@@ -46,7 +46,7 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
     """Draw one panel into matplotlib's axes, as the page does."""
     several = len(runs) > 1
     for curve in panel.curves:
-        colour = COLOURS[(curve.run if several else panel.keys.index(curve.key)) % len(COLOURS)]
+        colour = COLOURS[(curve.run if several else curve.look) % len(COLOURS)]
         label = ", ".join(filter(None, [runs[curve.run].name if several else "", curve.label]))
         steps, values = _joined(curve)
         is_sparse = curve.is_eval or len(steps) < 30
@@ -54,7 +54,7 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
             steps,
             values,
             color=colour,
-            linestyle=_STYLES[panel.keys.index(curve.key) % len(_STYLES)] if several else "-",
+            linestyle=_STYLES[curve.look % len(_STYLES)] if several else "-",
             linewidth=0.8 if curve.statistic in ("min", "max") else 1.5,
             marker="o" if is_sparse else "",
             markersize=4 if curve.is_eval else 2,
@@ -64,13 +64,15 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
         for step in run.resumed_steps:
             colour = COLOURS[i % len(COLOURS)] if several else "grey"
             axes.axvline(step, color=colour, linestyle=":", linewidth=0.9, zorder=0)
-        if panel.section in ("Loss", "Gradient") or SKIPPED_UPDATES in panel.keys:
+        if panel.tells_skipped:
             _mark_skipped(axes, run)
     axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("step")
     axes.set_ylabel(panel.unit)
     if panel.is_log:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_plain)
+        axes.yaxis.set_minor_formatter(_plain)
     axes.grid(alpha=0.3, which="both")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -88,6 +90,11 @@ def _joined(curve: Curve) -> tuple[list[float], list[float]]:
         steps.append(step)
         values.append(float("nan") if value is None else value)
     return steps, values
+
+
+def _plain(value: float, position: int | None) -> str:
+    """Ticks of a logarithmic axis as plain numbers, not all of them."""
+    return f"{value:g}" if f"{value:e}"[0] in "1235" else ""
 
 
 def _mark_skipped(axes: Any, run: Run) -> None:

@@ -4,8 +4,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const several = data.runs.length > 1;
-const HEIGHT = 250;
-const MARGIN = { left: 62, right: 14, top: 10, bottom: 38 };
+const MARGIN = { left: 62, right: 20, top: 10, bottom: 38 };
 const DASHES = ["", "7 4", "2 3", "9 3 2 3", "4 2"];
 const state = { hiddenRuns: new Set(), smoothing: 0, axis: "step", range: null };
 const tip = Object.assign(document.createElement("div"), { id: "tip" });
@@ -91,7 +90,7 @@ function nearestIndex(sorted, value) {
 
 /** Points of a curve with `x`, the value, and its exponential mean, unbiased at the beginning. */
 function pointsOf(curve, toX) {
-  const weight = curve.eval ? 0 : state.smoothing;
+  const weight = curve.noisy ? state.smoothing : 0;
   const starts = new Set(curve.breaks);
   let mean = 0;
   let total = 0;
@@ -174,6 +173,8 @@ class PanelView {
     this.panel = panel;
     this.place = place;
     this.isLog = panel.log;
+    this.isLarge = panel.section === data.panels[0].section;
+    this.height = this.isLarge ? 320 : 240;
     this.hiddenKeys = new Set();
     this.keys = [...new Map(panel.curves.map((one) => [one.key, one.label])).entries()];
     this.canBeLog = panel.curves.some((one) => one.values.some((value) => value > 0));
@@ -195,27 +196,23 @@ class PanelView {
   }
 
   frame() {
-    const { title, unit } = this.panel;
+    const { title } = this.panel;
     const keys = this.keys.map(([key, label], i) => {
       const curve = this.panel.curves.find((one) => one.key === key);
       const mark = curve.eval ? '<circle cx="13" cy="5" r="3" fill="currentColor"/>' : "";
-      const line = `<line x1="1" x2="25" y1="5" y2="5" stroke="currentColor" stroke-width="1.8" stroke-dasharray="${this.dash(curve)}"/>`;
+      const line = `<line x1="1" x2="25" y1="5" y2="5" stroke="currentColor" stroke-width="${isEdge(curve) ? 0.9 : 1.8}" stroke-dasharray="${this.dash(curve)}"/>`;
       const colour = several ? "var(--muted)" : this.colour(curve);
       return `<button class="series" data-index="${i}" aria-pressed="true" title="${escaped(key)}"><svg viewBox="0 0 26 10" style="color: ${colour}">${line}${mark}</svg>${escaped(label || title)}</button>`;
     });
-    return `<figcaption><b>${escaped(title)}</b><span>${escaped(unit)}</span><button class="scale interactive">log</button></figcaption><svg role="img" aria-label="${escaped(title)}"></svg><div class="keys">${keys.length > 1 ? keys.join("") : ""}</div>`;
-  }
-
-  index(curve) {
-    return this.keys.findIndex(([key]) => key === curve.key);
+    return `<figcaption><b>${escaped(title)}</b><button class="scale interactive">log</button></figcaption><svg role="img" aria-label="${escaped(title)}"></svg><div class="keys">${keys.length > 1 ? keys.join("") : ""}</div>`;
   }
 
   colour(curve) {
-    return `var(--c${(several ? curve.run : this.index(curve)) % 10})`;
+    return `var(--c${(several ? curve.run : curve.look) % 10})`;
   }
 
   dash(curve) {
-    return several ? DASHES[this.index(curve) % DASHES.length] : "";
+    return several ? DASHES[curve.look % DASHES.length] : "";
   }
 
   setLog(isLog) {
@@ -226,7 +223,7 @@ class PanelView {
   draw() {
     this.scaleButton.setAttribute("aria-pressed", String(this.isLog));
     const width = Math.max(this.element.clientWidth - 26, 320);
-    this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${this.height}`);
     const toX = data.runs.map((_, run) => horizontal(run));
     const isShown = (one) => !state.hiddenRuns.has(one.run) && !this.hiddenKeys.has(one.key);
     let numLeftOut = 0;
@@ -243,10 +240,10 @@ class PanelView {
     this.x = scale(range, inner, false);
     this.range = range;
     const [low, high] = this.valueRange(range);
-    this.y = scale([low, high], [HEIGHT - MARGIN.bottom, MARGIN.top], this.isLog);
+    this.y = scale([low, high], [this.height - MARGIN.bottom, MARGIN.top], this.isLog);
     const clip = `clip${this.place}`;
     this.svg.innerHTML =
-      `<defs><clipPath id="${clip}"><rect x="${inner[0]}" y="0" width="${columns}" height="${HEIGHT - MARGIN.bottom + 3}"/></clipPath></defs>` +
+      `<defs><clipPath id="${clip}"><rect x="${inner[0] - 4}" y="0" width="${columns + 8}" height="${this.height - MARGIN.bottom + 3}"/></clipPath></defs>` +
       this.axes(range, [low, high], width) +
       `<g clip-path="url(#${clip})">${this.marks(toX, range)}${this.bands()}${this.lines()}</g>` +
       (numLeftOut ? `<text x="${inner[1]}" y="${MARGIN.top + 4}" text-anchor="end">${numLeftOut} values not above 0 left out</text>` : "") +
@@ -254,10 +251,10 @@ class PanelView {
   }
 
   valueRange([left, right]) {
-    const values = this.drawn.flatMap(({ curve, near }) =>
+    const values = this.drawn.flatMap(({ near }) =>
       near
         .filter((point) => point.x >= left && point.x <= right)
-        .flatMap((point) => (curve.eval ? [point.value] : [point.value, point.smooth])),
+        .flatMap((point) => [point.value, point.smooth]),
     );
     if (!values.length) return this.isLog ? [0.1, 1] : [0, 1];
     let [low, high] = values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
@@ -274,8 +271,8 @@ class PanelView {
   }
 
   axes([left, right], [low, high], width) {
-    const [bottom, end] = [HEIGHT - MARGIN.bottom, width - MARGIN.right];
-    const ticksX = linearTicks(left, right, Math.max(3, Math.floor(width / 110)));
+    const [bottom, end] = [this.height - MARGIN.bottom, width - MARGIN.right];
+    const ticksX = linearTicks(left, right, Math.max(4, Math.floor(width / 80)));
     const ticksY = this.isLog ? logTicks(low, high) : linearTicks(low, high, 5);
     const lines = ticksY.map((tick) => {
       const at = this.y(tick).toFixed(1);
@@ -289,7 +286,7 @@ class PanelView {
     );
     lines.push(`<line class="axis" x1="${MARGIN.left}" x2="${end}" y1="${bottom}" y2="${bottom}"/>`);
     const middle = (MARGIN.top + bottom) / 2;
-    lines.push(`<text x="${(MARGIN.left + end) / 2}" y="${HEIGHT - 4}" text-anchor="middle">${escaped(data.axes[state.axis] || state.axis)}</text>`);
+    lines.push(`<text x="${(MARGIN.left + end) / 2}" y="${this.height - 4}" text-anchor="middle">${escaped(data.axes[state.axis] || state.axis)}</text>`);
     lines.push(`<text transform="rotate(-90)" x="${-middle}" y="11" text-anchor="middle">${escaped(this.unit())}</text>`);
     return lines.join("");
   }
@@ -301,9 +298,7 @@ class PanelView {
 
   /** Where runs were resumed, and where updates were skipped: as a bar over the steps and a triangle. */
   marks(toX, [left, right]) {
-    const bottom = HEIGHT - MARGIN.bottom;
-    const showsSkipped =
-      ["Loss", "Gradient"].includes(this.panel.section) || this.panel.curves.some((one) => one.key === "skipped_updates");
+    const bottom = this.height - MARGIN.bottom;
     return data.runs
       .map((run, i) => {
         if (state.hiddenRuns.has(i)) return "";
@@ -312,10 +307,10 @@ class PanelView {
           const at = this.x(toX[i](step)).toFixed(1);
           return `<line class="resumed" stroke="${colour}" x1="${at}" x2="${at}" y1="${MARGIN.top}" y2="${bottom}"><title>${escaped(run.name)} resumed at step ${step}</title></line>`;
         });
-        const skipped = (showsSkipped ? run.skipped : []).map(([after, until, count]) => {
+        const skipped = (this.panel.skipped ? run.skipped : []).map(([after, until, count]) => {
           const [from, to] = [Math.max(toX[i](after), left), Math.min(toX[i](until), right)].map(this.x);
           if (to < from) return "";
-          return `<g class="skipped"><title>${escaped(run.name)}: ${count} updates skipped after step ${after}, up to ${until}</title><rect x="${from.toFixed(1)}" y="${bottom - 1.5}" width="${Math.max(to - from, 0.5).toFixed(1)}" height="3" stroke="none"/><path stroke="none" d="M${to.toFixed(1)} ${bottom - 10}l4 8h-8z"/></g>`;
+          return `<g class="skipped"><title>${escaped(run.name)}: ${skippedText(count, after, until)}</title><rect x="${from.toFixed(1)}" y="${bottom - 1.5}" width="${Math.max(to - from, 0.5).toFixed(1)}" height="3" stroke="none"/><path stroke="none" d="M${to.toFixed(1)} ${bottom - 10}l4 8h-8z"/></g>`;
         });
         return resumed.join("") + skipped.join("");
       })
@@ -331,7 +326,7 @@ class PanelView {
             && one.curve.label.replace(/max$/, "") === curve.label.replace(/min$/, ""),
         );
         if (!most) return "";
-        return `<path class="band" fill="${this.colour(curve)}" d="${bandOf(near, most.near, this.x, this.y)}"/>`;
+        return `<path class="band${several ? " faint" : ""}" fill="${this.colour(curve)}" d="${bandOf(near, most.near, this.x, this.y)}"/>`;
       })
       .join("");
   }
@@ -340,11 +335,11 @@ class PanelView {
     return this.drawn
       .map(({ curve, near }) => {
         const look = `stroke="${this.colour(curve)}" stroke-dasharray="${this.dash(curve)}"`;
-        const edge = ["min", "max"].includes(curve.statistic) ? " edge" : "";
-        const isSmooth = state.smoothing > 0 && !curve.eval;
+        const edge = isEdge(curve) ? " edge" : "";
+        const isSmooth = state.smoothing > 0 && curve.noisy;
         const raw = isSmooth ? `<path class="curve raw" stroke="${this.colour(curve)}" d="${pathOf(near, this.x, this.y, "value")}"/>` : "";
         const line = `<path class="curve${edge}" ${look} d="${pathOf(near, this.x, this.y, isSmooth ? "smooth" : "value")}"/>`;
-        const isSparse = curve.eval || near.length < 30;
+        const isSparse = curve.eval || (near.length < 30 && !isSmooth);
         const dots = isSparse && near.length < 200
           ? near.map((point) => `<circle fill="${this.colour(curve)}" cx="${this.x(point.x).toFixed(1)}" cy="${this.y(point.value).toFixed(1)}" r="${curve.eval ? 3 : 1.8}"/>`).join("")
           : "";
@@ -390,16 +385,16 @@ class PanelView {
       .filter(({ point }) => point.x >= this.range[0] && point.x <= this.range[1]);
     const chosen = begin === null || Math.abs(at - begin) < 6
       ? ""
-      : `<rect class="chosen" x="${Math.min(at, begin)}" y="${MARGIN.top}" width="${Math.abs(at - begin)}" height="${HEIGHT - MARGIN.top - MARGIN.bottom}"/>`;
+      : `<rect class="chosen" x="${Math.min(at, begin)}" y="${MARGIN.top}" width="${Math.abs(at - begin)}" height="${this.height - MARGIN.top - MARGIN.bottom}"/>`;
     const dots = found.map(
       ({ curve, point }) =>
-        `<circle fill="${this.colour(curve)}" cx="${this.x(point.x)}" cy="${this.y(state.smoothing && !curve.eval ? point.smooth : point.value)}" r="3.5"/>`,
+        `<circle fill="${this.colour(curve)}" cx="${this.x(point.x)}" cy="${this.y(state.smoothing && curve.noisy ? point.smooth : point.value)}" r="3.5"/>`,
     );
     this.svg.querySelector(".over").innerHTML =
-      `<line class="cross" x1="${at}" x2="${at}" y1="${MARGIN.top}" y2="${HEIGHT - MARGIN.bottom}"/>${chosen}${dots.join("")}`;
+      `<line class="cross" x1="${at}" x2="${at}" y1="${MARGIN.top}" y2="${this.height - MARGIN.bottom}"/>${chosen}${dots.join("")}`;
     const rows = found.map(({ curve, point }) => {
       const name = [several ? data.runs[curve.run].name : "", curve.label].filter(Boolean).join(", ") || this.panel.title;
-      const smooth = state.smoothing && !curve.eval ? ` (smoothed ${shown(point.smooth)})` : "";
+      const smooth = state.smoothing && curve.noisy ? ` (smoothed ${shown(point.smooth)})` : "";
       return `<tr><td><span class="chip" style="--own: ${this.colour(curve)}"></span>${escaped(name)}</td><td class="number">${shown(point.value, 6)}${smooth}</td><td>step ${point.step.toLocaleString("en-US")}</td></tr>`;
     });
     const steps = new Set(found.map(({ curve, point }) => `${curve.run} ${point.step}`));
@@ -407,7 +402,7 @@ class PanelView {
       for (const [after, until, count] of run.skipped) {
         if (steps.has(`${i} ${until}`)) {
           const who = several ? `${escaped(run.name)}: ` : "";
-          rows.push(`<tr><td class="bad" colspan="3">${who}${count} updates skipped after step ${after}, up to ${until}</td></tr>`);
+          rows.push(`<tr><td class="bad" colspan="3">${who}${skippedText(count, after, until)}</td></tr>`);
         }
       }
     });
@@ -418,6 +413,12 @@ class PanelView {
     tip.style.left = `${Math.max(left, 4)}px`;
     tip.style.top = `${Math.max(Math.min(event.clientY + 14, innerHeight - height - 8), 4)}px`;
   }
+}
+
+const isEdge = (curve) => ["min", "max"].includes(curve.statistic);
+
+function skippedText(count, after, until) {
+  return `${count} update${count > 1 ? "s" : ""} skipped after step ${after}, up to ${until}`;
 }
 
 function scale([from, to], [begin, end], isLog) {
@@ -531,7 +532,7 @@ function build() {
   for (const view of views) {
     if (view.panel.section !== section) {
       section = view.panel.section;
-      grid = made("div", "grid");
+      grid = made("div", view.isLarge ? "grid large" : "grid");
       target.append(made("h2", "", escaped(section)), grid);
     }
     grid.append(view.element);
