@@ -17,6 +17,7 @@ import pytest
 
 from paddle_vl.cli.main import build_parser
 from paddle_vl.config.load import load_run_config
+from paddle_vl.profile import matrix
 from paddle_vl.profile.cell import Limits, Outcome
 from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice
 from paddle_vl.profile.growth import Doubling, Steps
@@ -195,6 +196,13 @@ def test_choices_that_do_not_fit_are_refused_before_any_cell(
 def test_a_matrix_on_a_cpu_needs_a_limit(run_file, settings):
     with pytest.raises(ValueError, match="--memory-limit-gb"):
         run_matrix(run_file, [], replace(settings, memory_limit_gb=None), Pretended())
+
+
+def test_a_gpus_memory_is_not_watched_from_outside(settings, monkeypatch):
+    assert settings.limits == Limits(30.0, 2_000_000_000)
+    monkeypatch.setattr(matrix.paddle, "get_device", lambda: "gpu:0")
+    assert settings.limits == Limits(30.0, None)
+    assert replace(settings, memory_limit_gb=None).limits == Limits(30.0, None)
 
 
 def test_mp_processes_share_samples(run_file):

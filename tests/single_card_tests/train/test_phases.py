@@ -66,6 +66,18 @@ def test_the_clock_waits_for_the_device_before_it_looks_at_the_time(monkeypatch)
     assert seen == ["wait", "time"] * 4
 
 
+def test_the_clock_waits_for_a_gpu_and_not_for_a_cpu(monkeypatch):
+    waits = []
+    monkeypatch.setattr(paddle.device, "synchronize", lambda: waits.append(1))
+    with PhaseClock().step(), phase(Phase.FORWARD):
+        pass
+    assert not waits
+    monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
+    with PhaseClock().step(), phase(Phase.FORWARD):
+        pass
+    assert len(waits) == 4
+
+
 def test_two_clocks_do_not_run_at_once():
     other = PhaseClock()
     with PhaseClock().step(), pytest.raises(RuntimeError, match="runs already"), other.step():
