@@ -67,6 +67,14 @@ def key_ends(cu_seqlens: np.ndarray, length: int) -> np.ndarray:
     return (ends_T - row_starts_T).reshape(-1, length).astype(np.int32)
 
 
+def real_lengths(attention_mask_BL: np.ndarray, cu_seqlens: np.ndarray | None = None) -> np.ndarray:
+    """Real tokens of every sample: `[B]`, or those of each segment that is not padding."""
+    if cu_seqlens is None:
+        return attention_mask_BL.sum(axis=1)
+    lengths = np.add.reduceat(attention_mask_BL.reshape(-1), cu_seqlens[:-1])
+    return lengths[lengths > 0]
+
+
 def _shown(offsets: np.ndarray) -> str:
     values = offsets.reshape(-1).tolist()
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"

@@ -1,0 +1,170 @@
+"""Operations of a Qwen3-VL, counted from its configuration.
+
+Guarantees: forward and backward are, to the operation, those of the products that the model runs:
+dense, with experts, of packed rows, images, videos and texts, with adapters, and whatever part of
+it is frozen; padding, and rows that no token takes, add none; on a long text they are 6 N per token
+and the published term of attention, half of it because it is causal.
+"""
+
+import numpy as np
+import pytest
+
+from paddle_vl import Qwen3VLConfig
+from paddle_vl.config.schema import LoRAConfig
+from paddle_vl.data.collate import PackedCollator, VLCollator
+from paddle_vl.models.qwen3_vl.flops import Qwen3VLFlops
+from paddle_vl.train.freeze import freeze_parameters, trained_names
+from paddle_vl.train.in_step import with_unused_image
+from tests.counted_products import counted_products
+from tests.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+
+COLLATOR = VLCollator(0, IMAGE, VIDEO)
+
+
+def sample(items: list, images: list = (), videos: list = ()) -> dict:
+    ids = token_rows(items)[0]
+    made = {"input_ids": ids, "labels": np.where(ids < 60, ids, -100)}
+    if images:
+        made["pixel_values"], made["image_grid_thw"] = patches(images)
+    if videos:
+        made["pixel_values_videos"], made["video_grid_thw"] = patches(videos)
+    return made
+
+
+BOTH = sample(
+    [1, ("image", 2), 2, ("video", 1), 3, ("video", 1), 4, ("image", 6)],
+    [[1, 2, 4], [1, 4, 6]],
+    [[2, 2, 2]],
+)
+TEXT = sample([5, 6, 7, 8])
+TEXT_AS_LONG = sample(list(range(2, 16)))
+LONG_TEXT = sample(list(range(1, 60)) * 3)
+VIDEO_ALONE = sample([8, ("video", 6), 9, ("video", 6), 10], [], [[2, 4, 6]])
+BATCHES = {
+    "images, video, text": COLLATOR([BOTH, TEXT_AS_LONG]),
+    "video": COLLATOR([VIDEO_ALONE]),
+    "text over several blocks of queries": COLLATOR([LONG_TEXT]),
+    "packed": PackedCollator(COLLATOR)([[BOTH, TEXT], [VIDEO_ALONE, sample([1, 2, 3])]]),
+}
+FROZEN = {
+    "nothing": [],
+    "tower": ["vision"],
+    "tower and mergers": ["vision", "mergers"],
+    "decoder": ["language"],
+    "all but deepstack's last merger": ["vision", "language", "model.visual.merger.*", "*_list.0.*"],
+    "a layer in between": ["model.language_model.layers.1.*", "model.visual.blocks.1.*"],
+    "first layers": ["vision", "mergers", "*embed_tokens*", "model.language_model.layers.[01].*"],
+    "all but the queries of a layer": [
+        "vision", "mergers", "lm_head.*", "*embed_tokens*", "model.language_model.norm.*",
+        "model.language_model.layers.[02].*", "*norm*", "*mlp*", "*[kvo]_proj*",
+    ],
+}  # fmt: skip
+
+
+def counts_of(model, batch, monkeypatch) -> tuple[int, int]:
+    with counted_products(monkeypatch) as counts:
+        loss = model(**batch).loss
+        if not loss.stop_gradient:
+            loss.backward()
+    model.clear_gradients()
+    return counts.forward, counts.forward + counts.backward
+
+
+def frozen(model, patterns: list[str]) -> Qwen3VLFlops:
+    """Freeze what the patterns say, as a run does; return the counter of such a run."""
+    shapes = model.whole_shapes()
+    trained = trained_names(shapes, patterns, model.adapter_names())
+    freeze_parameters(list(model.hf_named_parameters()), trained)
+    return Qwen3VLFlops(model.config, trained, shapes)
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(
+    "text",
+    [{}, EXPERTS, {"num_attention_heads": 2, "num_key_value_heads": 2}],
+    ids=["dense", "experts", "narrow heads"],
+)
+def test_operations_are_those_of_the_products_that_the_model_runs(text, batch, monkeypatch):
+    model = tiny_model(**text)
+    counter = Qwen3VLFlops(model.config)
+    assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
+
+
+@pytest.mark.parametrize("patterns", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize("text", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", ["images, video, text", "text over several blocks of queries"])
+def test_what_is_frozen_has_the_backward_that_its_place_asks_for(name, text, patterns, monkeypatch):
+    model, batch = tiny_model(**text), BATCHES[name]
+    counter = frozen(model, patterns)
+    assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
+
+
+def test_a_frozen_tower_has_no_backward_and_a_trained_model_three_forward_passes():
+    batch, config = BATCHES["images, video, text"], tiny_config()
+    names = tiny_model().whole_shapes()
+    tower = Qwen3VLFlops(config).operations(batch).forward["patches"]
+    assert tower == Qwen3VLFlops(config, []).operations(batch).forward["patches"] > 0
+    without = Qwen3VLFlops(config, trained_names(names, ["vision"]))
+    assert without.operations(batch).backward["patches"] == 0
+    first = 2 * config.vision_config.patch_dim * config.vision_config.hidden_size
+    # Patches have no gradient: the first product has two.
+    whole = Qwen3VLFlops(config)
+    assert whole(batch) == 3 * whole.forward(batch) - first * whole.units(batch)["patches"]
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["*.q_proj"], ["model.visual.*.linear_fc2"]])
+def test_adapters_on_a_frozen_base_have_gradients_of_inputs_alone(targets, monkeypatch):
+    model, batch = tiny_model(**EXPERTS), BATCHES["images, video, text"]
+    model.add_lora(LoRAConfig(r=3, target_modules=targets))
+    model.fill_all()
+    counter = frozen(model, [])
+    assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
+
+
+def test_a_tied_head_is_trained_as_the_embedding_is(monkeypatch):
+    model = tiny_model()
+    tied = type(model).from_config(model.config.with_tie(True))
+    batch = BATCHES["images, video, text"]
+    for patterns in ([], ["*embed_tokens*"]):
+        counter = frozen(tied, patterns)
+        assert (counter.forward(batch), counter(batch)) == counts_of(tied, batch, monkeypatch)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_no_work(side):
+    counter = Qwen3VLFlops(tiny_config())
+    alone = [counter(COLLATOR([item])) for item in (BOTH, TEXT, LONG_TEXT)]
+    padded = VLCollator(0, IMAGE, VIDEO, padding_side=side, pad_to_multiple_of=64)
+    assert counter(padded([BOTH, TEXT, LONG_TEXT])) == sum(alone)
+    if side == "right":
+        rows = [[TEXT, BOTH], [LONG_TEXT], []]
+        assert counter(PackedCollator(padded)(rows)) == sum(alone)
+
+
+def test_rows_that_no_token_takes_are_no_work():
+    config = tiny_config()
+    counter, batch = Qwen3VLFlops(config), BATCHES["text over several blocks of queries"]
+    assert counter(with_unused_image(batch, config.vision_config)) == counter(batch)
+
+
+@pytest.mark.parametrize(
+    ("size", "billions"), [("qwen3-vl-8b", 7.57), ("qwen3-vl-32b", 31.98), ("qwen3-vl-2b", 1.72)]
+)
+def test_a_long_text_takes_six_operations_per_weight_and_the_published_attention(size, billions):
+    config = Qwen3VLConfig.named(size)
+    text, length, samples = config.text_config, 32768, 4
+    batch = {"attention_mask": np.ones([samples, length], dtype=np.int64)}
+    tokens = samples * length
+    # PaLM, appendix B: 12 L H Q T per token for all pairs, of which half are visible.
+    published = 12 * text.num_hidden_layers * text.num_attention_heads * text.head_dim * length
+    weights = (Qwen3VLFlops(config)(batch) / tokens - published * (length + 1) / length / 2) / 6
+    assert weights / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_experts_count_by_what_sees_a_token():
+    config = Qwen3VLConfig.named("qwen3-vl-30b-a3b")
+    batch = {"attention_mask": np.ones([1, 1], dtype=np.int64)}
+    # 3.3 billion weights are active for a token, those of the table among them.
+    table = config.text_config.vocab_size * config.text_config.hidden_size
+    active = Qwen3VLFlops(config).forward(batch) / 2 + table
+    assert active / 1e9 == pytest.approx(3.35, abs=0.05)
