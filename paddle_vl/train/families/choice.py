@@ -44,7 +44,6 @@ _LANGUAGE_ONLY = (
     "data.padding_side",
     "data.pad_to_multiple_of",
     "parallel.ep_degree",
-    "parallel.pp_split",
 )
 
 

@@ -28,8 +28,7 @@ class LanguageFamily:
         shape, costs: of the decoder, see `paddle_vl.train.layout.Layout`.
         parts: words that stand for parameters in model.freeze, as patterns.
         objective: its losses.
-        make_part: makes a part of a pipeline of a model and a range of layers; None where the
-            model does not go through one.
+        make_part: makes a part of a pipeline of a model and a range of layers.
         fields: optional fields that all batches have or none, the same on all processes.
         pad_to_multiple_of: padded length of every batch is a multiple of it; None if that is not
             asked for.

@@ -6,8 +6,10 @@ from pathlib import Path
 from paddle_vl.data.policy.draws import FlowDraws
 from paddle_vl.data.policy.sample import DemonstrationShapes
 from paddle_vl.data.worker_pool import Collator
+from paddle_vl.models.pi07.layer_costs import Costs, planner_costs
 from paddle_vl.models.pi07.policy.inputs import cameras_of
 from paddle_vl.models.pi07.policy.planner import PI07HighLevelPlanner
+from paddle_vl.models.pi07.stage import PI07PlannerStage
 from paddle_vl.train.families.policy import PolicyFamily
 from paddle_vl.train.families.policy_batches import PlannerCollator
 from paddle_vl.train.families.policy_objective import PlannerObjective, PolicyObjective
@@ -18,6 +20,7 @@ class PlannerFamily(PolicyFamily):
 
     losses = ("CE_memory", "CE_response")
     policy_class = PI07HighLevelPlanner
+    make_part = PI07PlannerStage
 
     def _objective(self, weights: Mapping[str, float], agrees_on_presence: bool) -> PolicyObjective:
         return PlannerObjective(weights, agrees_on_presence)
@@ -37,6 +40,9 @@ class PlannerFamily(PolicyFamily):
 
     def _is_reached(self, name: str, losses: Sequence[str]) -> bool:
         return True
+
+    def _costs(self) -> Costs:
+        return planner_costs(self.form)
 
     def _shapes(self) -> DemonstrationShapes:
         form = self.form

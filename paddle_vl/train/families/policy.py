@@ -28,11 +28,13 @@ from paddle_vl.data.policy.training_set import DrawnDemonstrations
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.freeze import is_reached
+from paddle_vl.models.pi07.layer_costs import Costs, low_level_costs
 from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.models.pi07.policy.files import ACTION_TOKENIZER_FOLDER
 from paddle_vl.models.pi07.policy.inputs import cameras_of
 from paddle_vl.models.pi07.policy.placed_policy import PlacedPolicy
 from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
+from paddle_vl.models.pi07.stage import PI07LowLevelStage, PI07Stage
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ModelShape
 from paddle_vl.train.build_model import default_dtype
@@ -51,7 +53,7 @@ class PolicyFamily:
     losses: tuple[str, ...] = ("MSE", "CE")
     policy_class: type[PlacedPolicy] = PI07LowLevelPolicy
     parts: Mapping[str, Sequence[str]] = POLICY_PARTS
-    make_part = None
+    make_part: type[PI07Stage] = PI07LowLevelStage
     sample_kind = "samples"
     pad_to_multiple_of = None
 
@@ -75,7 +77,7 @@ class PolicyFamily:
             None if eval_source is None else DrawnDemonstrations(eval_source, NO_DROPS, flow, seed)
         )
         self.shape = self._shape()
-        self.costs = ([1.0] * self.shape.num_hidden_layers, 0.0, 0.0)
+        self.costs = self._costs()
         self.policy: PlacedPolicy | None = None
 
     @property
@@ -113,14 +115,15 @@ class PolicyFamily:
     def trainable_names(self, model: nn.Layer) -> Iterable[str]:
         """Names of what the policy's own settings train and a loss that counts reaches."""
         losses = [name for name, weight in self.objective.terms.items() if weight]
+        # This process may have parts of it only, and the names are those of the run.
+        whole = model.whole()
         reached = {
             id(parameter)
-            for name, parameter in model.named_parameters()
+            for name, parameter in whole.named_parameters()
             if not parameter.stop_gradient and self._is_reached(name, losses)
         }
-        # This process may have some of the layers only; those it has are like the others'.
         return [
-            name for name, parameter in self.named_parameters(model) if id(parameter) in reached
+            name for name, parameter in self.named_parameters(whole) if id(parameter) in reached
         ]
 
     def save_model(self, model: nn.Layer, folder: Path) -> None:
@@ -222,6 +225,9 @@ class PolicyFamily:
 
     def _is_reached(self, name: str, losses: Sequence[str]) -> bool:
         return is_reached(name, self.form.vlm_config, self.form.knowledge_insulation, losses)
+
+    def _costs(self) -> Costs:
+        return low_level_costs(self.form)
 
     def _shape(self) -> ModelShape:
         """The sizes that processes have to divide among themselves."""

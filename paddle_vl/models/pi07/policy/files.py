@@ -126,7 +126,8 @@ class PolicyCheckpoint:
         """Give every statistic its stored value, and every parameter when the model is filled.
 
         Args:
-            model: its parameters are still without storage; those that stay fresh are drawn.
+            model: its parameters, which may be a part of the checkpoint's, are still without
+                storage; those that stay fresh are drawn.
             fresh: patterns of the model's keys that the checkpoint need not have.
             ignore: patterns of keys that it may have beyond the model's.
             takes_statistics: the checkpoint's statistics count; otherwise they are left alone.
@@ -134,14 +135,15 @@ class PolicyCheckpoint:
         Raises:
             ValueError: keys are missing, unexpected or misshapen, all named at once.
         """
-        parameters = model.stored_parameters()
-        drawn = {p.key for p in parameters if p.key not in self.model and _matches(p.key, fresh)}
-        wanted = [p for p in parameters if p.key not in drawn]
+        whole = model.whole().stored_parameters()
+        drawn = {p.key for p in whole if p.key not in self.model and _matches(p.key, fresh)}
+        wanted = [p for p in whole if p.key not in drawn]
         places = list(_statistics_places(normalizers)) if takes_statistics else []
         stored = self.model | (self.statistics if takes_statistics else {})
         ignored = UNUSED_KEYS | {key for key in stored if _matches(key, ignore)}
         check_keys(self.folder, stored, [*wanted, *places], ignored, "the policy")
-        model.fill_later([*model.fresh_values(drawn), *stored_values(wanted, self.model)])
+        read = [p for p in model.stored_parameters() if p.key not in drawn]
+        model.fill_later([*model.fresh_values(drawn), *stored_values(read, self.model)])
         for place in places:
             place.normalizer.tensors[place.name] = _as_float32(self.statistics[place.key])
 
@@ -186,11 +188,13 @@ def write_policy(folder: Path, model: PlacedModel, normalizers: Mapping[str, Nor
             lambda item=item: parameter_array(item),
         )
         for item in model.stored_parameters()
+        if not getattr(item.parameter, "is_tied_copy", False)
     ]
-    tensors += [
-        TensorToWrite(place.key, place.stored_shape, "F32", lambda place=place: _value(place))
-        for place in _statistics_places(normalizers)
-    ]
+    if model.placement.held.embedding:
+        tensors += [
+            TensorToWrite(place.key, place.stored_shape, "F32", lambda place=place: _value(place))
+            for place in _statistics_places(normalizers)
+        ]
     write_tensors(folder, "model", tensors, sys.maxsize, model.placement.writers)
 
 
