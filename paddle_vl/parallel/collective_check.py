@@ -61,7 +61,7 @@ def check_collectives(timeout: float = 60.0) -> Iterator[Recording]:
     """
     check = _Check(timeout)
     try:
-        with observed(check.meet):
+        with observed(lambda call: check.recording.calls.append(check.meet(call))):
             yield check.recording
         check.leave()
     except BaseException as error:
@@ -115,14 +115,14 @@ class _Check:
         self._board = Client((host, int(port)), authkey=password.encode())
         self._board.send(self.rank)
 
-    def meet(self, call: Collective) -> None:
-        """Come to a collective, and wait until all its ranks have."""
+    def meet(self, call: Collective) -> Collective:
+        """Come to a collective, and wait until all its ranks have; returns it with its phase."""
         phase = self.recording.phase or ("backward" if _is_in_backward() else "")
         call = call._replace(phase=phase)
-        self.recording.calls.append(call)
         if not call.is_message:
             plan = Plan(call.agreed, f"{call.describe()}, called from {_caller()}")
             self._ask("meet", call.ranks, plan)
+        return call
 
     def leave(self) -> None:
         """Tell the others that this rank does no more, and wait until they say so too."""
@@ -152,6 +152,8 @@ class _Check:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # What interrupts a run is for its ranks; the board ends with them.
+            start_new_session=True,
         )
         print(host, dist.get_world_size(), timeout, password, file=self._server.stdin, flush=True)
         return f"{host} {self._server.stdout.readline().strip()} {password}"

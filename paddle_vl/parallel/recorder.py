@@ -99,7 +99,7 @@ def record_collectives() -> Iterator[Recording]:
 
 
 @contextmanager
-def observed(observe: Callable[[Collective], None]) -> Iterator[None]:
+def observed(observe: Callable[[Collective], object]) -> Iterator[None]:
     """Call `observe` on this rank right before each of its collectives."""
     kept = [(module, name, getattr(module, name)) for module, name, _ in SITES]
     # Some of Paddle's are made of others.
@@ -115,7 +115,7 @@ def observed(observe: Callable[[Collective], None]) -> Iterator[None]:
 
 
 def _observed(
-    observe: Callable[[Collective], None],
+    observe: Callable[[Collective], object],
     running: list[str],
     kind: str,
     argument: str | None,
