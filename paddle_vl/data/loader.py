@@ -1,14 +1,16 @@
 """Batches in a reproducible order, prepared ahead by worker processes; resumable at any batch."""
 
 from collections import Counter, deque
-from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.packed_order import PackedOrder
 from paddle_vl.data.packing import RowBudget, SampleLengths
 from paddle_vl.data.sample_order import SampleOrder
+from paddle_vl.data.waiting import AskedBatch, described_wait
 from paddle_vl.data.worker_pool import (
     Collator,
     LoadedBatch,
@@ -104,7 +106,8 @@ class PrefetchLoader:
         self._num_workers = num_workers
         self._max_pending = max(prefetch_batches, num_workers)
         self._pool: WorkerPool | None = None
-        self._pending: deque[Future[LoadedBatch]] = deque()
+        self._pending: deque[AskedBatch] = deque()
+        self._awaited: AskedBatch | None = None
         self._skipped: Counter[str] = Counter()
         self._move_to(0, 0)
 
@@ -174,6 +177,16 @@ class PrefetchLoader:
         self._skipped = Counter(state["skipped"])
         self._move_to(state["epoch"], state["batches_consumed"])
 
+    def waiting_for(self) -> str:
+        """The batch that was asked for last, whose samples it has, and which process is at which
+        of them. From any thread, as long as a batch is waited for."""
+        asked, pool = self._awaited, self._pool
+        if asked is None:
+            return "no batch was asked for"
+        workers = None if asked.job is None or pool is None else pool.at_work()
+        rank = self._order.rank if self._order.size > 1 else None
+        return described_wait(asked, self._dataset, workers, rank)
+
     def close(self) -> None:
         """End the worker processes. The loader can be used again, and starts new ones."""
         if self._pool is not None:
@@ -203,20 +216,24 @@ class PrefetchLoader:
         return loaded.batch
 
     def _load_inline(self) -> LoadedBatch:
-        load, *arguments = self._job(self.epoch, self.batches_consumed)
+        samples, (load, *arguments) = self._job(self.epoch, self.batches_consumed)
+        self._awaited = AskedBatch(self.epoch, self.batches_consumed, samples)
         return load(self._dataset, self._collator, *arguments)
 
-    def _job(self, epoch: int, number: int) -> tuple:
-        """The function that loads a batch, and what it takes after dataset and collator."""
+    def _job(self, epoch: int, number: int) -> tuple[list[int], tuple]:
+        """The samples of a batch; the function that loads it, and what it takes after dataset and
+        collator."""
         samples = self._order.batch(epoch, number)
         if isinstance(self._order, PackedOrder):
-            return load_packed_batch, samples, self._order.budget.tokens
-        return load_batch, samples, self._drop_last, epoch
+            job = (load_packed_batch, samples, self._order.budget.tokens)
+            return np.concatenate([*samples, []]).astype(np.int64).tolist(), job
+        return samples.tolist(), (load_batch, samples, self._drop_last, epoch)
 
     def _load_from_workers(self) -> LoadedBatch:
         try:
             self._request()
-            loaded = self._pending[0].result()
+            self._awaited = self._pending[0]
+            loaded = self._awaited.future.result()
             self._pending.popleft()
             self._request()
         except BrokenProcessPool as error:
@@ -244,13 +261,16 @@ class PrefetchLoader:
             epoch, number = self._requested
             if self._num_epochs is not None and epoch >= self._num_epochs:
                 return
-            self._pending.append(self._pool.submit(*self._job(epoch, number)))
+            job_number = self._pool.num_jobs
+            samples, job = self._job(epoch, number)
+            future = self._pool.submit(*job)
+            self._pending.append(AskedBatch(epoch, number, samples, job_number, future))
             is_last = number + 1 == self._order.batches_in(epoch)
             self._requested = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
     def _move_to(self, epoch: int, batches_consumed: int) -> None:
-        for future in self._pending:
-            future.cancel()
+        for asked in self._pending:
+            asked.future.cancel()
         self._pending.clear()
         self.epoch = epoch
         self.batches_consumed = batches_consumed

@@ -14,10 +14,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.work_board import AtWork, WorkBoard, own_line
 
 # Bad samples in a row after which a batch is given up: the data or a setting is wrong then, and
 # decoding all of it to find out could take hours.
 MAX_BAD_IN_A_ROW = 1000
+
+# What this process is at; a worker writes it where the main process sees it.
+_line = own_line()
 
 Sample = dict[str, np.ndarray]
 # Takes samples, or for packed rows the samples of each.
@@ -42,6 +46,16 @@ class DrawsByEpoch(Protocol):
 
     def in_epoch(self, epoch: int) -> SampleSource:
         """Its samples as they are in that epoch."""
+
+
+@runtime_checkable
+class FromFiles(Protocol):
+    """A dataset whose samples stand in files."""
+
+    files: Sequence[Any]
+
+    def place(self, number: int) -> str:
+        """Where a sample stands: `file:line`."""
 
 
 class LoadedBatch(NamedTuple):
@@ -69,8 +83,10 @@ def load_batch(
     for number in numbers.tolist():
         attempts = min(len(dataset), MAX_BAD_IN_A_ROW) if replace_bad else 1
         for step in range(attempts):
+            tried = (number + step) % len(dataset)
+            _line.sample = tried
             try:
-                samples.append(dataset[(number + step) % len(dataset)])
+                samples.append(dataset[tried])
                 break
             except BadSampleError as error:
                 if dataset.on_bad_sample == "fail":
@@ -85,6 +101,7 @@ def load_batch(
                     f"last is: {last_error.reason}",
                     last_error.place,
                 )
+    _line.sample = None
     return LoadedBatch(collator(samples) if samples else None, skipped)
 
 
@@ -102,6 +119,7 @@ def load_packed_batch(
     for numbers in rows:
         samples = []
         for number in numbers.tolist():
+            _line.sample = number
             try:
                 samples.append(dataset[number])
             except BadSampleError as error:
@@ -116,25 +134,44 @@ def load_packed_batch(
                 ".lengths-*.npz file beside the data"
             )
         loaded.append(samples)
+    _line.sample = None
     return LoadedBatch(collator(loaded), skipped)
 
 
+def sample_at_work() -> int | None:
+    """The sample that this process itself prepares, from any of its threads."""
+    return _line.sample
+
+
 class WorkerPool:
-    """Worker processes, started when they are first needed."""
+    """Worker processes, started when they are first needed.
+
+    Attributes:
+        num_jobs: jobs submitted so far; they are numbered in their order.
+    """
 
     def __init__(self, dataset: SampleSource, collator: Collator | None, num_workers: int):
         # "spawn": a forked copy of a process with Paddle's threads in it can hang.
+        context = multiprocessing.get_context("spawn")
+        self.num_jobs = 0
+        self._board = WorkBoard(num_workers, context)
         self._executor = ProcessPoolExecutor(
             num_workers,
-            mp_context=multiprocessing.get_context("spawn"),
+            mp_context=context,
             initializer=_start_worker,
-            initargs=(dataset, collator),
+            initargs=(dataset, collator, self._board),
         )
 
     def submit(self, load: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Have a worker run `load(dataset, collator, *arguments)`."""
         with _main_script_hidden():
-            return self._executor.submit(_load_in_worker, load, *arguments)
+            future = self._executor.submit(_load_in_worker, self.num_jobs, load, *arguments)
+        self.num_jobs += 1
+        return future
+
+    def at_work(self) -> list[AtWork]:
+        """What each worker is at, from any thread; those that have started."""
+        return self._board.workers()
 
     def close(self) -> None:
         """Drop what is not begun, and wait for the workers to end."""
@@ -159,9 +196,9 @@ def _main_script_hidden() -> Iterator[None]:
 _worker_state: tuple[SampleSource, Collator | None]
 
 
-def _start_worker(dataset: SampleSource, collator: Collator | None) -> None:
-    global _worker_state
-    _worker_state = (dataset, collator)
+def _start_worker(dataset: SampleSource, collator: Collator | None, board: WorkBoard) -> None:
+    global _worker_state, _line
+    _worker_state, _line = (dataset, collator), board.take_line()
     # Ctrl-C reaches the whole group; the main process decides, and closes the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -173,5 +210,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _load_in_worker(load: Callable[..., Any], *arguments: Any) -> Any:
+def _load_in_worker(job: int, load: Callable[..., Any], *arguments: Any) -> Any:
+    _line.begin(job)
     return load(*_worker_state, *arguments)

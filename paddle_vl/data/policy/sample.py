@@ -25,6 +25,7 @@ not what its samples hold, so that every rank and every batch has the same entri
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,11 +103,16 @@ class DemonstrationSource(SampleSource, Protocol):
         shapes: of the samples.
         fields: for each of `OPTIONAL_FIELDS`, whether samples have it.
         group_names: of the groups that `dataset_index` counts.
+        files: that they stand in; none of a formula.
     """
 
     shapes: DemonstrationShapes
     fields: Mapping[str, bool]
     group_names: tuple[str, ...]
+    files: Sequence[Path]
+
+    def place(self, number: int) -> str:
+        """Where a sample comes from, for messages: `file:line`, or its number."""
 
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -57,6 +58,7 @@ class SyntheticDemonstrations:
     """
 
     on_bad_sample = "fail"
+    files: Sequence[Path] = ()
 
     def __init__(
         self,
@@ -93,6 +95,9 @@ class SyntheticDemonstrations:
 
     def __getitem__(self, number: int) -> Demonstration:
         return self.demonstration(number)
+
+    def place(self, number: int) -> str:
+        return f"made-up demonstration {number}"
 
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True

@@ -1,8 +1,9 @@
 """A source of demonstrations as a loader takes it: fields dropped, noise and times drawn."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from paddle_vl.data.policy.draws import FlowDraws, Stream, sample_rng
 from paddle_vl.data.policy.drops import NO_DROPS, DropProbabilities, draw_drops, drop_fields
@@ -66,6 +67,14 @@ class DrawnDemonstrations:
         if self.flow is not None:
             sample |= self.flow.draw(sample_rng(self.seed, Stream.FLOW, *place))
         return sample
+
+    def place(self, number: int) -> str:
+        """Where a sample comes from: `file:line`, or its number."""
+        return self.source.place(number)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return self.source.files
 
     @property
     def shapes(self) -> DemonstrationShapes:

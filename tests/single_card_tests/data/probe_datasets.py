@@ -46,6 +46,25 @@ class ProcessDataset(NumberDataset):
         return {"number": np.array([os.getpid(), loaded, hasattr(sys.modules["__main__"], "MARK")])}
 
 
+class HeldDataset(NumberDataset):
+    """Stops at a sample: reads a named pipe to its end, which begins when a writer opens it."""
+
+    files = ("data.jsonl",)
+
+    def __init__(self, size: int, held: int, pipe: str):
+        super().__init__(size)
+        self.held, self.pipe = held, pipe
+
+    def __getitem__(self, number: int) -> dict:
+        if number == self.held:
+            with open(self.pipe) as pipe:
+                pipe.read()
+        return super().__getitem__(number)
+
+    def place(self, number: int) -> str:
+        return f"data.jsonl:{number + 1}"
+
+
 class LongDataset(NumberDataset):
     """Sample i holds the number i in i % 7 + 1 tokens."""
 

@@ -1,0 +1,86 @@
+"""What a loader tells about the batch that is waited for.
+
+Pinned: the message names the batch, its samples, the data's files, and the process that is at one
+of the samples, a worker or this one; it says so where no worker has begun the batch; of many
+samples it shows some. A process stops at a sample until the test closes a pipe.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.data.waiting import AskedBatch, described_wait
+from paddle_vl.data.work_board import AtWork
+from tests.single_card_tests.data.probe_datasets import HeldDataset, NumberDataset, stack_numbers
+
+EVALUATE = {"shuffle": False, "drop_last": False, "num_epochs": 1}
+
+
+@pytest.fixture
+def pipe(tmp_path) -> str:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    return str(path)
+
+
+@contextmanager
+def held(loader: PrefetchLoader, pipe: str):
+    """While the block runs, a batch is waited for and a process is at the held sample."""
+    with ThreadPoolExecutor(1) as pool, loader:
+        batch = pool.submit(next, loader)
+        with open(pipe, "w"):
+            yield
+        assert batch.result()["numbers"] == [0, 1, 2]
+
+
+def test_the_worker_that_is_at_a_sample_is_named(pipe):
+    dataset = HeldDataset(6, 1, pipe)
+    loader = PrefetchLoader(dataset, stack_numbers, 3, **EVALUATE, num_workers=1)
+    with held(loader, pipe):
+        (pid,) = loader._pool._executor._processes
+        assert loader.waiting_for() == (
+            "batch 0 of epoch 0, made from data.jsonl:1, data.jsonl:2, data.jsonl:3 (data: "
+            f"data.jsonl); worker 0 (process {pid}) is at data.jsonl:2"
+        )
+
+
+def test_without_workers_it_is_this_process_and_its_sample(pipe):
+    loader = PrefetchLoader(HeldDataset(6, 2, pipe), stack_numbers, 3, **EVALUATE)
+    with held(loader, pipe):
+        assert loader.waiting_for().endswith(
+            "this process prepares it itself (data.num_workers is 0) and is at data.jsonl:3"
+        )
+
+
+def test_the_batch_is_the_one_that_is_asked_for_on_its_rank():
+    loader = PrefetchLoader(NumberDataset(8), stack_numbers, 2, **EVALUATE, rank=1, size=2)
+    assert loader.waiting_for() == "no batch was asked for"
+    next(loader), next(loader)
+    expected = "batch 1 of epoch 0 of data-parallel rank 1, made from sample 5, sample 7; "
+    assert loader.waiting_for().startswith(expected)
+
+
+def test_workers_that_are_at_other_batches_are_told():
+    workers = [AtWork(0, 11, job=3, sample=7), AtWork(1, 12, job=None, sample=None)]
+    text = described_wait(AskedBatch(0, 4, [8], job=4), NumberDataset(9), workers)
+    assert text.endswith(
+        "no worker has begun it: worker 0 (process 11) is at sample 7; worker 1 (process 12) has "
+        "had no batch yet"
+    )
+    none = described_wait(AskedBatch(0, 4, [8], job=4), NumberDataset(9), [])
+    assert none.endswith("no worker has begun it: none has started")
+
+
+def test_a_worker_behind_its_last_sample_is_between_samples():
+    done = described_wait(AskedBatch(0, 0, [8], job=4), NumberDataset(9), [AtWork(0, 11, 4, None)])
+    assert done.endswith("worker 0 (process 11) is between samples")
+
+
+def test_of_many_samples_some_are_shown():
+    text = described_wait(AskedBatch(2, 0, list(range(20)), job=4), NumberDataset(20), [])
+    assert "sample 0, sample 1" in text
+    assert "sample 7, 12 more" in text
+    assert "sample 8" not in text
