@@ -28,6 +28,8 @@ EXTRAS = {
         "ruff==0.17.*",
         "scikit-learn>=1.3",
         "scipy>=1.11",
+        "tensorboardX>=2.6",
+        "visualdl>=2.5",
     ],
 }
 

@@ -11,25 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from paddle_vl.report.runs import Run
 from paddle_vl.report.series import SKIPPED_UPDATES, Series
+from paddle_vl.train.metric_groups import EVAL_PREFIX, GROUPS, LOSS, group_of
 
-_EVAL = "eval_"
 _STATISTIC = re.compile(r"(.+?)[_/](min|mean|max|median|sum|std|p\d+)")
-_LOSS = "Loss"
 _SCHEDULE = "learning_rate"
 # The axis says it; `_per_second` belongs to the quantity.
-_UNIT_SUFFIX = re.compile(r"(?<!_per)_(seconds|gb|gib|mb|mib|bytes|ms)$")
-# Sections in the order of the page, and what the words in a key say that belongs there.
-SECTIONS = (
-    (_LOSS, re.compile(r"(^|_)loss$|^[A-Z]+$")),
-    ("Learning rate and gradient", re.compile(r"^learning_rate|^lr\b|grad|^skipped_updates$")),
-    ("Throughput", re.compile(r"_per_second|mfu|flops|throughput")),
-    ("Memory and time", re.compile(r"memory|bytes|seconds|_ms$|_wait|_time|duration")),
-    (
-        "Data",
-        re.compile(r"epoch|token|sample|sequence|length|skipped|packing|patches|images|expert"),
-    ),
-    ("Further", re.compile(r"")),
-)
+_UNIT_SUFFIX = re.compile(r"(?<!_per)_(gb|gib|mb|mib|bytes|ms)$")
+_SECONDS = re.compile(r"(?<!_per)_seconds$")
 # Units by the words in a key, the first that is found.
 _UNITS = (
     (re.compile(r"^[A-Z]+$"), "mean, before its weight"),
@@ -148,15 +136,15 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
             for place, run in enumerate(runs)
             if key in run.series
         )
-    order = [name for name, _ in SECTIONS]
+    order = list(dict.fromkeys(group.title for group in GROUPS))
     # The whole loss stands before its terms, the schedule before what it does.
     first = ("loss", _SCHEDULE)
     return sorted(panels.values(), key=lambda p: (order.index(p.section), p.name not in first))
 
 
 def _parsed(key: str) -> _Parsed:
-    is_eval = key.startswith(_EVAL) and key != _EVAL
-    base = key.removeprefix(_EVAL) if is_eval else key
+    is_eval = key.startswith(EVAL_PREFIX) and key != EVAL_PREFIX
+    base = key.removeprefix(EVAL_PREFIX) if is_eval else key
     statistic = None
     if match := _STATISTIC.fullmatch(base):
         base, statistic = match.groups()
@@ -166,20 +154,24 @@ def _parsed(key: str) -> _Parsed:
 
 def _panel(base: str, is_evaluated: bool, has_terms: bool, taken: Sequence[str]) -> Panel:
     # What is measured in evaluations stands beside their loss.
-    own_section = next(name for name, words in SECTIONS if words.search(base))
+    group = group_of(base)
     name = plain = re.sub(r"[^A-Za-z0-9_-]+", "-", base).strip("-") or "metric"
     # Files of two panels must differ where a file system does not tell capitals from small letters.
     number, lower = 2, [other.lower() for other in taken]
     while name.lower() in lower:
         name, number = f"{plain}-{number}", number + 1
-    section = _LOSS if is_evaluated else own_section
-    return Panel(name, section, _title(base), _unit(base, has_terms), own_section == _LOSS)
+    section = (LOSS if is_evaluated else group).title
+    return Panel(name, section, _title(base), _unit(base, has_terms), group == LOSS)
 
 
 def _title(base: str) -> str:
     if base.isupper() or base in ("mfu", "hfu"):
         return base.upper()
-    words = _UNIT_SUFFIX.sub("", base).replace("_", " ").replace("grad ", "gradient ")
+    words = (
+        _SECONDS.sub("_time", _UNIT_SUFFIX.sub("", base))
+        .replace("_", " ")
+        .replace("grad ", "gradient ")
+    )
     return words[:1].upper() + words[1:]
 
 

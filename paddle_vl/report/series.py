@@ -1,10 +1,10 @@
 """Metrics lines as series of numbers: one for each key, whatever keys there are."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+
+from paddle_vl.train.metrics_file import Line, numbers_of
 
 SKIPPED_UPDATES = "skipped_updates"
 # A distance between two lines that is so many times the distances around it is a gap.
@@ -45,18 +45,14 @@ class SkippedUpdates:
     count: int
 
 
-def series_of(lines: Sequence[dict[str, Any]]) -> dict[str, Series]:
-    """The series of all keys that have a number in any line, in order of appearance.
-
-    Mappings in a line count as keys of their own, `outer/inner`; texts and lists are left out.
-    """
+def series_of(lines: Sequence[Line]) -> dict[str, Series]:
+    """The series of all keys that have a number in any line, in order of appearance."""
     found: dict[str, tuple[list[int], list[float | None]]] = {}
     for line in sorted(lines, key=lambda line: line["step"]):
-        for key, value in _numbers(line):
-            if key != "step":
-                steps, values = found.setdefault(key, ([], []))
-                steps.append(line["step"])
-                values.append(value)
+        for key, value in numbers_of(line):
+            steps, values = found.setdefault(key, ([], []))
+            steps.append(line["step"])
+            values.append(value)
     return {
         key: Series(steps, values, _breaks(steps))
         for key, (steps, values) in found.items()
@@ -72,14 +68,6 @@ def skipped_updates(series: dict[str, Series]) -> list[SkippedUpdates]:
             found.append(SkippedUpdates(after, step, int(count - before)))
         after, before = step, count
     return found
-
-
-def _numbers(line: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float | None]]:
-    for name, value in line.items():
-        if isinstance(value, dict):
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-            yield prefix + name, value if value is None or math.isfinite(value) else None
 
 
 def _breaks(steps: Sequence[int]) -> list[int]:

@@ -1,10 +1,13 @@
 """metrics.jsonl: one JSON object a line, each with its `step`; see `paddle_vl.train.metrics`."""
 
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+Line = dict[str, Any]
 
 
 class MetricsFile:
@@ -13,7 +16,7 @@ class MetricsFile:
     def __init__(self, path: Path):
         self.path = path
 
-    def append(self, line: dict[str, Any]) -> None:
+    def append(self, line: Line) -> None:
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line, allow_nan=False) + "\n")
 
@@ -24,7 +27,7 @@ class MetricsFile:
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         partial.replace(self.path)
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Line]:
         """All lines; one that a crash cut short at the end is left out.
 
         Raises:
@@ -48,3 +51,23 @@ class MetricsFile:
 
     def _not_a_line(self, number: int, reason: str) -> str:
         return f"{self.path}:{number} is not a metrics line ({reason}); mend or remove it"
+
+
+def numbers_of(line: Line) -> Iterator[tuple[str, float | None]]:
+    """The keys of a line that have numbers, without `step`; None is one that was not finite.
+
+    Mappings in a line have keys of their own, `outer/inner`; texts, lists and truths are left out.
+    """
+    for key, value in _flat(line, ""):
+        if key == "step" or isinstance(value, bool):
+            continue
+        if value is None or isinstance(value, int | float):
+            yield key, value if value is None or math.isfinite(value) else None
+
+
+def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield prefix + name, value
