@@ -7,6 +7,7 @@ same order, whatever its data.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import Tensor
@@ -27,17 +28,39 @@ class FleetProcesses:
         # The first copy of everything: of experts, the first processes that share them.
         self.holds_model = topology.dp_rank < topology.degrees.ep_degree
         self.random_place = (topology.data_rank, topology.pp_rank)
+        # All stages and all mp processes of a part of the data have the same.
+        self.counts_data = topology.mp_rank == 0 and topology.pp_rank == 0
+        # The last stage alone has losses, and all its mp processes have the same.
+        self.counts_losses = topology.mp_rank == 0
+        self._host_group = topology.host_group
+
+    def agree(
+        self, counts: Sequence[int], signal: int | None = None
+    ) -> tuple[list[int], int | None]:
+        own = [count if self.counts_data else 0 for count in counts]
+        message = paddle.to_tensor([*own, signal or 0], dtype="int64", place=paddle.CPUPlace())
+        everyone: list[Tensor] = []
+        dist.all_gather(everyone, message, group=self._host_group)
+        numbers_PK = np.stack([numbers.numpy() for numbers in everyone])
+        *totals, _ = numbers_PK.sum(axis=0).tolist()
+        return totals, int(numbers_PK[:, -1].max()) or None
 
     def totals(self, counts: Sequence[int]) -> list[int]:
-        own = paddle.to_tensor(list(counts), dtype="int64")
-        # All stages and all mp processes of a part of the data have the same.
-        is_first = self.topology.mp_rank == 0 and self.topology.pp_rank == 0
-        return self.sum_over_all(own if is_first else paddle.zeros_like(own)).tolist()
+        return self.agree(counts)[0]
 
     def sum_losses(self, value: Tensor) -> Tensor:
-        # The last stage alone has one, and all its mp processes have the same.
-        is_first = self.topology.mp_rank == 0
-        return self.sum_over_all(value if is_first else paddle.zeros_like(value))
+        return self.sum_over_all(value if self.counts_losses else paddle.zeros_like(value))
+
+    def gathered(self, value: Any) -> list[Any]:
+        everyone: list[Any] = []
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    @paddle.no_grad()
+    def gathered_values(self, values_K: Tensor) -> Tensor:
+        everyone: list[Tensor] = []
+        dist.all_gather(everyone, values_K)
+        return paddle.stack(everyone)
 
     @paddle.no_grad()
     def sum_over_all(self, value: Tensor) -> Tensor:
@@ -69,16 +92,6 @@ class FleetProcesses:
         experts = topology.expert_dp_group
         if experts is not None and experts.nranks > 1:
             sum_gradients([tensor for tensor in parameters if is_expert(tensor)], experts)
-
-    def agreed_signal(self, received: int | None) -> int | None:
-        largest = paddle.to_tensor([received or 0], dtype="int64")
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return largest.item() or None
-
-    def gathered(self, value: Any) -> list[Any]:
-        everyone: list[Any] = []
-        dist.all_gather_object(everyone, value)
-        return everyone
 
     def wait(self) -> None:
         dist.barrier()

@@ -8,6 +8,7 @@ neighbours on one machine.
 
 from dataclasses import dataclass, field
 
+import paddle
 import paddle.distributed as dist
 from paddle.distributed import fleet
 from paddle.distributed.collective import Group
@@ -45,6 +46,8 @@ class Topology:
         ep_group: the processes that share the experts, neighbours on the dp axis.
         expert_dp_group: those that hold the same experts; None where that is dp_group.
         ends_group: first and last process of the pipeline, on these two; None on others.
+        host_group: all processes, for what they have to know on the host: its messages go through
+            host memory and wait for no device; None for the group of all, which does so on a CPU.
     """
 
     degrees: ParallelDegrees
@@ -56,6 +59,7 @@ class Topology:
     ep_group: Group = field(repr=False)
     expert_dp_group: Group | None = field(repr=False, default=None)
     ends_group: Group | None = field(repr=False, default=None)
+    host_group: Group | None = field(repr=False, default=None)
 
     @classmethod
     def single(cls, degrees: ParallelDegrees | None = None) -> "Topology":
@@ -142,6 +146,7 @@ def initialize(degrees: ParallelDegrees) -> Topology:
         for line in lines("data"):
             sharers += [line[i : i + size] for i in range(0, len(line), size)]
             holders += [line[i::size] for i in range(size)]
+    on_cpu = paddle.get_device().startswith("cpu")
     return Topology(
         degrees,
         rank,
@@ -149,6 +154,7 @@ def initialize(degrees: ParallelDegrees) -> Topology:
         ep_group=_own_group(sharers, rank) or _group_of_one(rank),
         expert_dp_group=_own_group(holders, rank),
         ends_group=_own_group(ends, rank),
+        host_group=None if on_cpu else dist.new_group(backend="gloo"),
     )
 
 

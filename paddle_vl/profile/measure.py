@@ -12,7 +12,6 @@ from paddle_vl.profile.last_words import MemoryLimitError
 from paddle_vl.profile.memory import MemoryMeter
 from paddle_vl.train.phases import Phase, PhaseClock, phase
 from paddle_vl.train.processes import SingleProcess
-from paddle_vl.train.progress import ProgressBar
 from paddle_vl.train.trainer import Trainer
 
 
@@ -58,7 +57,6 @@ def measure(
         MemoryLimitError: on the processes above the limit, and on the others a RuntimeError.
     """
     clock, processes = PhaseClock(), trainer.processes
-    bar = ProgressBar(warmup_steps + steps, 0, is_shown=False)
     seen, cpu_seconds = [], []
     _mark_pipeline(trainer.runner)
 
@@ -67,14 +65,14 @@ def measure(
             _check_limit(meter.peak().reserved, memory_limit, rank, processes)
 
     for _ in range(warmup_steps):
-        trainer.train_one_step(bar)
+        trainer.train_one_step()
         check()
     processes.wait()
     meter.reset()
     for _ in range(steps):
         begin = time.process_time()
         with clock.step():
-            seen.append(trainer.train_one_step(bar))
+            seen.append(trainer.train_one_step())
         cpu_seconds.append(time.process_time() - begin)
         check()
     peak = meter.peak()
@@ -82,8 +80,8 @@ def measure(
         rank=rank,
         steps=[{name.value: value for name, value in step.items()} for step in clock.steps],
         cpu_seconds=cpu_seconds,
-        samples=[result.num_samples for result in seen],
-        tokens=[result.num_tokens for result in seen],
+        samples=[outcome.totals.num_samples for outcome in seen],
+        tokens=[outcome.totals.num_tokens for outcome in seen],
         allocated=peak.allocated,
         reserved=peak.reserved,
         memory_source=meter.source,

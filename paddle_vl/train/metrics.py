@@ -1,97 +1,184 @@
 """What a run reports about itself: one JSON object a line in metrics.jsonl.
 
-Keys of a line: `step`; `epoch`, passes over the training data so far; `loss`, mean cross entropy
-over the target tokens since the last line (null when every update was skipped), of a policy the
-weighted sum of `MSE` and `CE`, which stand beside it; `learning_rate` and `grad_norm` (before
-clipping, null if not finite) of the last step; `samples_per_second` and `tokens_per_second` of
-training alone; `packing_efficiency` with data.packing, the share of real tokens in rows since the
-last line or start; `target_tokens`, `skipped_updates` and `skipped_samples` of the whole run so
-far; `eval_loss` in steps that evaluate, of a policy with its terms; `learning_rate/PART`, for each
-of train.part_learning_rates, as `learning_rate`; with experts, `tokens_per_expert_min`, `_mean` and
-`_max`, see `paddle_vl.train.expert_load`. With the load-balancing loss (`output_router_logits` of
-the model's configuration) `loss` includes it, `eval_loss` does not. A line of an evaluation between
-two reports has `step` and the evaluation's entries only.
+Keys of a line:
+    `step`; `epoch`, passes over the training data so far.
+    `loss`, mean cross entropy over the target tokens since the last line (null when every update
+        was skipped), of a policy the weighted sum of `MSE` and `CE`, which stand beside it. With
+        the load-balancing loss (`output_router_logits` of the model's configuration) it includes
+        that; `eval_loss` does not.
+    `learning_rate` and `grad_norm` (before clipping, null if not finite) of the last step;
+        `learning_rate/PART`, for each of train.part_learning_rates.
+    `samples_per_second` and `tokens_per_second` of training alone, by the slowest process;
+        `step_seconds`, the processes' mean, and `step_seconds_max`, of the slowest;
+        `data_wait_seconds`, how much of a step was spent waiting for data, of the worst process;
+        `memory_gb`, the most that a process held, of tensors on a GPU, of all on a CPU.
+    `sequence_length_min`, `_mean` and `_max`, real tokens of the samples; `packing_efficiency` with
+        data.packing, the share of real tokens in rows. Of these, as of times, a run that continues
+        begins anew.
+    `target_tokens`, `skipped_updates` and `skipped_samples` of the whole run so far.
+    `tokens_per_expert_min`, `_mean` and `_max`, see `paddle_vl.train.expert_load`.
+    `eval_loss` in steps that evaluate, of a policy with its terms. A line of an evaluation between
+        two reports has `step` and the evaluation's entries only.
+What is not said to be of the run is since the last line, or start.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from paddle_vl.train.gauges import Gauge
+from paddle_vl.train.micro_batch import MicroBatch
 from paddle_vl.train.objective import LANGUAGE, Objective, weighted
-from paddle_vl.train.step import StepResult
+from paddle_vl.train.step import StepOutcome
+
+Values = Mapping[str, Any]
 
 
 class StepMeter:
-    """Collects step results between two reports, and counts over the whole run."""
+    """Collects steps between two reports, and counts over the whole run.
+
+    What lies on the device is collected there, and read when a report is.
+    """
 
     def __init__(self, objective: Objective = LANGUAGE):
         self._objective = objective
-        # What the run has counted of each term; the window is what came since the last report.
-        self._counted = dict.fromkeys(objective.terms, 0)
-        self.skipped_updates = 0
+        nothing = paddle.zeros([len(objective.terms)], dtype="float64")
+        # Of each term what the run has counted; the window is what came since the last report.
+        self._counted, self._sums, self._counts = nothing, nothing, nothing
+        # Skipped updates: all, in a row until now, and in a row at most since the last report.
+        self._skips = paddle.zeros([3], dtype="float64")
+        self._grad_norm: Tensor = paddle.full([], math.nan)
         self._begin_window()
-        self._grad_norm = math.nan
 
-    def add(self, result: StepResult, seconds: float) -> None:
-        """Count one step that took `seconds`."""
-        self.skipped_updates += result.is_skipped
-        self._samples += result.num_samples
-        self._tokens += result.num_tokens
-        self._places += result.num_packed_places
+    @paddle.no_grad()
+    def add(
+        self,
+        outcome: StepOutcome,
+        micro_batches: Sequence[MicroBatch],
+        seconds: float,
+        data_wait_s: float = 0.0,
+    ) -> None:
+        """Count one step of this process, that took `seconds` of which it waited for data."""
+        totals = outcome.totals
+        self._steps += 1
+        self._samples += totals.num_samples
+        self._tokens += totals.num_tokens
+        self._places += totals.num_packed_places
         self._seconds += seconds
-        self._grad_norm = result.grad_norm
-        if result.is_skipped:
-            return
-        for name, count in result.counts.items():
-            self._counted[name] += count
-            window = self._window[name]
-            self._window[name] = [window[0] + result.terms[name] * count, window[1] + count]
+        self._data_wait_s += data_wait_s
+        for length in (length for batch in micro_batches for length in batch.lengths):
+            self._lengths.append(length)
+        counts = paddle.stack([paddle.full([], count, "float64") for count in totals.counts])
+        counts = paddle.where(outcome.is_good, counts, paddle.zeros_like(counts))
+        sums = outcome.terms.astype("float64") * counts
+        self._sums = self._sums + paddle.where(outcome.is_good, sums, paddle.zeros_like(sums))
+        self._counts, self._counted = self._counts + counts, self._counted + counts
+        is_bad = 1.0 - outcome.is_good.astype("float64")
+        everything, in_a_row, longest = self._skips
+        in_a_row = (in_a_row + 1.0) * is_bad
+        longest = paddle.maximum(longest, in_a_row)
+        self._skips = paddle.stack([everything + is_bad, in_a_row, longest])
+        self._grad_norm = outcome.grad_norm
 
-    def speed(self) -> dict[str, float]:
-        """Samples, and tokens where they are counted, per second since the last report."""
-        amounts = {"samples_per_second": self._samples, "tokens_per_second": self._tokens}
-        return {
-            name: round(amount / self._seconds, 1) if self._seconds else 0.0
-            for name, amount in amounts.items()
-            if amount
-        }
+    def gauges(self, counts_data: bool) -> list[Gauge]:
+        """What a report is made of, of this process; a new window begins.
 
-    def mean_terms(self) -> dict[str, float] | None:
-        """Since the last report; None before the first update."""
-        if not all(count for _, count in self._window.values()):
-            return None
-        return {name: value / count for name, (value, count) in self._window.items()}
-
-    def report(self) -> dict[str, Any]:
-        """The window's part of a metrics line; a new window begins."""
-        terms = self.mean_terms()
-        line = {"loss": None if terms is None else weighted([*terms.values()], self._objective)}
-        if len(self._objective.terms) > 1:
-            line |= dict.fromkeys(self._objective.terms) if terms is None else terms
-        line |= {
-            "grad_norm": self._grad_norm if math.isfinite(self._grad_norm) else None,
-            **self.speed(),
-        }
-        line |= {
-            name: self._counted[term] for term, name in self._objective.reported_counts.items()
-        }
-        line["skipped_updates"] = self.skipped_updates
-        if self._places:
-            line["packing_efficiency"] = round(self._tokens / self._places, 4)
+        Args:
+            counts_data: whether this process speaks for its part of the data.
+        """
+        lengths = self._lengths if counts_data else []
+        # Of none neither is the least nor the most.
+        extremes = (min(lengths), max(lengths)) if lengths else (math.inf, -math.inf)
+        gauges = [
+            Gauge("sums", "same", self._sums),
+            Gauge("counts", "same", self._counts),
+            Gauge("counted", "same", self._counted),
+            Gauge("skips", "same", self._skips),
+            Gauge("grad_norm", "same", self._grad_norm),
+            Gauge("steps", "same", self._steps),
+            Gauge("samples", "same", self._samples),
+            Gauge("tokens", "same", self._tokens),
+            Gauge("places", "same", self._places),
+            Gauge("seconds", "mean", self._seconds),
+            Gauge("seconds_max", "max", self._seconds),
+            Gauge("data_wait", "max", self._data_wait_s),
+            Gauge("length_min", "min", extremes[0]),
+            Gauge("length_max", "max", extremes[1]),
+            Gauge("length_sum", "sum", sum(lengths)),
+            Gauge("length_count", "sum", len(lengths)),
+        ]
         self._begin_window()
+        return gauges
+
+    def line(self, values: Values) -> dict[str, Any]:
+        """The window's part of a metrics line, from the gauges of all processes."""
+        objective = self._objective
+        line: dict[str, Any] = {"loss": None}
+        means = dict.fromkeys(objective.terms)
+        if values["counts"].all():
+            numbers = (values["sums"] / values["counts"]).tolist()
+            means = dict(zip(objective.terms, numbers, strict=True))
+            line["loss"] = weighted(numbers, objective)
+        if len(means) > 1:
+            line |= means
+        norm = float(values["grad_norm"].item())
+        line["grad_norm"] = norm if math.isfinite(norm) else None
+        line |= _speed(values)
+        if values["length_count"]:
+            line["sequence_length_min"] = int(values["length_min"])
+            mean = values["length_sum"] / values["length_count"]
+            line["sequence_length_mean"] = round(mean, 1)
+            line["sequence_length_max"] = int(values["length_max"])
+        for term, name in objective.reported_counts.items():
+            line[name] = int(values["counted"][list(objective.terms).index(term)])
+        line["skipped_updates"] = int(values["skips"][0])
+        if values["places"]:
+            line["packing_efficiency"] = round(values["tokens"] / values["places"], 4)
         return line
 
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Until now; read from the device."""
+        return int(self._skips[1].item())
+
     def _begin_window(self) -> None:
-        self._window: dict[str, list[float]] = {name: [0.0, 0] for name in self._objective.terms}
-        self._samples, self._tokens, self._places, self._seconds = 0, 0, 0, 0.0
+        self._sums, self._counts = paddle.zeros_like(self._sums), paddle.zeros_like(self._counts)
+        keeps = paddle.to_tensor(np.array([1.0, 1.0, 0.0]))
+        self._skips = self._skips * keeps
+        self._steps, self._samples, self._tokens, self._places = 0, 0, 0, 0
+        self._seconds, self._data_wait_s = 0.0, 0.0
+        self._lengths: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "counted": dict(self._counted),
-            "skipped_updates": self.skipped_updates,
-            "window": {name: list(values) for name, values in self._window.items()},
-        }
+        """What a run that continues goes on from; read from the device."""
+        tensors = (self._counted, self._skips, self._sums, self._counts)
+        counted, skips, *window = (tensor.tolist() for tensor in tensors)
+        return {"counted": counted, "skips": skips, "window": window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._counted = dict(state["counted"])
-        self.skipped_updates = state["skipped_updates"]
-        self._window = {name: list(values) for name, values in state["window"].items()}
+        tensors = (state["counted"], state["skips"], *state["window"])
+        self._counted, self._skips, self._sums, self._counts = (
+            paddle.to_tensor(np.array(values, dtype=np.float64)) for values in tensors
+        )
+
+
+def longest_skip(values: Values) -> int:
+    """Skipped updates in a row at most since the last report."""
+    return int(values["skips"][2])
+
+
+def _speed(values: Values) -> dict[str, float]:
+    seconds, steps = values["seconds_max"], values["steps"]
+    if not steps or not seconds:
+        return {}
+    amounts = {"samples_per_second": values["samples"], "tokens_per_second": values["tokens"]}
+    speed = {name: round(amount / seconds, 1) for name, amount in amounts.items() if amount}
+    return speed | {
+        "step_seconds": round(values["seconds"] / steps, 4),
+        "step_seconds_max": round(seconds / steps, 4),
+        "data_wait_seconds": round(values["data_wait"] / steps, 4),
+    }

@@ -12,10 +12,10 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.train.expert_load import expert_load
+from paddle_vl.train.expert_load import expert_counts, load_summary
+from paddle_vl.train.gauges import Gauge
 from paddle_vl.train.in_step import empty_batch, has_visual, with_unused_image
 from paddle_vl.train.phases import Phase, phase
-from paddle_vl.train.processes import SingleProcess
 
 Batch = dict[str, Any]
 _HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})
@@ -71,8 +71,15 @@ class Objective(Protocol):
     def sums(self, output: Any) -> Tensor:
         """`[n]`, each term of a batch before it is divided, for evaluation."""
 
-    def metrics(self, model: nn.Layer, processes: SingleProcess) -> dict[str, float]:
-        """What the metrics tell besides. Called by all processes together."""
+    def gauges(self, model: nn.Layer, counts_losses: bool) -> list[Gauge]:
+        """What the metrics tell besides, of this process.
+
+        Args:
+            counts_losses: whether this process counts in sums over all of them.
+        """
+
+    def line(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """Entries of a metrics line from these gauges of all processes."""
 
 
 class LanguageObjective:
@@ -137,8 +144,16 @@ class LanguageObjective:
     def sums(self, output: Any) -> Tensor:
         return output.loss_sum.reshape([1])
 
-    def metrics(self, model: nn.Layer, processes: SingleProcess) -> dict[str, float]:
-        return expert_load(model, processes)
+    def gauges(self, model: nn.Layer, counts_losses: bool) -> list[Gauge]:
+        counts = expert_counts(model)
+        if counts is None:
+            return []
+        counts = counts if counts_losses else paddle.zeros_like(counts)
+        return [Gauge("tokens_per_expert", "sum", counts)]
+
+    def line(self, values: Mapping[str, Any]) -> dict[str, float]:
+        found = values.get("tokens_per_expert")
+        return {} if found is None else load_summary(found)
 
 
 def _is_for_device(name: str, value: Any) -> bool:

@@ -27,6 +27,10 @@ _MASTER = "master_weight"
 class Optimizer:
     """AdamW with global-norm clipping.
 
+    Attributes:
+        masks_updates: an update that does not count is masked on the device, whose flag is not read
+            on the host; on a CPU it is read.
+
     Args:
         parameters: HF names and parameters to train. Updates go to what the placement says is
             trained for them, all of it float32.
@@ -70,16 +74,21 @@ class Optimizer:
         # Paddle makes state at the first step; a checkpoint is loaded before that.
         block = framework.default_main_program().global_block()
         self._adamw._create_accumulators(block, self.tensors)
+        # Where the device's memory is the host's, reading a flag waits for nothing.
+        self.masks_updates = not paddle.get_device().startswith("cpu")
+        if self.masks_updates:
+            self._keep_powers_on_device()
 
     @property
     def _names(self) -> set[str]:
         return {name for name, _ in self.parameters}
 
     @paddle.no_grad()
-    def gradient_norm(self, processes: SingleProcess = ONE_PROCESS) -> Tensor:
-        """Float32 norm over the gradients of all trained parameters, before clipping.
+    def squared_norm(self, processes: SingleProcess = ONE_PROCESS) -> Tensor:
+        """Float32 sum of squares over the gradients that this process counts, before clipping.
 
-        Each parameter counts once, whatever it is spread over and wherever it is repeated.
+        Over all processes each parameter counts once, whatever it is spread over and wherever it is
+        repeated.
         """
         if self.parameters and not self._gradients():
             raise RuntimeError(
@@ -90,7 +99,28 @@ class Optimizer:
         for tensor in self.tensors:
             if tensor.grad is not None and processes.counts_here(tensor):
                 total = total + tensor.grad.astype("float32").square().sum()
-        return processes.sum_over_all(total).sqrt()
+        return total
+
+    @paddle.no_grad()
+    def update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> bool:
+        """Clip to max_grad_norm, and update every parameter that has a gradient; or change nothing.
+
+        Args:
+            learning_rate: times a parameter's own factor.
+            norm: of all gradients of the run, on the device.
+            is_good: bool, on the device; where it is False all stays as it is, bit for bit.
+
+        Returns:
+            Whether parameters may have changed.
+        """
+        if self.masks_updates:
+            self._masked_update(learning_rate, norm, is_good)
+            return True
+        if not bool(is_good):
+            return False
+        self.clip_gradients(norm.item())
+        self.step(learning_rate)
+        return True
 
     @paddle.no_grad()
     def clip_gradients(self, norm: float) -> None:
@@ -109,6 +139,31 @@ class Optimizer:
         if self.tensors:
             self._adamw.set_lr(learning_rate)
             self._adamw.step()
+
+    def _masked_update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
+        """The update without asking whether it counts: what it did is taken back where not.
+
+        AdamW's kernel takes no flag that lies on the device. With a rate of zero it leaves a
+        parameter as it is; its moments and powers of beta are put back from copies, of one
+        parameter at a time.
+        """
+        adamw, block = self._adamw, framework.default_main_program().global_block()
+        factor = paddle.ones([])
+        if self.max_grad_norm:
+            factor = paddle.clip(self.max_grad_norm / (norm + 1e-6), max=1.0)
+        adamw.set_lr(learning_rate)
+        adamw._create_global_learning_rate()
+        rate = adamw._global_learning_rate()
+        paddle.assign(rate * is_good.astype(rate.dtype), rate)
+        for tensor in self.tensors:
+            if tensor.grad is None:
+                continue
+            grad = paddle.where(is_good, tensor.grad * factor, paddle.zeros([]))
+            states = [adamw._get_accumulator_master(state, tensor) for state in _STATES]
+            before = [state.clone() for state in states]
+            adamw._append_optimize_op(block, (tensor, grad))
+            for state, old in zip(states, before, strict=True):
+                paddle.assign(paddle.where(is_good, state, old), state)
 
     def clear_gradients(self) -> None:
         """Drop the gradients, without the zero fill that Paddle's default makes."""
@@ -133,6 +188,13 @@ class Optimizer:
             for name, parameter, tensor in self._states()
             if not getattr(parameter, "is_tied_copy", False)
         ]
+
+    def _keep_powers_on_device(self) -> None:
+        """Paddle keeps the powers of beta on the host, which would have to know what is skipped."""
+        for state in ("beta1_pow_acc", "beta2_pow_acc"):
+            powers = self._adamw._accumulators[state]
+            for name, value in powers.items():
+                powers[name] = value.to(paddle.get_device())
 
     def _states(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Name, parameter and live tensor of every state."""

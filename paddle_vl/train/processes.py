@@ -7,6 +7,7 @@ together says so; a single process just goes on.
 from collections.abc import Sequence
 from typing import Any
 
+import paddle
 from paddle import Tensor
 
 
@@ -18,22 +19,43 @@ class SingleProcess:
         holds_model: whether this process and those that have the rest of its model save it.
         random_place: what random numbers depend on beside seed and step; equal on processes that
             must draw the same.
+        counts_data: whether this process speaks for its part of the data, which others may have.
+        counts_losses: whether it counts its losses in a sum over all processes; of those that have
+            the same ones does.
         data_rank, data_size: which part of every batch of samples is this process's, of how many.
     """
 
     is_main = True
     holds_model = True
+    counts_data = True
+    counts_losses = True
     data_rank = 0
     data_size = 1
     random_place: tuple[int, ...] = ()
 
+    def agree(
+        self, counts: Sequence[int], signal: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """Each count added up over the parts of the data, and a stop signal that any process
+        received. Host numbers, in one message; the device is not waited for. Called by all
+        together."""
+        return list(counts), signal
+
     def totals(self, counts: Sequence[int]) -> list[int]:
-        """Each count added up over the parts of the data. Called by all together."""
-        return list(counts)
+        """Each count added up over the parts of the data, see `agree`."""
+        return self.agree(counts)[0]
 
     def sum_losses(self, value: Tensor) -> Tensor:
         """A loss added up over the parts of the data. Called by all together."""
-        return value
+        return self.sum_over_all(value if self.counts_losses else paddle.zeros_like(value))
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The picklable values of all processes, by rank. Called by all together."""
+        return [value]
+
+    def gathered_values(self, values_K: Tensor) -> Tensor:
+        """`[P, K]`, the values of all processes. Called by all together."""
+        return values_K.unsqueeze(0)
 
     def sum_over_all(self, value: Tensor) -> Tensor:
         """A value added up over all processes. Called by all together."""
@@ -53,14 +75,6 @@ class SingleProcess:
         Args:
             parameters: what the optimizer works on.
         """
-
-    def agreed_signal(self, received: int | None) -> int | None:
-        """A stop signal that any process received. Called by all together."""
-        return received
-
-    def gathered(self, value: Any) -> list[Any]:
-        """The picklable values of all processes, by rank. Called by all together."""
-        return [value]
 
     def wait(self) -> None:
         """Until all are here."""

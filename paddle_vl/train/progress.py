@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from tqdm import tqdm
 
@@ -24,19 +25,28 @@ class ProgressBar:
             mininterval=0.2 if sys.stderr.isatty() else 30.0,
         )
 
-    def advance(self, loss: float, learning_rate: float, speed: Mapping[str, float]) -> None:
-        """One step further.
+    def advance(self) -> None:
+        """One step further."""
+        self._bar.update()
+
+    def show(self, line: Mapping[str, Any]) -> None:
+        """Show the last known loss, rate and speed.
 
         Args:
-            speed: by what is counted, `tokens_per_second`; the last of them is shown.
+            line: of the metrics, see `paddle_vl.train.metrics`.
         """
-        text = f"loss {loss:.4f}, lr {learning_rate:.2e}"
-        if speed:
-            unit, amount = list(speed.items())[-1]
-            shown = f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
-            text += f", {shown} {unit.removesuffix('_per_second')}/s"
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update()
+        parts = [
+            f"{label} {line[name]:{form}}"
+            for label, name, form in (("loss", "loss", ".4f"), ("lr", "learning_rate", ".2e"))
+            if line.get(name) is not None
+        ]
+        for unit in ("tokens", "samples"):
+            if (amount := line.get(f"{unit}_per_second")) is not None:
+                parts.append(f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}")
+                parts[-1] += f" {unit}/s"
+                break
+        if parts:
+            self._bar.set_postfix_str(", ".join(parts), refresh=False)
 
     def close(self) -> None:
         self._bar.close()

@@ -1,42 +1,63 @@
-"""One training step: gradients over the micro-batches, then one update or none."""
+"""One training step: gradients over the micro-batches, then one update or none.
 
-import math
+Nothing of it is read back on the host: its losses, its gradient norm and whether it counted stay on
+the device until somebody asks.
+"""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.train.objective import LANGUAGE, Batch, Objective, no_terms, weighted
+from paddle_vl.train.micro_batch import MicroBatch, totals_of
+from paddle_vl.train.objective import LANGUAGE, Batch, Objective, no_terms
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What a step did.
+class StepTotals:
+    """What all processes together put into a step, known on the host before it begins.
 
     Attributes:
-        loss: the weighted sum of its terms.
-        terms: by name the mean of each term over all its micro-batches: for a language model cross
-            entropy over the target tokens; and, if the model computes it, the mean of the
-            micro-batches' load-balancing losses times its weight.
-        grad_norm: global gradient norm before clipping.
-        counts: by name of what each term is the mean.
+        counts: what each loss term is the mean of.
         num_samples, num_tokens: samples of all micro-batches; real tokens, visual ones too.
         num_packed_places: tokens that packed rows have place for, padding included; 0 without.
-        is_skipped: True when loss or norm was not finite, and nothing was updated.
+        asked: for each micro-batch how many processes asked for what, see `Objective.asks`.
+        signal: a stop signal that any process received; the step is not to be begun then.
     """
 
-    loss: float
-    terms: dict[str, float]
-    grad_norm: float
-    counts: dict[str, int]
+    counts: tuple[int, ...]
     num_samples: int
     num_tokens: int
-    is_skipped: bool
-    num_packed_places: int = 0
+    num_packed_places: int
+    asked: tuple[tuple[int, ...], ...]
+    signal: int | None = None
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step did, on the device.
+
+    Attributes:
+        terms: `[n]` float32, the mean of each loss term over all its micro-batches: for a language
+            model cross entropy over the target tokens; and, if the model computes it, the mean of
+            the micro-batches' load-balancing losses times its weight.
+        grad_norm: float32, the global gradient norm before clipping.
+        is_good: bool; False when a loss or the norm was not finite, and nothing was updated.
+        totals: of the step.
+    """
+
+    terms: Tensor
+    grad_norm: Tensor
+    is_good: Tensor
+    totals: StepTotals
+
+    def means(self, objective: Objective) -> dict[str, float]:
+        """The terms by name, read from the device."""
+        return dict(zip(objective.terms, self.terms.tolist(), strict=True))
 
 
 class WholeModel:
@@ -86,72 +107,80 @@ class WholeModel:
         )
 
 
+def agree_on_step(
+    micro_batches: Sequence[MicroBatch],
+    objective: Objective,
+    processes: SingleProcess = ONE_PROCESS,
+    signal: int | None = None,
+) -> StepTotals:
+    """What all processes bring to a step; the only message before it. Called by all together.
+
+    Args:
+        signal: a stop signal that this process received.
+
+    Raises:
+        ValueError: there is nothing to learn in all of the step.
+    """
+    own, asks = totals_of(micro_batches), [batch.asks for batch in micro_batches]
+    with phase(Phase.AGREEMENT):
+        totals, signal = processes.agree([*own, *(int(a) for of in asks for a in of)], signal)
+    num_terms, num_asks = len(objective.terms), len(asks[0])
+    counts, rest = totals[:num_terms], totals[num_terms:]
+    (num_samples, num_tokens, num_places), asked = rest[:3], rest[3:]
+    if signal is None:
+        objective.check_counts(counts, len(micro_batches))
+    of_batches = (asked[i * num_asks : (i + 1) * num_asks] for i in range(len(asks)))
+    return StepTotals(
+        tuple(counts), num_samples, num_tokens, num_places, tuple(map(tuple, of_batches)), signal
+    )
+
+
 def train_step(
     runner: WholeModel,
     optimizer: Optimizer,
-    micro_batches: Sequence[Batch],
+    micro_batches: Sequence[MicroBatch],
     learning_rate: float,
     processes: SingleProcess = ONE_PROCESS,
-) -> StepResult:
+    totals: StepTotals | None = None,
+) -> StepOutcome:
     """Train on the micro-batches of all processes as if they were one batch.
 
     Every micro-batch counts by what its losses are means of, not equally.
 
     Args:
         runner: the model, or this process's stages of it.
-        micro_batches: this process's, as the collator makes them.
+        micro_batches: this process's.
         learning_rate: of this update.
         processes: those that train together; all of them call this together.
+        totals: what they agreed on; None to do so here.
 
     Raises:
         ValueError: no micro-batch has anything to learn, so that there is no loss.
     """
     objective, placement = runner.objective, runner.model.placement
-    counts = [sum(column) for column in zip(*map(objective.counts, micro_batches), strict=True)]
-    asks = [objective.asks(batch) for batch in micro_batches]
-    asked = [int(one) for of_batch in asks for one in of_batch]
-    with phase(Phase.AGREEMENT):
-        totals = processes.totals(
-            [
-                *counts,
-                sum(map(objective.num_samples, micro_batches)),
-                sum(map(objective.num_tokens, micro_batches)),
-                sum(map(objective.num_packed_places, micro_batches)),
-                *asked,
-            ]
-        )
-    num_terms, num_asks = len(counts), len(asks[0])
-    counts, totals = totals[:num_terms], totals[num_terms:]
-    (num_samples, num_tokens, num_places), asked = totals[:3], totals[3:]
-    objective.check_counts(counts, len(micro_batches))
-    micro_batches = [
-        objective.settled(batch, asked[i * num_asks : (i + 1) * num_asks], runner.model)
-        for i, batch in enumerate(micro_batches)
+    totals = totals or agree_on_step(micro_batches, objective, processes)
+    batches = [
+        objective.settled(micro_batch.batch, asked, runner.model)
+        for micro_batch, asked in zip(micro_batches, totals.asked, strict=True)
     ]
-    terms = runner.accumulate_gradients(micro_batches, counts)
+    terms = runner.accumulate_gradients(batches, totals.counts)
     with phase(Phase.GRADIENT_SUM):
         placement.trained.end_backward()
         processes.sum_gradients(optimizer.tensors)
-    with phase(Phase.METRICS):
-        means = processes.sum_losses(terms).tolist()
     with phase(Phase.CLIP):
-        loss, norm = weighted(means, objective), float(optimizer.gradient_norm(processes))
-        is_finite = math.isfinite(loss) and math.isfinite(norm)
-        if is_finite:
-            optimizer.clip_gradients(norm)
+        terms, norm = _summed(terms, optimizer, processes)
+        is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)
     with phase(Phase.OPTIMIZER):
-        if is_finite:
-            optimizer.step(learning_rate)
+        if optimizer.update(learning_rate, norm, is_good):
             placement.trained.spread_parameters()
         optimizer.clear_gradients()
-    names = list(objective.terms)
-    return StepResult(
-        loss=loss,
-        terms=dict(zip(names, means, strict=True)),
-        grad_norm=norm,
-        counts=dict(zip(names, counts, strict=True)),
-        num_samples=num_samples,
-        num_tokens=num_tokens,
-        is_skipped=not is_finite,
-        num_packed_places=num_places,
-    )
+    return StepOutcome(terms, norm, is_good, totals)
+
+
+@paddle.no_grad()
+def _summed(terms: Tensor, optimizer: Optimizer, processes: SingleProcess) -> tuple[Tensor, Tensor]:
+    """The step's terms and its gradient norm, in one sum over all processes."""
+    own = terms if processes.counts_losses else paddle.zeros_like(terms)
+    squares = optimizer.squared_norm(processes)
+    totals = processes.sum_over_all(paddle.concat([own, squares.reshape([1])]))
+    return totals[:-1], totals[-1].sqrt()

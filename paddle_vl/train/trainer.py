@@ -14,19 +14,20 @@ from paddle_vl.models.checkpoint.pretrained import DEFAULT_SHARD_BYTES
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.evaluate import MeanLosses
-from paddle_vl.train.loss_curve import CURVE_FILE, draw_loss_curve
-from paddle_vl.train.metrics import StepMeter
-from paddle_vl.train.metrics_file import METRICS_FILE, MetricsFile
+from paddle_vl.train.gauges import Gauge
+from paddle_vl.train.memory_in_use import memory_in_use
+from paddle_vl.train.metrics import StepMeter, longest_skip
+from paddle_vl.train.micro_batch import counted
+from paddle_vl.train.objective import Batch
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.part_rates import reported_rates
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
-from paddle_vl.train.progress import ProgressBar
 from paddle_vl.train.random_state import seed_step
+from paddle_vl.train.reporter import Reporter
 from paddle_vl.train.run_record import RunRecord
-from paddle_vl.train.scalar_writers import ScalarWriters
 from paddle_vl.train.schedule import learning_rate
-from paddle_vl.train.step import Batch, StepResult, WholeModel, train_step
+from paddle_vl.train.step import StepOutcome, WholeModel, agree_on_step, train_step
 from paddle_vl.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -79,11 +80,13 @@ class Trainer:
         self.save_model, self.evaluate = save_model, evaluate
         self.processes = processes
         self.output_dir = Path(config.train.output_dir)
-        self.metrics = MetricsFile(self.output_dir / METRICS_FILE)
         self.record = RunRecord(self.output_dir)
+        self.reporter = Reporter(config.logging, self.output_dir, processes)
         self.meter = StepMeter(runner.objective)
         self.step = 0
-        self.nonfinite_in_a_row = 0
+        self.stop_signal: int | None = None
+        # Where the data stands behind the last step that was trained.
+        self._data_state = data.state_dict()
         self._last_saved: int | None = None
 
     def restore(self, folder: Path) -> None:
@@ -91,9 +94,9 @@ class Trainer:
         state = checkpoints.load_state(folder)
         self.optimizer.load_state(checkpoints.StoredArrays(folder))
         self.step = self._last_saved = state["step"]
-        self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         self.meter.load_state_dict(state["meter"])
         self.data.load_state_dict(state["data"])
+        self._data_state = self.data.state_dict()
 
     def run(self) -> int | None:
         """Train to the end, or until a signal asks to stop.
@@ -110,87 +113,116 @@ class Trainer:
             checkpoints.remove_partial_folders(self.output_dir)
             save_run_config(self.config, self.output_dir / "config.yaml")
             self.record.start(self.config, self.step)
-            self.metrics.drop_after(self.step)
-        writers = ScalarWriters(self.config.logging.report_to if is_main else [], self.output_dir)
-        is_shown = is_main and self.config.logging.progress_bar
-        bar = ProgressBar(self.num_steps, self.step, is_shown)
+        self.reporter.open(self.step, self.num_steps)
         try:
             with StopSignals() as stop, logging_redirect_tqdm():
                 while self.step < self.num_steps:
-                    self.train_one_step(bar)
-                    self._between_steps(writers)
-                    signal_number = self.processes.agreed_signal(stop.received)
-                    if signal_number is not None and self.step < self.num_steps:
-                        return self._stop_early(signal_number)
+                    if self.train_one_step(stop.received) is None:
+                        return self._stop_early()
+                    # Of an earlier step: this one runs meanwhile.
+                    self.reporter.write()
+                    self.reporter.bar.advance()
+                    self._between_steps()
         finally:
             self.data.close()
-            bar.close()
-            writers.close()
+            self.reporter.close()
             if is_main:
                 self.record.end(self.step)
-                draw_loss_curve(self.metrics.read(), self.output_dir / CURVE_FILE)
         checkpoints.write_folder(self.output_dir / FINAL, self.save_model, self.processes)
         logger.info("trained %d steps; the model is in %s", self.step, self.output_dir / FINAL)
         return None
 
-    def train_one_step(self, bar: ProgressBar) -> StepResult:
+    def train_one_step(self, received: int | None = None) -> StepOutcome | None:
         """Take the next batches and train on them: all of a run that a profile looks at.
 
-        Raises:
-            RuntimeError: as `run`.
+        Args:
+            received: a stop signal that this process received.
+
+        Returns:
+            What the step did; None where a process received a signal, and the batches were left.
         """
         begin = time.perf_counter()
-        count = self.config.train.gradient_accumulation_steps
+        objective, count = self.runner.objective, self.config.train.gradient_accumulation_steps
         with phase(Phase.DATA_WAIT):
-            micro_batches = [next(self.data) for _ in range(count)]
+            micro_batches = [counted(next(self.data), objective) for _ in range(count)]
+        data_wait_s = time.perf_counter() - begin
+        totals = agree_on_step(micro_batches, objective, self.processes, received)
+        if totals.signal is not None:
+            self.stop_signal = totals.signal
+            return None
         rate = learning_rate(self.step, self.num_steps, self.config.train)
         seed_step(self.config.train.seed, self.step, self.processes)
-        result = train_step(self.runner, self.optimizer, micro_batches, rate, self.processes)
+        outcome = train_step(
+            self.runner, self.optimizer, micro_batches, rate, self.processes, totals
+        )
         with phase(Phase.METRICS):
             self.step += 1
-            self.meter.add(result, time.perf_counter() - begin)
-            bar.advance(result.loss, rate, self.meter.speed())
-            self._count_nonfinite(result)
-        return result
+            self._data_state = self.data.state_dict()
+            seconds = time.perf_counter() - begin
+            self.meter.add(outcome, micro_batches, seconds, data_wait_s)
+        return outcome
 
-    def _count_nonfinite(self, result: StepResult) -> None:
-        self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if result.is_skipped else 0
-        if not result.is_skipped:
-            return
-        found = f"loss {result.loss}, gradient norm {result.grad_norm}"
-        logger.warning("step %d: %s; the update is skipped", self.step, found)
-        if self.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
-            saved = checkpoints.complete_checkpoints(self.output_dir)
-            raise RuntimeError(
-                f"{self.nonfinite_in_a_row} updates in a row were skipped, the last at step "
-                f"{self.step} ({found}): train.max_nonfinite_steps is reached. "
-                + (f"The last checkpoint is {saved[-1][1]}. " if saved else "")
-                + "Look at the data of these steps, or lower train.learning_rate"
-            )
-
-    def _between_steps(self, writers: ScalarWriters) -> None:
+    def _between_steps(self) -> None:
         """Evaluate, report and save, whatever is due; the report first, so that a checkpoint never
         knows more than metrics.jsonl."""
         train, is_last = self.config.train, self.step == self.num_steps
-        line: dict[str, Any] = {}
         if is_last or self.step % self.config.logging.logging_steps == 0:
-            (skipped,) = self.processes.totals([sum(self.data.skipped.values())])
-            rate = learning_rate(self.step - 1, self.num_steps, train)
-            line = self.meter.report() | {
-                "epoch": self._epoch(),
-                "learning_rate": rate,
-                "skipped_samples": skipped,
-                **reported_rates(train, rate),
-            }
-            line |= self.runner.objective.metrics(self.runner.model, self.processes)
+            self._collect_report()
         if self.evaluate and (is_last or _is_due(self.step, train.eval_steps)):
-            line |= self._evaluated()
-        if line and self.processes.is_main:
-            line = {"step": self.step, **line}
-            self.metrics.append(line)
-            writers.write(line)
+            self.reporter.write(self.step, self._evaluated())
         if is_last or _is_due(self.step, train.save_steps):
+            self.reporter.write()
             self._save_checkpoint()
+
+    def _collect_report(self) -> None:
+        processes, objective = self.processes, self.runner.objective
+        gauges = self.meter.gauges(processes.counts_data)
+        # All processes of a part of the data load the same samples.
+        skipped = sum(self.data.skipped.values()) if processes.counts_data else 0
+        gauges += [
+            Gauge("skipped_samples", "sum", skipped),
+            Gauge("memory", "max", memory_in_use()),
+            *objective.gauges(self.runner.model, processes.counts_losses),
+        ]
+        rate = learning_rate(self.step - 1, self.num_steps, self.config.train)
+        entries = {"epoch": self._epoch(), "learning_rate": rate}
+        entries |= reported_rates(self.config.train, rate)
+
+        def line(values: dict[str, Any]) -> dict[str, Any]:
+            made = self.meter.line(values) | {
+                "skipped_samples": int(values["skipped_samples"]),
+                "memory_gb": round(values["memory"] / 1e9, 3),
+                **entries,
+                **objective.line(values),
+            }
+            self._check_skipped(longest_skip(values), made)
+            return made
+
+        self.reporter.collect(self.step, gauges, line)
+
+    def _check_skipped(self, longest: int, line: dict[str, Any]) -> None:
+        """Say that updates were skipped; end the run where too many in a row were.
+
+        Raises:
+            RuntimeError: there were.
+        """
+        if not longest:
+            return
+        logger.warning(
+            "up to %d updates in a row were skipped since the last report, as a loss or the "
+            "gradient norm was not finite; %d of the run so far",
+            longest,
+            line["skipped_updates"],
+        )
+        if longest < self.config.train.max_nonfinite_steps:
+            return
+        saved = checkpoints.complete_checkpoints(self.output_dir)
+        raise RuntimeError(
+            f"{longest} updates in a row were skipped before step {self.step + 1}, as a loss or "
+            "the gradient norm was not finite: train.max_nonfinite_steps is reached. "
+            + (f"The last checkpoint is {saved[-1][1]}. " if saved else "")
+            + "Look at the data of these steps, or lower train.learning_rate"
+        )
 
     def _evaluated(self) -> dict[str, float]:
         losses = self.evaluate()
@@ -210,7 +242,7 @@ class Trainer:
             checkpoints.write_folder(folder, self._fill_checkpoint, self.processes)
             self._last_saved = self.step
         # These weights gave no finite step yet: the last checkpoint that did must stay.
-        if self.nonfinite_in_a_row == 0 and self.processes.is_main:
+        if self.processes.is_main and self.meter.skipped_in_a_row == 0:
             checkpoints.prune_checkpoints(self.output_dir, self.config.train.save_total_limit)
         return folder
 
@@ -230,13 +262,13 @@ class Trainer:
             folder,
             {
                 "step": self.step,
-                "nonfinite_in_a_row": self.nonfinite_in_a_row,
                 "meter": self.meter.state_dict(),
-                "data": self.data.state_dict(),
+                "data": self._data_state,
             },
         )
 
-    def _stop_early(self, signal_number: int) -> int:
+    def _stop_early(self) -> int:
+        self.reporter.write()
         folder = self._save_checkpoint()
         logger.warning(
             "stopped after step %d of %d; %s is saved, continue with "
@@ -245,7 +277,7 @@ class Trainer:
             self.num_steps,
             folder,
         )
-        return signal_number
+        return self.stop_signal
 
 
 def _is_due(step: int, every: int | None) -> bool:

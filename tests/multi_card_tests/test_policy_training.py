@@ -10,7 +10,6 @@ of a micro-batch, over all processes, and the oracle is one device with the whol
 `hoisted` each process's own, and the oracle is one device that takes these parts one by one.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -22,10 +21,11 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.train.build import build_trainer
 from tests.launch import launch
+from tests.run_metrics import lasting, metrics_of
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 
 SP = "parallel.sequence_parallel=true"
-SHARDING = "parallel.sharding_degree=2"
+SHARDING, PP = "parallel.sharding_degree=2", "parallel.pp_degree=2"
 TOPOLOGIES = {
     "dp2": (2, ["parallel.dp_degree=2"]),
     "mp2": (2, ["parallel.mp_degree=2"]),
@@ -37,10 +37,15 @@ TOPOLOGIES = {
     "sharding2 stage 2": (2, [SHARDING, "parallel.sharding_stage=2"]),
     "sharding2 stage 3": (2, [SHARDING, "parallel.sharding_stage=3", "train.recompute=full"]),
     "sharding2 mp2": (4, [SHARDING, "parallel.sharding_stage=3", "parallel.mp_degree=2", SP]),
+    "pp2": (2, [PP, "parallel.pp_split=cost", "train.recompute=full"]),
 }
 HEAVY = {
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", SP]),
+    "pp2 interleaved": (2, [PP, "parallel.num_virtual_stages=2"]),
+    "pp2 mp2": (4, [PP, "parallel.mp_degree=2", SP, "train.recompute=full"]),
+    "dp2 pp2": (4, ["parallel.dp_degree=2", PP]),
+    "pp2 sharding2 stage 1": (4, [PP, SHARDING]),
 }
 # Samples of a micro-batch over all processes.
 GLOBAL_BATCH = 4
@@ -121,9 +126,8 @@ def several(request, run_file, tmp_path_factory) -> Path:
     return output_dir
 
 
-def metrics_of(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "_per_second" not in k} for line in lines]
+def lasting_metrics(folder: Path) -> list[dict]:
+    return lasting(metrics_of(folder))
 
 
 def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
@@ -137,7 +141,7 @@ def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
 
 def assert_equal_runs(found: Path, wanted: Path) -> None:
     """Every metric, and every parameter and moment within the tolerance of its largest entry."""
-    for ours, theirs in zip(metrics_of(found), metrics_of(wanted), strict=True):
+    for ours, theirs in zip(lasting_metrics(found), lasting_metrics(wanted), strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
             assert ours[key] == pytest.approx(value, rel=TOLERANCE), (theirs["step"], key)

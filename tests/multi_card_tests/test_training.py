@@ -24,6 +24,7 @@ from paddle_vl.models.checkpoint import sharded
 from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.train.build import build_trainer
 from tests.launch import launch
+from tests.run_metrics import lasting, metrics_of
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
 
@@ -141,9 +142,8 @@ def several(request, run_file, tmp_path_factory) -> Path:
     return output_dir
 
 
-def metrics_of(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "_per_second" not in k} for line in lines]
+def lasting_metrics(folder: Path) -> list[dict]:
+    return lasting(metrics_of(folder))
 
 
 def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
@@ -165,7 +165,7 @@ def assert_close(found: Path, wanted: Path, checkpoint: str) -> None:
 
 
 def test_every_step_and_every_parameter_equal_one_device(several, one_device):
-    for found, wanted in zip(metrics_of(several), metrics_of(one_device), strict=True):
+    for found, wanted in zip(lasting_metrics(several), lasting_metrics(one_device), strict=True):
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():
             assert found[key] == pytest.approx(value, rel=TOLERANCE), (wanted["step"], key)

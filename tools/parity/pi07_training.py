@@ -154,7 +154,7 @@ def run_trajectory(case: GoldenCase, report: CaseReport) -> None:
     for _ in range(len(case.tensors["out.MSE"])):
         losses = model(batch)
         (losses["MSE"] + losses["CE"]).backward()
-        norm = optimizer.gradient_norm().item()
+        norm = optimizer.squared_norm().sqrt().item()
         optimizer.clip_gradients(norm)
         optimizer.step(train.learning_rate)
         optimizer.clear_gradients()

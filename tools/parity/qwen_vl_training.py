@@ -1,6 +1,7 @@
 """The golden training trajectory: AdamW on one batch, decay on every parameter, clipping at 1."""
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.train.micro_batch import counted
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.step import WholeModel, train_step
 
@@ -20,7 +21,9 @@ def train_steps(model, batch: dict, num_steps: int) -> list[tuple[float, float]]
     optimizer = Optimizer(parameters, _SETTINGS, decayed_names(dict(parameters), []))
     batch = batch | {"num_target_tokens": int((batch["labels"][:, 1:] != -100).sum())}
     runner = WholeModel(model)
+    micro_batches = [counted(batch, runner.objective)]
     steps = [
-        train_step(runner, optimizer, [batch], _SETTINGS.learning_rate) for _ in range(num_steps)
+        train_step(runner, optimizer, micro_batches, _SETTINGS.learning_rate)
+        for _ in range(num_steps)
     ]
-    return [(step.loss, step.grad_norm) for step in steps]
+    return [(step.terms.item(), step.grad_norm.item()) for step in steps]

@@ -9,9 +9,9 @@ from paddle import Tensor, nn
 
 from paddle_vl.models.pi07.flow_matching import as_tensors
 from paddle_vl.models.pi07.prefix_layout import Presence, presence_of
+from paddle_vl.train.gauges import Gauge
 from paddle_vl.train.objective import Batch
 from paddle_vl.train.phases import Phase, phase
-from paddle_vl.train.processes import SingleProcess
 
 
 class PolicyObjective:
@@ -89,7 +89,10 @@ class PolicyObjective:
     def sums(self, output: dict[str, Any]) -> Tensor:
         return paddle.stack(self._sums(output))
 
-    def metrics(self, model: nn.Layer, processes: SingleProcess) -> dict[str, float]:
+    def gauges(self, model: nn.Layer, counts_losses: bool) -> list[Gauge]:
+        return []
+
+    def line(self, values: Mapping[str, Any]) -> dict[str, float]:
         return {}
 
     def _sums(self, output: dict[str, Any]) -> list[Tensor]:

@@ -1,10 +1,13 @@
 """Hand-made batches for the tiny model, as a collator would give them."""
 
 import numpy as np
+import paddle
 
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.visual_index import host_visual_indices
-from paddle_vl.train.step import StepResult
+from paddle_vl.train.micro_batch import MicroBatch, counted
+from paddle_vl.train.objective import LANGUAGE
+from paddle_vl.train.step import StepOutcome, StepTotals
 from tests.tiny import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows
 
 
@@ -45,22 +48,23 @@ def split_batch(texts: list[list[int]], prompt_lengths: list[int]) -> list[dict]
     return parts
 
 
-def step_result(
+def micro_batches(*batches: dict) -> list[MicroBatch]:
+    """Batches of a language model as a step takes them."""
+    return [counted(batch, LANGUAGE) for batch in batches]
+
+
+def outcome(
     loss: float,
     grad_norm: float,
     num_targets: int,
     num_tokens: int,
-    is_skipped: bool,
+    is_good: bool = True,
     num_packed_places: int = 0,
-) -> StepResult:
+) -> StepOutcome:
     """What a step of two samples tells of a language model."""
-    return StepResult(
-        loss=loss,
-        terms={"loss": loss},
-        grad_norm=grad_norm,
-        counts={"loss": num_targets},
-        num_samples=2,
-        num_tokens=num_tokens,
-        is_skipped=is_skipped,
-        num_packed_places=num_packed_places,
+    return StepOutcome(
+        paddle.to_tensor([loss]),
+        paddle.to_tensor(grad_norm),
+        paddle.to_tensor(is_good),
+        StepTotals((num_targets,), 2, num_tokens, num_packed_places, ()),
     )

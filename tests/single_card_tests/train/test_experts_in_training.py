@@ -16,7 +16,9 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.expert_load import expert_load
+from paddle_vl.train.expert_load import expert_counts
+from paddle_vl.train.gauges import GaugeLayout, local_values
+from paddle_vl.train.objective import LANGUAGE
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.step import WholeModel
 from tests.single_card_tests.train.batches import image_batch, split_batch
@@ -36,9 +38,6 @@ class OneOfTwo(SingleProcess):
     """A process whose data is one of two parts; the other has the same numbers."""
 
     data_size = 2
-
-    def sum_losses(self, value):
-        return 2 * value
 
 
 @pytest.mark.parametrize("processes", [ONE_PROCESS, OneOfTwo()], ids=["alone", "one of two"])
@@ -72,25 +71,22 @@ def test_load_is_over_all_experts_of_all_layers_and_parts_of_the_data():
     model(**batch)
     counts = np.concatenate([count.numpy() for count in model.tokens_per_expert().values()])
     assert counts.sum() == 2 * 2 * batch["input_ids"].size
-    assert expert_load(model, OneOfTwo()) == {
+    own = [LANGUAGE.gauges(model, counts_losses) for counts_losses in (True, False, True)]
+    rows = np.stack([local_values(gauges).numpy() for gauges in own])
+    assert LANGUAGE.line(GaugeLayout.of(own[0]).reduced(rows)) == {
         "tokens_per_expert_min": 2 * counts.min(),
         "tokens_per_expert_mean": pytest.approx(2 * counts.mean(), abs=0.05),
         "tokens_per_expert_max": 2 * counts.max(),
     }
-    assert expert_load(tiny_model(), ONE_PROCESS) == {}
+    assert LANGUAGE.gauges(tiny_model(), True) == []
+    assert LANGUAGE.line({}) == {}
 
 
 def test_load_of_layers_without_a_count_here_is_left_to_others(monkeypatch):
     model = tiny_model(**EXPERTS)
     count = paddle.to_tensor([5, 1, 2, 3, 4, 9])
     monkeypatch.setattr(model, "tokens_per_expert", lambda: {2: count})
-
-    class OtherStage(SingleProcess):
-        def sum_losses(self, value):
-            assert value.tolist() == [[0] * 6, count.tolist()]
-            return value + 1
-
-    assert expert_load(model, OtherStage())["tokens_per_expert_max"] == 10
+    assert expert_counts(model).tolist() == [[0] * 6, count.tolist()]
 
 
 @pytest.mark.parametrize("experts", [FEW_EXPERTS, {}], ids=["experts", "dense"])

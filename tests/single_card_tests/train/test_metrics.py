@@ -1,58 +1,120 @@
 """What a run reports.
 
-Guarantees: means are weighted by target tokens and leave skipped updates out; the window survives a
-checkpoint; lines beyond the resumed step are dropped, torn ones too; the curve is a PNG; a writer
-whose package is absent names its pip extra.
+Guarantees: means are weighted by target tokens and leave skipped updates out; what all processes
+told comes to what separate reductions give, speed by the slowest; the window survives a checkpoint;
+lines beyond the resumed step are dropped, torn ones too; the curve is a PNG; a writer whose package
+is absent names its pip extra.
 """
 
 import json
 import math
-import sys
+from dataclasses import replace
 
+import numpy as np
+import paddle
 import pytest
 from PIL import Image
 
+from paddle_vl.train.gauges import Gauge, GaugeLayout, local_values
 from paddle_vl.train.loss_curve import draw_loss_curve
-from paddle_vl.train.metrics import StepMeter
+from paddle_vl.train.metrics import StepMeter, longest_skip
 from paddle_vl.train.metrics_file import MetricsFile
-from paddle_vl.train.scalar_writers import ScalarWriters
-from tests.single_card_tests.train.batches import step_result
+from paddle_vl.train.micro_batch import MicroBatch
+from tests.single_card_tests.train.batches import outcome
+
+EMPTY = MicroBatch({}, (), (), 0, 0, 0)
+
+
+def report(*meters: StepMeter) -> dict:
+    """A line of several processes' meters, times left out."""
+    gauges = [meter.gauges(counts_data=True) for meter in meters]
+    values_PK = np.stack([local_values(of_one).numpy() for of_one in gauges])
+    values = GaugeLayout.of(gauges[0]).reduced(values_PK)
+    return meters[0].line(values)
 
 
 def test_report_weighs_by_targets_and_leaves_skipped_updates_out():
     meter = StepMeter()
-    meter.add(step_result(2.0, 1.0, 10, 100, False), 0.5)
-    meter.add(step_result(math.nan, math.nan, 50, 100, True), 0.5)
-    meter.add(step_result(4.0, 3.0, 30, 200, False), 1.0)
-    assert meter.report() == {
+    meter.add(outcome(2.0, 1.0, 10, 100), [], 0.5)
+    meter.add(outcome(math.nan, math.nan, 50, 100, is_good=False), [], 0.5, data_wait_s=0.3)
+    meter.add(outcome(4.0, 3.0, 30, 200), [], 1.0)
+    assert report(meter) == {
         "loss": 3.5,
         "grad_norm": 3.0,
         "samples_per_second": 3.0,
         "tokens_per_second": 200.0,
+        "step_seconds": 0.6667,
+        "step_seconds_max": 0.6667,
+        "data_wait_seconds": 0.1,
         "target_tokens": 40,
         "skipped_updates": 1,
     }
-    meter.add(step_result(math.inf, math.nan, 10, 10, True), 1.0)
-    line = meter.report()
+    meter.add(outcome(math.inf, math.nan, 10, 10, is_good=False), [], 1.0)
+    line = report(meter)
     assert (line["loss"], line["grad_norm"], line["skipped_updates"]) == (None, None, 2)
+
+
+def test_speed_is_the_slowest_processes_and_lengths_are_of_all_samples():
+    slow, fast = StepMeter(), StepMeter()
+    for meter, seconds, lengths in ((slow, 2.0, [[5, 9]]), (fast, 1.0, [[3], [7, 4]])):
+        batches = [replace(EMPTY, lengths=tuple(of_batch)) for of_batch in lengths]
+        meter.add(outcome(2.0, 1.0, 10, 100), batches, seconds)
+    line = report(slow, fast)
+    assert line["tokens_per_second"] == 50.0
+    assert (line["step_seconds"], line["step_seconds_max"]) == (1.5, 2.0)
+    lengths = [line[f"sequence_length_{name}"] for name in ("min", "mean", "max")]
+    assert lengths == [3, 5.6, 9]
+
+
+def test_longest_row_of_skipped_updates_begins_anew_with_a_report_but_not_the_row_itself():
+    meter, longest = StepMeter(), []
+    for good in (False, False, True, False, None, False, False, None, True, None):
+        if good is None:
+            gauges = meter.gauges(counts_data=True)
+            values = GaugeLayout.of(gauges).reduced(local_values(gauges).numpy()[None])
+            longest.append(longest_skip(values))
+        else:
+            meter.add(outcome(1.0, 1.0, 1, 1, is_good=good), [], 1.0)
+    assert longest == [2, 3, 0]
 
 
 def test_packing_efficiency_is_the_share_of_real_tokens_since_the_last_line():
     meter = StepMeter()
-    meter.add(step_result(2.0, 1.0, 10, 100, False, 110), 1.0)
-    meter.add(step_result(2.0, 1.0, 10, 80, False, 90), 1.0)
-    assert meter.report()["packing_efficiency"] == 0.9
-    meter.add(step_result(2.0, 1.0, 10, 50, False, 100), 1.0)
-    assert meter.report()["packing_efficiency"] == 0.5
+    meter.add(outcome(2.0, 1.0, 10, 100, num_packed_places=110), [], 1.0)
+    meter.add(outcome(2.0, 1.0, 10, 80, num_packed_places=90), [], 1.0)
+    assert report(meter)["packing_efficiency"] == 0.9
+    meter.add(outcome(2.0, 1.0, 10, 50, num_packed_places=100), [], 1.0)
+    assert report(meter)["packing_efficiency"] == 0.5
 
 
 def test_window_survives_a_checkpoint():
     meter, resumed = StepMeter(), StepMeter()
-    meter.add(step_result(2.0, 1.0, 10, 1, False), 1.0)
+    meter.add(outcome(2.0, 1.0, 10, 1), [], 1.0)
+    meter.add(outcome(2.0, 1.0, 10, 1, is_good=False), [], 1.0)
     resumed.load_state_dict(json.loads(json.dumps(meter.state_dict())))
+    assert resumed.skipped_in_a_row == 1
     for each in (meter, resumed):
-        each.add(step_result(5.0, 1.0, 20, 1, False), 1.0)
-    assert resumed.report()["loss"] == meter.report()["loss"] == 4.0
+        each.add(outcome(5.0, 1.0, 20, 1), [], 1.0)
+    lines = [report(meter), report(resumed)]
+    assert [line["loss"] for line in lines] == [4.0, 4.0]
+    assert [line["skipped_updates"] for line in lines] == [1, 1]
+
+
+def test_values_of_all_processes_come_to_what_separate_reductions_give():
+    rng = np.random.default_rng(0)
+    numbers_PK = rng.normal(size=(4, 7))
+    kinds = ("sum", "mean", "min", "max", "same")
+
+    def gauges(row):
+        numbers = [Gauge(kind, kind, value) for kind, value in zip(kinds, row[:5], strict=True)]
+        return [*numbers[:2], Gauge("pair", "sum", paddle.to_tensor(row[5:])), *numbers[2:]]
+
+    gathered = np.stack([local_values(gauges(row)).numpy() for row in numbers_PK])
+    found = GaugeLayout.of(gauges(numbers_PK[0])).reduced(gathered)
+    for column, kind in enumerate(("sum", "mean", "min", "max")):
+        assert found[kind] == getattr(np, kind)(numbers_PK[:, column])
+    assert found["same"] == numbers_PK[0, 4]
+    np.testing.assert_array_equal(found["pair"], numbers_PK[:, 5:].sum(axis=0))
 
 
 def test_lines_after_a_step_are_dropped_and_a_torn_one_too(tmp_path):
@@ -79,34 +141,3 @@ def test_curve_is_a_picture(tmp_path, lines):
     draw_loss_curve(lines, tmp_path / "loss.png")
     with Image.open(tmp_path / "loss.png") as image:
         assert image.size == (1280, 800)
-
-
-@pytest.mark.parametrize(
-    ("name", "module"), [("visualdl", "visualdl"), ("tensorboard", "tensorboardX")]
-)
-def test_absent_writer_names_its_extra(tmp_path, monkeypatch, name, module):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=rf"pip install 'paddle-vl\[{name}\]'"):
-        ScalarWriters([name], tmp_path)
-
-
-def test_writers_get_every_number(tmp_path, monkeypatch):
-    written = []
-
-    class SummaryWriter:
-        def __init__(self, logdir):
-            assert logdir == str(tmp_path / "tensorboard")
-
-        def add_scalar(self, *scalar):
-            written.append(scalar)
-
-        def close(self):
-            written.append("closed")
-
-    module = type(sys)("tensorboardX")
-    module.SummaryWriter = SummaryWriter
-    monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    writers = ScalarWriters(["tensorboard"], tmp_path)
-    writers.write({"step": 3, "loss": 0.5, "grad_norm": None})
-    writers.close()
-    assert written == [("loss", 0.5, 3), "closed"]

@@ -7,7 +7,6 @@ the same samples one a row does; rows of another length are not continued; bad s
 and counted.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from safetensors.numpy import load_file
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data import sample_lengths as lengths_module
 from paddle_vl.train.build import build_trainer
+from tests.run_metrics import lasting
+from tests.run_metrics import metrics_of as run_metrics
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 PACKED = ["data.packing=true", "data.packing_length=256", "train.save_steps=2"]
@@ -41,8 +42,7 @@ def whole_run(run_file, tmp_path_factory) -> Path:
 
 
 def lines_of(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "_per_second" not in k} for line in lines]
+    return lasting(run_metrics(folder))
 
 
 def assert_same_run(one: Path, other: Path) -> None:

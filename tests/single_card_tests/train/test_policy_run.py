@@ -19,6 +19,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.models.pi07.policy.planner import PI07HighLevelPlanner
 from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
 from paddle_vl.train.build import build_trainer
+from tests.run_metrics import lasting, metrics_of
 from tests.single_card_tests.train.tiny_policy_run import MODEL, SHAPES, write_tiny_policy_run
 
 NO_DROPS = (
@@ -38,10 +39,6 @@ def trained(run_file, folder, *overrides) -> Path:
     return folder
 
 
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def weights(folder: Path) -> dict[str, np.ndarray]:
     return load_file(folder / "model.safetensors")
 
@@ -49,7 +46,7 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
 def test_training_lowers_both_losses_and_the_policy_acts(run_file, tmp_path):
     settings = ["train.max_steps=40", "train.save_steps=null", "train.learning_rate=0.02"]
     evaluation = [f"data.eval=[{run_file.parent / 'arm-joint.jsonl'}]", "train.eval_steps=10"]
-    found = lines(trained(run_file, tmp_path / "out", *settings, *evaluation))
+    found = metrics_of(trained(run_file, tmp_path / "out", *settings, *evaluation))
     # The first evaluation is behind ten steps.
     for prefix, share in (("", 0.8), ("eval_", 0.95)):
         for name in (f"{prefix}loss", f"{prefix}MSE", f"{prefix}CE"):
@@ -81,12 +78,7 @@ def test_a_resumed_run_is_bit_identical(run_file, tmp_path):
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         np.testing.assert_array_equal(value, theirs[name], err_msg=name)
-    without_speed = [
-        {k: v for k, v in line.items() if "_per_second" not in k} for line in lines(whole)
-    ]
-    assert [
-        {k: v for k, v in line.items() if "_per_second" not in k} for line in lines(again)
-    ] == without_speed[2:]
+    assert lasting(metrics_of(again)) == lasting(metrics_of(whole))[2:]
 
 
 def test_a_steps_losses_are_the_models_own_on_the_whole_batch(run_file, tmp_path):
@@ -98,8 +90,8 @@ def test_a_steps_losses_are_the_models_own_on_the_whole_batch(run_file, tmp_path
     batch = next(trainer.data)
     wanted = trainer.runner.model({k: v for k, v in batch.items() if not k.startswith("num_")})
     trainer.data.close()
-    one = lines(trained(run_file, tmp_path / "one", *whole))
-    two = lines(trained(run_file, tmp_path / "two", NO_DROPS))
+    one = metrics_of(trained(run_file, tmp_path / "one", *whole))
+    two = metrics_of(trained(run_file, tmp_path / "two", NO_DROPS))
     for name in ("MSE", "CE"):
         assert one[0][name] == pytest.approx(wanted[name].item(), rel=1e-5)
         for ours, theirs in zip(two, one, strict=True):
@@ -124,7 +116,7 @@ def test_the_planner_learns_what_it_is_to_write_and_continues(run_file, tmp_path
     settings += ["train.max_steps=12", "train.save_steps=6"]
     settings += [f"data.eval=[{run_file.parent / 'arm-joint.jsonl'}]"]
     whole = trained(run_file, tmp_path / "whole", *settings)
-    found = lines(whole)
+    found = metrics_of(whole)
     for name in ("CE_memory", "CE_response"):
         assert found[-1][name] < 0.8 * found[0][name]
     assert found[-1]["eval_CE_memory"] < found[0]["CE_memory"]
@@ -148,7 +140,7 @@ def test_the_planner_learns_what_it_is_to_write_and_continues(run_file, tmp_path
 
 def test_made_up_demonstrations_need_no_files(run_file, tmp_path):
     overrides = ["data.train=[]", "data.synthetic_samples=24", "data.fields=[response, speed]"]
-    assert len(lines(trained(run_file, tmp_path / "out", *overrides))) == 4
+    assert len(metrics_of(trained(run_file, tmp_path / "out", *overrides))) == 4
 
 
 def test_settings_of_the_other_family_are_refused_together(run_file, tmp_path):

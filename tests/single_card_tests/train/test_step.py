@@ -14,7 +14,7 @@ from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.step import WholeModel, train_step
-from tests.single_card_tests.train.batches import image_batch, split_batch
+from tests.single_card_tests.train.batches import image_batch, micro_batches, split_batch
 from tests.tiny import tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
@@ -51,10 +51,10 @@ def test_result_reports_loss_and_targets():
     model = tiny_model()
     batch = image_batch(TEXTS, PROMPTS)
     expected = float(model(**batch).loss)
-    result = train_step(WholeModel(model), build(model), [batch], 0.0)
-    assert result.loss == pytest.approx(expected, rel=1e-6)
-    assert result.counts["loss"] == 8
-    assert not result.is_skipped
+    result = train_step(WholeModel(model), build(model), micro_batches(batch), 0.0)
+    assert result.terms.item() == pytest.approx(expected, rel=1e-6)
+    assert result.totals.counts == (8,)
+    assert bool(result.is_good)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -64,11 +64,11 @@ def test_nonfinite_step_changes_nothing(value):
     good, bad = image_batch(TEXTS, PROMPTS), image_batch(TEXTS, PROMPTS)
     bad["pixel_values"] = bad["pixel_values"].copy()
     bad["pixel_values"][3, 5] = value
-    train_step(WholeModel(model), optimizer, [good], 0.01)
+    train_step(WholeModel(model), optimizer, micro_batches(good), 0.01)
     weights = model.hf_state_dict()
     state = {name: tensor.numpy().copy() for name, tensor in optimizer.state_tensors().items()}
-    result = train_step(WholeModel(model), optimizer, [good, bad], 0.01)
-    assert result.is_skipped
+    result = train_step(WholeModel(model), optimizer, micro_batches(good, bad), 0.01)
+    assert not bool(result.is_good)
     for name, array in model.hf_state_dict().items():
         np.testing.assert_array_equal(array, weights[name], err_msg=name)
     for name, tensor in optimizer.state_tensors().items():
@@ -80,7 +80,7 @@ def test_step_without_targets_is_refused():
     model = tiny_model()
     batch = image_batch([[1, 2]], [2])
     with pytest.raises(ValueError, match="have no target token"):
-        train_step(WholeModel(model), build(model), [batch, batch], 0.01)
+        train_step(WholeModel(model), build(model), micro_batches(batch, batch), 0.01)
 
 
 @pytest.mark.parametrize("frozen", ["none", "patch embedding", "tower", "all below the last layer"])

@@ -22,7 +22,9 @@ from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.checkpoint import model_folder
 from paddle_vl.train.run_starts import read_starts
-from tests.single_card_tests.train.batches import step_result
+from tests.run_metrics import lasting
+from tests.run_metrics import metrics_of as run_metrics
+from tests.single_card_tests.train.batches import outcome
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 
@@ -37,12 +39,12 @@ def build(run_file: Path, output_dir: Path, *overrides: str):
 
 
 def metrics_of(folder: Path) -> list[dict]:
-    """Lines of metrics.jsonl without the one quantity that is a time."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "_per_second" not in k} for line in lines]
+    return lasting(run_metrics(folder))
 
 
-def assert_same_run(one: Path, other: Path, checkpoint: str = "checkpoint-4") -> None:
+def assert_same_run(one: Path, other: Path, begun_anew: str | None = None) -> None:
+    """Every parameter, state and line; but for keys that a run that continues begins anew."""
+    checkpoint = "checkpoint-4"
     for name in ("model.safetensors", "optimizer.safetensors"):
         expected, found = load_file(one / checkpoint / name), load_file(other / checkpoint / name)
         assert expected.keys() == found.keys()
@@ -53,7 +55,11 @@ def assert_same_run(one: Path, other: Path, checkpoint: str = "checkpoint-4") ->
         for folder in (one, other)
     )
     assert state == other_state
-    assert metrics_of(one) == metrics_of(other)
+    lines, others = (
+        [{k: v for k, v in line.items() if not begun_anew or begun_anew not in k} for line in run]
+        for run in (metrics_of(one), metrics_of(other))
+    )
+    assert lines == others
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +94,8 @@ def test_metrics_have_every_quantity(whole_run):
     assert [line["learning_rate"] for line in lines] == pytest.approx([0.0, 0.01, 0.0075, 0.0025])
     assert set(lines[1]) == {
         "step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second",
-        "tokens_per_second",
+        "tokens_per_second", "step_seconds", "step_seconds_max", "data_wait_seconds", "memory_gb",
+        "sequence_length_min", "sequence_length_mean", "sequence_length_max",
         "target_tokens", "skipped_updates", "skipped_samples", "eval_loss",
     }  # fmt: skip
     assert "eval_loss" not in lines[0]
@@ -148,7 +155,7 @@ def test_signal_saves_and_the_resumed_run_is_bit_identical(run_file, tmp_path, m
     assert model_folder(tmp_path / "cut") == tmp_path / "cut" / "checkpoint-3"
     resume = "train.resume_from_checkpoint=auto"
     assert build(run_file, tmp_path / "cut", *settings, resume).run() is None
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut", begun_anew="sequence_length")
 
 
 def test_resuming_reports_and_refuses_changes(whole_run, run_file, tmp_path, caplog):
@@ -171,7 +178,7 @@ def test_nonfinite_updates_stop_the_run_and_keep_the_last_good_checkpoint(
     def step_that_breaks(model, optimizer, *arguments):
         step_that_breaks.calls += 1
         if step_that_breaks.calls > 2:
-            return step_result(float("nan"), float("inf"), 3, 9, True)
+            return outcome(float("nan"), float("inf"), 3, 9, is_good=False)
         return plain(model, optimizer, *arguments)
 
     step_that_breaks.calls = 0
@@ -180,7 +187,7 @@ def test_nonfinite_updates_stop_the_run_and_keep_the_last_good_checkpoint(
         run_file, tmp_path, "train.max_steps=20", "train.max_nonfinite_steps=3",
         "train.save_steps=1", "train.save_total_limit=1",
     )  # fmt: skip
-    with pytest.raises(RuntimeError, match=r"3 updates in a row were skipped, the last at step 5"):
+    with pytest.raises(RuntimeError, match=r"3 updates in a row were skipped before step 6"):
         trainer.run()
     assert (tmp_path / "checkpoint-2").is_dir()
     assert not (tmp_path / "checkpoint-1").exists()
@@ -196,7 +203,7 @@ def test_finite_update_between_resets_the_count(run_file, tmp_path, monkeypatch)
     def every_other_step_breaks(model, optimizer, *arguments):
         every_other_step_breaks.calls += 1
         if every_other_step_breaks.calls % 2:
-            return step_result(float("nan"), float("nan"), 3, 9, True)
+            return outcome(float("nan"), float("nan"), 3, 9, is_good=False)
         return plain(model, optimizer, *arguments)
 
     every_other_step_breaks.calls = 0

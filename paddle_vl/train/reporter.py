@@ -1,0 +1,103 @@
+"""Metrics on their way from the processes to the file, the writers and the bar.
+
+A report is collected behind its step, in one collective, and read while the next step runs, so that
+nobody waits for the device in between.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paddle_vl.config.schema import LoggingConfig
+from paddle_vl.train.gauges import Gauge, GaugeLayout, local_values
+from paddle_vl.train.host_copy import HostCopy
+from paddle_vl.train.loss_curve import CURVE_FILE, draw_loss_curve
+from paddle_vl.train.metrics_file import METRICS_FILE, MetricsFile
+from paddle_vl.train.processes import SingleProcess
+from paddle_vl.train.progress import ProgressBar
+from paddle_vl.train.scalar_writers import ScalarWriters
+
+logger = logging.getLogger(__name__)
+# The values of all processes by gauge, to a metrics line.
+MakeLine = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    copy: HostCopy
+    layout: GaugeLayout
+    make_line: MakeLine
+
+
+class Reporter:
+    """Writes a run's metrics.
+
+    Attributes:
+        bar: the progress bar, which shows the last line.
+
+    Args:
+        output_dir: the run's.
+        processes: those of the run; collecting is done by all of them together, the writing by the
+            first.
+    """
+
+    def __init__(self, config: LoggingConfig, output_dir: Path, processes: SingleProcess):
+        self._config, self._output_dir, self._processes = config, output_dir, processes
+        self._file = MetricsFile(output_dir / METRICS_FILE)
+        self._writers: ScalarWriters | None = None
+        self._pending: _Pending | None = None
+        self.bar: ProgressBar | None = None
+
+    def open(self, step: int, num_steps: int) -> None:
+        """Begin, or go on behind a step, forgetting lines of later ones."""
+        if self._processes.is_main:
+            self._file.drop_after(step)
+            report_to, lines = self._config.report_to, self._file.read()
+            self._writers = ScalarWriters(report_to, self._output_dir, lines)
+        is_shown = self._processes.is_main and self._config.progress_bar
+        self.bar = ProgressBar(num_steps, step, is_shown)
+
+    def collect(self, step: int, gauges: list[Gauge], make_line: MakeLine) -> None:
+        """Bring all processes' values of a step together; `write` tells them.
+
+        Args:
+            make_line: makes a line of them when they are there.
+        """
+        values_PK = self._processes.gathered_values(local_values(gauges))
+        self._pending = _Pending(step, HostCopy(values_PK), GaugeLayout.of(gauges), make_line)
+
+    def write(self, step: int | None = None, entries: dict[str, Any] | None = None) -> None:
+        """Write what was collected, if anything was, with other entries of the same step.
+
+        Args:
+            step: of these entries; what was collected of an earlier one has a line of its own.
+        """
+        pending, self._pending, line = self._pending, None, {}
+        if pending is not None:
+            values = pending.layout.reduced(pending.copy.read())
+            line = {"step": pending.step, **pending.make_line(values)}
+        if entries and line and pending.step != step:
+            self._write_line(line)
+            line = {}
+        if entries:
+            line = {"step": step, **line, **entries}
+        if line:
+            self._write_line(line)
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        if not self._processes.is_main:
+            return
+        self._file.append(line)
+        self._writers.write(line)
+        self.bar.show(line)
+
+    def close(self) -> None:
+        """Tell what is left, and draw the curve."""
+        self.write()
+        self.bar.close()
+        if self._processes.is_main:
+            self._writers.close()
+            draw_loss_curve(self._file.read(), self._output_dir / CURVE_FILE)
