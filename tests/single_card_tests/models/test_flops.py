@@ -51,7 +51,7 @@ FROZEN = {
     "tower": ["vision"],
     "tower and mergers": ["vision", "mergers"],
     "decoder": ["language"],
-    "all but deepstack's last merger": ["vision", "language", "model.visual.merger.*", "*_list.0.*"],
+    "all but the last level's merger": ["vision", "language", "*visual.merger.*", "*_list.0.*"],
     "a layer in between": ["model.language_model.layers.1.*", "model.visual.blocks.1.*"],
     "first layers": ["vision", "mergers", "*embed_tokens*", "model.language_model.layers.[01].*"],
     "all but the queries of a layer": [
