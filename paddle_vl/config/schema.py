@@ -182,6 +182,9 @@ class DataConfig(_Section):
     prefetch_batches: int = Field(
         2, ge=1, description="batches prepared ahead of the training step"
     )
+    pin_memory: bool = Field(
+        True, description="on a GPU, copy the next step's batches beside the running step"
+    )
 
 
 class ParallelConfig(_Section):
@@ -300,6 +303,11 @@ class LoggingConfig(_Section):
     progress_bar: bool = Field(True, description="a bar on the terminal")
     report_to: list[Literal["visualdl", "tensorboard"]] = Field(
         [], description="further writers, each needs its pip extra"
+    )
+    data_wait_warning_s: float = Field(
+        30.0,
+        gt=0,
+        description="seconds that a batch may be waited for until it is said what it waits for",
     )
 
 
