@@ -1,8 +1,9 @@
 """One training step.
 
 Guarantees: accumulation over unequal micro-batches equals one large batch, loss and every gradient;
-a non-finite step changes nothing; a step without targets is refused; recomputation changes no
-gradient. The trajectory of HF on torch through the same step is among the golden cases.
+a non-finite step changes nothing, whether its flag is read or masks the update on the device; a
+step without targets is refused; recomputation changes no gradient. The trajectory of HF on torch
+through the same step is among the golden cases.
 """
 
 import numpy as np
@@ -57,10 +58,12 @@ def test_result_reports_loss_and_targets():
     assert bool(result.is_good)
 
 
+@pytest.mark.parametrize("masks", [False, True], ids=["flag is read", "masked"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_nonfinite_step_changes_nothing(value):
+def test_nonfinite_step_changes_nothing(value, masks):
     model = tiny_model()
-    optimizer = build(model)
+    optimizer = build(model, weight_decay=0.1)
+    optimizer.masks_updates = masks
     good, bad = image_batch(TEXTS, PROMPTS), image_batch(TEXTS, PROMPTS)
     bad["pixel_values"] = bad["pixel_values"].copy()
     bad["pixel_values"][3, 5] = value
@@ -74,6 +77,25 @@ def test_nonfinite_step_changes_nothing(value):
     for name, tensor in optimizer.state_tensors().items():
         np.testing.assert_array_equal(tensor.numpy(), state[name], err_msg=name)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.1])
+def test_masked_updates_are_the_plain_ones_bit_for_bit(max_norm):
+    found = []
+    for masks in (False, True):
+        model = tiny_model()
+        optimizer = build(model, weight_decay=0.1, max_grad_norm=max_norm)
+        optimizer.masks_updates = masks
+        for batch in split_batch(TEXTS, PROMPTS):
+            outcome = train_step(WholeModel(model), optimizer, micro_batches(batch), 0.01)
+            assert bool(outcome.is_good)
+        states = {name: tensor.numpy() for name, tensor in optimizer.state_tensors().items()}
+        found.append(model.hf_state_dict() | states)
+    plain, masked = found
+    for name, array in plain.items():
+        # The factor on gradients is a float32 on the device and a float64 on the host.
+        tolerance = {"rtol": 1e-5, "atol": 1e-9} if max_norm else {"rtol": 0.0}
+        np.testing.assert_allclose(masked[name], array, err_msg=name, **tolerance)
 
 
 def test_step_without_targets_is_refused():
