@@ -19,7 +19,6 @@ from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 
 _EMBEDDING = "model.language_model.embed_tokens.weight"
-_A = ".lora_A.weight"
 
 
 class Qwen3VLFlops(FlopCounter):
@@ -27,19 +26,16 @@ class Qwen3VLFlops(FlopCounter):
 
     Args:
         trained: HF names of the parameters that are trained, of the whole model; None for all.
-        shapes: of its parameters by HF name, of which those of adapters are read.
+        ranks: of the adapters, by the HF module that they are beside.
     """
 
     def __init__(
         self,
         config: Qwen3VLConfig,
         trained: Collection[str] | None = None,
-        shapes: Mapping[str, tuple[int, ...]] = {},
+        ranks: Mapping[str, int] = {},
     ):
-        self.config, self._trained = config, trained
-        self._ranks = {
-            name.removesuffix(_A): shape[0] for name, shape in shapes.items() if name.endswith(_A)
-        }
+        self.config, self._trained, self._ranks = config, trained, ranks
         self._graph = cache(self._walk)
 
     def units(self, batch: Mapping[str, Any]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """A Qwen3-VL run: conversations, processor, model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paddle import Tensor, nn
@@ -13,6 +13,8 @@ from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.sample_lengths import sample_lengths
 from paddle_vl.data.sft.dataset import MessagesDataset
+from paddle_vl.models.flops import FlopCounter
+from paddle_vl.models.qwen3_vl.flops import Qwen3VLFlops
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage, layer_costs
 from paddle_vl.nn.placement import SingleDevicePlacement
@@ -74,6 +76,18 @@ class LanguageFamily:
     def trainable_names(self, model: Qwen3VLForConditionalGeneration) -> Iterable[str] | None:
         """Names that may be trained; None for all."""
         return model.adapter_names()
+
+    def flop_counter(
+        self, model: Qwen3VLForConditionalGeneration, trained: Collection[str]
+    ) -> FlopCounter:
+        """Counts the operations of batches.
+
+        Args:
+            trained: names of the parameters that are trained, of the whole model.
+        """
+        adapter = model.adapter
+        ranks = {} if adapter is None else dict.fromkeys(adapter.targets, adapter.config.r)
+        return Qwen3VLFlops(model.config, trained, ranks)
 
     def save_model(self, model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
         """Write what this process has of the model; all that have some call it together."""

@@ -7,6 +7,7 @@ from paddle_vl.data.policy.draws import FlowDraws
 from paddle_vl.data.policy.sample import DemonstrationShapes
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.models.pi07.layer_costs import Costs, planner_costs
+from paddle_vl.models.pi07.flops import PI07PlannerFlops
 from paddle_vl.models.pi07.policy.inputs import cameras_of
 from paddle_vl.models.pi07.policy.planner import PI07HighLevelPlanner
 from paddle_vl.models.pi07.stage import PI07PlannerStage
@@ -20,6 +21,7 @@ class PlannerFamily(PolicyFamily):
 
     losses = ("CE_memory", "CE_response")
     policy_class = PI07HighLevelPlanner
+    counter_class = PI07PlannerFlops
     make_part = PI07PlannerStage
 
     def _objective(self, weights: Mapping[str, float], agrees_on_presence: bool) -> PolicyObjective:

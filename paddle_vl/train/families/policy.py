@@ -1,7 +1,7 @@
 """A pi07 run: demonstrations, tokenizers, statistics, the policy."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,9 @@ from paddle_vl.data.policy.statistics import demonstration_statistics, read_stat
 from paddle_vl.data.policy.synthetic import SyntheticDemonstrations
 from paddle_vl.data.policy.training_set import DrawnDemonstrations
 from paddle_vl.data.worker_pool import Collator
+from paddle_vl.models.flops import FlopCounter
 from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.flops import PI07Flops, PI07PlannerFlops
 from paddle_vl.models.pi07.freeze import is_reached
 from paddle_vl.models.pi07.layer_costs import Costs, low_level_costs
 from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
@@ -52,6 +54,7 @@ class PolicyFamily:
 
     losses: tuple[str, ...] = ("MSE", "CE")
     policy_class: type[PlacedPolicy] = PI07LowLevelPolicy
+    counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops
     parts: Mapping[str, Sequence[str]] = POLICY_PARTS
     make_part: type[PI07Stage] = PI07LowLevelStage
     sample_kind = "samples"
@@ -114,7 +117,7 @@ class PolicyFamily:
 
     def trainable_names(self, model: nn.Layer) -> Iterable[str]:
         """Names of what the policy's own settings train and a loss that counts reaches."""
-        losses = [name for name, weight in self.objective.terms.items() if weight]
+        losses = self._counted_losses()
         # This process may have parts of it only, and the names are those of the run.
         whole = model.whole()
         reached = {
@@ -125,6 +128,10 @@ class PolicyFamily:
         return [
             name for name, parameter in self.named_parameters(whole) if id(parameter) in reached
         ]
+
+    def flop_counter(self, model: nn.Layer, trained: Collection[str]) -> FlopCounter:
+        """See `LanguageFamily.flop_counter`."""
+        return self.counter_class(model.config, model.label_ids, trained, self._counted_losses())
 
     def save_model(self, model: nn.Layer, folder: Path) -> None:
         self.policy.save_pretrained(folder)
@@ -222,6 +229,10 @@ class PolicyFamily:
                 "the policy has no tokenizer of discrete actions, which training needs: put its "
                 f"files into {ACTION_TOKENIZER_FOLDER}/ of data.processor"
             )
+
+    def _counted_losses(self) -> list[str]:
+        """Names of the losses that are a part of the graph."""
+        return [name for name, weight in self.objective.terms.items() if weight]
 
     def _is_reached(self, name: str, losses: Sequence[str]) -> bool:
         return is_reached(name, self.form.vlm_config, self.form.knowledge_insulation, losses)

@@ -75,7 +75,9 @@ def frozen(model, patterns: list[str]) -> Qwen3VLFlops:
     shapes = model.whole_shapes()
     trained = trained_names(shapes, patterns, model.adapter_names())
     freeze_parameters(list(model.hf_named_parameters()), trained)
-    return Qwen3VLFlops(model.config, trained, shapes)
+    adapter = model.adapter
+    ranks = {} if adapter is None else dict.fromkeys(adapter.targets, adapter.config.r)
+    return Qwen3VLFlops(model.config, trained, ranks)
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)

@@ -1,0 +1,121 @@
+"""What devices can compute at most: the measure of how well a run uses them (MFU).
+
+Dense matrix products, not the sparse ones that data sheets like to name, of 16-bit floats with
+float32 sums. For float32 that of TF32, which a device with it may compute them in; where it is
+switched off (NVIDIA_TF32_OVERRIDE=0), that of the float32 units.
+
+Source: NVIDIA's data sheets of H200, H100 (its figures are those of H800), H20, A100 (A800), A30,
+A10, A40, L40S, L40, L20, L4, V100, V100S, T4, RTX A6000 and HGX B200 / GB200 NVL72; appendices of
+the architecture white papers of Ampere GA102 (RTX 3090), Ada (RTX 4090, RTX 6000 Ada) and RTX
+Blackwell (RTX 5090). Figures with sparsity are halved.
+"""
+
+import logging
+import os
+import re
+from typing import NamedTuple
+
+import paddle
+
+logger = logging.getLogger(__name__)
+
+
+class Peak(NamedTuple):
+    """In TFLOP/s; None for what a device cannot compute in matrix units."""
+
+    bfloat16: float | None
+    float16: float
+    tf32: float | None
+    float32: float
+
+
+def _peak(half: float, tf32: float, float32: float) -> Peak:
+    return Peak(half, half, tf32, float32)
+
+
+_HOPPER_SXM, _HOPPER_PCIE = _peak(989.5, 494.5, 67.0), _peak(756.5, 378.0, 51.0)
+_HOPPER_NVL = _peak(835.5, 417.5, 60.0)
+_A100 = _peak(312.0, 156.0, 19.5)
+# By words that are all in a device's name; the first that fit hold, so longer ones come first.
+_PEAKS: tuple[tuple[str, Peak], ...] = (
+    ("GB200", _peak(2500.0, 1250.0, 80.0)),
+    ("B200", _peak(2250.0, 1100.0, 75.0)),
+    ("H200 NVL", _HOPPER_NVL),
+    ("H200", _HOPPER_SXM),
+    ("GH200", _HOPPER_SXM),
+    ("H100 NVL", _HOPPER_NVL),
+    ("H100 PCIe", _HOPPER_PCIE),
+    ("H100", _HOPPER_SXM),
+    ("H800 PCIe", _HOPPER_PCIE),
+    ("H800", _HOPPER_SXM),
+    ("H20", _peak(148.0, 74.0, 44.0)),
+    ("A100", _A100),
+    ("A800", _A100),
+    ("A30", _peak(165.0, 82.0, 10.3)),
+    ("A10", _peak(125.0, 62.5, 31.2)),
+    ("A40", _peak(149.7, 74.8, 37.4)),
+    ("RTX A6000", _peak(154.8, 77.4, 38.7)),
+    ("RTX 6000 Ada", _peak(364.2, 182.1, 91.1)),
+    ("L40S", _peak(362.05, 183.0, 91.6)),
+    ("L40", _peak(181.05, 90.5, 90.5)),
+    ("L20", _peak(119.5, 59.8, 59.8)),
+    ("L4", _peak(121.0, 60.0, 30.3)),
+    ("RTX 3090 Ti", _peak(80.0, 40.0, 40.0)),
+    ("RTX 3090", _peak(71.0, 35.6, 35.6)),
+    ("RTX 4090 D", _peak(147.1, 73.5, 73.5)),
+    ("RTX 4090", _peak(165.2, 82.6, 82.6)),
+    ("RTX 5090", _peak(209.5, 104.8, 104.8)),
+    ("V100S", Peak(None, 130.0, None, 16.4)),
+    ("V100 PCIE", Peak(None, 112.0, None, 14.0)),
+    ("V100", Peak(None, 125.0, None, 15.7)),
+    ("T4", Peak(None, 65.0, None, 8.1)),
+)
+# Devices of these names are others than the desktop's, or parts of one.
+_OTHERS = frozenset({"LAPTOP", "MOBILE", "MAX", "MIG", "D", "TI", "SUPER", "PRO"})
+
+
+def known_peak(device_name: str, dtype: str) -> float | None:
+    """Operations per second of a device, None where they are not known.
+
+    Args:
+        device_name: as CUDA has it, `NVIDIA A100-SXM4-80GB`.
+        dtype: `bfloat16`, `float16` or `float32`, what matrix products are computed in.
+    """
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    for model, peak in _PEAKS:
+        named = set(model.upper().split())
+        if named <= words:
+            if words & _OTHERS - named:
+                return None
+            name = "tf32" if dtype == "float32" and _may_use_tf32(peak) else dtype
+            tera = getattr(peak, name)
+            return None if tera is None else tera * 1e12
+    return None
+
+
+def device_peak(dtype: str, setting: float | None = None) -> float | None:
+    """Operations per second that this process's device has at most; None where nobody knows.
+
+    Then one line of the log says so, unless the device is the CPU.
+
+    Args:
+        setting: logging.device_peak_tflops, which holds for any device.
+    """
+    if setting is not None:
+        return setting * 1e12
+    if not paddle.get_device().startswith("gpu"):
+        return None
+    name = paddle.device.cuda.get_device_name()
+    peak = known_peak(name, dtype)
+    if peak is None:
+        logger.info(
+            "how many operations a %s can compute in %s is not known, so no mfu is reported: "
+            "logging.device_peak_tflops sets it",
+            name,
+            dtype,
+        )
+    return peak
+
+
+def _may_use_tf32(peak: Peak) -> bool:
+    return peak.tf32 is not None and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
