@@ -1,0 +1,154 @@
+"""The page of a report.
+
+Guarantees: one file that refers to nothing outside of it; its data are the numbers of the metrics
+files, all of them, at their steps, whichever metrics a run lacks; texts of a run cannot become
+markup; quantities to draw over are those that all runs have; in a browser every curve is drawn, and
+the controls work.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from paddle_vl.report.report import write_report
+from tests.single_card_tests.report.run_folders import (
+    LINES,
+    SETTINGS,
+    START,
+    without,
+    write_run,
+)
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None
+)
+VOID = {"meta", "link", "input", "br"}
+
+
+class Page(HTMLParser):
+    """Elements that were opened and closed in order, their attributes, and the texts in them."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.id = ""
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: dict[str, str] = {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self.id = dict(attrs).get("id", tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts[self.id] = self.texts.get(self.id, "") + data
+
+
+def page_of(tmp_path: Path, *folders: Path) -> tuple[str, Page]:
+    file, *others = write_report(folders, tmp_path / "report", with_pictures=False)
+    assert not others
+    text = file.read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+def data_of(page: Page) -> dict:
+    return json.loads(page.texts["data"])
+
+
+def two_runs(tmp_path: Path) -> list[Path]:
+    return [write_run(tmp_path / "a"), write_run(tmp_path / "b", without("tokens_per_second"))]
+
+
+def test_page_is_whole_and_asks_nobody(tmp_path):
+    text, page = page_of(tmp_path, *two_runs(tmp_path))
+    assert page.open == []
+    references = [
+        (tag, value) for tag, name, value in page.attributes if name in ("src", "href", "srcset")
+    ]
+    assert references == [("link", "data:,")]
+    assert not re.search(r"https?:|url\((?!#)|@import|\bimport\b|fetch\(|XMLHttpRequest", text)
+    policy = next(value for tag, name, value in page.attributes if value.startswith("default-src"))
+    assert policy.startswith("default-src 'none'")
+
+
+def test_data_are_the_numbers_of_the_metrics_files(tmp_path):
+    _, page = page_of(tmp_path, *two_runs(tmp_path))
+    data = data_of(page)
+    for place, lines in enumerate((LINES, without("tokens_per_second"))):
+        found = {
+            curve["key"]: dict(zip(curve["steps"], curve["values"], strict=True))
+            for panel in data["panels"]
+            for curve in panel["curves"]
+            if curve["run"] == place
+        }
+        nested = found.pop("quite_new/a_min"), found.pop("quite_new/a_max")
+        assert nested == ({30: 1}, {30: 3})
+        keys = {key for line in lines for key in line} - {"step", "loader", "quite_new"}
+        assert found == {
+            key: {line["step"]: line[key] for line in lines if key in line} for key in keys
+        }
+    assert [run["skipped"] for run in data["runs"]] == [[[10, 20, 10]]] * 2
+
+
+def test_resumed_runs_and_gaps_are_marked(tmp_path):
+    lines = [{"step": step, "loss": 1.0} for step in (1, 2, 3, 20, 21)]
+    starts = [START, START | {"first_step": 3}]
+    _, page = page_of(tmp_path, write_run(tmp_path / "a", lines, starts=starts))
+    data = data_of(page)
+    assert data["runs"][0]["resumed"] == [3]
+    assert data["panels"][0]["curves"][0]["breaks"] == [3]
+
+
+def test_texts_cannot_become_markup(tmp_path):
+    evil = "</script><script>alert(1)</script><b>"
+    settings = {"train": SETTINGS["train"] | {"note": evil}}
+    lines = [line | {f"x/{evil}": 1} for line in LINES]
+    text, page = page_of(tmp_path, write_run(tmp_path / "<b>", lines, settings))
+    assert page.open == []
+    assert [tag for tag, _, _ in page.attributes].count("b") == 0
+    assert "<script>alert" not in text
+    assert any(
+        curve["key"] == f"x/{evil}" for one in data_of(page)["panels"] for curve in one["curves"]
+    )
+
+
+def test_axes_are_what_rises_in_all_runs(tmp_path):
+    one = write_run(tmp_path / "a")
+    assert [*data_of(page_of(tmp_path, one)[1])["axes"]] == ["epoch", "target_tokens"]
+    other = write_run(tmp_path / "b", without("epoch"))
+    assert [*data_of(page_of(tmp_path, one, other)[1])["axes"]] == ["target_tokens"]
+
+
+def test_torn_line_is_told(tmp_path):
+    folder = write_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write('{"st')
+    assert "cut short and left out: a." in page_of(tmp_path, folder)[0]
+
+
+ACTIONS = Path(__file__).with_name("page_actions.js")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: chromium-headless-shell)")
+def test_browser_draws_every_curve_and_the_controls_work(tmp_path):
+    text, _ = page_of(tmp_path, *two_runs(tmp_path))
+    file = tmp_path / "acted.html"
+    file.write_text(
+        text.replace("</body>", f"<script>{ACTIONS.read_text()}</script></body>"), encoding="utf-8"
+    )
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,900"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    command = [BROWSER, *flags, profile, "--dump-dom", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert re.search("<title>(.*)</title>", done.stdout)[1] == "all done"

@@ -1,0 +1,76 @@
+"""Reading runs for a report.
+
+Guarantees: what is not a run is refused with what to give instead; so are a run given twice, one
+with nothing in common, a damaged file; a torn last line is left out and known; runs of the same
+folder name are told apart; starts before the last one from step 0 are of metrics that are gone.
+"""
+
+import pytest
+
+from paddle_vl.report.runs import read_runs
+from tests.single_card_tests.report.run_folders import LINES, START, write_run
+
+
+def test_folder_without_metrics_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match=r"absent is not .* no such folder; give the train.outp"):
+        read_runs([tmp_path / "absent"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RuntimeError, match=r"empty is not .* it has no metrics.jsonl; give the"):
+        read_runs([tmp_path / "empty"])
+
+
+def test_folder_of_runs_names_them(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    with pytest.raises(RuntimeError, match=r"it holds the runs \S+/a, \S+/b: give those"):
+        read_runs([tmp_path])
+
+
+def test_run_without_a_number_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match=r"metrics.jsonl has no number yet"):
+        read_runs([write_run(tmp_path / "a", [{"step": 1, "loss": None}])])
+
+
+def test_run_given_twice_is_refused(tmp_path):
+    write_run(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"a is given 2 times"):
+        read_runs([tmp_path / "a", tmp_path / "b" / ".." / "a"])
+
+
+def test_run_with_nothing_in_common_is_refused(tmp_path):
+    one, other = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    third = write_run(tmp_path / "c", [{"step": 1, "score": 2.0}])
+    with pytest.raises(ValueError, match=r"c has no metric in common .*it has score, they have lo"):
+        read_runs([one, other, third])
+    assert len(read_runs([third])) == 1
+
+
+def test_torn_last_line_is_left_out_and_a_broken_one_refused(tmp_path):
+    folder = write_run(tmp_path / "a")
+    assert not read_runs([folder])[0].is_torn
+    file = folder / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"step": 40, "lo')
+    (run,) = read_runs([folder])
+    assert (run.is_torn, run.last_step) == (True, 30)
+    file.write_text(file.read_text() + '\n{"step": 50}\n')
+    with pytest.raises(RuntimeError, match=r"metrics.jsonl:5 is not a metrics line"):
+        read_runs([folder])
+
+
+def test_names_are_as_long_as_it_takes_to_tell_runs_apart(tmp_path):
+    folders = [write_run(tmp_path / path) for path in ("a/run", "b/run", "b/other", "b/x_other")]
+    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run", "other", "x_other"]
+
+
+def test_runs_of_old_without_config_and_record_are_read(tmp_path):
+    (run,) = read_runs([write_run(tmp_path / "a", settings=None, starts=None)])
+    assert (run.settings, run.starts, run.resumed_steps) == (None, [], [])
+
+
+def test_starts_of_metrics_that_were_dropped_do_not_count(tmp_path):
+    resumed = START | {"first_step": 20, "ended": None}
+    starts = [START | {"ended": "2026-11-21T10:00:10+00:00"}, resumed, START, resumed]
+    (run,) = read_runs([write_run(tmp_path / "a", LINES, starts=starts)])
+    assert run.starts == starts[2:]
+    assert run.resumed_steps == [20]
+    assert run.seconds == 65 * 60

@@ -1,0 +1,55 @@
+"""Metrics lines as series.
+
+Guarantees: whatever keys there are have all their numbers, at their steps; null interrupts a curve,
+an absent key does not; lines that are missing do, another distance of lines does not; skipped
+updates are told between the lines where their count grew.
+"""
+
+import pytest
+
+from paddle_vl.report.series import Series, SkippedUpdates, series_of, skipped_updates
+from tests.single_card_tests.report.run_folders import LINES
+
+
+def test_every_number_of_every_key_is_there():
+    series = series_of(LINES)
+    assert [*series] == [
+        "loss", "grad_norm", "learning_rate", "epoch", "learning_rate/mergers",
+        "tokens_per_second", "skipped_updates", "target_tokens", "eval_loss",
+        "quite_new/a_min", "quite_new/a_max",
+    ]  # fmt: skip
+    assert series["loss"] == Series([10, 20, 30], [4.0, None, 2.0], [])
+    assert series["eval_loss"] == Series([25, 30], [2.5, 3.0], [])
+    assert series["quite_new/a_max"] == Series([30], [3], [])
+
+
+def test_a_key_without_any_number_is_no_series():
+    assert series_of([{"step": 1, "loss": None, "text": "a"}]) == {}
+
+
+def test_lines_in_disorder_are_put_in_order():
+    lines = [{"step": step, "loss": float(step)} for step in (3, 1, 2)]
+    assert series_of(lines)["loss"].steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("steps", "breaks"),
+    [
+        ([10, 20, 30, 40], []),
+        ([10, 20, 60, 70], [2]),
+        # Another logging_steps from 20 on, and back again.
+        ([18, 19, 20, 30, 40, 41, 42], []),
+        # The last line is that of the last step.
+        ([100, 200, 203], []),
+    ],
+)
+def test_only_missing_lines_make_a_gap(steps, breaks):
+    assert series_of([{"step": step, "x": 0} for step in steps])["x"].breaks == breaks
+
+
+def test_skipped_updates_are_between_two_lines():
+    counts = {10: 2, 20: 2, 30: 5}
+    lines = [{"step": step, "skipped_updates": count} for step, count in counts.items()]
+    found = skipped_updates(series_of(lines))
+    assert found == [SkippedUpdates(0, 10, 2), SkippedUpdates(20, 30, 3)]
+    assert skipped_updates({}) == []
