@@ -74,7 +74,7 @@ def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
             )
         finally:
             meter.close()
-            trainer.data.close()
+            trainer.feed.close()
         measures = trainer.processes.gathered(measured)
         result = summarize(measures, _facts(config, settings, trainer))
         if trainer.processes.is_main:

@@ -56,6 +56,12 @@ class Objective(Protocol):
     def asks(self, batch: Batch) -> list[bool]:
         """What a batch needs that others may not; told to all processes before a step."""
 
+    def prepared(self, batch: Batch) -> Batch:
+        """The batch with what is read of its arrays on the host, as long as they are there."""
+
+    def is_for_device(self, name: str) -> bool:
+        """Whether the model computes with an entry; it reads the others on the host."""
+
     def settled(self, batch: Batch, asked: Sequence[int], model: nn.Layer) -> Batch:
         """The batch as a process runs it, when so many processes asked for each of these."""
 
@@ -121,6 +127,12 @@ class LanguageObjective:
     def asks(self, batch: Batch) -> list[bool]:
         return [has_visual(batch)]
 
+    def prepared(self, batch: Batch) -> Batch:
+        return batch
+
+    def is_for_device(self, name: str) -> bool:
+        return name not in _HOST_ARRAYS
+
     def settled(self, batch: Batch, asked: Sequence[int], model: nn.Layer) -> Batch:
         if asked[0] and model.placement.layers_are_collective and not has_visual(batch):
             return with_unused_image(batch, model.config.vision_config)
@@ -132,7 +144,9 @@ class LanguageObjective:
     def output(self, model: nn.Layer, batch: Batch) -> Any:
         with phase(Phase.HOST_TO_DEVICE):
             batch = {
-                name: paddle.to_tensor(value) if _is_for_device(name, value) else value
+                name: paddle.to_tensor(value)
+                if isinstance(value, np.ndarray) and self.is_for_device(name)
+                else value
                 for name, value in batch.items()
             }
         return model(**batch)
@@ -154,11 +168,6 @@ class LanguageObjective:
     def line(self, values: Mapping[str, Any]) -> dict[str, float]:
         found = values.get("tokens_per_expert")
         return {} if found is None else load_summary(found)
-
-
-def _is_for_device(name: str, value: Any) -> bool:
-    """Whether the model computes with an entry; it reads the others on the host."""
-    return isinstance(value, np.ndarray) and name not in _HOST_ARRAYS
 
 
 LANGUAGE = LanguageObjective()

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -13,12 +13,12 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.models.checkpoint.pretrained import DEFAULT_SHARD_BYTES
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
+from paddle_vl.train.device_copies import device_copies
 from paddle_vl.train.evaluate import MeanLosses
+from paddle_vl.train.feed import BatchFeed, DataPlace, TrainingData
 from paddle_vl.train.gauges import Gauge
 from paddle_vl.train.memory_in_use import memory_in_use
 from paddle_vl.train.metrics import StepMeter, longest_skip
-from paddle_vl.train.micro_batch import counted
-from paddle_vl.train.objective import Batch
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.part_rates import reported_rates
 from paddle_vl.train.phases import Phase, phase
@@ -32,24 +32,6 @@ from paddle_vl.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
 FINAL = "final"
-
-
-class TrainingData(Protocol):
-    """An endless stream of training batches that knows its place; see PrefetchLoader."""
-
-    epoch: int
-    batches_consumed: int
-    skipped: dict[str, int]
-
-    def __len__(self) -> int: ...
-
-    def __next__(self) -> Batch: ...
-
-    def close(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Trainer:
@@ -85,8 +67,16 @@ class Trainer:
         self.meter = StepMeter(runner.objective)
         self.step = 0
         self.stop_signal: int | None = None
-        # Where the data stands behind the last step that was trained.
-        self._data_state = data.state_dict()
+        self.feed = BatchFeed(
+            data,
+            runner.objective,
+            config.train.gradient_accumulation_steps,
+            num_steps,
+            wait_warning_s=config.logging.data_wait_warning_s,
+            copies=device_copies(config.data.pin_memory, processes.is_main),
+        )
+        # Behind the last step that was trained, whatever was fetched since.
+        self._data_place = DataPlace.of(data)
         self._last_saved: int | None = None
 
     def restore(self, folder: Path) -> None:
@@ -95,8 +85,8 @@ class Trainer:
         self.optimizer.load_state(checkpoints.StoredArrays(folder))
         self.step = self._last_saved = state["step"]
         self.meter.load_state_dict(state["meter"])
-        self.data.load_state_dict(state["data"])
-        self._data_state = self.data.state_dict()
+        self.feed.continue_at(self.step, state["data"])
+        self._data_place = DataPlace.of(self.data)
 
     def run(self) -> int | None:
         """Train to the end, or until a signal asks to stop.
@@ -124,7 +114,7 @@ class Trainer:
                     self.reporter.bar.advance()
                     self._between_steps()
         finally:
-            self.data.close()
+            self.feed.close()
             self.reporter.close()
             if is_main:
                 self.record.end(self.step)
@@ -142,10 +132,8 @@ class Trainer:
             What the step did; None where a process received a signal, and the batches were left.
         """
         begin = time.perf_counter()
-        objective, count = self.runner.objective, self.config.train.gradient_accumulation_steps
-        with phase(Phase.DATA_WAIT):
-            micro_batches = [counted(next(self.data), objective) for _ in range(count)]
-        data_wait_s = time.perf_counter() - begin
+        fed = self.feed.next_step()
+        micro_batches, objective = fed.micro_batches, self.runner.objective
         totals = agree_on_step(micro_batches, objective, self.processes, received)
         if totals.signal is not None:
             self.stop_signal = totals.signal
@@ -155,11 +143,12 @@ class Trainer:
         outcome = train_step(
             self.runner, self.optimizer, micro_batches, rate, self.processes, totals
         )
+        self.feed.prepare_next()
         with phase(Phase.METRICS):
             self.step += 1
-            self._data_state = self.data.state_dict()
+            self._data_place = fed.place
             seconds = time.perf_counter() - begin
-            self.meter.add(outcome, micro_batches, seconds, data_wait_s)
+            self.meter.add(outcome, micro_batches, seconds, fed.data_wait_s)
         return outcome
 
     def _between_steps(self) -> None:
@@ -178,14 +167,14 @@ class Trainer:
         processes, objective = self.processes, self.runner.objective
         gauges = self.meter.gauges(processes.counts_data)
         # All processes of a part of the data load the same samples.
-        skipped = sum(self.data.skipped.values()) if processes.counts_data else 0
+        skipped = self._data_place.skipped if processes.counts_data else 0
         gauges += [
             Gauge("skipped_samples", "sum", skipped),
             Gauge("memory", "max", memory_in_use()),
             *objective.gauges(self.runner.model, processes.counts_losses),
         ]
         rate = learning_rate(self.step - 1, self.num_steps, self.config.train)
-        entries = {"epoch": self._epoch(), "learning_rate": rate}
+        entries = {"epoch": round(self._data_place.passes, 4), "learning_rate": rate}
         entries |= reported_rates(self.config.train, rate)
 
         def line(values: dict[str, Any]) -> dict[str, Any]:
@@ -232,10 +221,6 @@ class Trainer:
             line |= {f"eval_{name}": mean for name, mean in losses.terms.items()}
         return line
 
-    def _epoch(self) -> float:
-        """Passes over the training data so far."""
-        return round(self.data.epoch + self.data.batches_consumed / len(self.data), 4)
-
     def _save_checkpoint(self) -> Path:
         folder = self.output_dir / checkpoints.checkpoint_name(self.step)
         if self._last_saved != self.step:
@@ -263,7 +248,7 @@ class Trainer:
             {
                 "step": self.step,
                 "meter": self.meter.state_dict(),
-                "data": self._data_state,
+                "data": self._data_place.state,
             },
         )
 

@@ -129,14 +129,17 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
                 "one sample per row; give every prompt a row of its own"
             )
         dict_args |= self.encode_visual(
-            _device(pixel_values), image_grid_thw, _device(pixel_values_videos), video_grid_thw
+            device_tensor(pixel_values),
+            image_grid_thw,
+            device_tensor(pixel_values_videos),
+            video_grid_thw,
         )
         balance = None
         if caches is None:
             balance = asked_balance(
                 self.config.text_config,
                 output_router_logits,
-                _device(attention_mask),
+                device_tensor(attention_mask),
                 tuple(input_ids.shape),
             )
         hidden_TD = self.language_model(dict_args, caches, balance)
@@ -183,13 +186,13 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             attention_mask is not None and has_left_padding is not False and cu_seqlens is None
         )
         return {
-            "input_ids": _device(input_ids),
-            "position_ids": _device(position_ids),
-            "attention_mask": _device(attention_mask) if mask_is_needed else None,
+            "input_ids": device_tensor(input_ids),
+            "position_ids": device_tensor(position_ids),
+            "attention_mask": device_tensor(attention_mask) if mask_is_needed else None,
             "packed": packed,
-            "visual_update_indices": _device(visual_update_indices),
-            "visual_gather_indices": _device(visual_gather_indices),
-            "visual_source_indices": _device(visual_source_indices),
+            "visual_update_indices": device_tensor(visual_update_indices),
+            "visual_gather_indices": device_tensor(visual_gather_indices),
+            "visual_source_indices": device_tensor(visual_source_indices),
             "num_unused_visual_rows": num_unused_visual_rows,
         }
 
@@ -205,7 +208,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         logits_TV = self.lm_head(self.placement.enter_columns(hidden_TD))
         output = Qwen3VLOutput(logits_TV.reshape([*shape, -1]))
         if labels is not None:
-            targets_T = next_token_targets(_device(labels))
+            targets_T = next_token_targets(device_tensor(labels))
             output.loss_sum, count = self.placement.token_loss(logits_TV, targets_T)
             known = num_target_tokens is not None
             output.num_target_tokens = num_target_tokens if known else count
@@ -328,7 +331,8 @@ def _host(array: Array | None) -> np.ndarray | None:
     return array.numpy() if isinstance(array, Tensor) else array
 
 
-def _device(array: Array | None) -> Tensor | None:
+def device_tensor(array: Array | None) -> Tensor | None:
+    """An array as a tensor on the device; a tensor as it is."""
     return paddle.to_tensor(array) if isinstance(array, np.ndarray) else array
 
 

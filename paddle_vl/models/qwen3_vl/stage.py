@@ -17,7 +17,7 @@ from paddle import Tensor
 
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.embedding import decoder_positions
-from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration, device_tensor
 from paddle_vl.models.qwen3_vl.moe import LoadBalance, asked_balance
 from paddle_vl.models.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.models.qwen3_vl.text_config import Qwen3VLTextConfig
@@ -107,7 +107,7 @@ class Qwen3VLStage:
         balance = asked_balance(
             model.config.text_config,
             None,
-            paddle.to_tensor(batch["attention_mask"]),
+            device_tensor(batch["attention_mask"]),
             tuple(batch["input_ids"].shape),
         )
         if self.is_first:
@@ -137,8 +137,7 @@ class Qwen3VLStage:
 
     def _encode_visual(self, batch: dict[str, Any]) -> dict[str, Any]:
         pixels, video_pixels = (
-            None if batch.get(name) is None else paddle.to_tensor(batch[name])
-            for name in ("pixel_values", "pixel_values_videos")
+            device_tensor(batch.get(name)) for name in ("pixel_values", "pixel_values_videos")
         )
         return self.model.encode_visual(
             pixels, batch.get("image_grid_thw"), video_pixels, batch.get("video_grid_thw")

@@ -58,6 +58,13 @@ class PolicyObjective:
     def asks(self, batch: Batch) -> list[bool]:
         return list(presence_of(batch)) if self.agrees_on_presence else []
 
+    def prepared(self, batch: Batch) -> Batch:
+        # Where processes agree on it, `settled` says.
+        return batch if self.agrees_on_presence else batch | {"presence": presence_of(batch)}
+
+    def is_for_device(self, name: str) -> bool:
+        return True
+
     def settled(self, batch: Batch, asked: Sequence[int], model: nn.Layer) -> Batch:
         if not self.agrees_on_presence:
             return batch
