@@ -6,8 +6,8 @@ from pathlib import Path
 from paddle_vl.data.policy.draws import FlowDraws
 from paddle_vl.data.policy.sample import DemonstrationShapes
 from paddle_vl.data.worker_pool import Collator
-from paddle_vl.models.pi07.layer_costs import Costs, planner_costs
 from paddle_vl.models.pi07.flops import PI07PlannerFlops
+from paddle_vl.models.pi07.layer_costs import Costs, planner_costs
 from paddle_vl.models.pi07.policy.inputs import cameras_of
 from paddle_vl.models.pi07.policy.planner import PI07HighLevelPlanner
 from paddle_vl.models.pi07.stage import PI07PlannerStage
