@@ -223,6 +223,13 @@ class ParallelConfig(_Section):
     )
 
 
+class ProfileConfig(_Section):
+    """Steps to record with Paddle's profiler."""
+
+    start: int = Field(10, ge=1, description="the first step that is recorded")
+    steps: int = Field(5, ge=1, description="how many are")
+
+
 class TrainConfig(_Section):
     """How it is trained. A step is one optimizer update."""
 
@@ -284,6 +291,11 @@ class TrainConfig(_Section):
     )
     save_total_limit: int | None = Field(
         None, ge=1, description="checkpoints kept, the newest ones; null: all"
+    )
+    profile: ProfileConfig | None = Field(
+        None,
+        description="record a trace of some steps into output_dir/profile, e.g. {start: 10, "
+        "steps: 5}",
     )
     max_nonfinite_steps: int = Field(
         10, ge=1, description="skipped updates (loss or gradient not finite) in a row that end it"

@@ -23,7 +23,7 @@ class FleetProcesses:
 
     def __init__(self, topology: Topology):
         self.topology = topology
-        self.is_main = topology.rank == 0
+        self.rank, self.is_main = topology.rank, topology.rank == 0
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
         # The first copy of everything: of experts, the first processes that share them.
         self.holds_model = topology.dp_rank < topology.degrees.ep_degree

@@ -15,6 +15,7 @@ class SingleProcess:
     """The only process of a run.
 
     Attributes:
+        rank: this process among all.
         is_main: whether this process writes files and speaks to the user.
         holds_model: whether this process and those that have the rest of its model save it.
         random_place: what random numbers depend on beside seed and step; equal on processes that
@@ -26,6 +27,7 @@ class SingleProcess:
     """
 
     is_main = True
+    rank = 0
     holds_model = True
     counts_data = True
     counts_losses = True

@@ -28,6 +28,7 @@ from paddle_vl.train.reporter import Reporter
 from paddle_vl.train.run_record import RunRecord
 from paddle_vl.train.schedule import learning_rate
 from paddle_vl.train.step import StepOutcome, WholeModel, agree_on_step, train_step
+from paddle_vl.train.step_trace import StepTrace
 from paddle_vl.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Trainer:
         self.output_dir = Path(config.train.output_dir)
         self.record = RunRecord(self.output_dir)
         self.reporter = Reporter(config.logging, self.output_dir, processes)
+        self.trace = StepTrace(config.train.profile, self.output_dir, processes.rank)
         self.meter = StepMeter(runner.objective)
         self.step = 0
         self.stop_signal: int | None = None
@@ -107,7 +109,9 @@ class Trainer:
         try:
             with StopSignals() as stop, logging_redirect_tqdm():
                 while self.step < self.num_steps:
-                    if self.train_one_step(stop.received) is None:
+                    with self.trace.step(self.step + 1):
+                        outcome = self.train_one_step(stop.received)
+                    if outcome is None:
                         return self._stop_early()
                     # Of an earlier step: this one runs meanwhile.
                     self.reporter.write()
@@ -115,6 +119,7 @@ class Trainer:
                     self._between_steps()
         finally:
             self.feed.close()
+            self.trace.close()
             self.reporter.close()
             if is_main:
                 self.record.end(self.step)

@@ -68,9 +68,14 @@ def test_a_step_reads_nothing_and_a_report_once_while_the_next_step_runs(run_fil
 def test_every_way_to_read_is_counted_once():
     tensor = paddle.to_tensor([1.5])
     ways = [
-        lambda: tensor.numpy(), lambda: tensor.item(), lambda: tensor.tolist(), lambda: float(tensor.sum()),
-        lambda: bool(tensor.sum()), lambda: int(tensor.sum()), lambda: np.asarray(tensor),
-    ]  # fmt: skip
+        lambda: tensor.numpy(),
+        lambda: tensor.item(),
+        lambda: tensor.tolist(),
+        lambda: float(tensor.sum()),
+        lambda: bool(tensor.sum()),
+        lambda: int(tensor.sum()),
+        lambda: np.asarray(tensor),
+    ]
     for way in ways:
         with record_host_reads() as reads:
             way()

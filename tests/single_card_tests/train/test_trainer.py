@@ -300,3 +300,24 @@ def test_training_can_start_from_a_pretrained_folder(whole_run, run_file, tmp_pa
     for name, value in trainer.runner.model.hf_state_dict().items():
         np.testing.assert_array_equal(value, start[name], err_msg=name)
     assert next(trainer.data)["image_grid_thw"].tolist() == [[1, 2, 2]] * 2
+
+
+def test_profiled_steps_leave_a_trace_of_these_steps(run_file, tmp_path):
+    trainer = build(run_file, tmp_path, "train.profile={start: 2, steps: 2}")
+    recorded, plain = [], trainer.train_one_step
+
+    def train_one_step(*arguments):
+        recorded.append(trainer.trace._profiler is not None)
+        return plain(*arguments)
+
+    trainer.train_one_step = train_one_step
+    trainer.run()
+    assert recorded == [False, True, True, False]
+    (file,) = (tmp_path / "profile").glob("rank0*.json")
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert any("matmul" in str(name) for name in names)
+
+
+def test_a_run_that_ends_while_it_is_profiled_leaves_the_trace(run_file, tmp_path):
+    build(run_file, tmp_path, "train.profile={start: 3, steps: 50}").run()
+    assert list((tmp_path / "profile").glob("rank0*.json"))
