@@ -1,0 +1,125 @@
+"""The operations of a run's batches, as its family counts them.
+
+Guarantees: the counter of a run counts the products that it runs, with adapters, frozen parts and
+losses of weight 0 as the run's settings say, for each family of models.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.train.families.choice import model_family
+from paddle_vl.train.freeze import freeze_parameters, trained_names
+from paddle_vl.train.processes import ONE_PROCESS
+from tests.counted_products import counted_products
+from tests.single_card_tests.train.tiny_policy_run import MODEL, write_tiny_policy_run
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+LORA = "model.lora={r: 2, target_modules: [q_proj, down_proj], modules_to_save: [mergers]}"
+PLANNER = {
+    name: MODEL[name]
+    for name in ("resize_imgs_with_padding", "input_features", "freeze_vision_encoder")
+} | {
+    "type": "pi07_high_level",
+    "prompt_max_length": 64, "memory_max_length": 16, "response_max_length": 24,
+    "metadata_max_length": 40, "dropout": 0.0,
+    "vlm_config": {
+        "disable_action_expert": True,
+        "gemma3_config": MODEL["vlm_config"]["gemma3_config"],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    """A run beside a base."""
+    path = write_tiny_run(tmp_path_factory.mktemp("run"))
+    config = load_run_config(path)
+    model = model_family(config, None).build_model(SingleDevicePlacement())
+    model.fill_all()
+    model.save_pretrained(path.with_name("base"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def policy_file(tmp_path_factory) -> Path:
+    return write_tiny_policy_run(tmp_path_factory.mktemp("policy"), num_samples=4)
+
+
+def prepared(path: Path, *overrides: str):
+    """Family, model, counter and a batch of one sample of a run, as `build_trainer` makes them."""
+    config = load_run_config(path, ["train.per_device_train_batch_size=1", *overrides])
+    family = model_family(config, None)
+    model = family.build_model(SingleDevicePlacement())
+    shapes, trainable = family.whole_shapes(model), family.trainable_names(model)
+    trained = trained_names(shapes, config.model.freeze, trainable, family.parts)
+    freeze_parameters(family.named_parameters(model), trained, shapes)
+    model.fill_all()
+    with family.train_loader(SingleDevicePlacement(), ONE_PROCESS) as batches:
+        batch = next(iter(batches))
+    return family, model, family.flop_counter(model, trained), batch
+
+
+def counted(family, model, batch, monkeypatch) -> tuple[int, int]:
+    with counted_products(monkeypatch) as counts:
+        output = family.objective.output(model, batch)
+        family.objective.share(output, family.objective.counts(batch), 1)[0].backward()
+    return counts.forward, counts.forward + counts.backward
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.freeze=[vision]"],
+        [LORA],
+    ],
+    ids=["whole", "frozen tower", "adapters"],
+)
+def test_a_language_run_counts_what_it_runs(overrides, run_file, monkeypatch):
+    base = ["model.config=null", f"model.pretrained={run_file.with_name('base')}"]
+    family, model, counter, batch = prepared(run_file, *base, *overrides)
+    expected = counted(family, model, batch, monkeypatch)
+    assert (counter.forward(batch), counter(batch)) == expected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.freeze=[vision, projector]"],
+        ["train.loss_weighting={CE: 0.0}"],
+        ["train.loss_weighting={MSE: 0.0}"],
+    ],
+    ids=["whole", "frozen tower", "flow alone", "tokens alone"],
+)
+def test_a_policy_run_counts_what_it_runs(overrides, policy_file, monkeypatch):
+    settings = ["model.config.knowledge_insulation=false", *overrides]
+    family, model, counter, batch = prepared(policy_file, *settings)
+    without_padding(batch)
+    expected = counted(family, model, batch, monkeypatch)
+    assert (counter.forward(batch), counter(batch)) == expected
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["train.loss_weighting={CE_memory: 0.0}"]], ids=["both", "response alone"]
+)
+def test_a_planners_run_counts_what_it_runs(overrides, policy_file, monkeypatch):
+    settings = [f"model.config={json.dumps(PLANNER)}", *overrides]
+    family, model, counter, batch = prepared(policy_file, *settings)
+    without_padding(batch)
+    expected = counted(family, model, batch, monkeypatch)
+    assert (counter.forward(batch), counter(batch)) == expected
+
+
+def without_padding(batch: dict) -> None:
+    """Take what is padding for real: the model computes both."""
+    for name, value in batch.items():
+        if name.endswith("masks"):
+            for mask in value if isinstance(value, list) else [value]:
+                mask[:] = True
+        if name == "obs_history_is_pad":
+            value[:] = False
