@@ -105,6 +105,12 @@ class Cell:
         return 1000 * sum(times) / len(times)
 
     @property
+    def cpu_ms_per_sample(self) -> float:
+        """Of all processes together."""
+        times = self.profile["per_rank_cpu_time_s"]
+        return 1000 * sum(times) / self.profile["samples_per_step"]
+
+    @property
     def memory_gb(self) -> float:
         """Peak of the worst process, of what runs out."""
         return self.profile["peak_reserved_gb_worst"]

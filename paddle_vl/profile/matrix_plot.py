@@ -1,4 +1,4 @@
-"""A matrix as a picture: throughput and memory over batch size, a line for each choice."""
+"""A matrix as a picture: throughput, CPU time and memory over batch size, a line for a choice."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +17,11 @@ def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> No
     from matplotlib.figure import Figure
 
     cameras = list(dict.fromkeys(cell.choice.cameras for cell in cells)) or [None]
-    figure = Figure(figsize=(1.5 + 4.2 * len(cameras), 6.4), layout="constrained")
+    figure = Figure(figsize=(1.5 + 4.2 * len(cameras), 8.4), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(2, len(cameras), squeeze=False, sharex="col")
+    grid = figure.subplots(3, len(cameras), squeeze=False, sharex="col")
     for column, number in enumerate(cameras):
-        speed, memory = grid[0][column], grid[1][column]
+        speed, work, memory = (row[column] for row in grid)
         own = [cell for cell in cells if cell.choice.cameras == number]
         for choice in dict.fromkeys(cell.choice for cell in own):
             of_choice = [cell for cell in own if cell.choice == choice]
@@ -31,11 +31,12 @@ def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> No
             label = f"{choice.sharding}, recompute {choice.recompute}"
             style = _STYLES[choice.recompute]
             speed.plot(sizes, [c.samples_per_sec for c in measured], style, label=label, **look)
+            work.plot(sizes, [c.cpu_ms_per_sample for c in measured], style, **look)
             memory.plot(sizes, [c.memory_gb for c in measured], style, **look)
             too_large = [cell.batch_size for cell in of_choice if cell.status == "oom"]
             if too_large and limit_gb is not None:
                 memory.plot(too_large, [limit_gb] * len(too_large), "x", **look)
-        _dress(speed, memory, number, limit_gb)
+        _dress(speed, work, memory, number, limit_gb)
         # A logarithm of nothing is none.
         if sizes := sorted({cell.batch_size for cell in own if cell.status in ("ok", "oom")}):
             speed.set_xscale("log", base=2)
@@ -46,14 +47,15 @@ def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> No
     figure.savefig(path, dpi=110)
 
 
-def _dress(speed: Any, memory: Any, cameras: int | None, limit_gb: float | None) -> None:
+def _dress(speed: Any, work: Any, memory: Any, cameras: int | None, limit_gb: float | None) -> None:
     if cameras is not None:
         speed.set_title(f"{cameras} camera(s)")
     speed.set_ylabel("samples/s, all processes")
+    work.set_ylabel("CPU time for a sample, ms")
     memory.set_ylabel("memory of the worst process, GB")
     memory.set_xlabel("samples per micro-batch of a process")
     if limit_gb is not None:
         memory.axhline(limit_gb, color="black", linewidth=0.8, linestyle=":")
-    for axes in (speed, memory):
+    for axes in (speed, work, memory):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

@@ -41,6 +41,7 @@ def cell(
         profile = {
             "global_samples_per_sec": speed,
             "global_step_time_s": step,
+            "samples_per_step": 2 * batch_size,
             "peak_reserved_gb_worst": memory,
             "peak_alloc_gb_worst": memory / 2,
             "memory_limit_gb": 4.0,
