@@ -4,8 +4,10 @@ Guarantees: where everything is real, forward and backward are, to the operation
 products that the model runs: with and without goals and texts, several frames and one, groups,
 without insulation, whatever is frozen, and of either loss alone; insulation saves what the gradient
 of the prefix's keys and values would cost; tokens and pairs are those of the model's own masks,
-frames those that the history has; what is masked is no work.
+frames those that the history has; an image takes in the tower what is published of it.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import paddle
@@ -13,10 +15,12 @@ import pytest
 
 from paddle_vl.config.patterns import POLICY_PARTS
 from paddle_vl.models.pi07.attention_masks import block_mask
+from paddle_vl.models.pi07.engine_config import Gemma3Config, SiglipVisionConfig
 from paddle_vl.models.pi07.flops import PI07Flops, PI07PlannerFlops
 from paddle_vl.models.pi07.flow_matching import as_tensors
 from paddle_vl.models.pi07.freeze import is_reached
-from paddle_vl.models.pi07.prefix_layout import Presence, presence_of
+from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.models.pi07.prefix_layout import PLANNER_LABELS, Presence, presence_of
 from paddle_vl.models.pi07.siglip import visible_frames
 from paddle_vl.train.freeze import freeze_parameters, trained_names
 from tests.counted_products import counted_products
@@ -236,3 +240,21 @@ def planner_batch(has_metadata: bool) -> dict:
     batch["img_masks"] = [np.ones([2], dtype=bool) for _ in range(2)]
     batch["metadata_masks"][:] = has_metadata
     return batch
+
+
+@pytest.mark.parametrize(("side", "giga"), [(16, 220.35), (27, 670.35)])
+def test_an_image_takes_what_is_published_of_its_tower(side, giga):
+    vision = SiglipVisionConfig(image_size=14 * side)
+    backbone = Gemma3Config(vision_config=vision, mm_tokens_per_image=1)
+    config = PI07PlannerConfig(
+        vlm_config=replace(PI07PlannerConfig().vlm_config, gemma3_config=backbone)
+    )
+    batch = test_planner.make_batch() | {"img_masks": [np.array([True])]}
+    counter = PI07PlannerFlops(config, dict.fromkeys(PLANNER_LABELS, (1,)))
+    units, costs = counter.units(batch), counter.operations(batch).forward
+    tower = sum(costs[unit] * units[unit] for unit in ("patches", "patch_pairs"))
+    # open_clip's table of ViT-SO400M-14-SigLIP, at 224 and 384 pixels, has the pooling too, one
+    # query over all patches and an MLP, which pi07 does without.
+    width, patches = vision.hidden_size, side**2
+    pooling = 4 * width * (width + width * patches + patches + vision.intermediate_size)
+    assert (tower + pooling) / 1e9 == pytest.approx(giga, rel=2e-4)
