@@ -42,9 +42,10 @@ def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> No
             speed.set_xscale("log", base=2)
             memory.set_xticks(sizes, [str(size) for size in sizes])
             memory.minorticks_off()
-    if grid[0][0].lines:
-        grid[0][0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
+    figure.savefig(path, dpi=90)
 
 
 def _dress(speed: Any, work: Any, memory: Any, cameras: int | None, limit_gb: float | None) -> None:

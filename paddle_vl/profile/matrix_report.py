@@ -116,7 +116,8 @@ def _compared_lines(cells: Sequence[Cell], compared: Sequence[Comparison]) -> li
     one, other = _COMPARED
     lines = ["", f"{one} against {other}, like for like (all else equal):", ""]
     lines += [
-        "| recompute | cameras | batch | samples/s | by medians | memory | tensors | backward |"
+        "| recompute | cameras | batch | samples/s | by medians | CPU time | memory | tensors "
+        "| backward |"
     ]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for item in compared:

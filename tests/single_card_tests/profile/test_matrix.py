@@ -263,6 +263,8 @@ def test_report_has_all_cells_what_to_take_and_a_plot(run_file, settings):
         "| none | 1 | 4 | 1.25x | 1.25x | 0.80x | +0.00 GB | +0.00 GB | 50 % of the gap |" in text
     )
     assert "stage2 makes 1.25 times the samples/s of stage3" in text
+    tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
+    assert set(tables) == {13, 10}
     assert "batch 1: failed, rank 0: ValueError: no kernel" in text
     values = json.loads((settings.out / "matrix.json").read_text())
     assert len(values["cells"]) == len(cells)
