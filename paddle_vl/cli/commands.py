@@ -64,10 +64,11 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
     """`paddle-vl evaluate MODEL --data FILE`"""
     parser = subparsers.add_parser(
         "evaluate",
-        help="loss and exact answers of a model on a data file",
+        help="loss and exact answers of a model on a data file; of a policy its losses",
         description="Print the mean loss over the answers' tokens, and how many greedy answers "
         "equal the expected ones, for every value of the records' field `task`. Every assistant "
-        "turn is one answer, given the true turns before it.",
+        "turn is one answer, given the true turns before it. Of a robot policy, print its losses "
+        "on demonstrations; the options about answers say nothing to it.",
         epilog="example:\n  paddle-vl evaluate runs/digits --data data/test.jsonl "
         "--predictions answers.jsonl",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -108,9 +109,18 @@ def evaluate(options: argparse.Namespace) -> int:
     from paddle_vl.train.build_evaluation import build_evaluation
     from paddle_vl.train.checkpoint import model_folder
     from paddle_vl.train.evaluate import evaluation_report, shown_answers, write_predictions
+    from paddle_vl.train.families.policy_evaluation import (
+        is_policy,
+        policy_losses,
+        policy_report,
+    )
 
+    folder = model_folder(Path(options.model))
+    if is_policy(folder):
+        print(policy_report(policy_losses(folder, options.data, options.batch_size)))
+        return 0
     evaluation = build_evaluation(
-        model_folder(Path(options.model)),
+        folder,
         options.data,
         batch_size=options.batch_size,
         max_length=options.max_length,

@@ -2,15 +2,18 @@
 
 Pinned here: both losses, gradient norm, evaluation losses and every parameter and moment after four
 optimizer steps equal the run on one device, over dp, mp with and without sequence parallelism, the
-three stages of sharding and a mix, on samples with every kind of drop, with the tower trained; a
-resumed run is bit-identical; one process continues what several saved.
+three stages of sharding, a pipeline and mixes of them, on samples with every kind of drop, with the
+tower trained; a resumed run is bit-identical; one process continues what several saved. So does the
+planner's run, whose first and last stage share the token table, over a pipeline.
 
 A sample's numbers depend on what its batch mates have. With `branch_sync: all_reduce` these are all
 of a micro-batch, over all processes, and the oracle is one device with the whole micro-batch; with
 `hoisted` each process's own, and the oracle is one device that takes these parts one by one.
 """
 
+import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +25,7 @@ from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.train.build import build_trainer
 from tests.launch import launch
 from tests.run_metrics import lasting, metrics_of
-from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
+from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
 
 SP = "parallel.sequence_parallel=true"
 SHARDING, PP = "parallel.sharding_degree=2", "parallel.pp_degree=2"
@@ -42,7 +45,6 @@ TOPOLOGIES = {
 HEAVY = {
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", SP]),
-    "pp2 interleaved": (2, [PP, "parallel.num_virtual_stages=2"]),
     "pp2 mp2": (4, [PP, "parallel.mp_degree=2", SP, "train.recompute=full"]),
     "dp2 pp2": (4, ["parallel.dp_degree=2", PP]),
     "pp2 sharding2 stage 1": (4, [PP, SHARDING]),
@@ -175,3 +177,31 @@ def test_one_process_continues_what_several_saved(several, one_device, run_file,
     overrides = [*common(run_file), *batches(GLOBAL_BATCH, 2)]
     train(str(run_file), str(tmp_path), [*overrides, "train.resume_from_checkpoint=auto"])
     assert_close(tmp_path, one_device)
+
+
+def test_a_planner_over_a_pipeline_equals_one_device(run_file, tmp_path):
+    settings = [*common(run_file), *batches(2, 2), f"model.config={json.dumps(PLANNER)}"]
+    assert_pipeline_equals_one_device(str(run_file), tmp_path, settings, [PP])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("processes", "overrides"),
+    [(2, [PP, "parallel.num_virtual_stages=2"]), (4, ["parallel.pp_degree=4"])],
+)
+def test_longer_pipelines_equal_one_device(processes, overrides, tmp_path):
+    vlm = deepcopy(MODEL["vlm_config"])
+    for decoder in (vlm["gemma3_config"]["text_config"], vlm["gemma_expert_config"]):
+        decoder["num_hidden_layers"] = 4
+    run_file = write_tiny_policy_run(tmp_path, 40, vlm_config=vlm)
+    settings = [*common(run_file), *batches(1, 4)]
+    assert_pipeline_equals_one_device(str(run_file), tmp_path, settings, overrides, processes)
+
+
+def assert_pipeline_equals_one_device(
+    run_file: str, folder: Path, settings: list[str], overrides: list[str], processes: int = 2
+) -> None:
+    train(run_file, str(folder / "one"), settings)
+    arguments = (run_file, str(folder / "several"), [*settings, *overrides])
+    launch(train, processes, arguments=arguments)
+    assert_equal_runs(folder / "several", folder / "one")

@@ -50,7 +50,10 @@ MEETING_PLACES = (
     "train/build_model.py",
     "train/build_evaluation.py",
     *(f"train/families/{name}.py" for name in ("language", "policy", "planner", "choice")),
-    *(f"train/families/{name}.py" for name in ("policy_batches", "policy_objective")),
+    *(
+        f"train/families/{name}.py"
+        for name in ("policy_batches", "policy_objective", "policy_evaluation")
+    ),
 )
 WITHOUT_PADDLE = ("config", "batch", "data")
 FOREIGN = ("torch", "transformers", "lerobot", "paddlenlp", "paddleformers")

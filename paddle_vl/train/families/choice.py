@@ -57,8 +57,10 @@ def model_family(config: RunConfig, checkpoint: Path | None) -> Family:
     pretrained = config.model.pretrained
     folder = checkpoint or (None if pretrained is None else Path(pretrained))
     values = _model_values(config, folder)
-    is_policy = values.get("type") in _POLICIES
-    found, others = ("pi07 policy", _LANGUAGE_ONLY) if is_policy else ("Qwen3-VL", _POLICIES_ONLY)
+    trains_policy = values.get("type") in _POLICIES
+    found, others = (
+        ("pi07 policy", _LANGUAGE_ONLY) if trains_policy else ("Qwen3-VL", _POLICIES_ONLY)
+    )
     raise_problems(
         [
             f"{name} is set, but the model is a {found}, to which it says nothing: remove it"
@@ -66,20 +68,27 @@ def model_family(config: RunConfig, checkpoint: Path | None) -> Family:
             if _is_set(config, name)
         ]
     )
-    if not is_policy:
+    if not trains_policy:
         return LanguageFamily(config, checkpoint)
     form_class, family = _POLICIES[values["type"]]
     form = form_class.from_dict(values) if folder is None else form_class.from_pretrained(folder)
     return family(config, form, folder)
 
 
+def is_policy(folder: Path) -> bool:
+    """Whether a model folder is a policy's."""
+    return _json_object(folder / "config.json").get("type") in _POLICIES
+
+
 def _model_values(config: RunConfig, folder: Path | None) -> dict[str, Any]:
     """What a config.json says; nothing of one that cannot be read, which its family names."""
     source = config.model.config if folder is None else folder / "config.json"
-    if isinstance(source, dict):
-        return source
+    return source if isinstance(source, dict) else _json_object(Path(source))
+
+
+def _json_object(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads(Path(source).read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -44,6 +44,9 @@ from paddle_vl.train.families.policy_batches import PolicyCollator
 from paddle_vl.train.families.policy_objective import PolicyObjective
 from paddle_vl.train.processes import SingleProcess
 
+# Evaluations of all runs draw the same noise.
+EVALUATION_SEED = 0
+
 
 class PolicyFamily:
     """What `paddle_vl.train.build` asks of a family, for pi07; see `LanguageFamily`.
@@ -77,7 +80,9 @@ class PolicyFamily:
         drops = DropProbabilities(**config.data.drops.model_dump())
         self.train_data = DrawnDemonstrations(self.source, drops, flow, seed)
         self.eval_data = (
-            None if eval_source is None else DrawnDemonstrations(eval_source, NO_DROPS, flow, seed)
+            None
+            if eval_source is None
+            else DrawnDemonstrations(eval_source, NO_DROPS, flow, EVALUATION_SEED)
         )
         self.shape = self._shape()
         self.costs = self._costs()

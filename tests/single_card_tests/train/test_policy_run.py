@@ -19,8 +19,14 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.models.pi07.policy.planner import PI07HighLevelPlanner
 from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
 from paddle_vl.train.build import build_trainer
+from paddle_vl.train.families.policy_evaluation import policy_losses, policy_report
 from tests.run_metrics import lasting, metrics_of
-from tests.single_card_tests.train.tiny_policy_run import MODEL, SHAPES, write_tiny_policy_run
+from tests.single_card_tests.train.tiny_policy_run import (
+    MODEL,
+    PLANNER,
+    SHAPES,
+    write_tiny_policy_run,
+)
 
 NO_DROPS = (
     "data.drops={history_state_drop_prob: 0.0, subgoal_drop_prob: 0.0, response_drop_prob: 0.0, "
@@ -55,6 +61,11 @@ def test_training_lowers_both_losses_and_the_policy_acts(run_file, tmp_path):
     assert found[0]["loss"] == pytest.approx(found[0]["MSE"] + found[0]["CE"])
     assert "target_tokens" not in found[0]
     assert found[0]["samples_per_second"] > 0
+    data = [str(run_file.parent / "arm-joint.jsonl")]
+    for batch_size in (8, 3):
+        losses = policy_losses(tmp_path / "out" / "final", data, batch_size)
+        assert losses.loss == pytest.approx(found[-1]["eval_loss"], rel=1e-4)
+    assert "MSE: " in policy_report(losses)
     policy = PI07LowLevelPolicy.from_pretrained(tmp_path / "out" / "final")
     size = SHAPES["image_size"]
     observation = {
@@ -99,20 +110,7 @@ def test_a_steps_losses_are_the_models_own_on_the_whole_batch(run_file, tmp_path
 
 
 def test_the_planner_learns_what_it_is_to_write_and_continues(run_file, tmp_path):
-    names = ("type", "resize_imgs_with_padding", "input_features", "freeze_vision_encoder")
-    planner = {name: MODEL[name] for name in names} | {
-        "type": "pi07_high_level",
-        "prompt_max_length": 64,
-        "memory_max_length": 16,
-        "response_max_length": 24,
-        "metadata_max_length": 40,
-        "dropout": 0.0,
-        "vlm_config": {
-            "disable_action_expert": True,
-            "gemma3_config": MODEL["vlm_config"]["gemma3_config"],
-        },
-    }
-    settings = [f"model.config={json.dumps(planner)}", "train.learning_rate=0.02"]
+    settings = [f"model.config={json.dumps(PLANNER)}", "train.learning_rate=0.02"]
     settings += ["train.max_steps=12", "train.save_steps=6"]
     settings += [f"data.eval=[{run_file.parent / 'arm-joint.jsonl'}]"]
     whole = trained(run_file, tmp_path / "whole", *settings)

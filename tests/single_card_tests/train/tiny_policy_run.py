@@ -44,6 +44,19 @@ MODEL = {
     },
 }  # fmt: skip
 
+_SHARED = ("resize_imgs_with_padding", "input_features", "freeze_vision_encoder", "dropout")
+PLANNER = {name: MODEL[name] for name in _SHARED} | {
+    "type": "pi07_high_level",
+    "prompt_max_length": 64,
+    "memory_max_length": 16,
+    "response_max_length": 24,
+    "metadata_max_length": 40,
+    "vlm_config": {
+        "disable_action_expert": True,
+        "gemma3_config": MODEL["vlm_config"]["gemma3_config"],
+    },
+}
+
 
 def write_tiny_policy_run(folder: Path, num_samples: int = 24, **model: object) -> Path:
     """Write demonstrations, processor/, statistics.json and run.yaml; return the last."""
