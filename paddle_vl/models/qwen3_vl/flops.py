@@ -8,7 +8,6 @@ its L (L + 1) / 2 visible pairs; and the head, which the model computes for ever
 """
 
 from collections.abc import Collection, Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ class Qwen3VLFlops(FlopCounter):
         ranks: Mapping[str, int] = {},
     ):
         self.config, self._trained, self._ranks = config, trained, ranks
-        self._graph = cache(self._walk)
+        self._with_images, self._without = self._walk(True), self._walk(False)
 
     def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """`patches`, `merged_rows`, `patch_pairs` that see each other, `tokens` and `token_pairs`.
@@ -57,7 +56,7 @@ class Qwen3VLFlops(FlopCounter):
 
     def operations(self, batch: Mapping[str, Any]) -> Operations:
         """Without images no gradient passes the decoder's first rows on to the tower."""
-        return self._graph(bool(_grids(batch).size))
+        return self._with_images if _grids(batch).size else self._without
 
     def _walk(self, has_visual: bool) -> Operations:
         operations = Operations(self._trained, self._ranks)

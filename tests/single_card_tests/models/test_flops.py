@@ -54,6 +54,7 @@ FROZEN = {
     "all but the last level's merger": ["vision", "language", "*visual.merger.*", "*_list.0.*"],
     "a layer in between": ["model.language_model.layers.1.*", "model.visual.blocks.1.*"],
     "first layers": ["vision", "mergers", "*embed_tokens*", "model.language_model.layers.[01].*"],
+    "all but biases": ["language", "mergers", "*.weight", "*norm*"],
     "all but the queries of a layer": [
         "vision", "mergers", "lm_head.*", "*embed_tokens*", "model.language_model.norm.*",
         "model.language_model.layers.[02].*", "*norm*", "*mlp*", "*[kvo]_proj*",
