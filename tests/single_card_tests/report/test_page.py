@@ -126,8 +126,12 @@ def test_texts_cannot_become_markup(tmp_path):
 def test_axes_are_what_rises_in_all_runs(tmp_path):
     one = write_run(tmp_path / "a")
     assert [*data_of(page_of(tmp_path, one)[1])["axes"]] == ["epoch", "target_tokens"]
-    other = write_run(tmp_path / "b", without("epoch"))
+    other = write_run(
+        tmp_path / "b", [{"step": 0, "epoch": 0.0}, {"step": 1, "epoch": 3.0}, *LINES]
+    )
     assert [*data_of(page_of(tmp_path, one, other)[1])["axes"]] == ["target_tokens"]
+    other = write_run(tmp_path / "c", without("target_tokens"))
+    assert [*data_of(page_of(tmp_path, one, other)[1])["axes"]] == ["epoch"]
 
 
 def test_torn_line_is_told(tmp_path):

@@ -48,7 +48,7 @@ def test_only_missing_lines_make_a_gap(steps, breaks):
 
 
 def test_skipped_updates_are_between_two_lines():
-    counts = {10: 2, 20: 2, 30: 5}
+    counts = {10: 2, 20: 2, 30: 5, 40: 1}
     lines = [{"step": step, "skipped_updates": count} for step, count in counts.items()]
     found = skipped_updates(series_of(lines))
     assert found == [SkippedUpdates(0, 10, 2), SkippedUpdates(20, 30, 3)]
