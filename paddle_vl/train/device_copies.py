@@ -75,7 +75,7 @@ class GpuDevice:
     """The current GPU.
 
     Raises:
-        RuntimeError: it has no streams, or there is no pinned memory.
+        RuntimeError, MemoryError, OSError: it has no streams, or there is no pinned memory.
     """
 
     def __init__(self):
@@ -206,7 +206,8 @@ def device_copies(
     else:
         try:
             return DeviceCopies(make())
-        except RuntimeError as error:
+        # As Paddle tells of a missing feature, of memory and of CUDA.
+        except (RuntimeError, MemoryError, OSError) as error:
             reason = f"{name} cannot copy from pinned memory ({str(error).strip()})"
             is_here_only = True
     if is_main or is_here_only:

@@ -2,7 +2,8 @@
 
 Guarantees: parts give the whole model's loss and every gradient, wherever the layers are cut,
 tied or not, with images and without, with experts and their load-balancing loss; a part knows the
-shape of what arrives beforehand; levels travel no further than the layer that adds them; a part
+shape of what arrives beforehand; a batch that lies on the device is not read back, as far as the
+objective says that it may lie there; levels travel no further than the layer that adds them; a part
 holds its own parameters and no others.
 """
 
@@ -15,6 +16,8 @@ from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.models.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage, layer_costs
 from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.train.host_reads import record_host_reads
+from paddle_vl.train.objective import LANGUAGE
 from tests.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
 
 CUTS = [[3], [1, 2, 3], [1, 3], [2, 3]]
@@ -79,6 +82,25 @@ def test_parts_in_a_row_are_the_whole_model(ends, grids, text):
         scale = np.abs(gradients[name].numpy()).max()
         error = np.abs(parameter.grad.numpy() - gradients[name].numpy()).max()
         assert error <= 1e-6 * max(scale, 1e-6), name
+
+
+def test_parts_do_not_read_a_batch_back_from_the_device():
+    batch, model = batch_of([[1, 2, 4], [1, 4, 2]]), tiny_model()
+    batch["position_ids"], _ = model.position_ids(
+        batch["input_ids"], batch["attention_mask"], batch["image_grid_thw"]
+    )
+    parts = [Qwen3VLStage(model, layers) for layers in ranges([1, 3])]
+    wanted = loss_through_parts(parts, batch).loss_sum.item()
+    on_device = {
+        name: paddle.to_tensor(value)
+        if isinstance(value, np.ndarray) and LANGUAGE.is_for_device(name)
+        else value
+        for name, value in batch.items()
+    }
+    with record_host_reads() as reads:
+        output = loss_through_parts(parts, on_device)
+    assert reads == []
+    assert output.loss_sum.item() == wanted
 
 
 def test_levels_travel_to_the_layer_that_adds_them_and_no_further():

@@ -2,8 +2,8 @@
 
 Guarantees: parts give the whole model's losses and every gradient, wherever the layers are cut and
 whatever is laid out, the prefix insulated from the actions or not, the tower frozen or not,
-recomputed or not; a part knows the size of what arrives beforehand, from arrays; a part holds its
-own parameters and no others, drawn as one device draws them, and reads its own of a checkpoint; the
+recomputed or not; a part knows the size of what arrives beforehand, from arrays; a batch that lies
+on the device is not read back, where its presence is given; a part holds its own parameters and no others, drawn as one device draws them, and reads its own of a checkpoint; the
 planner's last part has a copy of the token table, and the gradients of both make the whole one; a
 batch without its noise is refused; costs count tower, layers and heads.
 """
@@ -16,15 +16,16 @@ import paddle
 import pytest
 from paddle import Tensor
 
-from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
 from paddle_vl.models.pi07.layer_costs import low_level_costs, planner_costs
 from paddle_vl.models.pi07.placed_model import PlacedModel
 from paddle_vl.models.pi07.policy.files import PolicyCheckpoint, write_policy
 from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
-from paddle_vl.models.pi07.prefix_layout import Presence
+from paddle_vl.models.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.models.pi07.stage import PI07LowLevelStage, PI07PlannerStage, PI07Stage
 from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
+from paddle_vl.train.host_reads import record_host_reads
 from tests.pi07_golden import CharacterTokenizer, FirstValueActionTokenizer, policy_config
 from tests.single_card_tests.models.pi07 import test_flow_matching as low_level
 from tests.single_card_tests.models.pi07 import test_planner as planner
@@ -99,6 +100,17 @@ def test_parts_in_a_row_are_the_whole_planner(presence):
     losses = through(parts, batch if presence is None else batch | {"presence": presence})
     np.testing.assert_allclose(losses["CE"].item(), whole["CE"].item(), rtol=1e-6)
     assert_same_gradients(gradients_of(model, losses["CE"]), wanted)
+
+
+def test_parts_do_not_read_a_batch_back_from_the_device():
+    model, batch = low_level.make_model(), low_level_batch()
+    parts = [PI07LowLevelStage(model, layers) for layers in ranges([1, 3])]
+    wanted = through(parts, batch)["MSE"].item()
+    on_device = as_tensors(batch) | {"presence": presence_of(batch)}
+    with record_host_reads() as reads:
+        loss = through(parts, on_device)["MSE"]
+    assert [place for place in reads if not place.startswith("nn/masked_attention.py")] == []
+    assert loss.item() == wanted
 
 
 def test_what_arrives_is_known_for_every_presence():

@@ -1,0 +1,57 @@
+"""A device in place of a GPU for `DeviceCopies`: tensors are the CPU's, events the test's."""
+
+import numpy as np
+import paddle
+
+
+class FakeEvent:
+    def __init__(self, name: str):
+        self.name, self.has_happened = name, False
+
+    def query(self) -> bool:
+        return self.has_happened
+
+    def synchronize(self) -> None:
+        self.has_happened = True
+
+
+class FakeStream:
+    def __init__(self, name: str, device: "FakeDevice"):
+        self.name, self.device, self.events = name, device, []
+
+    def record_event(self) -> FakeEvent:
+        self.events.append(FakeEvent(f"{self.name} {len(self.events)}"))
+        self.device.log.append(f"record {self.events[-1].name}")
+        return self.events[-1]
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.device.log.append(f"{self.name} waits for {event.name}")
+        if self is self.device.compute:
+            self.device.run_copies()
+
+
+class FakeDevice:
+    """Writes down what it is asked for, and copies as late as it may: when the computing stream
+    waits for it. Until then memory has other values."""
+
+    def __init__(self):
+        self.log: list[str] = []
+        self.compute, self.copies = FakeStream("compute", self), FakeStream("copies", self)
+        self._queue: list[tuple] = []
+
+    def pinned(self, array: np.ndarray):
+        self.log.append("pin")
+        return paddle.to_tensor(array)
+
+    def empty(self, shape, dtype: str):
+        self.log.append("empty")
+        return paddle.full(list(shape), 77, dtype)
+
+    def copy(self, pairs) -> None:
+        self.log.append(f"copy {len(pairs)}")
+        self._queue += pairs
+
+    def run_copies(self) -> None:
+        for source, target in self._queue:
+            target.copy_(source, blocking=False)
+        self._queue = []

@@ -1,0 +1,83 @@
+"""Warnings about long waits.
+
+Pinned: a wait that is over in time says nothing; a longer one says what is waited for, again at
+doubled times, and once when it is over; one that an error ends does not go on. Waits here last
+until the warnings that a test expects have come.
+"""
+
+import itertools
+import logging
+import threading
+
+import pytest
+
+from paddle_vl.train.data_wait import WaitWatch, logger
+
+AFTER_S = 0.01
+
+
+class Seen(logging.Handler):
+    """Lets a wait go on after so many warnings."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.messages, self._count, self.enough = [], count, threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if len(self.messages) == self._count:
+            self.enough.set()
+
+
+@pytest.fixture
+def seen():
+    handler = Seen(2)
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def test_a_long_wait_says_what_for_at_doubling_times_and_when_it_is_over(seen):
+    names = itertools.chain(["batch 3"], itertools.repeat("batch 3, a sample further"))
+    with WaitWatch(AFTER_S, lambda: next(names)) as watch, watch.waiting("step 7"):
+        seen.enough.wait()
+    first, second, last = seen.messages[:2] + seen.messages[-1:]
+    assert first == "step 7 has waited 0.01 s for data: batch 3"
+    assert second == "step 7 has waited 0.02 s for data: batch 3, a sample further"
+    assert last.startswith("step 7 goes on: its data came after 0.")
+
+
+def test_each_wait_begins_anew(seen):
+    with WaitWatch(AFTER_S, lambda: "it") as watch:
+        with watch.waiting("step 1"):
+            seen.enough.wait()
+        seen.enough.clear()
+        seen.messages.clear()
+        with watch.waiting("step 2"):
+            seen.enough.wait()
+    assert seen.messages[0] == "step 2 has waited 0.01 s for data: it"
+
+
+def test_a_wait_that_is_over_in_time_says_nothing(seen):
+    with WaitWatch(1000.0, lambda: pytest.fail("asked")) as watch:
+        for step in range(3):
+            with watch.waiting(f"step {step}"):
+                pass
+    assert not seen.messages
+
+
+def test_a_wait_that_fails_does_not_go_on(seen):
+    def fail():
+        seen.enough.wait()
+        raise KeyError
+
+    with pytest.raises(KeyError), WaitWatch(AFTER_S, lambda: "it") as watch, watch.waiting("it"):
+        fail()
+    assert not any("goes on" in message for message in seen.messages)
+
+
+def test_closing_ends_the_thread():
+    before = set(threading.enumerate())
+    with WaitWatch(1000.0, lambda: "") as watch, watch.waiting("step 1"):
+        assert len(set(threading.enumerate()) - before) == 1
+    assert set(threading.enumerate()) == before

@@ -1,0 +1,199 @@
+"""Copies of batches to a device, on a fake one: no GPU is at hand where these tests run.
+
+Pinned: arrays are pinned, copied, and an event is recorded behind them, which the computing stream
+waits for and not the host; a buffer is filled behind the step before the last, which had it; new
+memory is filled behind everything that was launched; batches of other lengths use the memory there
+is; pinned memory is held until it was read; entries that stay on the host stay what they are; a CPU
+needs no copies and says nothing, another device that goes without says so once.
+"""
+
+import gc
+import logging
+import weakref
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.train.device_copies import DeviceCopies, device_copies
+from tests.single_card_tests.train.fake_device import FakeDevice
+
+
+def everything(name: str) -> bool:
+    return True
+
+
+def step(copies: DeviceCopies, *batches: dict) -> list[dict]:
+    """What a feed does for a step: fetch, use, launch."""
+    made = copies.start(batches, everything)
+    copies.wait()
+    copies.launched()
+    return made
+
+
+def numbers(size: int, first: int = 0) -> np.ndarray:
+    return np.arange(first, first + size)
+
+
+def test_a_step_is_pinned_copied_and_waited_for_by_the_computing_stream():
+    device = FakeDevice()
+    copies = DeviceCopies(device)
+    (batch,) = copies.start([{"a": numbers(3), "b": numbers(2)}], everything)
+    assert device.log == [
+        "empty", "pin", "empty", "pin",
+        # The memory is new: whatever used it before was launched before.
+        "record compute 0", "copies waits for compute 0",
+        "copy 2", "record copies 0",
+    ]  # fmt: skip
+    assert batch["a"][0].item() == 77
+    device.log.clear()
+    copies.wait()
+    assert device.log == ["compute waits for copies 0"]
+    assert batch["a"].tolist() == [0, 1, 2]
+    assert batch["b"].tolist() == [0, 1]
+
+
+def test_buffers_have_two_turns_each_behind_the_step_that_had_it():
+    device = FakeDevice()
+    copies = DeviceCopies(device)
+    first, second = (step(copies, {"a": numbers(4, i)})[0]["a"] for i in range(2))
+    launched = [event.name for event in device.compute.events]
+    device.log.clear()
+    third = copies.start([{"a": numbers(4, 2)}], everything)[0]["a"]
+    # Of four events two were for new memory; the first step was launched at the second.
+    assert launched == ["compute 0", "compute 1", "compute 2", "compute 3"]
+    assert device.log == ["pin", "copies waits for compute 1", "copy 1", "record copies 2"]
+    assert third.data_ptr() == first.data_ptr() != second.data_ptr()
+    assert second.tolist() == [1, 2, 3, 4]
+    copies.wait()
+    copies.launched()
+    device.log.clear()
+    copies.start([{"a": numbers(4, 3)}], everything)
+    assert device.log[1] == "copies waits for compute 3"
+
+
+def test_other_lengths_use_the_memory_there_is_until_it_is_too_small():
+    device = FakeDevice()
+    copies = DeviceCopies(device)
+    pointers = []
+    for size in (8, 8, 6, 9, 10):
+        (batch,) = step(copies, {"a": numbers(2 * size).reshape([2, size])})
+        assert batch["a"].tolist() == numbers(2 * size).reshape([2, size]).tolist()
+        pointers.append(batch["a"].data_ptr())
+        if size == 6:
+            device.log.clear()
+    one, other, third, fourth, fifth = pointers
+    assert one == third != other == fourth
+    # 18 places there were, 16 and an eighth of it to spare.
+    assert device.log.count("empty") == 1
+    assert fifth != one
+    renewed = device.log.index("empty")
+    assert device.log[renewed + 2 : renewed + 4] == [
+        "record compute 6",
+        "copies waits for compute 6",
+    ]
+
+
+def test_pinned_memory_is_held_until_it_was_read():
+    device, held = FakeDevice(), []
+
+    def pinned(array):
+        tensor = paddle.to_tensor(array)
+        held.append(weakref.ref(tensor))
+        return tensor
+
+    device.pinned = pinned
+    copies = DeviceCopies(device)
+    step(copies, {"a": numbers(3)})
+    step(copies, {"a": numbers(3)})
+    gc.collect()
+    assert held[0]() is not None
+    device.copies.events[0].has_happened = True
+    step(copies, {"a": numbers(3)})
+    gc.collect()
+    assert [ref() is None for ref in held] == [True, False, False]
+    copies.close()
+    gc.collect()
+    assert all(event.has_happened for event in device.copies.events)
+    assert all(ref() is None for ref in held)
+
+
+def test_what_stays_on_the_host_is_not_touched():
+    grid, count = numbers(3), 7
+    batch = {"pixels": numbers(2), "grid": grid, "count": count, "absent": None, "note": (True,)}
+    device = FakeDevice()
+    copies = DeviceCopies(device)
+    (made,) = copies.start([batch], lambda name: name != "grid")
+    copies.wait()
+    assert made["grid"] is grid
+    assert (made["count"], made["absent"], made["note"]) == (7, None, (True,))
+    assert made["pixels"].tolist() == [0, 1]
+    assert list(made) == list(batch)
+
+
+def test_lists_empty_arrays_types_and_micro_batches_are_kept_apart():
+    device = FakeDevice()
+    copies = DeviceCopies(device)
+    batches = [
+        {"videos": [np.full([2, 2], i, "float32"), np.full([3], i, "float32")],
+         "masks": np.array([True, False]), "none": np.zeros([0, 4], "int64")}
+        for i in range(2)
+    ]  # fmt: skip
+    made = step(copies, *batches)
+    for batch, expected in zip(made, batches, strict=True):
+        for video, array in zip(batch["videos"], expected["videos"], strict=True):
+            np.testing.assert_array_equal(video.numpy(), array)
+        assert batch["masks"].tolist() == [True, False]
+        assert (batch["none"].shape, batch["none"].dtype) == ([0, 4], paddle.int64)
+    # What an entry is may change, as with a dataset that stores smaller numbers.
+    (later,) = step(copies, {"videos": [np.full([2], 9, "int64")]})
+    assert later["videos"][0].tolist() == [9, 9]
+
+
+def test_it_has_run_dry_when_the_last_step_launched_is_done():
+    device = FakeDevice()
+    copies = DeviceCopies(device)
+    step(copies, {"a": numbers(1)})
+    assert not copies.has_run_dry()
+    device.compute.events[-1].has_happened = True
+    assert copies.has_run_dry()
+
+
+def test_a_cpu_needs_no_copies_and_nothing_is_said(caplog):
+    assert device_copies(True) is None
+    assert device_copies(False) is None
+    assert not caplog.records
+
+
+def cannot_pin():
+    raise RuntimeError("no pinned memory")
+
+
+@pytest.mark.parametrize(
+    ("device", "pin_memory", "reason"),
+    [
+        ("gpu:0", False, "data.pin_memory is off"),
+        ("xpu:0", True, "made on GPUs only, and this is xpu:0"),
+        ("gpu:0", True, "gpu:0 cannot copy from pinned memory (no pinned memory)"),
+    ],
+)
+def test_a_device_that_goes_without_says_so_once(monkeypatch, caplog, device, pin_memory, reason):
+    monkeypatch.setattr(paddle, "get_device", lambda: device)
+    assert device_copies(pin_memory, make=cannot_pin) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert reason in record.getMessage()
+
+
+def test_what_all_processes_go_without_the_main_one_says(monkeypatch, caplog):
+    monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
+    assert device_copies(False, is_main=False) is None
+    assert not caplog.records
+    assert device_copies(True, is_main=False, make=cannot_pin) is None
+    assert len(caplog.records) == 1
+
+
+def test_a_gpu_that_can_gets_copies_without_a_word(monkeypatch, caplog):
+    monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
+    assert isinstance(device_copies(True, make=FakeDevice), DeviceCopies)
+    assert not caplog.records

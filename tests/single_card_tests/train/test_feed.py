@@ -1,0 +1,286 @@
+"""What training steps are fed with.
+
+Pinned: without copies batches go on as they are, on demand; with them the next step's are fetched
+when a step was launched, and none beyond the last step; the place told is right behind a step's own
+batches, and continuing there gives the next ones; counts are made before arrays leave the host; a
+fault belongs to the step whose data has it; a wait counts unless the device had work meanwhile; a
+stalled loader is named with its worker; and a run with copies is the run without them, bit for bit,
+resumed too, without a read from the device in its steps.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.train import data_wait, feed
+from paddle_vl.train import trainer as trainer_module
+from paddle_vl.train.build import build_trainer
+from paddle_vl.train.device_copies import DeviceCopies
+from paddle_vl.train.feed import BatchFeed
+from paddle_vl.train.host_reads import record_host_reads
+from paddle_vl.train.objective import LANGUAGE
+from tests.single_card_tests.data.probe_datasets import HeldDataset, token_rows
+from tests.single_card_tests.train.fake_device import FakeDevice
+from tests.single_card_tests.train.test_host_reads import OF_THE_CPU
+from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+
+class Numbers:
+    """Endless batches of 5 an epoch: one token with the batch's number, and what was asked."""
+
+    def __init__(self, clock=None, bad: int | None = None):
+        self.taken, self.clock, self.bad, self.is_closed = 0, clock, bad, False
+        self.skipped = {"of_a_kind": 1, "of_another": 2}
+
+    @property
+    def epoch(self) -> int:
+        return self.taken // 5
+
+    @property
+    def batches_consumed(self) -> int:
+        return self.taken % 5
+
+    def __len__(self) -> int:
+        return 5
+
+    def __next__(self) -> dict:
+        number, self.taken = self.taken, self.taken + 1
+        if self.clock is not None:
+            self.clock.now += 1.0
+        if number == self.bad:
+            raise ValueError("a bad batch")
+        ids = np.full([1, 2], number)
+        return {"input_ids": ids, "attention_mask": np.ones_like(ids), "num_target_tokens": number}
+
+    def state_dict(self) -> dict:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.taken = state["taken"]
+
+    def waiting_for(self) -> str:
+        return "a number"
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def fed_from(data, num_steps: int = 4, device: FakeDevice | None = None, **options) -> BatchFeed:
+    copies = None if device is None else DeviceCopies(device)
+    return BatchFeed(data, LANGUAGE, 2, num_steps, copies=copies, **options)
+
+
+def numbers_of(step: feed.FedStep) -> list[int]:
+    return [int(micro.batch["input_ids"][0, 0]) for micro in step.micro_batches]
+
+
+def test_without_copies_batches_go_on_as_they_are_and_on_demand():
+    data = Numbers()
+    batches = fed_from(data)
+    step = batches.next_step()
+    assert isinstance(step.micro_batches[0].batch["input_ids"], np.ndarray)
+    assert [micro.counts for micro in step.micro_batches] == [(0,), (1,)]
+    batches.prepare_next()
+    assert data.taken == 2
+    assert numbers_of(batches.next_step()) == [2, 3]
+    batches.close()
+    assert data.is_closed
+
+
+def test_with_copies_the_next_step_is_fetched_when_one_was_launched():
+    data, device = Numbers(), FakeDevice()
+    batches = fed_from(data, device=device)
+    assert numbers_of(batches.next_step()) == [0, 1]
+    assert data.taken == 2
+    device.log.clear()
+    batches.prepare_next()
+    batches.prepare_next()
+    assert data.taken == 4
+    # Behind the step; its own wait comes when it is asked for.
+    assert device.log[0] == "record compute 1"
+    assert device.log[-1] == "record copies 1"
+    second = batches.next_step()
+    assert device.log[-1] == "compute waits for copies 1"
+    assert numbers_of(second) == [2, 3]
+
+
+def test_counts_are_made_before_arrays_leave_the_host(monkeypatch):
+    device = FakeDevice()
+    monkeypatch.setattr(LANGUAGE, "num_tokens", lambda batch: batch["input_ids"].ctypes and 6)
+    step = fed_from(Numbers(), device=device).next_step()
+    assert [micro.num_tokens for micro in step.micro_batches] == [6, 6]
+    assert not isinstance(step.micro_batches[0].batch["input_ids"], np.ndarray)
+
+
+def test_nothing_is_fetched_beyond_the_last_step():
+    data = Numbers()
+    batches = fed_from(data, num_steps=3, device=FakeDevice())
+    for _ in range(3):
+        batches.next_step()
+        batches.prepare_next()
+    assert data.taken == 6
+    # More than a run has, as in a profile, come on demand.
+    assert numbers_of(batches.next_step()) == [6, 7]
+
+
+@pytest.mark.parametrize("device", [None, FakeDevice()])
+def test_the_place_is_behind_the_steps_own_batches_and_gives_the_next(device):
+    batches = fed_from(Numbers(), device=device)
+    for _ in range(3):
+        step = batches.next_step()
+        batches.prepare_next()
+    place = step.place
+    assert (place.epoch, place.batches_consumed, place.skipped) == (1, 1, 3)
+    assert place.passes == 1.2
+    resumed = fed_from(Numbers(), device=device)
+    resumed.next_step()
+    resumed.prepare_next()
+    resumed.continue_at(3, place.state)
+    assert numbers_of(resumed.next_step()) == [6, 7]
+    assert resumed.steps_fed == 4
+
+
+def test_a_fault_belongs_to_the_step_whose_data_has_it():
+    batches = fed_from(Numbers(bad=2), device=FakeDevice())
+    batches.next_step()
+    batches.prepare_next()
+    with pytest.raises(ValueError, match="a bad batch"):
+        batches.next_step()
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(feed, "time", clock)
+    return clock
+
+
+def test_preparing_batches_in_this_process_is_waiting(clock):
+    batches = fed_from(Numbers(clock))
+    assert [batches.next_step().data_wait_s for _ in range(2)] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(("is_done", "expected"), [(False, 0.0), (True, 2.0)])
+def test_fetching_ahead_is_waiting_once_the_device_has_no_work(clock, is_done, expected):
+    device = FakeDevice()
+
+    class Slow(Numbers):
+        def __next__(self) -> dict:
+            device.compute.events[-1].has_happened = is_done
+            return super().__next__()
+
+    device.compute.record_event()
+    batches = fed_from(Slow(clock), device=device)
+    assert batches.next_step().data_wait_s == 2.0
+    batches.prepare_next()
+    assert batches.next_step().data_wait_s == expected
+
+
+class OpensPipe(logging.Handler):
+    """Lets the held sample go on when a message says who is at it."""
+
+    def __init__(self, pipe: Path, who: str):
+        super().__init__()
+        self.pipe, self.who, self.naming, self.messages = pipe, who, None, []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if self.naming is None and self.messages[-1].endswith(self.who):
+            self.naming = self.messages[-1]
+            self.pipe.open("w").close()
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "who"),
+    [
+        (0, "this process prepares it itself (data.num_workers is 0) and is at data.jsonl:4"),
+        (1, "is at data.jsonl:4"),
+    ],
+)
+def test_a_stalled_loader_is_named_and_that_it_goes_on(tmp_path, num_workers, who):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    loader = PrefetchLoader(
+        HeldDataset(8, 3, str(pipe)), token_rows, 2, shuffle=False, drop_last=True,
+        num_workers=num_workers,
+    )  # fmt: skip
+    handler = OpensPipe(pipe, who)
+    batches = fed_from(loader, wait_warning_s=0.1)
+    data_wait.logger.addHandler(handler)
+    try:
+        step = batches.next_step()
+    finally:
+        data_wait.logger.removeHandler(handler)
+        batches.close()
+    assert numbers_of(step) == [0, 2]
+    assert "data: batch 1 of epoch 0, made from data.jsonl:3, data.jsonl:4" in handler.naming
+    assert ("worker 0 (process " in handler.naming) == (num_workers == 1)
+    assert handler.messages[-1].startswith("step 1 goes on")
+
+
+@pytest.fixture(scope="module")
+def run_files(tmp_path_factory) -> dict[str, Path]:
+    return {
+        "language": write_tiny_run(tmp_path_factory.mktemp("language")),
+        "policy": write_tiny_policy_run(tmp_path_factory.mktemp("policy")),
+    }
+
+
+def trainer_for(run_file: Path, output_dir: Path, *overrides: str):
+    settings = [f"train.output_dir={output_dir}", "train.max_steps=4", "train.save_steps=2"]
+    return build_trainer(load_run_config(run_file, [*settings, *overrides]))
+
+
+def weights_of(folder: Path) -> dict[str, np.ndarray]:
+    return {
+        f"{name}/{key}": value
+        for name in ("model", "optimizer")
+        for key, value in load_file(folder / "checkpoint-4" / f"{name}.safetensors").items()
+    }
+
+
+@pytest.mark.parametrize("family", ["language", "policy"])
+def test_a_run_with_copies_is_the_run_without_them(monkeypatch, tmp_path, run_files, family):
+    run_file, device = run_files[family], FakeDevice()
+    trainer_for(run_file, tmp_path / "plain").run()
+    expected = weights_of(tmp_path / "plain")
+    monkeypatch.setattr(trainer_module, "device_copies", lambda *_: DeviceCopies(device))
+    trainer_for(run_file, tmp_path / "copied").run()
+    assert sum(entry.startswith("copy ") for entry in device.log) == 4
+    # Cut off behind the second step, whose batches were not the last ones fetched.
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "copied" / "checkpoint-2").rename(tmp_path / "cut" / "checkpoint-2")
+    trainer_for(run_file, tmp_path / "cut", "train.resume_from_checkpoint=auto").run()
+    for folder in ("copied", "cut"):
+        found = weights_of(tmp_path / folder)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=f"{folder}: {name}")
+
+
+@pytest.mark.parametrize("family", ["language", "policy"])
+def test_steps_with_copies_read_nothing_from_the_device(monkeypatch, tmp_path, run_files, family):
+    device = FakeDevice()
+    monkeypatch.setattr(trainer_module, "device_copies", lambda *_: DeviceCopies(device))
+    trainer = trainer_for(run_files[family], tmp_path)
+    trainer.optimizer.masks_updates = True
+    trainer.train_one_step()
+    with record_host_reads() as reads:
+        for _ in range(2):
+            trainer.train_one_step()
+    trainer.feed.close()
+    assert [place for place in reads if not place.startswith(OF_THE_CPU)] == []
