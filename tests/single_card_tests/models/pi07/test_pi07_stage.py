@@ -3,9 +3,10 @@
 Guarantees: parts give the whole model's losses and every gradient, wherever the layers are cut and
 whatever is laid out, the prefix insulated from the actions or not, the tower frozen or not,
 recomputed or not; a part knows the size of what arrives beforehand, from arrays; a batch that lies
-on the device is not read back, where its presence is given; a part holds its own parameters and no others, drawn as one device draws them, and reads its own of a checkpoint; the
-planner's last part has a copy of the token table, and the gradients of both make the whole one; a
-batch without its noise is refused; costs count tower, layers and heads.
+on the device is not read back, where its presence is given; a part holds its own parameters and no
+others, drawn as one device draws them, and reads its own of a checkpoint; the planner's last part
+has a copy of the token table, and the gradients of both make the whole one; a batch without its
+noise is refused; costs count tower, layers and heads.
 """
 
 from collections.abc import Callable
