@@ -316,6 +316,12 @@ class LoggingConfig(_Section):
     report_to: list[Literal["visualdl", "tensorboard"]] = Field(
         [], description="further writers, each needs its pip extra"
     )
+    device_peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="what a device computes at most, in TFLOP/s, to report mfu against; default: "
+        "known devices' own",
+    )
     data_wait_warning_s: float = Field(
         30.0,
         gt=0,

@@ -14,6 +14,7 @@ from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.train.device_peaks import device_peak
 from paddle_vl.train.evaluate import MeanLosses, mean_losses
 from paddle_vl.train.families.choice import model_family
 from paddle_vl.train.freeze import freeze_parameters, trained_names
@@ -73,6 +74,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     runner = layout.runner(model, family.make_part, processes, family.objective)
     loader = family.train_loader(placement, processes)
     num_steps = _num_steps(config, loader)
+    peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
     def save_model(folder: Path) -> None:
         family.save_model(model, folder)
@@ -92,6 +94,8 @@ def build_trainer(config: RunConfig) -> Trainer:
         save_model,
         evaluate if family.eval_data else None,
         processes,
+        peak_flops,
+        None if peak_flops is None else family.flop_counter(model, trained),
     )
     if checkpoint is not None:
         trainer.restore(checkpoint)

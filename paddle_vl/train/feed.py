@@ -1,7 +1,7 @@
 """What a training step is fed with: its batches, counted, and on the device where there is one."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -94,6 +94,7 @@ class BatchFeed:
         num_micro_batches: of a step.
         num_steps: of the whole run; no batch beyond them is fetched ahead.
         wait_warning_s: seconds of waiting until a warning says what is waited for.
+        count_flops: counts the operations of a batch; None where nobody asks.
         copies: to the device; None where batches go on as they are, and on demand.
     """
 
@@ -106,10 +107,11 @@ class BatchFeed:
         *,
         wait_warning_s: float = 30.0,
         copies: DeviceCopies | None = None,
+        count_flops: Callable[[Batch], int] | None = None,
     ):
         self._data, self._objective = data, objective
         self._num_micro_batches, self._num_steps = num_micro_batches, num_steps
-        self._copies = copies
+        self._copies, self._count_flops = copies, count_flops
         self._watch = WaitWatch(wait_warning_s, data.waiting_for)
         self._next: FedStep | Exception | None = None
         self.steps_fed = 0
@@ -170,7 +172,9 @@ class BatchFeed:
             # The running step took longer.
             wait_s = 0.0
         place = DataPlace.of(self._data)
-        micro_batches = [counted(objective.prepared(batch), objective) for batch in batches]
+        micro_batches = [
+            counted(objective.prepared(batch), objective, self._count_flops) for batch in batches
+        ]
         if copies is not None:
             with phase(Phase.HOST_TO_DEVICE):
                 on_device = copies.start(

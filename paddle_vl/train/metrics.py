@@ -11,6 +11,8 @@ Keys of a line:
     `samples_per_second` and `tokens_per_second` of training alone, by the slowest process;
         `step_seconds`, the processes' mean, and `step_seconds_max`, of the slowest;
         `data_wait_seconds`, how much of a step was spent waiting for data, of the worst process;
+        `mfu`, the share of what the devices can compute at most that went into the model's own
+        operations (padding and recomputation are none), where that is known;
         `memory_gb`, the most that a process held, of tensors on a GPU, of all on a CPU.
     `sequence_length_min`, `_mean` and `_max`, real tokens of the samples; `packing_efficiency` with
         data.packing, the share of real tokens in rows. Of these, as of times, a run that continues
@@ -42,10 +44,13 @@ class StepMeter:
     """Collects steps between two reports, and counts over the whole run.
 
     What lies on the device is collected there, and read when a report is.
+
+    Args:
+        peak_flops: operations per second that this process's device has at most, if known.
     """
 
-    def __init__(self, objective: Objective = LANGUAGE):
-        self._objective = objective
+    def __init__(self, objective: Objective = LANGUAGE, peak_flops: float | None = None):
+        self._objective, self._peak_flops = objective, peak_flops
         nothing = paddle.zeros([len(objective.terms)], dtype="float64")
         # Of each term what the run has counted; the window is what came since the last report.
         self._counted, self._sums, self._counts = nothing, nothing, nothing
@@ -70,6 +75,7 @@ class StepMeter:
         self._places += totals.num_packed_places
         self._seconds += seconds
         self._data_wait_s += data_wait_s
+        self._flops += sum(batch.flops for batch in micro_batches)
         for length in (length for batch in micro_batches for length in batch.lengths):
             self._lengths.append(length)
         counts = paddle.stack([paddle.full([], count, "float64") for count in totals.counts])
@@ -106,6 +112,8 @@ class StepMeter:
             Gauge("seconds", "mean", self._seconds),
             Gauge("seconds_max", "max", self._seconds),
             Gauge("data_wait", "max", self._data_wait_s),
+            Gauge("flops", "sum", self._flops if counts_data else 0),
+            Gauge("peak_flops", "sum", self._peak_flops or 0.0),
             Gauge("length_min", "min", extremes[0]),
             Gauge("length_max", "max", extremes[1]),
             Gauge("length_sum", "sum", sum(lengths)),
@@ -150,7 +158,7 @@ class StepMeter:
         keeps = paddle.to_tensor(np.array([1.0, 1.0, 0.0]))
         self._skips = self._skips * keeps
         self._steps, self._samples, self._tokens, self._places = 0, 0, 0, 0
-        self._seconds, self._data_wait_s = 0.0, 0.0
+        self._seconds, self._data_wait_s, self._flops = 0.0, 0.0, 0
         self._lengths: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,6 +185,8 @@ def _speed(values: Values) -> dict[str, float]:
         return {}
     amounts = {"samples_per_second": values["samples"], "tokens_per_second": values["tokens"]}
     speed = {name: round(amount / seconds, 1) for name, amount in amounts.items() if amount}
+    if values["peak_flops"] and values["flops"]:
+        speed["mfu"] = round(values["flops"] / (seconds * values["peak_flops"]), 4)
     return speed | {
         "step_seconds": round(values["seconds"] / steps, 4),
         "step_seconds_max": round(seconds / steps, 4),

@@ -1,6 +1,6 @@
 """A batch with all that a step has to know of it on the host, whatever of it lies on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paddle_vl.train.objective import Batch, Objective
@@ -16,6 +16,7 @@ class MicroBatch:
         asks: what it needs that others may not, see `Objective.asks`.
         num_samples, num_tokens, num_packed_places: see `Objective`.
         lengths: real tokens of each sample; empty where tokens are not counted.
+        flops: operations of its forward and backward pass; 0 where they are not counted.
     """
 
     batch: Batch
@@ -25,9 +26,12 @@ class MicroBatch:
     num_tokens: int
     num_packed_places: int
     lengths: tuple[int, ...] = ()
+    flops: int = 0
 
 
-def counted(batch: Batch, objective: Objective) -> MicroBatch:
+def counted(
+    batch: Batch, objective: Objective, count_flops: Callable[[Batch], int] | None = None
+) -> MicroBatch:
     """A batch of arrays, as a collator makes it, with its counts."""
     return MicroBatch(
         batch,
@@ -37,6 +41,7 @@ def counted(batch: Batch, objective: Objective) -> MicroBatch:
         objective.num_tokens(batch),
         objective.num_packed_places(batch),
         tuple(objective.lengths(batch)),
+        0 if count_flops is None else count_flops(batch),
     )
 
 

@@ -19,6 +19,7 @@ from paddle_vl.train.feed import BatchFeed, DataPlace, TrainingData
 from paddle_vl.train.gauges import Gauge
 from paddle_vl.train.memory_in_use import memory_in_use
 from paddle_vl.train.metrics import StepMeter, longest_skip
+from paddle_vl.train.objective import Batch
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.part_rates import reported_rates
 from paddle_vl.train.phases import Phase, phase
@@ -45,6 +46,8 @@ class Trainer:
         save_model: writes model and processor files into a folder.
         evaluate: computes the evaluation losses; None without evaluation data.
         processes: those of the run; all of them run their trainers in step.
+        peak_flops: operations per second of this process's device, if known.
+        count_flops: counts those of a batch.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Trainer:
         save_model: Callable[[Path], None],
         evaluate: Callable[[], MeanLosses] | None = None,
         processes: SingleProcess = ONE_PROCESS,
+        peak_flops: float | None = None,
+        count_flops: Callable[[Batch], int] | None = None,
     ):
         self.config, self.runner, self.optimizer = config, runner, optimizer
         self.data, self.num_steps = data, num_steps
@@ -66,7 +71,7 @@ class Trainer:
         self.record = RunRecord(self.output_dir)
         self.reporter = Reporter(config.logging, self.output_dir, processes)
         self.trace = StepTrace(config.train.profile, self.output_dir, processes.rank)
-        self.meter = StepMeter(runner.objective)
+        self.meter = StepMeter(runner.objective, peak_flops)
         self.step = 0
         self.stop_signal: int | None = None
         self.feed = BatchFeed(
@@ -76,6 +81,7 @@ class Trainer:
             num_steps,
             wait_warning_s=config.logging.data_wait_warning_s,
             copies=device_copies(config.data.pin_memory, processes.is_main),
+            count_flops=count_flops,
         )
         # Behind the last step that was trained, whatever was fetched since.
         self._data_place = DataPlace.of(data)
@@ -109,23 +115,36 @@ class Trainer:
         try:
             with StopSignals() as stop, logging_redirect_tqdm():
                 while self.step < self.num_steps:
-                    with self.trace.step(self.step + 1):
-                        outcome = self.train_one_step(stop.received)
-                    if outcome is None:
+                    if not self.turn(stop.received):
                         return self._stop_early()
-                    # Of an earlier step: this one runs meanwhile.
-                    self.reporter.write()
-                    self.reporter.bar.advance()
-                    self._between_steps()
         finally:
             self.feed.close()
             self.trace.close()
-            self.reporter.close()
             if is_main:
                 self.record.end(self.step)
+            self.reporter.close()
         checkpoints.write_folder(self.output_dir / FINAL, self.save_model, self.processes)
         logger.info("trained %d steps; the model is in %s", self.step, self.output_dir / FINAL)
         return None
+
+    def turn(self, received: int | None = None) -> bool:
+        """One turn of the loop: a step, and what is due behind it.
+
+        Args:
+            received: a stop signal that this process received.
+
+        Returns:
+            False where a process received a signal, and there was no step.
+        """
+        with self.trace.step(self.step + 1):
+            outcome = self.train_one_step(received)
+        if outcome is None:
+            return False
+        # Of an earlier step: this one runs meanwhile.
+        self.reporter.write()
+        self.reporter.bar.advance()
+        self._between_steps()
+        return True
 
     def train_one_step(self, received: int | None = None) -> StepOutcome | None:
         """Take the next batches and train on them: all of a run that a profile looks at.

@@ -66,6 +66,17 @@ def test_speed_is_the_slowest_processes_and_lengths_are_of_all_samples():
     assert lengths == [3, 5.6, 9]
 
 
+def test_mfu_is_the_models_operations_in_what_all_devices_can_do():
+    one, other = StepMeter(peak_flops=5e9), StepMeter(peak_flops=3e9)
+    batches = [replace(EMPTY, flops=2 * 10**9), replace(EMPTY, flops=10**9)]
+    for meter in (one, other):
+        meter.add(outcome(2.0, 1.0, 10, 100), batches, 3.0)
+    assert report(one, other)["mfu"] == round(6 / (3 * 8), 4)
+    unknown = StepMeter()
+    unknown.add(outcome(2.0, 1.0, 10, 100), batches, 3.0)
+    assert "mfu" not in report(unknown)
+
+
 def test_longest_row_of_skipped_updates_begins_anew_with_a_report_but_not_the_row_itself():
     meter, longest = StepMeter(), []
     for good in (False, False, True, False, None, False, False, None, True, None):

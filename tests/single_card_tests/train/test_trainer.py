@@ -321,3 +321,9 @@ def test_profiled_steps_leave_a_trace_of_these_steps(run_file, tmp_path):
 def test_a_run_that_ends_while_it_is_profiled_leaves_the_trace(run_file, tmp_path):
     build(run_file, tmp_path, "train.profile={start: 3, steps: 50}").run()
     assert list((tmp_path / "profile").glob("rank0*.json"))
+
+
+def test_a_peak_that_is_set_gives_a_utilisation(run_file, tmp_path):
+    build(run_file, tmp_path, "logging.device_peak_tflops=0.5", "train.max_steps=2").run()
+    for line in run_metrics(tmp_path):
+        assert 0 < line["mfu"] < 1
