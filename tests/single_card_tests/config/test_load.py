@@ -184,16 +184,10 @@ def test_configuration_is_frozen(write):
 )
 def test_every_example_loads_and_its_processes_add_up(path):
     config = load_run_config(path)
-    launched = {
-        "one_card": 1,
-        "lora": 1,
-        "digits": 1,
-        "digits_4_processes": 4,
-        "one_node_8_gpus": 8,
-    }
+    launched = {"digits_4_processes": 4, "one_node_8_gpus": 8, "two_nodes": 16}
     plan = Plan(
         parallel_degrees(config),
-        launched.get(path.stem, 16),
+        launched.get(path.stem, 1),
         pad_to_multiple_of=config.data.pad_to_multiple_of,
     )
     assert plan_problems(plan) == []
