@@ -1,0 +1,127 @@
+"""The progress of a run on the terminal.
+
+Guarantees: a terminal has one bar in one line, which says what the last metrics line does, keeps
+what an evaluation found, and says when the run evaluates; a log message stands above it, whole; a
+file or pipe has whole lines, one every half minute, with the time left; a process that is not to
+show anything shows nothing.
+"""
+
+import io
+import logging
+import re
+import sys
+
+import pytest
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from paddle_vl.train import progress
+from paddle_vl.train.progress import ProgressBar
+
+LINE = {"step": 2, "loss": 0.1234, "learning_rate": 1e-3, "tokens_per_second": 4321.0}
+
+
+class Screen(io.StringIO):
+    """A terminal's lines as a person sees them: a carriage return goes back to overwrite."""
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def lines(self) -> list[str]:
+        shown = []
+        for line in self.getvalue().split("\n"):
+            cells: list[str] = []
+            for part in line.split("\r"):
+                cells[: len(part)] = part
+            shown.append("".join(cells).rstrip())
+        return shown
+
+
+def on_screen(monkeypatch) -> Screen:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    # Drawn at every step, in a width of its own.
+    monkeypatch.setattr(progress, "_DRAW_SECONDS", 0.0)
+    monkeypatch.setenv("COLUMNS", "120")
+    return screen
+
+
+def in_pipe(monkeypatch) -> io.StringIO:
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    return pipe
+
+
+def test_terminal_has_one_line_that_says_what_the_metrics_do(monkeypatch):
+    screen = on_screen(monkeypatch)
+    bar = ProgressBar(10, 0, True)
+    bar.advance()
+    bar.show(LINE)
+    bar.show({"step": 3, "eval_loss": 0.5})
+    with bar.evaluating():
+        assert screen.lines[-1].startswith("evaluate:")
+    (line,) = screen.lines
+    assert re.match(r"train:  10%\|.*\| 1/10 ", line)
+    assert line.endswith("loss 0.1234, eval 0.5000, lr 1.00e-03, 4321 tokens/s]")
+    bar.close()
+
+
+def test_resumed_run_goes_on_where_it_was(monkeypatch):
+    screen = on_screen(monkeypatch)
+    ProgressBar(10, 5, True).close()
+    assert re.match(r"train:  50%\|.*\| 5/10 ", screen.lines[0])
+
+
+def test_log_message_stands_whole_above_the_bar(monkeypatch):
+    screen = on_screen(monkeypatch)
+    logger = logging.getLogger("told while a bar is shown")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(logging.StreamHandler(screen))
+    bar = ProgressBar(10, 0, True)
+    with logging_redirect_tqdm([logger]):
+        bar.advance()
+        logger.info("step 1: said")
+        bar.advance()
+    message, line = screen.lines
+    assert message == "step 1: said"
+    assert line.startswith("train:")
+    bar.close()
+
+
+def test_pipe_has_a_whole_line_every_half_minute(monkeypatch):
+    pipe = in_pipe(monkeypatch)
+    seconds = 0.0
+    bar = ProgressBar(100, 20, True, clock=lambda: seconds)
+    bar.show(LINE)
+    for _ in range(40):
+        seconds += 1.5
+        with bar.evaluating():
+            pass
+        bar.advance()
+    bar.close()
+    assert pipe.getvalue().splitlines() == [
+        "step 40 of 100, loss 0.1234, lr 1.00e-03, 4321 tokens/s, 01:30 left",
+        "step 60 of 100, loss 0.1234, lr 1.00e-03, 4321 tokens/s, 01:00 left",
+    ]
+    assert "\r" not in pipe.getvalue()
+
+
+def test_policies_tell_samples_and_a_skipped_loss_is_left_out(monkeypatch):
+    screen = on_screen(monkeypatch)
+    bar = ProgressBar(10, 0, True)
+    bar.show({"step": 1, "loss": None, "samples_per_second": 3.14159})
+    bar.advance()
+    bar.close()
+    assert screen.lines[0].endswith("steps/s, 3.14 samples/s]")
+
+
+@pytest.mark.parametrize("open_stream", [on_screen, in_pipe])
+def test_other_processes_show_nothing(open_stream, monkeypatch):
+    stream = open_stream(monkeypatch)
+    bar = ProgressBar(10, 0, False, clock=lambda: 1e9)
+    bar.show(LINE)
+    with bar.evaluating():
+        bar.advance()
+    bar.close()
+    assert stream.getvalue() == ""
