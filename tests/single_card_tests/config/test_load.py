@@ -184,7 +184,7 @@ def test_configuration_is_frozen(write):
 )
 def test_every_example_loads_and_its_processes_add_up(path):
     config = load_run_config(path)
-    launched = {"digits_4_processes": 4, "one_node_8_gpus": 8, "two_nodes": 16}
+    launched = {"digits_4_processes": 4, "eight_gpus": 8, "one_node_8_gpus": 8, "two_nodes": 16}
     plan = Plan(
         parallel_degrees(config),
         launched.get(path.stem, 1),
