@@ -14,6 +14,7 @@ from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.train.data_wait import watched
 from paddle_vl.train.device_peaks import device_peak
 from paddle_vl.train.evaluate import MeanLosses, mean_losses
 from paddle_vl.train.families.choice import model_family
@@ -56,7 +57,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     layout = Layout(config, topology, family.shape, family.costs, family.pad_to_multiple_of)
     placement = layout.placement()
     model = family.build_model(placement)
-    if config.train.recompute == "full":
+    if family.recomputes:
         recompute_layers([*model.vision_blocks, *model.decoder_layers])
     whole_shapes = family.whole_shapes(model)
     trainable = family.trainable_names(model)
@@ -83,7 +84,8 @@ def build_trainer(config: RunConfig) -> Trainer:
 
     def evaluate() -> MeanLosses:
         with family.eval_loader(placement, processes) as batches:
-            return mean_losses(runner, batches, processes)
+            after_s = config.logging.data_wait_warning_s
+            return mean_losses(runner, watched(batches, after_s, "the evaluation"), processes)
 
     trainer = Trainer(
         config,

@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,26 @@ class WaitWatch:
                     self._changed.wait(left)
                 else:
                     self._wait.warn(self._describe())
+
+
+class WatchedData(Protocol):
+    """Batches that can tell what the next one waits for; see PrefetchLoader."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def waiting_for(self) -> str: ...
+
+
+def watched(data: WatchedData, after_s: float, who: str) -> Iterator[Any]:
+    """The same batches, each waited for under a watch."""
+    batches = iter(data)
+    with WaitWatch(after_s, data.waiting_for) as watch:
+        while True:
+            with watch.waiting(who):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
 
 class _Wait:

@@ -1,8 +1,9 @@
 """Warnings about long waits.
 
 Pinned: a wait that is over in time says nothing; a longer one says what is waited for, again at
-doubled times, and once when it is over; one that an error ends does not go on. Waits here last
-until the warnings that a test expects have come.
+doubled times, and once when it is over; one that an error ends does not go on; watched batches are
+those of the data, and only waits for them count. Waits here last until the warnings that a test
+expects have come.
 """
 
 import itertools
@@ -11,7 +12,7 @@ import threading
 
 import pytest
 
-from paddle_vl.train.data_wait import WaitWatch, logger
+from paddle_vl.train.data_wait import WaitWatch, logger, watched
 
 AFTER_S = 0.01
 
@@ -81,3 +82,32 @@ def test_closing_ends_the_thread():
     with WaitWatch(1000.0, lambda: "") as watch, watch.waiting("step 1"):
         assert len(set(threading.enumerate()) - before) == 1
     assert set(threading.enumerate()) == before
+
+
+def test_watched_batches_are_the_datas_and_each_is_waited_for(seen):
+    class Data:
+        def __iter__(self):
+            yield 0
+            seen.enough.wait()
+            yield 1
+
+        def waiting_for(self) -> str:
+            return "the second"
+
+    before = set(threading.enumerate())
+    assert list(watched(Data(), AFTER_S, "it")) == [0, 1]
+    assert seen.messages[0] == "it has waited 0.01 s for data: the second"
+    assert set(threading.enumerate()) == before
+
+
+def test_what_is_done_with_a_batch_is_no_wait(seen):
+    class Data:
+        waiting_for = None
+
+        def __iter__(self):
+            return iter([0, 1])
+
+    for _ in watched(Data(), AFTER_S, "it"):
+        # As long as a wait would have to be.
+        seen.enough.wait(3 * AFTER_S)
+    assert not seen.messages
