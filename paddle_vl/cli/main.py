@@ -91,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
               paddle-vl train configs/my_run.yaml train.learning_rate=1e-4
               paddle-vl evaluate runs/my_run --data data/test.jsonl
               paddle-vl generate --model runs/my_run --image cat.png --prompt "What is this?"
+              paddle-vl report runs/my_run
 
             `paddle-vl COMMAND --help` explains each. {DEBUG_VARIABLE}=1 shows the traceback of an
             error."""),

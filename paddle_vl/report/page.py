@@ -58,13 +58,19 @@ def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
     """What the page draws.
 
     Returns:
-        `runs`: of each `name`, `skipped` ([after, until, count] of skipped updates) and `resumed`
-        (steps); `axes`: by key of quantities to draw over, their names; `panels`: of each `name`,
-        `section`, `title`, `unit`, `log`, `skipped` (whether those are marked in it) and `curves`,
-        of each `run` (its place), `key`, `label`,
-        `eval`, `statistic`, `look`, `noisy`, and `steps`, `values`, `breaks` of its series.
+        `steps`: lists of steps that curves refer to; `runs`: of each `name`, `skipped`
+        ([after, until, count] of skipped updates) and `resumed` (steps); `axes`: by key of
+        quantities to draw over, their names; `panels`: of each `name`, `section`, `title`, `unit`,
+        `log`, `skipped` (whether those are marked in it) and `curves`, of each `run` (its place),
+        `key`, `label`, `eval`, `statistic`, `look`, `noisy`, `steps` (place of the list), and
+        `values` and `breaks` of its series.
     """
+    # Series of one run share their steps.
+    curves = [curve for panel in panels for curve in panel.curves]
+    steps = list(dict.fromkeys(tuple(curve.series.steps) for curve in curves))
+    place_of = {one: place for place, one in enumerate(steps)}
     return {
+        "steps": steps,
         "runs": [
             {
                 "name": run.name,
@@ -93,7 +99,7 @@ def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
                         "statistic": curve.statistic,
                         "look": curve.look,
                         "noisy": curve.is_noisy,
-                        "steps": curve.series.steps,
+                        "steps": place_of[tuple(curve.series.steps)],
                         "values": curve.series.values,
                         "breaks": curve.series.breaks,
                     }

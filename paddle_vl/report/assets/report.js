@@ -3,6 +3,7 @@
 // Draws the element `data` (see paddle_vl/report/page.py) as panels, and listens to the reader.
 
 const data = JSON.parse(document.getElementById("data").textContent);
+for (const curve of data.panels.flatMap((panel) => panel.curves)) curve.steps = data.steps[curve.steps];
 const several = data.runs.length > 1;
 const MARGIN = { left: 62, right: 20, top: 10, bottom: 38 };
 const DASHES = ["", "7 4", "2 3", "9 3 2 3", "4 2"];
@@ -68,12 +69,14 @@ function horizontal(run) {
   if (state.axis === "step") return (step) => step;
   const curves = data.panels.flatMap((panel) => panel.curves);
   const { steps, values } = curves.find((one) => one.run === run && one.key === state.axis);
-  const known = steps.map((step, i) => [step, values[i]]).filter(([, value]) => value !== null);
+  const known = steps.map((_, i) => i).filter((i) => values[i] !== null);
+  const at = known.map((i) => steps[i]);
   return (step) => {
-    let i = nearestIndex(known.map(([at]) => at), step);
-    if (known[i][0] > step || i === known.length - 1) i = Math.max(i - 1, 0);
-    const [[from, low], [to, high]] = [known[i], known[Math.min(i + 1, known.length - 1)]];
-    return to === from ? low : low + ((step - from) / (to - from)) * (high - low);
+    let i = nearestIndex(at, step);
+    if (at[i] > step || i === at.length - 1) i = Math.max(i - 1, 0);
+    const next = Math.min(i + 1, at.length - 1);
+    const [low, high] = [values[known[i]], values[known[next]]];
+    return next === i ? low : low + ((step - at[i]) / (at[next] - at[i])) * (high - low);
   };
 }
 
@@ -263,7 +266,7 @@ class PanelView {
       const room = (high / low) ** 0.04;
       return [low / room, high * room];
     }
-    if (low === high) return low === 0 ? [-0.5, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+    if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
     // Amounts are compared by their height; what hardly varies is looked at closely.
     if (low > 0 && low < 0.6 * high) low = 0;
     const room = (high - low) * 0.05;
@@ -340,7 +343,7 @@ class PanelView {
         const raw = isSmooth ? `<path class="curve raw" stroke="${this.colour(curve)}" d="${pathOf(near, this.x, this.y, "value")}"/>` : "";
         const line = `<path class="curve${edge}" ${look} d="${pathOf(near, this.x, this.y, isSmooth ? "smooth" : "value")}"/>`;
         const isSparse = curve.eval || (near.length < 30 && !isSmooth);
-        const dots = isSparse && near.length < 200
+        const dots = isSparse && !isEdge(curve) && near.length < 200
           ? near.map((point) => `<circle fill="${this.colour(curve)}" cx="${this.x(point.x).toFixed(1)}" cy="${this.y(point.value).toFixed(1)}" r="${curve.eval ? 3 : 1.8}"/>`).join("")
           : "";
         return raw + line + dots;

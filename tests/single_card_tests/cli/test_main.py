@@ -42,7 +42,7 @@ def run_module(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["evaluate"], ["generate"], ["merge"], ["profile"]]
+    "command", [[], ["train"], ["evaluate"], ["generate"], ["merge"], ["profile"], ["report"]]
 )
 def test_help_answers_without_loading_paddle(command):
     program = (

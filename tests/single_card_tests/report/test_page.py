@@ -87,7 +87,7 @@ def test_data_are_the_numbers_of_the_metrics_files(tmp_path):
     data = data_of(page)
     for place, lines in enumerate((LINES, without("tokens_per_second"))):
         found = {
-            curve["key"]: dict(zip(curve["steps"], curve["values"], strict=True))
+            curve["key"]: dict(zip(data["steps"][curve["steps"]], curve["values"], strict=True))
             for panel in data["panels"]
             for curve in panel["curves"]
             if curve["run"] == place
