@@ -44,6 +44,9 @@ class Router(nn.Layer):
         probabilities_TE = F.softmax(logits_TE.astype("float32"), axis=-1)
         weights_TK, indices_TK = probabilities_TE.topk(self.num_experts_per_tok, axis=-1)
         weights_TK = weights_TK / weights_TK.sum(axis=-1, keepdim=True)
+        # Paddle takes the indices for something that has a gradient, and would ask for that of
+        # rows that have none, where the router is the first thing that trains.
+        indices_TK = indices_TK.detach()
         return Routing(logits_TE, probabilities_TE, weights_TK.astype(x_TD.dtype), indices_TK)
 
 

@@ -6,6 +6,8 @@ it is frozen; padding, and rows that no token takes, add none; on a long text th
 and the published term of attention, half of it because it is causal.
 """
 
+import fnmatch
+
 import numpy as np
 import pytest
 
@@ -100,6 +102,23 @@ def test_what_is_frozen_has_the_backward_that_its_place_asks_for(name, text, pat
     model, batch = tiny_model(**text), BATCHES[name]
     counter = frozen(model, patterns)
     assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "model.visual.p*", "*blocks.1.attn.*", "*blocks.0.[mn]*", "*.merger*", "*merger_list.1.*",
+        "*layers.1.self_attn.*", "*layers.[01].mlp.*", "*layers.1.*layernorm*", "*embed_tokens*",
+        "*language_model.norm*", "lm_head*",
+    ],
+)  # fmt: skip
+def test_a_gradient_begins_at_any_parameter(pattern, monkeypatch):
+    model, batch = tiny_model(**EXPERTS), BATCHES["images, video, text"]
+    parameters = list(model.hf_named_parameters())
+    for name in fnmatch.filter(model.whole_shapes(), pattern):
+        freeze_parameters(parameters, [name])
+        expected = counts_of(model, batch, monkeypatch)[1]
+        assert Qwen3VLFlops(model.config, [name])(batch) == expected, name
 
 
 def test_a_frozen_tower_has_no_backward_and_a_trained_model_three_forward_passes():

@@ -7,6 +7,7 @@ of the prefix's keys and values would cost; tokens and pairs are those of the mo
 frames those that the history has; an image takes in the tower what is published of it.
 """
 
+import fnmatch
 from dataclasses import replace
 
 import numpy as np
@@ -118,6 +119,58 @@ def products(model, counter: PI07Flops, batch: dict, unit: str, number: int) -> 
     text = model.config.vlm_config.gemma3_config.text_config
     width = text.num_attention_heads * text.head_dim
     return number * 2 * width * counter.units(batch)[unit]
+
+
+TOWER, LANGUAGE = "*vision_model", "*language_model"
+BACKBONE, EXPERT = "*layers.1.backbone_layer", "*layers.1.expert_layer"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        f"{TOWER}.e*s.p*", f"{TOWER}.*.layers.1.self_attn.*", f"{TOWER}.*.layers.0.[lm]*",
+        f"{TOWER}.post*", "*projector*", f"{LANGUAGE}.*", f"{BACKBONE}.self_attn.*",
+        f"{BACKBONE}.[!s]*", "*.da_head*", "*discrete_action_embedding*", "model.state_proj*",
+    ],
+)  # fmt: skip
+def test_a_gradient_begins_at_any_parameter_of_the_prefix(pattern, monkeypatch):
+    check_single_parameters(pattern, "CE", lambda name: 0, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [f"{EXPERT}.self_attn.*", f"{EXPERT}.[!s]*", "*expert.model.norm*", "model.action*", "*time*"],
+)
+def test_a_gradient_begins_at_any_parameter_of_the_suffix(pattern, monkeypatch):
+    def unasked(name: str) -> int:
+        """Products with the prefix's keys and values, which are not trained, but one tensor with
+        the suffix's: of the parameter's own layer, and of those behind it."""
+        own = {"k_proj": 2, "v_proj": 1, "input_layernorm": 2}
+        if ".interleaved_layers.1." in name:
+            return 2 + sum(number for module, number in own.items() if module in name)
+        return 6 if name.startswith(("model.action_in", "model.time")) else 0
+
+    check_single_parameters(pattern, "MSE", unasked, monkeypatch)
+
+
+def check_single_parameters(pattern: str, loss: str, unasked, monkeypatch) -> None:
+    model, batch = make_model(), real_batch()
+    parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
+    names = fnmatch.filter(dict(parameters), pattern)
+    assert names
+    for name in names:
+        freeze_parameters(parameters, [name])
+        counter = PI07Flops(model.config, model.label_ids, [name], [loss])
+        more = products(model, counter, batch, "cross_pairs", unasked(name))
+        expected = counts_of(model, batch, monkeypatch, [loss])[1]
+        assert counter(batch) + more == expected, name
+
+
+def test_insulation_keeps_the_flow_out_of_the_prefix():
+    model = make_model()
+    counter = PI07Flops(model.config, model.label_ids, None, ["MSE"])
+    costs = counter.operations(real_batch()).backward
+    assert {unit for unit, cost in costs.items() if cost} == {"steps", "step_pairs", "cross_pairs"}
 
 
 @pytest.mark.parametrize(
