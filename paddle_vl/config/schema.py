@@ -258,8 +258,16 @@ class TrainConfig(_Section):
         description="peak learning rates of what has another one: by part (vision, mergers, "
         "language) or pattern over HF parameter names; of several that fit, the last",
     )
-    lr_scheduler_type: Literal["cosine", "constant"] = Field(
-        "cosine", description="learning rate after warmup"
+    lr_scheduler_type: Literal["cosine", "constant", "cosine_decay_with_warmup"] = Field(
+        "cosine",
+        description="learning rate after warmup; cosine_decay_with_warmup is that of LeRobot and "
+        "OpenTau, whose cosine counts the warmup's steps",
+    )
+    decay_steps: int | None = Field(
+        None,
+        ge=1,
+        description="with cosine_decay_with_warmup: the step at which the cosine ends; default: "
+        "the last",
     )
     warmup_steps: int = Field(0, ge=0, description="steps of linear increase from 0")
     min_lr_ratio: float = Field(

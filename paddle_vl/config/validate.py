@@ -88,6 +88,15 @@ def floor_needs_cosine(config: RunConfig) -> Problems:
         )
 
 
+def decay_steps_have_a_schedule(config: RunConfig) -> Problems:
+    train = config.train
+    if train.decay_steps and train.lr_scheduler_type != "cosine_decay_with_warmup":
+        yield (
+            f"train.decay_steps {train.decay_steps} has no effect with train.lr_scheduler_type "
+            f"{train.lr_scheduler_type}: set that to cosine_decay_with_warmup, or remove it"
+        )
+
+
 def packing_is_consistent(config: RunConfig) -> Problems:
     data = config.data
     if not data.packing:
@@ -191,6 +200,7 @@ CONFIG_RULES = (
     processor_is_known,
     warmup_fits,
     floor_needs_cosine,
+    decay_steps_have_a_schedule,
     packing_is_consistent,
     evaluation_has_data,
     adapters_have_a_base,

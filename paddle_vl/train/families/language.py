@@ -135,6 +135,11 @@ class LanguageFamily:
         )
 
     @property
+    def recomputes(self) -> bool:
+        """Whether layers run again in the backward pass."""
+        return self.config.train.recompute == "full"
+
+    @property
     def sample_kind(self) -> str:
         """What a batch is counted in."""
         return "packed rows" if self.config.data.packing else "samples"

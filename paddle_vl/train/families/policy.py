@@ -93,6 +93,11 @@ class PolicyFamily:
         """Which optional fields the data has."""
         return self.source.fields
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers run again in the backward pass; the policy may ask for it too."""
+        return self.config.train.recompute == "full" or self.form.gradient_checkpointing
+
     def build_model(self, placement: SingleDevicePlacement) -> nn.Layer:
         """This process's part of the model, without values until `fill`."""
         statistics = self._statistics()

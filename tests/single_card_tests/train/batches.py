@@ -48,6 +48,13 @@ def split_batch(texts: list[list[int]], prompt_lengths: list[int]) -> list[dict]
     return parts
 
 
+def count_calls(layer) -> list:
+    """A list that has an entry for every call of a layer from now on."""
+    calls = []
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
 def micro_batches(*batches: dict) -> list[MicroBatch]:
     """Batches of a language model as a step takes them."""
     return [counted(batch, LANGUAGE) for batch in batches]

@@ -21,6 +21,7 @@ from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.families.policy_evaluation import policy_losses, policy_report
 from tests.run_metrics import lasting, metrics_of
+from tests.single_card_tests.train.batches import count_calls
 from tests.single_card_tests.train.tiny_policy_run import (
     MODEL,
     PLANNER,
@@ -134,6 +135,21 @@ def test_the_planner_learns_what_it_is_to_write_and_continues(run_file, tmp_path
         }
     )
     assert len(plan.memory) == len(plan.response) == 1
+
+
+def test_gradient_checkpointing_of_the_policy_recomputes(run_file, tmp_path):
+    found = []
+    for checkpointed in (False, True):
+        config = json.dumps(MODEL | {"gradient_checkpointing": checkpointed})
+        overrides = [f"train.output_dir={tmp_path / str(checkpointed)}", f"model.config={config}"]
+        trainer = build_trainer(load_run_config(run_file, overrides))
+        calls = count_calls(trainer.runner.model.decoder_layers[0].backbone_layer.mlp)
+        trainer.run()
+        found.append((len(calls), weights(tmp_path / str(checkpointed) / "final")))
+    (plain_calls, plain), (calls, recomputed) = found
+    assert calls == 2 * plain_calls
+    for name, value in plain.items():
+        np.testing.assert_allclose(recomputed[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
 def test_made_up_demonstrations_need_no_files(run_file, tmp_path):

@@ -15,7 +15,7 @@ from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.step import WholeModel, train_step
-from tests.single_card_tests.train.batches import image_batch, micro_batches, split_batch
+from tests.single_card_tests.train.batches import count_calls, image_batch, micro_batches, split_batch
 from tests.tiny import tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
@@ -132,12 +132,6 @@ def test_recomputation_changes_no_gradient(frozen):
         np.testing.assert_allclose(
             again[name].numpy(), grad.numpy(), atol=1e-6 * float(grad.abs().max()), err_msg=name
         )
-
-
-def count_calls(layer) -> list:
-    calls = []
-    layer.register_forward_pre_hook(lambda *_: calls.append(1))
-    return calls
 
 
 def test_recomputation_leaves_evaluation_alone():
