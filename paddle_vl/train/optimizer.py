@@ -113,6 +113,9 @@ class Optimizer:
         Returns:
             Whether parameters may have changed.
         """
+        # A stage of a pipeline may have nothing to train, and Paddle's optimizer then fails.
+        if not self.tensors:
+            return True
         if self.masks_updates:
             self._masked_update(learning_rate, norm, is_good)
             return True
@@ -135,10 +138,8 @@ class Optimizer:
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, at the rate times the parameter's factor."""
-        # A stage of a pipeline may have nothing to train, and Paddle's optimizer then fails.
-        if self.tensors:
-            self._adamw.set_lr(learning_rate)
-            self._adamw.step()
+        self._adamw.set_lr(learning_rate)
+        self._adamw.step()
 
     def _masked_update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
         """The update without asking whether it counts: what it did is taken back where not.

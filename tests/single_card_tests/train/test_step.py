@@ -15,7 +15,12 @@ from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.step import WholeModel, train_step
-from tests.single_card_tests.train.batches import count_calls, image_batch, micro_batches, split_batch
+from tests.single_card_tests.train.batches import (
+    count_calls,
+    image_batch,
+    micro_batches,
+    split_batch,
+)
 from tests.tiny import tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
