@@ -21,7 +21,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers, read_header
 from paddle_vl.train.build import build_trainer
 from tests.launch import launch
 from tests.run_metrics import lasting, metrics_of
@@ -179,23 +179,50 @@ def test_one_process_continues_what_several_saved(several, one_device, run_file,
     assert_close(tmp_path, one_device)
 
 
+def test_every_tensor_is_in_one_file(several):
+    files = (several / "checkpoint-4").glob("model*.safetensors")
+    names = [name for file in files for name in read_header(file)]
+    assert len(names) == len(set(names))
+
+
 def test_a_planner_over_a_pipeline_equals_one_device(run_file, tmp_path):
     settings = [*common(run_file), *batches(2, 2), f"model.config={json.dumps(PLANNER)}"]
     assert_pipeline_equals_one_device(str(run_file), tmp_path, settings, [PP])
 
 
+OPEN = {"knowledge_insulation": False}
+# Nothing of the prefix learns: to the stages behind the first its rows are data.
+FLOW_ALONE = ["train.loss_weighting={CE: 0.0}"]
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("processes", "overrides"),
-    [(2, [PP, "parallel.num_virtual_stages=2"]), (4, ["parallel.pp_degree=4"])],
+    ("processes", "overrides", "losses", "model"),
+    [
+        (2, [PP, "parallel.num_virtual_stages=2", "train.recompute=full"], [], OPEN),
+        (4, ["parallel.pp_degree=4"], FLOW_ALONE, {"freeze_vision_encoder": True}),
+    ],
 )
-def test_longer_pipelines_equal_one_device(processes, overrides, tmp_path):
+def test_longer_pipelines_equal_one_device(processes, overrides, losses, model, tmp_path):
     vlm = deepcopy(MODEL["vlm_config"])
     for decoder in (vlm["gemma3_config"]["text_config"], vlm["gemma_expert_config"]):
         decoder["num_hidden_layers"] = 4
-    run_file = write_tiny_policy_run(tmp_path, 40, vlm_config=vlm)
-    settings = [*common(run_file), *batches(1, 4)]
-    assert_pipeline_equals_one_device(str(run_file), tmp_path, settings, overrides, processes)
+    run_file = str(write_tiny_policy_run(tmp_path, 40, vlm_config=vlm, **model))
+    settings = [*common(Path(run_file)), *batches(1, 4), *losses]
+    assert_pipeline_equals_one_device(run_file, tmp_path, settings, overrides, processes)
+
+
+@pytest.mark.heavy
+def test_what_stages_drop_depends_on_the_seed_alone(tmp_path):
+    run_file = write_tiny_policy_run(tmp_path, 40, dropout=0.2)
+    overrides = [*common(run_file), *batches(2, 2), PP, "parallel.mp_degree=2", SP]
+    overrides += ["train.recompute=full"]
+    launch(worker, 4, arguments=(str(run_file), str(tmp_path / "one"), overrides, []))
+    wanted = arrays_of(tmp_path / "one" / "checkpoint-4")
+    for other in ("one-resumed", "one-hoisted"):
+        found = arrays_of(tmp_path / other / "checkpoint-4")
+        for key, array in wanted.items():
+            np.testing.assert_array_equal(found[key], array, err_msg=key)
 
 
 def assert_pipeline_equals_one_device(

@@ -2,11 +2,11 @@
 
 Guarantees: parts give the whole model's losses and every gradient, wherever the layers are cut and
 whatever is laid out, the prefix insulated from the actions or not, the tower frozen or not,
-recomputed or not; a part knows the size of what arrives beforehand, from arrays; a batch that lies
-on the device is not read back, where its presence is given; a part holds its own parameters and no
-others, drawn as one device draws them, and reads its own of a checkpoint; the planner's last part
-has a copy of the token table, and the gradients of both make the whole one; a batch without its
-noise is refused; costs count tower, layers and heads.
+recomputed or not, which drops the same; a part knows the size of what arrives beforehand, from
+arrays; a batch that lies on the device is not read back, where its presence is given; a part holds
+its own parameters and no others, drawn as one device draws them, and reads its own of a checkpoint;
+the planner's last part has a copy of the token table, and the gradients of both make the whole one;
+a batch without its noise is refused; costs count tower, layers and heads.
 """
 
 from collections.abc import Callable
@@ -90,6 +90,21 @@ def test_parts_in_a_row_are_the_whole_low_level_model(ends, presence, insulated,
     for name in ("MSE", "CE"):
         np.testing.assert_allclose(losses[name].item(), whole[name].item(), rtol=1e-6)
     assert_same_gradients(gradients_of(model, losses["MSE"] + 2 * losses["CE"]), wanted)
+
+
+def test_recomputed_parts_drop_the_same():
+    found = []
+    for recomputed in (False, True, False):
+        model = low_level.make_model(dropout=0.3)
+        if recomputed:
+            recompute_layers([*model.decoder_layers, *model.vision_blocks])
+        paddle.seed(7 + len(found) // 2)
+        parts = [PI07LowLevelStage(model, layers) for layers in ranges([1, 3])]
+        losses = through(parts, low_level_batch())
+        found.append(gradients_of(model, losses["MSE"] + losses["CE"]))
+    assert_same_gradients(found[1], found[0])
+    with pytest.raises(AssertionError):
+        assert_same_gradients(found[2], found[0])
 
 
 @pytest.mark.parametrize("presence", [None, NOTHING])
