@@ -1,0 +1,175 @@
+"""What a training step of several processes sends and reads beside its own work.
+
+Guarantees, with copies of the model and as a pipeline: a step outside of logging steps reads
+nothing from the device, and sends one message between hosts, one sum of losses and gradient norm,
+and what the parallelism itself needs; a logging step adds one gather, and one read, made while the
+next step runs; all ranks send the same in the same order; what is logged is what a reduction of its
+own for every single value gives.
+
+Updates are masked on the device, as they are on a GPU.
+"""
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.parallel.recorder import first_difference
+from paddle_vl.train.build import build_trainer
+from paddle_vl.train.gauges import Gauge
+from paddle_vl.train.phases import Phase
+from step_counts import NO_PHASE, counted_turn
+from tests.launch import launch
+from tests.run_metrics import metrics_of
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+TOPOLOGIES = {"dp2": "parallel.dp_degree=2", "pp2": "parallel.pp_degree=2"}
+STEPS, LOGGING_STEPS = 8, 3
+# Neither logged nor behind a logged one; the last step is saved besides.
+STEADY, LOGGED = (1, 2, 5), (3, 6)
+OPERATIONS = {
+    "same": dist.ReduceOp.MAX,
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
+    """A run's turns, counted; its metrics, and those that separate reductions give."""
+    overrides = [f"train.output_dir={output_dir}", f"train.max_steps={STEPS}", override]
+    overrides += ["train.save_steps=null", f"logging.logging_steps={LOGGING_STEPS}"]
+    trainer = build_trainer(load_run_config(run_file, overrides))
+    trainer.optimizer.masks_updates = True
+    turns, collected, own_sums, counts = [], [], [], []
+    turn, collect = trainer.turn, trainer.reporter.collect
+    train_one_step, sum_over_all = trainer.train_one_step, trainer.processes.sum_over_all
+
+    def counted(received):
+        turns.append(counted_turn(partial(turn, received), trainer))
+        return True
+
+    def seen_step(received):
+        outcome = train_one_step(received)
+        counts.append(outcome.totals.counts)
+        return outcome
+
+    def seen_sum(value):
+        own_sums.append(value.clone())
+        return sum_over_all(value)
+
+    def seen_report(step, gauges, make_line):
+        collected.append((step, gauges, make_line))
+        collect(step, gauges, make_line)
+
+    trainer.turn, trainer.train_one_step = counted, seen_step
+    trainer.processes.sum_over_all, trainer.reporter.collect = seen_sum, seen_report
+    trainer.run()
+    lines = []
+    for step, gauges, make_line in collected:
+        values = {gauge.name: separately_reduced(gauge) for gauge in gauges}
+        lines.append({"step": step, **make_line(values)})
+    sums = [
+        [all_reduced(value, dist.ReduceOp.SUM).item() for value in values] for values in own_sums
+    ]
+    return {
+        "turns": turns,
+        "metrics": metrics_of(output_dir),
+        "lines": lines,
+        "sums": sums,
+        "counts": counts,
+    }
+
+
+def all_reduced(value: paddle.Tensor, operation: Any) -> paddle.Tensor:
+    total = value.reshape([1]).clone()
+    dist.all_reduce(total, operation)
+    return total
+
+
+def separately_reduced(gauge: Gauge) -> Any:
+    """One all-reduce for each entry."""
+    is_tensor = isinstance(gauge.value, paddle.Tensor)
+    own = gauge.value if is_tensor else paddle.to_tensor(gauge.value, dtype="float64")
+    entries = [
+        all_reduced(entry, OPERATIONS[gauge.how]) for entry in own.astype("float64").reshape([-1])
+    ]
+    reduced = paddle.concat(entries).numpy()
+    if gauge.how == "mean":
+        reduced = reduced / dist.get_world_size()
+    return reduced if is_tensor else float(reduced[0])
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES)
+def ranks(request, run_file, tmp_path_factory) -> list[dict[str, Any]]:
+    """What both ranks found."""
+    output_dir = tmp_path_factory.mktemp("runs") / "out"
+    override = TOPOLOGIES[request.param]
+    return launch(whole_run, 2, arguments=(str(run_file), output_dir, override))
+
+
+def test_nothing_is_read_but_a_report_in_the_step_behind_its_own(ranks):
+    for rank in ranks:
+        reads = {turn.step: turn.reads for turn in rank["turns"] if turn.step < STEPS}
+        behind = [step + 1 for step in LOGGED]
+        assert {step: len(places) for step, places in reads.items() if places} == dict.fromkeys(
+            behind, 1
+        )
+        assert all(reads[step][0].startswith("train/host_copy.py") for step in behind)
+
+
+def test_a_steady_step_sends_one_message_and_one_sum_besides_its_parallelism(ranks):
+    for rank in ranks:
+        for turn in (turn for turn in rank["turns"] if turn.step in STEADY):
+            calls = Counter((call.phase, call.kind) for call in turn.collectives)
+            # Of the gradients, in a pipeline of the tied embedding's.
+            assert calls.pop((Phase.GRADIENT_SUM.value, "all_reduce")) == 1
+            assert calls.pop((Phase.AGREEMENT.value, "all_gather")) == 1
+            assert calls.pop((Phase.CLIP.value, "all_reduce")) == 1
+            assert set(calls) <= {(NO_PHASE, "isend"), (NO_PHASE, "irecv")}
+
+
+def test_a_logging_step_adds_one_gather(ranks):
+    for rank in ranks:
+        turns = {turn.step: turn.collectives for turn in rank["turns"]}
+        steady = Counter((call.phase, call.kind) for call in turns[STEADY[0]])
+        for step in LOGGED:
+            calls = Counter((call.phase, call.kind) for call in turns[step])
+            assert calls - steady == {(NO_PHASE, "all_gather"): 1}
+            assert not steady - calls
+
+
+def test_all_ranks_send_the_same_in_the_same_order(ranks):
+    calls = [[call for turn in rank["turns"] for call in turn.collectives] for rank in ranks]
+    assert calls[0]
+    assert first_difference(calls) is None
+
+
+def test_what_is_logged_is_what_separate_reductions_give(ranks):
+    # The second rank's own values went into them, too.
+    assert ranks[0]["lines"] == ranks[1]["lines"]
+    assert ranks[0]["metrics"] == ranks[0]["lines"]
+    assert [line["step"] for line in ranks[0]["metrics"]] == [*LOGGED, STEPS]
+
+
+def test_loss_and_norm_are_those_of_separate_sums(ranks):
+    sums, counts = ranks[0]["sums"], [count for (count,) in ranks[0]["counts"]]
+    begin = 0
+    for line in ranks[0]["metrics"]:
+        window = range(begin, line["step"])
+        total = sum(sums[step][0] * counts[step] for step in window)
+        wanted = total / sum(counts[step] for step in window)
+        assert line["loss"] == pytest.approx(wanted, rel=1e-6)
+        assert line["grad_norm"] == pytest.approx(sums[line["step"] - 1][1] ** 0.5, rel=1e-6)
+        begin = line["step"]
