@@ -238,7 +238,8 @@ class Trainer:
         )
 
     def _evaluated(self) -> dict[str, float]:
-        losses = self.evaluate()
+        with self.reporter.bar.evaluating():
+            losses = self.evaluate()
         logger.info("step %d: eval loss %.4f", self.step, losses.loss)
         line = {"eval_loss": losses.loss}
         if len(losses.terms) > 1:

@@ -141,6 +141,14 @@ def test_evaluate_prints_loss_and_exact_answers_by_task(trained, run_file, tmp_p
     assert "chat" in text
 
 
+def test_report_of_a_run_draws_its_metrics(trained, tmp_path, capsys):
+    assert main(["report", str(trained), "--no-png", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"report written to {tmp_path}/report.html\n"
+    page = (tmp_path / "report.html").read_text()
+    assert all(f'"key":"{key}"' in page for key in ("loss", "grad_norm", "memory_gb"))
+    assert "<th scope='row'>paddlepaddle</th>" in page
+
+
 def test_evaluation_limit_takes_the_first_samples(trained, run_file, tmp_path, capsys):
     data = str(run_file.with_name("test.jsonl"))
     arguments = ["evaluate", str(trained), "--data", data, "--max-new-tokens", "1", "--limit", "1"]

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from paddle_vl.config.schema import LoggingConfig
 from paddle_vl.train.metric_groups import tag_of
-from paddle_vl.train.metrics_file import numbers_of
+from paddle_vl.train.metrics_file import METRICS_FILE, MetricsFile, numbers_of
+from paddle_vl.train.processes import ONE_PROCESS
+from paddle_vl.train.reporter import Reporter
 from paddle_vl.train.scalar_writers import ScalarWriters
 
 LINES = [
@@ -92,6 +95,20 @@ def test_resumed_run_has_every_step_once(tmp_path, name):
     second.close()
     assert READERS[name](tmp_path / name) == close(WRITTEN)
     assert note.read_text() == "mine"
+
+
+def test_run_that_goes_on_gives_its_writers_the_lines_it_keeps(tmp_path):
+    pytest.importorskip("tensorboardX")
+    file = MetricsFile(tmp_path / METRICS_FILE)
+    for line in [*LINES, {"step": 4, "loss": 9.0}]:
+        file.append(line)
+    config = LoggingConfig(report_to=["tensorboard"], progress_bar=False)
+    reporter = Reporter(config, tmp_path, ONE_PROCESS)
+    reporter.open(3, 10)
+    reporter.write(5, {"eval_loss": 0.5})
+    reporter.close()
+    expected = sorted([*WRITTEN, ("eval/loss", 5, 0.5)])
+    assert read_tensorboard(tmp_path / "tensorboard") == close(expected)
 
 
 @pytest.mark.parametrize("name", [*READERS])

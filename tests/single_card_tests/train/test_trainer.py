@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.checkpoint import model_folder
+from paddle_vl.train.progress import ProgressBar
 from paddle_vl.train.run_starts import read_starts
 from tests.run_metrics import lasting
 from tests.run_metrics import metrics_of as run_metrics
@@ -195,6 +197,25 @@ def test_nonfinite_updates_stop_the_run_and_keep_the_last_good_checkpoint(
     lines = metrics_of(tmp_path)
     assert [line["skipped_updates"] for line in lines] == [0, 0, 1, 2]
     assert lines[3]["loss"] is None
+    (start,) = read_starts(tmp_path)
+    assert start["ended"] is not None
+
+
+def test_bar_says_when_the_run_evaluates(run_file, tmp_path, monkeypatch):
+    shown = []
+
+    @contextmanager
+    def evaluating(bar):
+        shown.append("evaluating")
+        yield
+        shown.append("training")
+
+    monkeypatch.setattr(ProgressBar, "evaluating", evaluating)
+    trainer = build(run_file, tmp_path, *evaluated(run_file.with_name("test.jsonl")))
+    losses = trainer.evaluate
+    trainer.evaluate = lambda: shown.append("evaluate") or losses()
+    trainer.run()
+    assert shown == ["evaluating", "evaluate", "training"] * 2
 
 
 def test_finite_update_between_resets_the_count(run_file, tmp_path, monkeypatch):
