@@ -6,14 +6,13 @@ satisfy together is in `paddle_vl.config.validate`.
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from paddle_vl.config.data_settings import DataConfig
+from paddle_vl.config.section import Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class LoRAConfig(_Section):
+class LoRAConfig(Section):
     """Low-rank adapters beside linears, under PEFT's names. Modules are those of HF's model."""
 
     r: int = Field(8, ge=1, description="rank of the adapters")
@@ -44,7 +43,7 @@ class LoRAConfig(_Section):
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """What is trained."""
 
     pretrained: str | None = Field(
@@ -70,124 +69,7 @@ class ModelConfig(_Section):
     )
 
 
-class DropConfig(_Section):
-    """How often what is left out of a demonstration in training, under OpenTau's names."""
-
-    history_state_drop_prob: float = Field(0.3, ge=0, le=1, description="the past frames")
-    subgoal_drop_prob: float = Field(0.75, ge=0, le=1, description="the goal images, all of them")
-    response_drop_prob: float = Field(
-        0.3, ge=0, le=1, description="the response, of samples that keep their goal images"
-    )
-    metadata_drop_all_prob: float = Field(0.15, ge=0, le=1, description="all metadata but fps")
-    metadata_drop_each_prob: float = Field(
-        0.05, ge=0, le=1, description="each of the metadata, where not all are left out"
-    )
-
-
-class DataConfig(_Section):
-    """What it is trained on."""
-
-    train: list[str] = Field(
-        [],
-        description="JSONL files of conversations, for a policy of demonstrations; image and video "
-        "paths relative to the file",
-    )
-    eval: list[str] = Field([], description="JSONL files for the evaluation loss")
-    processor: str | None = Field(
-        None,
-        description="folder with tokenizer.json, preprocessor_config.json and, for videos, "
-        "video_preprocessor_config.json, of a policy tokenizer.json and action_tokenizer/; default "
-        "model.pretrained",
-    )
-    synthetic_samples: int | None = Field(
-        None,
-        ge=1,
-        description="policies: train on so many made-up demonstrations in place of data.train",
-    )
-    groups: dict[str, str] = Field(
-        {},
-        description="policies: the group of data (robot::control mode) of each file of data.train "
-        "and data.eval, for statistics of their own",
-    )
-    fields: list[str] | None = Field(
-        None,
-        description="policies: the optional fields that samples have (response, subgoal, speed, "
-        "...), the same on every rank; default: those that any line of data.train has",
-    )
-    statistics: str | None = Field(
-        None,
-        description="policies: a JSON file with the statistics that normalise states and actions; "
-        "default: the checkpoint's, of a new policy those of data.train",
-    )
-    drops: DropConfig = Field(
-        default_factory=DropConfig,
-        description="policies: how often optional fields are left out of a training sample",
-    )
-    max_length: int = Field(2048, ge=2, description="longest sample, in tokens, visual ones too")
-    on_bad_sample: Literal["fail", "skip"] = Field(
-        "fail", description="stop at a sample that cannot be used, or skip and count it"
-    )
-    min_pixels: int | None = Field(
-        None, ge=1, description="smallest image area, in pixels; default: the processor's"
-    )
-    max_pixels: int | None = Field(
-        None, ge=1, description="largest image area, in pixels; default: the processor's"
-    )
-    video_fps: float | None = Field(
-        None,
-        gt=0,
-        description="frames to take per second of video; default: the processor's, of Qwen3-VL 2",
-    )
-    video_min_frames: int | None = Field(
-        None,
-        ge=2,
-        description="fewest frames to take of a video that has them; default: the processor's, 4",
-    )
-    video_max_frames: int | None = Field(
-        None, ge=2, description="most frames to take of a video; default: the processor's, 768"
-    )
-    video_min_pixels: int | None = Field(
-        None,
-        ge=1,
-        description="smallest size of a video, in frames x height x width; default: the "
-        "processor's",
-    )
-    video_max_pixels: int | None = Field(
-        None,
-        ge=1,
-        description="largest size of a video, in frames x height x width; default: the processor's",
-    )
-    packing: bool = Field(
-        False,
-        description="several samples in a row of training data, each attending to itself only; "
-        "evaluation keeps one a row",
-    )
-    packing_length: int | None = Field(
-        None, ge=2, description="tokens of a packed row at most; default: data.max_length"
-    )
-    max_vision_tokens_per_row: int | None = Field(
-        None,
-        ge=1,
-        description="tokens of images and videos in a packed row at most; default: all may be",
-    )
-    padding_side: Literal["right", "left"] = Field(
-        "right", description="where shorter samples of a batch are filled up"
-    )
-    pad_to_multiple_of: int = Field(
-        1, ge=1, description="padded length is a multiple of this many tokens"
-    )
-    num_workers: int = Field(
-        0, ge=0, description="processes that prepare samples; 0 prepares them in the training one"
-    )
-    prefetch_batches: int = Field(
-        2, ge=1, description="batches prepared ahead of the training step"
-    )
-    pin_memory: bool = Field(
-        True, description="on a GPU, copy the next step's batches beside the running step"
-    )
-
-
-class ParallelConfig(_Section):
+class ParallelConfig(Section):
     """How many processes share the work along each axis; 1 is off."""
 
     dp_degree: int = Field(1, ge=1, description="processes with different samples")
@@ -223,14 +105,14 @@ class ParallelConfig(_Section):
     )
 
 
-class ProfileConfig(_Section):
+class ProfileConfig(Section):
     """Steps to record with Paddle's profiler."""
 
     start: int = Field(10, ge=1, description="the first step that is recorded")
     steps: int = Field(5, ge=1, description="how many are")
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """How it is trained. A step is one optimizer update."""
 
     output_dir: str = Field(
@@ -316,7 +198,7 @@ class TrainConfig(_Section):
     )
 
 
-class LoggingConfig(_Section):
+class LoggingConfig(Section):
     """What is told on the way."""
 
     logging_steps: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
@@ -337,7 +219,7 @@ class LoggingConfig(_Section):
     )
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """One run."""
 
     model: ModelConfig
@@ -358,7 +240,7 @@ def setting_descriptions() -> dict[str, tuple[str, str]]:
     return described
 
 
-def _with_inner_sections(sections: dict[str, type[_Section]]) -> dict[str, type[_Section]]:
+def _with_inner_sections(sections: dict[str, type[Section]]) -> dict[str, type[Section]]:
     """Sections by name, behind each those that it may have as a setting."""
     found = {}
     for name, section in sections.items():
@@ -366,7 +248,7 @@ def _with_inner_sections(sections: dict[str, type[_Section]]) -> dict[str, type[
             f"{name}.{setting}": kind
             for setting, field in section.model_fields.items()
             for kind in get_args(field.annotation)
-            if isinstance(kind, type) and issubclass(kind, _Section)
+            if isinstance(kind, type) and issubclass(kind, Section)
         }
         found |= {name: section} | _with_inner_sections(inner)
     return found
