@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
 <body>
 <header>
 <h1>{title}</h1>
+<p class="note">Made {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC.</p>
 {_notes(runs)}</header>
 <main>
 <div id="controls"></div>

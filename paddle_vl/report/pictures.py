@@ -14,6 +14,8 @@ COLOURS = (
     "#0c8599", "#a17c00", "#5c5f66", "#ae3ec9", "#74512d",
 )  # fmt: skip
 _STYLES = ("-", "--", ":", "-.", (0, (4, 2)))
+# Curves that are named within the axes; more are beside them.
+_INSIDE = 4
 _SKIPPED = "#c92a2a"
 
 
@@ -76,7 +78,9 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
     axes.grid(alpha=0.3, which="both")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if len(panel.curves) > 1:
+    if len(panel.curves) > _INSIDE:
+        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    elif len(panel.curves) > 1:
         axes.legend(fontsize=8, frameon=False)
 
 
