@@ -253,12 +253,11 @@ def _expert_layer(
     v = operations.linear("steps", f"{attention}.v_proj", width, keys, normed)
     out = operations.attention("step_pairs", queries, q, k, v)
     out |= operations.attention("cross_pairs", queries, q, *seen)
-    # The condition is a gate too.
-    rows |= operations.linear("steps", f"{attention}.o_proj", queries, width, out) or condition
+    # The condition is a gate too, which carries nothing that the gated rows do not.
+    rows |= operations.linear("steps", f"{attention}.o_proj", queries, width, out)
     condition = _condition(operations, f"{layer}.post_attention_layernorm", expert, time)
     inner = expert.intermediate_size
-    hidden = _mlp(operations, "steps", f"{layer}.mlp", width, inner, rows or condition)
-    return rows or hidden or condition
+    return _mlp(operations, "steps", f"{layer}.mlp", width, inner, rows or condition)
 
 
 def _condition(operations: Operations, module: str, expert: GemmaExpertConfig, time: bool) -> bool:

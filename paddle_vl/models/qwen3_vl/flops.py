@@ -131,7 +131,7 @@ def _decoder_layer(operations: Operations, config: Qwen3VLConfig, number: int, r
     rows |= operations.linear("tokens", f"{attention}.o_proj", queries, width, seen)
     normed = operations.norm(f"{layer}.post_attention_layernorm", rows)
     mlp = _experts if text.has_experts(number) else _mlp
-    return mlp(operations, text, f"{layer}.mlp", normed) or rows
+    return mlp(operations, text, f"{layer}.mlp", normed)
 
 
 def _mlp(operations: Operations, text: Any, module: str, rows: bool) -> bool:
