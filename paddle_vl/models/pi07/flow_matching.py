@@ -29,7 +29,7 @@ from paddle_vl.models.pi07.prefix_tokens import PrefixMasks, PrefixTokens
 from paddle_vl.models.pi07.sampling import sample_actions
 from paddle_vl.models.pi07.suffix import SuffixEmbedding
 from paddle_vl.nn.linear import Linear
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
 
 
 class NoisyActions(NamedTuple):
@@ -215,7 +215,15 @@ class PI07LowLevelFlowMatching(PlacedModel):
             delay: so many first steps are already settled.
             action_prefix: `[B, C, A]`, these steps; the others do not matter.
             num_steps: of the integration; None for the configuration's.
+
+        Raises:
+            ValueError: the model is a part of a pipeline.
         """
+        if self.placement.held != HeldLayers():
+            raise ValueError(
+                "this model is one stage of a pipeline; to act, load the checkpoint in a single "
+                "process"
+            )
         presence, batch = presence_of(batch), as_tensors(batch)
         noise, action_prefix = as_tensors([noise, action_prefix])
         return sample_actions(

@@ -3,7 +3,7 @@
 Guarantees: one virtual stage is 1F1B, with its bubble and its micro-batches in flight; virtual
 stages shorten the bubble; every work runs once and after what it needs; sends that wait for their
 receiver never lock up, for any numbers; both ends of a pair see one order of messages; layers are
-split so that the costliest part is the least possible.
+split so that the costliest part is the least possible, and the others are even.
 """
 
 from itertools import combinations, pairwise
@@ -134,3 +134,8 @@ def test_split_by_cost_is_the_best_there_is(costs, parts, before, after):
 
 def test_equal_layers_are_split_evenly_and_the_first_parts_are_the_shorter():
     assert split_layers([1] * 10, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 10)]
+
+
+def test_parts_that_are_not_the_costliest_are_even():
+    found = split_layers([1.0] * 34, 4, before=16.0)
+    assert [len(part) for part in found] == [1, 11, 11, 11]

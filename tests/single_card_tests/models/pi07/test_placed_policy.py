@@ -47,3 +47,11 @@ def test_a_part_of_a_planner_does_not_write():
     )
     with pytest.raises(ValueError, match="one process's part of a model; to generate, load"):
         part.generate(make_batch(), 2, 1)
+
+
+def test_a_stage_of_a_policy_does_not_act():
+    config = policy_config(dataset_names=None)
+    placement = SingleDevicePlacement(HeldLayers(embedding=False))
+    stage = PI07LowLevelPolicy.from_config(config, *tokenizers(), placement=placement)
+    with pytest.raises(ValueError, match="one stage of a pipeline; to act, load the checkpoint"):
+        stage.model.sample_actions(make_batch())
