@@ -13,6 +13,8 @@ from paddle_vl.report.series import skipped_updates
 from paddle_vl.report.summary import Table
 
 _ASSETS = Path(__file__).parent / "assets"
+# One script, in this order.
+_SCRIPTS = ("numbers.js", "curves.js", "panel.js", "page.js")
 # Quantities that curves can be drawn over instead of steps: they never fall within a run.
 _AXES = {"epoch": "epoch", "target_tokens": "target tokens"}
 
@@ -23,7 +25,7 @@ def page(runs: Sequence[Run], panels: Sequence[Panel], tables: Sequence[Table]) 
     data = json.dumps(page_data(runs, panels), allow_nan=False, separators=(",", ":"))
     # Nothing in it may end the element that it stands in.
     data = data.replace("<", "\\u003c")
-    style, script = (_asset(name) for name in ("report.css", "report.js"))
+    style, script = _asset("report.css"), "\n".join(map(_asset, _SCRIPTS))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
