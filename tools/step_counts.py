@@ -54,12 +54,19 @@ class _NamingClock(PhaseClock):
             self._recording.phase = around
 
 
-def counted_turn(turn: Callable[[], object], trainer: Trainer) -> TurnCounts:
-    """Do one turn of the loop and count. What is in none of a step's phases is in `NO_PHASE`."""
-    with record_collectives() as recording, record_host_reads() as reads:
+@contextmanager
+def recorded_phases() -> Iterator[Recording]:
+    """Record collectives by the phase of a step; what is in none of them is in `NO_PHASE`."""
+    with record_collectives() as recording:
         recording.phase = NO_PHASE
         with _NamingClock(recording).step():
-            turn()
+            yield recording
+
+
+def counted_turn(turn: Callable[[], object], trainer: Trainer) -> TurnCounts:
+    """Do one turn of the loop and count."""
+    with recorded_phases() as recording, record_host_reads() as reads:
+        turn()
     reads = [place.removeprefix(f"{ROOT}/") for place in reads]
     of_device = [not place.startswith(OF_NO_DEVICE) for place in reads]
     return TurnCounts(
@@ -74,8 +81,8 @@ def by_kind_of_step(turns: Sequence[TurnCounts], logging_steps: int, reads_later
     """The most of each among all steps outside of logging steps, and among those on them.
 
     Args:
-        reads_later: a report is read in the turn behind its own; both count as the logging step
-            then, and neither as one outside.
+        reads_later: a report is read in the turn behind its own, whose reads count as the logging
+            step's then.
     """
     reads = {turn.step: turn.reads for turn in turns}
     found = {}
@@ -86,8 +93,8 @@ def by_kind_of_step(turns: Sequence[TurnCounts], logging_steps: int, reads_later
             if kind == "on" and logs and (not reads_later or turn.step + 1 in reads):
                 later = reads[turn.step + 1] if reads_later else []
                 chosen.append((turn, [*turn.reads, *later]))
-            elif kind == "outside" and not logs and not (reads_later and follows):
-                chosen.append((turn, turn.reads))
+            elif kind == "outside" and not logs:
+                chosen.append((turn, [] if reads_later and follows else turn.reads))
         turn, places = max(chosen, key=lambda one: (len(one[1]), len(one[0].collectives)))
         calls = Counter((call.phase, call.kind, call.num_bytes) for call in turn.collectives)
         found[kind] = {
