@@ -20,7 +20,7 @@ from tests.multi_card_tests.test_training import (
     arrays_of,
     assert_close,
     common,
-    metrics_of,
+    lasting_metrics,
     run_file,
     settings,
     train,
@@ -60,7 +60,7 @@ def several(request, run_file, tmp_path_factory) -> Path:
 
 
 def test_every_step_and_every_parameter_equal_one_device(several, one_device):
-    for found, wanted in zip(metrics_of(several), metrics_of(one_device), strict=True):
+    for found, wanted in zip(lasting_metrics(several), lasting_metrics(one_device), strict=True):
         # Every process pads its own rows to the longest of them.
         assert 0.5 < found.pop("packing_efficiency") <= 1
         assert 0.5 < wanted.pop("packing_efficiency") <= 1
