@@ -36,23 +36,18 @@ class Gauge:
 
 
 def local_values(gauges: Sequence[Gauge]) -> Tensor:
-    """`[K]` float64, on the device, where tensors are and nothing is waited for."""
-    parts: list[Tensor] = []
-    numbers: list[float] = []
+    """`[K]` float64, on the device, where tensors are and nothing is waited for.
 
-    def put_numbers() -> None:
-        if numbers:
-            parts.append(paddle.to_tensor(np.array(numbers, dtype=np.float64)))
-            numbers.clear()
-
-    for gauge in gauges:
-        if isinstance(gauge.value, Tensor):
-            put_numbers()
-            parts.append(gauge.value.astype("float64").reshape([-1]))
-        else:
-            numbers.append(float(gauge.value))
-    put_numbers()
-    return paddle.concat(parts)
+    Numbers are written by the device: copying them from the host would wait for it.
+    """
+    return paddle.concat(
+        [
+            gauge.value.astype("float64").reshape([-1])
+            if _is_tensor(gauge)
+            else paddle.full([1], float(gauge.value), dtype="float64")
+            for gauge in gauges
+        ]
+    )
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,8 @@ class StepMeter:
 
     def _begin_window(self) -> None:
         self._sums, self._counts = paddle.zeros_like(self._sums), paddle.zeros_like(self._counts)
-        keeps = paddle.to_tensor(np.array([1.0, 1.0, 0.0]))
-        self._skips = self._skips * keeps
+        everything, in_a_row, _ = self._skips
+        self._skips = paddle.stack([everything, in_a_row, paddle.zeros_like(in_a_row)])
         self._steps, self._samples, self._tokens, self._places = 0, 0, 0, 0
         self._seconds, self._data_wait_s, self._flops = 0.0, 0.0, 0
         self._lengths: list[int] = []

@@ -1,7 +1,8 @@
 """What a run reports.
 
 Guarantees: means are weighted by target tokens and leave skipped updates out; what all processes
-told comes to what separate reductions give, speed by the slowest; the window survives a checkpoint;
+told comes to what separate reductions give, speed by the slowest; nothing is copied from the host
+to make a report; the window survives a checkpoint;
 lines beyond the resumed step are dropped, torn ones too; the curve is a PNG; a writer whose package
 is absent names its pip extra.
 """
@@ -52,6 +53,20 @@ def test_report_weighs_by_targets_and_leaves_skipped_updates_out():
     meter.add(outcome(math.inf, math.nan, 10, 10, is_good=False), [], 1.0)
     line = report(meter)
     assert (line["loss"], line["grad_norm"], line["skipped_updates"]) == (None, None, 2)
+
+
+def test_values_come_together_without_a_copy_from_the_host(monkeypatch):
+    meter = StepMeter()
+    meter.add(outcome(2.0, 1.0, 10, 100), [], 0.1 + 0.2)
+
+    def refuse(*arguments, **named):
+        raise AssertionError("a copy to the device, which waits for it")
+
+    monkeypatch.setattr(paddle, "to_tensor", refuse)
+    gauges = meter.gauges(counts_data=True)
+    values = local_values(gauges).numpy()
+    assert GaugeLayout.of(gauges).reduced(values[None])["seconds"] == 0.1 + 0.2
+    assert math.inf in values
 
 
 def test_speed_is_the_slowest_processes_and_lengths_are_of_all_samples():
