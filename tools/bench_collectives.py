@@ -1,11 +1,15 @@
 """Collectives of one training step per topology: number and bytes, beside what theory gives.
 
-    python tools/bench_collectives.py
+    python tools/bench_collectives.py                 # all topologies, or those that are named:
+    python tools/bench_collectives.py dp2 "dp2 ep2"
 
-Starts a few processes of a small model for each topology and records what rank 0 sends in the
-forward pass, the backward pass and the sums after it. The counts hold on any machine. Theory, for
-N layers, T token rows of width D, M visual rows of G + 1 levels:
+Starts a few processes of a small model for each topology and records what rank 0 sends in each
+phase of a step. The counts hold on any machine. Theory, for N layers, T token rows of width D, M
+visual rows of G + 1 levels:
 
+- every topology: before the forward pass one message between hosts, with what all of them count;
+  behind the gradients' sums one sum of the loss and the squared gradient norm; nothing else for
+  metrics, but for one gather on logging steps (`bench_step_overhead.py`).
 - mp: forward one sum of [T, D] for the embedding and two per layer, two of [T] for the loss, one
   gather of the visual rows; backward one sum per place where a split product begins (two per layer
   and the head); one sum of the gradients that come in parts.
@@ -31,6 +35,8 @@ from pathlib import Path
 
 import numpy as np
 
+from step_counts import NO_PHASE, recorded_phases
+
 TOPOLOGIES = {
     "dp2": {"dp_degree": 2},
     "mp2": {"mp_degree": 2},
@@ -48,7 +54,16 @@ TOPOLOGIES = {
     },
 }
 AXES = ("dp_degree", "mp_degree", "pp_degree", "sharding_degree")
-PHASES = ("forward", "backward", "pipeline", "gradients", "update")
+# Of a step, and what they are called here.
+PHASES = {
+    "agreement": "agreement",
+    "forward": "forward",
+    "bwd": "backward",
+    NO_PHASE: "pipeline",
+    "gradient_sum": "gradients",
+    "unscale_clip": "loss and norm",
+    "optim_step": "update",
+}
 LAYERS, DEPTH, WIDTH, LEVELS, ROWS, VISUAL = 8, 2, 64, 2, 2 * 64, 2 * 16
 IMAGE, MICRO_BATCHES = 500, 4
 
@@ -74,7 +89,9 @@ def model_settings(degrees: dict) -> dict:
 
 def expected_calls(degrees: dict) -> dict[str, Counter]:
     """Number of each kind per phase, from the formulas above."""
-    calls = {phase: Counter() for phase in PHASES}
+    calls = {phase: Counter() for phase in PHASES.values()}
+    calls["agreement"].update(all_gather=1)
+    calls["loss and norm"].update(all_reduce=1)
     sequence_parallel = degrees.get("sequence_parallel", False)
     if degrees.get("mp_degree", 1) > 1:
         forward, backward = calls["forward"], calls["backward"]
@@ -99,7 +116,7 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
         calls["pipeline"].update(isend=messages, irecv=messages)
     if degrees.get("sharding_degree", 1) > 1:
         stage, units = degrees.get("sharding_stage", 1), LAYERS + DEPTH
-        calls["gradients"].update(reduce_scatter=1)
+        calls["gradients" if stage == 1 else "backward"].update(reduce_scatter=1)
         calls["update"].update(all_gather=1 + units if stage == 2 else 1)
         if stage > 1:
             calls["backward"].update(reduce_scatter=units)
@@ -137,11 +154,13 @@ def measure(degrees: dict) -> None:
     from paddle_vl.config.schema import RunConfig
     from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage, layer_costs
     from paddle_vl.parallel.processes import FleetProcesses
-    from paddle_vl.parallel.recorder import record_collectives
     from paddle_vl.parallel.topology import initialize
     from paddle_vl.train.build_model import model_shape
     from paddle_vl.train.layout import Layout, parallel_degrees
+    from paddle_vl.train.micro_batch import counted
     from paddle_vl.train.objective import LANGUAGE
+    from paddle_vl.train.optimizer import Optimizer
+    from paddle_vl.train.step import train_step
 
     run_config = RunConfig.model_validate(
         {
@@ -155,33 +174,24 @@ def measure(degrees: dict) -> None:
     topology = initialize(parallel_degrees(run_config))
     processes = FleetProcesses(topology)
     layout = Layout(run_config, topology, model_shape(config), layer_costs(config))
-    model = Qwen3VLForConditionalGeneration.from_config(config, layout.placement())
+    placement = layout.placement()
+    model = Qwen3VLForConditionalGeneration.from_config(config, placement)
     layout.prepare_training(model)
     runner = layout.runner(model, Qwen3VLStage, processes, LANGUAGE)
-    trained = [model.placement.trained_tensor(parameter) for parameter in model.parameters()]
+    named = list(model.hf_named_parameters())
+    optimizer = Optimizer(named, run_config.train, set(), placement)
     batch = make_batch(config)
     if topology.degrees.sequence_parallel:
         # Those of all rows; the model computes its own.
         batch = {name: value for name, value in batch.items() if "indices" not in name}
-    with record_collectives() as recording:
-        if topology.degrees.pp_degree > 1:
-            recording.phase = "pipeline"
-            runner.accumulate_gradients([batch] * MICRO_BATCHES, [1])
-        else:
-            recording.phase = "forward"
-            loss = model(**batch).loss
-            recording.phase = "backward"
-            loss.backward()
-            recording.phase = "gradients"
-            model.placement.trained.end_micro_batch()
-        recording.phase = "gradients"
-        model.placement.trained.end_backward()
-        processes.sum_gradients(trained)
-        recording.phase = "update"
-        model.placement.trained.spread_parameters()
+    num_batches = MICRO_BATCHES if topology.degrees.pp_degree > 1 else 1
+    micro_batches = [counted(batch, LANGUAGE)] * num_batches
+    with recorded_phases() as recording:
+        train_step(runner, optimizer, micro_batches, 1e-3, processes)
+    calls = [call._replace(phase=PHASES[call.phase]) for call in recording.calls]
     if topology.rank == 0:
         parameters = sum(int(np.prod(parameter.shape)) for parameter in model.parameters())
-        print(json.dumps({"calls": recording.calls, "parameters": parameters}), flush=True)
+        print(json.dumps({"calls": calls, "parameters": parameters}), flush=True)
     paddle.distributed.barrier()
     # See paddle_vl.cli.main.run.
     os._exit(0)
@@ -207,11 +217,12 @@ def main() -> int:
         measure(json.loads(sys.argv[1]))
         return 0
     as_expected = True
-    for name, degrees in TOPOLOGIES.items():
+    for name in sys.argv[1:] or TOPOLOGIES:
+        degrees = TOPOLOGIES[name]
         found = run(degrees)
         expected = expected_calls(degrees)
         print(f"{name}  ({found['parameters']} parameters on a rank)")
-        for phase in PHASES:
+        for phase in PHASES.values():
             calls = [call for call in found["calls"] if call[0] == phase]
             counts = Counter(call[1] for call in calls)
             as_expected &= counts == expected[phase]
@@ -219,7 +230,7 @@ def main() -> int:
                 size = sum(call[3] for call in calls if call[1] == kind)
                 theory = f"(theory {expected[phase][kind]:3d})"
                 print(
-                    f"  {phase:<10} {kind:<15} {counts[kind]:3d} {theory}  {size / 1024:10.1f} KiB"
+                    f"  {phase:<13} {kind:<15} {counts[kind]:3d} {theory}  {size / 1024:10.1f} KiB"
                 )
     return 0 if as_expected else 1
 
