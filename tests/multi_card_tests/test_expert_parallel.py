@@ -22,7 +22,7 @@ from tests.multi_card_tests.test_training import (
     arrays_of,
     assert_close,
     common,
-    metrics_of,
+    lasting_metrics,
     train,
     worker,
 )
@@ -83,7 +83,7 @@ def several(request, run_file, tmp_path_factory) -> Path:
 
 
 def test_every_step_and_every_parameter_equal_one_device(several, one_device):
-    for found, wanted in zip(metrics_of(several), metrics_of(one_device), strict=True):
+    for found, wanted in zip(lasting_metrics(several), lasting_metrics(one_device), strict=True):
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():
             # Padding is counted, and there is less of it in smaller batches.
@@ -120,7 +120,7 @@ def test_the_load_balancing_loss_travels_through_a_pipeline(tmp_path):
     train(str(run_file), str(one), [*common(run_file), *settings(1)])
     overrides = [*common(run_file), *settings(1), "parallel.pp_degree=2"]
     launch(train, 2, arguments=(str(run_file), str(two), overrides))
-    for found, wanted in zip(metrics_of(two), metrics_of(one), strict=True):
+    for found, wanted in zip(lasting_metrics(two), lasting_metrics(one), strict=True):
         for key, value in wanted.items():
             assert found[key] == pytest.approx(value, rel=TOLERANCE), (wanted["step"], key)
     assert_close(two, one, "checkpoint-4")
