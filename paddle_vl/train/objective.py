@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.batch.packing import real_lengths
 from paddle_vl.train.expert_load import expert_counts, load_summary
 from paddle_vl.train.gauges import Gauge
 from paddle_vl.train.in_step import empty_batch, has_visual, with_unused_image
@@ -106,10 +107,7 @@ class LanguageObjective:
             )
 
     def num_samples(self, batch: Batch) -> int:
-        if "cu_seqlens" not in batch:
-            return batch["input_ids"].shape[0]
-        # A segment that begins with padding is the rest of a row.
-        return int(batch["attention_mask"].reshape(-1)[batch["cu_seqlens"][:-1]].sum())
+        return len(self.lengths(batch))
 
     def num_tokens(self, batch: Batch) -> int:
         return int(batch["attention_mask"].sum())
@@ -118,11 +116,7 @@ class LanguageObjective:
         return batch["input_ids"].size if "cu_seqlens" in batch else 0
 
     def lengths(self, batch: Batch) -> list[int]:
-        mask = batch["attention_mask"]
-        if "cu_seqlens" not in batch:
-            return mask.sum(axis=1).tolist()
-        sums = np.add.reduceat(mask.reshape(-1), batch["cu_seqlens"][:-1])
-        return [length for length in sums.tolist() if length]
+        return real_lengths(batch["attention_mask"], batch.get("cu_seqlens")).tolist()
 
     def asks(self, batch: Batch) -> list[bool]:
         return [has_visual(batch)]

@@ -30,6 +30,7 @@ class _Pending:
     copy: HostCopy
     layout: GaugeLayout
     make_line: MakeLine
+    look_at: Callable[[dict[str, Any]], None]
 
 
 class Reporter:
@@ -60,14 +61,21 @@ class Reporter:
         is_shown = self._processes.is_main and self._config.progress_bar
         self.bar = ProgressBar(num_steps, step, is_shown)
 
-    def collect(self, step: int, gauges: list[Gauge], make_line: MakeLine) -> None:
+    def collect(
+        self,
+        step: int,
+        gauges: list[Gauge],
+        make_line: MakeLine,
+        look_at: Callable[[dict[str, Any]], None],
+    ) -> None:
         """Bring all processes' values of a step together; `write` tells them.
 
         Args:
             make_line: makes a line of them when they are there.
+            look_at: gets the line when it is written, on every process; it may raise.
         """
-        values_PK = self._processes.gathered_values(local_values(gauges))
-        self._pending = _Pending(step, HostCopy(values_PK), GaugeLayout.of(gauges), make_line)
+        copy = HostCopy(self._processes.gathered_values(local_values(gauges)))
+        self._pending = _Pending(step, copy, GaugeLayout.of(gauges), make_line, look_at)
 
     def write(self, step: int | None = None, entries: dict[str, Any] | None = None) -> None:
         """Write what was collected, if anything was, with other entries of the same step.
@@ -79,13 +87,13 @@ class Reporter:
         if pending is not None:
             values = pending.layout.reduced(pending.copy.read())
             line = {"step": pending.step, **pending.make_line(values)}
-        if entries and line and pending.step != step:
+        if line and entries and pending.step != step:
             self._write_line(line)
-            line = {}
-        if entries:
-            line = {"step": step, **line, **entries}
-        if line:
-            self._write_line(line)
+            self._write_line({"step": step, **entries})
+        elif line or entries:
+            self._write_line({"step": step, **line, **(entries or {})})
+        if pending is not None:
+            pending.look_at(line)
 
     def _write_line(self, line: dict[str, Any]) -> None:
         if not self._processes.is_main:
@@ -96,8 +104,10 @@ class Reporter:
 
     def close(self) -> None:
         """Tell what is left, and draw the curve."""
-        self.write()
-        self.bar.close()
-        if self._processes.is_main:
-            self._writers.close()
-            draw_loss_curve(self._file.read(), self._output_dir / CURVE_FILE)
+        try:
+            self.write()
+        finally:
+            self.bar.close()
+            if self._processes.is_main:
+                self._writers.close()
+                draw_loss_curve(self._file.read(), self._output_dir / CURVE_FILE)

@@ -201,26 +201,30 @@ class Trainer:
         entries = {"epoch": round(self._data_place.passes, 4), "learning_rate": rate}
         entries |= reported_rates(self.config.train, rate)
 
+        longest = 0
+
         def line(values: dict[str, Any]) -> dict[str, Any]:
-            made = self.meter.line(values) | {
+            nonlocal longest
+            longest = longest_skip(values)
+            return self.meter.line(values) | {
                 "skipped_samples": int(values["skipped_samples"]),
                 "memory_gb": round(values["memory"] / 1e9, 3),
                 **entries,
                 **objective.line(values),
             }
-            self._check_skipped(longest_skip(values), made)
-            return made
 
-        self.reporter.collect(self.step, gauges, line)
+        def look_at(line: dict[str, Any]) -> None:
+            if longest:
+                self._check_skipped(longest, line)
+
+        self.reporter.collect(self.step, gauges, line, look_at)
 
     def _check_skipped(self, longest: int, line: dict[str, Any]) -> None:
-        """Say that updates were skipped; end the run where too many in a row were.
+        """Say that so many updates in a row were skipped; end the run where that is too many.
 
         Raises:
-            RuntimeError: there were.
+            RuntimeError: it is.
         """
-        if not longest:
-            return
         logger.warning(
             "up to %d updates in a row were skipped since the last report, as a loss or the "
             "gradient norm was not finite; %d of the run so far",
@@ -231,8 +235,8 @@ class Trainer:
             return
         saved = checkpoints.complete_checkpoints(self.output_dir)
         raise RuntimeError(
-            f"{longest} updates in a row were skipped before step {self.step + 1}, as a loss or "
-            "the gradient norm was not finite: train.max_nonfinite_steps is reached. "
+            f"{longest} updates in a row were skipped up to step {line['step']}, as a loss or the "
+            "gradient norm was not finite: train.max_nonfinite_steps is reached. "
             + (f"The last checkpoint is {saved[-1][1]}. " if saved else "")
             + "Look at the data of these steps, or lower train.learning_rate"
         )
