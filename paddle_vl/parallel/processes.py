@@ -39,7 +39,8 @@ class FleetProcesses:
     ) -> tuple[list[int], int | None]:
         own = [count if self.counts_data else 0 for count in counts]
         message = paddle.to_tensor([*own, signal or 0], dtype="int64", place=paddle.CPUPlace())
-        everyone: list[Tensor] = []
+        # Paddle would make them on the GPU, where this group does not reach.
+        everyone = [message.clone() for _ in range(self.topology.world_size)]
         dist.all_gather(everyone, message, group=self._host_group)
         numbers_PK = np.stack([numbers.numpy() for numbers in everyone])
         *totals, _ = numbers_PK.sum(axis=0).tolist()
