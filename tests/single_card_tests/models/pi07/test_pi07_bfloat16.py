@@ -3,12 +3,13 @@
 Pinned here, for both attention implementations, forward and backward of every hand-written
 gradient: norms, rotary angles, eager scores and their softmax, the flow and both losses compute in
 float32, the time's code in float64; all other matrices, the tower's attention and what lies between
-layers stay in bfloat16; no operator mixes dtypes and leaves the choice to Paddle; without any
-single one of the casts these checks fail.
+layers, or travels between the parts of a pipeline, stay in bfloat16; no operator mixes dtypes and
+leaves the choice to Paddle; without any single one of the casts these checks fail.
 """
 
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import paddle
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
 from paddle_vl.models.pi07.prefix_layout import Presence
+from paddle_vl.models.pi07.stage import PI07LowLevelStage
 from tests.pi07_golden import case, config_values
 from tests.traced import Cast, Operator, trace
 
@@ -28,10 +30,11 @@ CAMERA_FIELDS = {
 WIDE = {"rsqrt", "cos", "sin", "softmax", "cross_entropy_with_softmax", "square", "mean"}
 NARROW = {"scaled_dot_product_attention", "gelu", "silu", "embedding", "pool2d"}
 LAYERS, TOWER_LAYERS = 2, 2
+EVERYTHING = Presence(True, True, True)
 
 
-def run_model(implementation: str) -> None:
-    """Losses of case 01, of fewer layers: three frames, every optional part."""
+def model_and_batch(implementation: str) -> tuple[PI07LowLevelFlowMatching, dict[str, Any]]:
+    """Those of case 01, of fewer layers: three frames, every optional part."""
     description, tensors = case("01_all_fields")
     values = config_values(description, attention_implementation=implementation)
     vlm = values["vlm_config"]
@@ -55,7 +58,12 @@ def run_model(implementation: str) -> None:
     }
     for many, one in CAMERA_FIELDS.items():
         batch[many] = [batch.pop(f"{one}{i}") for i in range(2)]
-    model(batch, Presence(True, True, True), per_sample=True)
+    return model, batch
+
+
+def run_model(implementation: str) -> None:
+    model, batch = model_and_batch(implementation)
+    model(batch, EVERYTHING, per_sample=True)
 
 
 def violations(operators: list[Operator], casts: list[Cast], implementation: str) -> list[str]:
@@ -95,6 +103,17 @@ def test_every_operator_has_the_dtype_it_should(traced):
     assert names["softmax"] == (2 * LAYERS if implementation == "eager" else 0)
     loss = next(op for op in operators if op.name == "cross_entropy_with_softmax")
     assert loss.gives == ("float32", "float32")
+
+
+def test_parts_of_a_pipeline_exchange_bfloat16():
+    def run_parts() -> None:
+        model, batch = model_and_batch("eager")
+        batch |= {"presence": EVERYTHING, "delay": paddle.static.data("delay", [2], "int64")}
+        arrived_R = PI07LowLevelStage(model, range(1))(batch)
+        assert "bfloat16" in str(arrived_R.dtype).lower()
+        PI07LowLevelStage(model, range(1, LAYERS))(batch, arrived_R)
+
+    assert violations(*trace(run_parts), "eager") == []
 
 
 def test_no_cast_can_be_dropped():
