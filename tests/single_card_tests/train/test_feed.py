@@ -279,6 +279,8 @@ def test_steps_with_copies_read_nothing_from_the_device(monkeypatch, tmp_path, r
     trainer = trainer_for(run_files[family], tmp_path)
     trainer.optimizer.masks_updates = True
     trainer.train_one_step()
+    # Its own two and those of the next step.
+    assert trainer.data.batches_consumed == 4
     with record_host_reads() as reads:
         for _ in range(2):
             trainer.train_one_step()
