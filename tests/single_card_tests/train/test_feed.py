@@ -286,3 +286,12 @@ def test_steps_with_copies_read_nothing_from_the_device(monkeypatch, tmp_path, r
             trainer.train_one_step()
     trainer.feed.close()
     assert [place for place in reads if not place.startswith(OF_THE_CPU)] == []
+
+
+def test_settings_reach_the_feed(monkeypatch, tmp_path, run_files):
+    asked = []
+    monkeypatch.setattr(trainer_module, "device_copies", lambda *arguments: asked.append(arguments))
+    settings = ["data.pin_memory=false", "logging.data_wait_warning_s=7"]
+    trainer = trainer_for(run_files["language"], tmp_path, *settings)
+    assert asked == [(False, True)]
+    assert trainer.feed._watch._after_s == 7.0
