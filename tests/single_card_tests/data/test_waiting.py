@@ -55,6 +55,17 @@ def test_without_workers_it_is_this_process_and_its_sample(pipe):
         )
 
 
+def test_a_process_that_collates_is_at_no_sample():
+    loader, told = PrefetchLoader(NumberDataset(6), lambda _: tell(), 3, **EVALUATE), []
+
+    def tell() -> dict:
+        told.append(loader.waiting_for())
+        return {}
+
+    next(loader)
+    assert told[0].endswith("(data.num_workers is 0) and is between samples")
+
+
 def test_the_batch_is_the_one_that_is_asked_for_on_its_rank():
     loader = PrefetchLoader(NumberDataset(8), stack_numbers, 2, **EVALUATE, rank=1, size=2)
     assert loader.waiting_for() == "no batch was asked for"
