@@ -21,10 +21,14 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers, read_header
+from paddle_vl.models.checkpoint.safetensors_io import read_header
 from paddle_vl.train.build import build_trainer
+from tests.finished_runs import (
+    arrays_of,
+    assert_close,
+    assert_equal_runs,
+)
 from tests.launch import launch
-from tests.run_metrics import lasting, metrics_of
 from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
 
 SP = "parallel.sequence_parallel=true"
@@ -51,7 +55,6 @@ HEAVY = {
 }
 # Samples of a micro-batch over all processes.
 GLOBAL_BATCH = 4
-TOLERANCE = 1e-5
 
 
 def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
@@ -128,36 +131,6 @@ def several(request, run_file, tmp_path_factory) -> Path:
     return output_dir
 
 
-def lasting_metrics(folder: Path) -> list[dict]:
-    return lasting(metrics_of(folder))
-
-
-def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every parameter and every state of the optimizer, whole."""
-    stored = {
-        **read_checkpoint_headers(checkpoint, "model"),
-        **read_checkpoint_headers(checkpoint, "optimizer"),
-    }
-    return {name: tensor.read() for name, tensor in stored.items()}
-
-
-def assert_equal_runs(found: Path, wanted: Path) -> None:
-    """Every metric, and every parameter and moment within the tolerance of its largest entry."""
-    for ours, theirs in zip(lasting_metrics(found), lasting_metrics(wanted), strict=True):
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert ours[key] == pytest.approx(value, rel=TOLERANCE), (theirs["step"], key)
-    assert_close(found, wanted)
-
-
-def assert_close(found: Path, wanted: Path) -> None:
-    arrays, expected = arrays_of(found / "checkpoint-4"), arrays_of(wanted / "checkpoint-4")
-    assert arrays.keys() == expected.keys()
-    for key, array in expected.items():
-        error = np.abs(arrays[key] - array).max()
-        assert error <= TOLERANCE * max(np.abs(array).max(), 1e-6), key
-
-
 def test_every_step_and_every_parameter_equal_one_device(several, one_device):
     assert_equal_runs(several, one_device)
 
@@ -176,7 +149,7 @@ def test_one_process_continues_what_several_saved(several, one_device, run_file,
     shutil.copytree(several / "checkpoint-2", tmp_path / "checkpoint-2")
     overrides = [*common(run_file), *batches(GLOBAL_BATCH, 2)]
     train(str(run_file), str(tmp_path), [*overrides, "train.resume_from_checkpoint=auto"])
-    assert_close(tmp_path, one_device)
+    assert_close(arrays_of(tmp_path / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
 
 
 def test_every_tensor_is_in_one_file(several):

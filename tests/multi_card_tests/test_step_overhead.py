@@ -24,8 +24,8 @@ from paddle_vl.train.build import build_trainer
 from paddle_vl.train.gauges import Gauge
 from paddle_vl.train.phases import Phase
 from step_counts import NO_PHASE, counted_turn
+from tests.finished_runs import metrics_of
 from tests.launch import launch
-from tests.run_metrics import metrics_of
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 TOPOLOGIES = {"dp2": "parallel.dp_degree=2", "pp2": "parallel.pp_degree=2"}

@@ -21,10 +21,13 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.models.checkpoint import sharded
-from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.train.build import build_trainer
+from tests.finished_runs import (
+    arrays_of,
+    assert_close,
+    assert_equal_runs,
+)
 from tests.launch import launch
-from tests.run_metrics import lasting, metrics_of
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
 
@@ -64,7 +67,6 @@ MODEL = TINY_MODEL | {
 }
 # Samples of a micro-batch over all processes.
 GLOBAL_BATCH = 4
-TOLERANCE = 1e-5
 
 
 def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
@@ -142,34 +144,8 @@ def several(request, run_file, tmp_path_factory) -> Path:
     return output_dir
 
 
-def lasting_metrics(folder: Path) -> list[dict]:
-    return lasting(metrics_of(folder))
-
-
-def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every parameter and every state of the optimizer, whole."""
-    stored = {
-        **read_checkpoint_headers(checkpoint, "model"),
-        **read_checkpoint_headers(checkpoint, "optimizer"),
-    }
-    return {name: tensor.read() for name, tensor in stored.items()}
-
-
-def assert_close(found: Path, wanted: Path, checkpoint: str) -> None:
-    """Every parameter and every moment within the tolerance of its largest entry."""
-    arrays, expected = arrays_of(found / checkpoint), arrays_of(wanted / checkpoint)
-    assert arrays.keys() == expected.keys()
-    for key, array in expected.items():
-        error = np.abs(arrays[key] - array).max()
-        assert error <= TOLERANCE * max(np.abs(array).max(), 1e-6), key
-
-
 def test_every_step_and_every_parameter_equal_one_device(several, one_device):
-    for found, wanted in zip(lasting_metrics(several), lasting_metrics(one_device), strict=True):
-        assert found.keys() == wanted.keys()
-        for key, value in wanted.items():
-            assert found[key] == pytest.approx(value, rel=TOLERANCE), (wanted["step"], key)
-    assert_close(several, one_device, "checkpoint-4")
+    assert_equal_runs(several, one_device)
 
 
 def test_a_resumed_run_is_bit_identical(several):
@@ -182,7 +158,7 @@ def test_one_process_continues_what_several_saved(several, one_device, run_file,
     shutil.copytree(several / "checkpoint-2", tmp_path / "checkpoint-2")
     overrides = [*common(run_file), *settings(1), "train.resume_from_checkpoint=auto"]
     train(str(run_file), str(tmp_path), overrides)
-    assert_close(tmp_path, one_device, "checkpoint-4")
+    assert_close(arrays_of(tmp_path / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
 
 
 def test_another_topology_continues_what_all_processes_wrote(run_file, one_device, tmp_path):
@@ -203,7 +179,7 @@ def test_another_topology_continues_what_all_processes_wrote(run_file, one_devic
     launch(
         worker_of_many_files, 4, arguments=(str(run_file), str(then), [*common(run_file), *other])
     )
-    assert_close(then, one_device, "checkpoint-4")
+    assert_close(arrays_of(then / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
 
 
 @pytest.mark.heavy
@@ -217,4 +193,4 @@ def test_processes_with_nothing_to_train_keep_in_step(run_file, tmp_path, frozen
     parts = 2 if topology[0] in SHARDING else 1
     overrides = [*common(run_file), *settings(parts), *topology, frozen]
     launch(worker_of_many_files, 2, arguments=(str(run_file), str(two), overrides))
-    assert_close(two, one, "checkpoint-4")
+    assert_close(arrays_of(two / "checkpoint-4"), arrays_of(one / "checkpoint-4"))

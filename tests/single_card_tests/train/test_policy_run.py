@@ -20,7 +20,7 @@ from paddle_vl.models.pi07.policy.planner import PI07HighLevelPlanner
 from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.families.policy_evaluation import policy_losses, policy_report
-from tests.run_metrics import lasting, metrics_of
+from tests.finished_runs import lasting, metrics_of
 from tests.single_card_tests.train.batches import count_calls
 from tests.single_card_tests.train.tiny_policy_run import (
     MODEL,

@@ -24,8 +24,8 @@ from paddle_vl.train.build import build_trainer
 from paddle_vl.train.checkpoint import model_folder
 from paddle_vl.train.progress import ProgressBar
 from paddle_vl.train.run_starts import read_starts
-from tests.run_metrics import lasting
-from tests.run_metrics import metrics_of as run_metrics
+from tests.finished_runs import lasting
+from tests.finished_runs import metrics_of as run_metrics
 from tests.single_card_tests.train.batches import outcome
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
