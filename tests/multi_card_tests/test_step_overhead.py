@@ -64,9 +64,9 @@ def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
         own_sums.append(value.clone())
         return sum_over_all(value)
 
-    def seen_report(step, gauges, make_line):
+    def seen_report(step, gauges, make_line, *others):
         collected.append((step, gauges, make_line))
-        collect(step, gauges, make_line)
+        collect(step, gauges, make_line, *others)
 
     trainer.turn, trainer.train_one_step = counted, seen_step
     trainer.processes.sum_over_all, trainer.reporter.collect = seen_sum, seen_report
