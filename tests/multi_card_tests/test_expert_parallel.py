@@ -13,16 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.finished_runs import (
+    TOLERANCE,
+    arrays_of,
+    assert_close,
+    assert_equal_runs,
+    lasting_metrics,
+)
 from tests.launch import launch
 from tests.multi_card_tests.test_training import (
     MODEL,
     SHARDING,
     SP,
-    TOLERANCE,
-    arrays_of,
-    assert_close,
     common,
-    lasting_metrics,
     train,
     worker,
 )
@@ -89,7 +92,7 @@ def test_every_step_and_every_parameter_equal_one_device(several, one_device):
             # Padding is counted, and there is less of it in smaller batches.
             if not key.startswith("tokens_per_expert"):
                 assert found[key] == pytest.approx(value, rel=TOLERANCE), (wanted["step"], key)
-    assert_close(several, one_device, "checkpoint-4")
+    assert_close(arrays_of(several / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
     experts = arrays_of(several / "checkpoint-4")[
         "model.language_model.layers.0.mlp.experts.down_proj"
     ]
@@ -106,7 +109,7 @@ def test_one_process_continues_what_several_saved(several, one_device, run_file,
     shutil.copytree(several / "checkpoint-2", tmp_path / "checkpoint-2")
     overrides = [*common(run_file), *settings(1), "train.resume_from_checkpoint=auto"]
     train(str(run_file), str(tmp_path), overrides)
-    assert_close(tmp_path, one_device, "checkpoint-4")
+    assert_close(arrays_of(tmp_path / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
 
 
 def test_the_load_balancing_loss_travels_through_a_pipeline(tmp_path):
@@ -120,7 +123,4 @@ def test_the_load_balancing_loss_travels_through_a_pipeline(tmp_path):
     train(str(run_file), str(one), [*common(run_file), *settings(1)])
     overrides = [*common(run_file), *settings(1), "parallel.pp_degree=2"]
     launch(train, 2, arguments=(str(run_file), str(two), overrides))
-    for found, wanted in zip(lasting_metrics(two), lasting_metrics(one), strict=True):
-        for key, value in wanted.items():
-            assert found[key] == pytest.approx(value, rel=TOLERANCE), (wanted["step"], key)
-    assert_close(two, one, "checkpoint-4")
+    assert_equal_runs(two, one)
