@@ -156,8 +156,8 @@ def measure(degrees: dict) -> None:
     from paddle_vl.parallel.processes import FleetProcesses
     from paddle_vl.parallel.topology import initialize
     from paddle_vl.train.build_model import model_shape
+    from paddle_vl.train.feeding.micro_batch import counted
     from paddle_vl.train.layout import Layout, parallel_degrees
-    from paddle_vl.train.micro_batch import counted
     from paddle_vl.train.objective import LANGUAGE
     from paddle_vl.train.optimizer import Optimizer
     from paddle_vl.train.step import train_step

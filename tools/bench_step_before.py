@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import paddle
 
-from paddle_vl.train.feed import BatchFeed
+from paddle_vl.train.feeding.feed import BatchFeed
 from paddle_vl.train.objective import weighted
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.random_state import seed_step

@@ -14,16 +14,16 @@ from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import initialize
-from paddle_vl.train.data_wait import watched
-from paddle_vl.train.device_peaks import device_peak
 from paddle_vl.train.evaluate import MeanLosses, mean_losses
 from paddle_vl.train.families.choice import model_family
+from paddle_vl.train.feeding.data_wait import watched
 from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.processes import ONE_PROCESS
 from paddle_vl.train.random_state import seed_everything
+from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
 from paddle_vl.train.trainer import Trainer
 

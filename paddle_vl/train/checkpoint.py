@@ -2,8 +2,8 @@
 
     output_dir/
       config.yaml                 resolved configuration
-      run.json                    see paddle_vl.train.run_record
-      metrics.jsonl loss.png      see paddle_vl.train.metrics
+      run.json                    see paddle_vl.train.reporting.run_record
+      metrics.jsonl loss.png      see paddle_vl.train.reporting.metrics
       checkpoint-STEP/            model and processor files of HF, so that it loads as a model,
         optimizer.safetensors     `HF name/state` arrays; like the weights in several files and an
                                   index of them when they are large or several processes write

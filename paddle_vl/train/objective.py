@@ -13,10 +13,10 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.packing import real_lengths
-from paddle_vl.train.expert_load import expert_counts, load_summary
-from paddle_vl.train.gauges import Gauge
-from paddle_vl.train.in_step import empty_batch, has_visual, with_unused_image
+from paddle_vl.train.feeding.in_step import empty_batch, has_visual, with_unused_image
 from paddle_vl.train.phases import Phase, phase
+from paddle_vl.train.reporting.expert_load import expert_counts, load_summary
+from paddle_vl.train.reporting.gauges import Gauge
 
 Batch = dict[str, Any]
 _HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})

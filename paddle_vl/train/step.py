@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.train.micro_batch import MicroBatch, totals_of
+from paddle_vl.train.feeding.micro_batch import MicroBatch, totals_of
 from paddle_vl.train.objective import LANGUAGE, Batch, Objective, no_terms
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase

@@ -13,20 +13,20 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.models.checkpoint.pretrained import DEFAULT_SHARD_BYTES
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
-from paddle_vl.train.device_copies import device_copies
 from paddle_vl.train.evaluate import MeanLosses
-from paddle_vl.train.feed import BatchFeed, DataPlace, TrainingData
-from paddle_vl.train.gauges import Gauge
-from paddle_vl.train.memory_in_use import memory_in_use
-from paddle_vl.train.metrics import StepMeter, longest_skip
+from paddle_vl.train.feeding.device_copies import device_copies
+from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, TrainingData
 from paddle_vl.train.objective import Batch
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.part_rates import reported_rates
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.random_state import seed_step
-from paddle_vl.train.reporter import Reporter
-from paddle_vl.train.run_record import RunRecord
+from paddle_vl.train.reporting.gauges import Gauge
+from paddle_vl.train.reporting.memory_in_use import memory_in_use
+from paddle_vl.train.reporting.metrics import StepMeter, longest_skip
+from paddle_vl.train.reporting.reporter import Reporter
+from paddle_vl.train.reporting.run_record import RunRecord
 from paddle_vl.train.schedule import learning_rate
 from paddle_vl.train.step import StepOutcome, WholeModel, agree_on_step, train_step
 from paddle_vl.train.step_trace import StepTrace

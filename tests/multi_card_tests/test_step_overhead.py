@@ -21,8 +21,8 @@ import pytest
 from paddle_vl.config.load import load_run_config
 from paddle_vl.parallel.recorder import first_difference
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.gauges import Gauge
 from paddle_vl.train.phases import Phase
+from paddle_vl.train.reporting.gauges import Gauge
 from step_counts import NO_PHASE, counted_turn
 from tests.finished_runs import metrics_of
 from tests.launch import launch
@@ -126,7 +126,7 @@ def test_nothing_is_read_but_a_report_in_the_step_behind_its_own(ranks):
         assert {step: len(places) for step, places in reads.items() if places} == dict.fromkeys(
             behind, 1
         )
-        assert all(reads[step][0].startswith("train/host_copy.py") for step in behind)
+        assert all(reads[step][0].startswith("train/reporting/host_copy.py") for step in behind)
 
 
 def test_a_steady_step_sends_one_message_and_one_sum_besides_its_parallelism(ranks):

@@ -1,7 +1,7 @@
 """The golden training trajectory: AdamW on one batch, decay on every parameter, clipping at 1."""
 
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.train.micro_batch import counted
+from paddle_vl.train.feeding.micro_batch import counted
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.step import WholeModel, train_step
 

@@ -9,9 +9,9 @@ from paddle import Tensor, nn
 
 from paddle_vl.models.pi07.flow_matching import as_tensors
 from paddle_vl.models.pi07.prefix_layout import Presence, presence_of
-from paddle_vl.train.gauges import Gauge
 from paddle_vl.train.objective import Batch
 from paddle_vl.train.phases import Phase, phase
+from paddle_vl.train.reporting.gauges import Gauge
 
 
 class PolicyObjective:

@@ -15,8 +15,8 @@ from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.data.collate import PackedCollator, VLCollator
 from paddle_vl.models.qwen3_vl.flops import Qwen3VLFlops
+from paddle_vl.train.feeding.in_step import with_unused_image
 from paddle_vl.train.freeze import freeze_parameters, trained_names
-from paddle_vl.train.in_step import with_unused_image
 from tests.counted_products import counted_products
 from tests.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
 

@@ -5,7 +5,7 @@ import paddle
 
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.visual_index import host_visual_indices
-from paddle_vl.train.micro_batch import MicroBatch, counted
+from paddle_vl.train.feeding.micro_batch import MicroBatch, counted
 from paddle_vl.train.objective import LANGUAGE
 from paddle_vl.train.step import StepOutcome, StepTotals
 from tests.tiny import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows

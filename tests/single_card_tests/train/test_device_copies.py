@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.train.device_copies import DeviceCopies, device_copies
+from paddle_vl.train.feeding.device_copies import DeviceCopies, device_copies
 from tests.single_card_tests.train.fake_device import FakeDevice
 
 

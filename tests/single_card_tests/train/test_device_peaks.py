@@ -11,7 +11,7 @@ import logging
 import paddle
 import pytest
 
-from paddle_vl.train.device_peaks import device_peak, known_peak
+from paddle_vl.train.reporting.device_peaks import device_peak, known_peak
 
 BFLOAT16 = {
     "NVIDIA H200": 989.5,

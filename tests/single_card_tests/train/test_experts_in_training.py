@@ -16,10 +16,10 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.expert_load import expert_counts
-from paddle_vl.train.gauges import GaugeLayout, local_values
 from paddle_vl.train.objective import LANGUAGE
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
+from paddle_vl.train.reporting.expert_load import expert_counts
+from paddle_vl.train.reporting.gauges import GaugeLayout, local_values
 from paddle_vl.train.step import WholeModel
 from tests.single_card_tests.train.batches import image_batch, split_batch
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run

@@ -18,11 +18,11 @@ from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.train import data_wait, feed
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.device_copies import DeviceCopies
-from paddle_vl.train.feed import BatchFeed
+from paddle_vl.train.feeding import data_wait, feed
+from paddle_vl.train.feeding.device_copies import DeviceCopies
+from paddle_vl.train.feeding.feed import BatchFeed
 from paddle_vl.train.host_reads import record_host_reads
 from paddle_vl.train.objective import LANGUAGE
 from tests.single_card_tests.data.probe_datasets import HeldDataset, token_rows

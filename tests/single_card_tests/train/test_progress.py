@@ -14,8 +14,8 @@ import sys
 import pytest
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from paddle_vl.train import progress
-from paddle_vl.train.progress import ProgressBar
+from paddle_vl.train.reporting import progress
+from paddle_vl.train.reporting.progress import ProgressBar
 
 LINE = {"step": 2, "loss": 0.1234, "learning_rate": 1e-3, "tokens_per_second": 4321.0}
 

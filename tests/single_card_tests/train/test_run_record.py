@@ -16,8 +16,14 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.train.run_record import RunRecord, git_state, overrides_in, start_entry, versions
-from paddle_vl.train.run_starts import RUN_FILE, read_starts
+from paddle_vl.train.reporting.run_record import (
+    RunRecord,
+    git_state,
+    overrides_in,
+    start_entry,
+    versions,
+)
+from paddle_vl.train.reporting.run_starts import RUN_FILE, read_starts
 
 
 @pytest.fixture
@@ -72,7 +78,9 @@ def test_entry_says_from_what_and_with_what(tmp_path, config, monkeypatch):
 
 
 def test_versions_leave_out_what_is_not_installed(monkeypatch):
-    monkeypatch.setattr("paddle_vl.train.run_record.PACKAGES", ("numpy", "no-such-package"))
+    monkeypatch.setattr(
+        "paddle_vl.train.reporting.run_record.PACKAGES", ("numpy", "no-such-package")
+    )
     assert list(versions())[:2] == ["python", "numpy"]
     assert "no-such-package" not in versions()
 

@@ -22,8 +22,8 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.checkpoint import model_folder
-from paddle_vl.train.progress import ProgressBar
-from paddle_vl.train.run_starts import read_starts
+from paddle_vl.train.reporting.progress import ProgressBar
+from paddle_vl.train.reporting.run_starts import read_starts
 from tests.finished_runs import lasting
 from tests.finished_runs import metrics_of as run_metrics
 from tests.single_card_tests.train.batches import outcome

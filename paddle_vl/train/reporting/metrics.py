@@ -18,7 +18,7 @@ Keys of a line:
         data.packing, the share of real tokens in rows. Of these, as of times, a run that continues
         begins anew.
     `target_tokens`, `skipped_updates` and `skipped_samples` of the whole run so far.
-    `tokens_per_expert_min`, `_mean` and `_max`, see `paddle_vl.train.expert_load`.
+    `tokens_per_expert_min`, `_mean` and `_max`, see `paddle_vl.train.reporting.expert_load`.
     `eval_loss` in steps that evaluate, of a policy with its terms. A line of an evaluation between
         two reports has `step` and the evaluation's entries only.
 What is not said to be of the run is since the last line, or start.
@@ -32,9 +32,9 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.train.gauges import Gauge
-from paddle_vl.train.micro_batch import MicroBatch
+from paddle_vl.train.feeding.micro_batch import MicroBatch
 from paddle_vl.train.objective import LANGUAGE, Objective, weighted
+from paddle_vl.train.reporting.gauges import Gauge
 from paddle_vl.train.step import StepOutcome
 
 Values = Mapping[str, Any]

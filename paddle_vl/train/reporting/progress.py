@@ -65,7 +65,7 @@ class ProgressBar:
         """Show the last known losses, rate and speed.
 
         Args:
-            line: of the metrics, see `paddle_vl.train.metrics`.
+            line: of the metrics, see `paddle_vl.train.reporting.metrics`.
         """
         self._line |= line
         parts = [

@@ -27,7 +27,7 @@ import paddle
 
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.train.layout import parallel_degrees
-from paddle_vl.train.run_starts import RUN_FILE, read_starts
+from paddle_vl.train.reporting.run_starts import RUN_FILE, read_starts
 
 # What a run computes with; of those that are absent nothing is said.
 PACKAGES = (

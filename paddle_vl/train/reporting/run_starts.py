@@ -1,4 +1,4 @@
-"""Reading run.json, which `paddle_vl.train.run_record` writes."""
+"""Reading run.json, which `paddle_vl.train.reporting.run_record` writes."""
 
 import json
 from pathlib import Path

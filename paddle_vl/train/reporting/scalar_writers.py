@@ -5,8 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paddle_vl.train.metric_groups import tag_of
-from paddle_vl.train.metrics_file import Line, numbers_of
+from paddle_vl.train.reporting.metric_groups import tag_of
+from paddle_vl.train.reporting.metrics_file import Line, numbers_of
 
 
 class _Kind(NamedTuple):

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from paddle_vl.train.data_wait import WaitWatch
-from paddle_vl.train.device_copies import DeviceCopies
-from paddle_vl.train.micro_batch import MicroBatch, counted
+from paddle_vl.train.feeding.data_wait import WaitWatch
+from paddle_vl.train.feeding.device_copies import DeviceCopies
+from paddle_vl.train.feeding.micro_batch import MicroBatch, counted
 from paddle_vl.train.objective import Batch, Objective
 from paddle_vl.train.phases import Phase, phase
 

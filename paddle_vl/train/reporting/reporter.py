@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.config.schema import LoggingConfig
-from paddle_vl.train.gauges import Gauge, GaugeLayout, local_values
-from paddle_vl.train.host_copy import HostCopy
-from paddle_vl.train.loss_curve import CURVE_FILE, draw_loss_curve
-from paddle_vl.train.metrics_file import METRICS_FILE, MetricsFile
 from paddle_vl.train.processes import SingleProcess
-from paddle_vl.train.progress import ProgressBar
-from paddle_vl.train.scalar_writers import ScalarWriters
+from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, local_values
+from paddle_vl.train.reporting.host_copy import HostCopy
+from paddle_vl.train.reporting.loss_curve import CURVE_FILE, draw_loss_curve
+from paddle_vl.train.reporting.metrics_file import METRICS_FILE, MetricsFile
+from paddle_vl.train.reporting.progress import ProgressBar
+from paddle_vl.train.reporting.scalar_writers import ScalarWriters
 
 logger = logging.getLogger(__name__)
 # The values of all processes by gauge, to a metrics line.

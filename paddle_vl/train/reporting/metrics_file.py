@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, each with its `step`; see `paddle_vl.train.metrics`."""
+"""metrics.jsonl: one JSON object a line, each with its `step`; `metrics` says what else."""
 
 import json
 import math
