@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.cli.launcher import launch
+from paddle_vl.parallel.launcher import launch
 
 MODEL_HELP = (
     "a model folder (config.json, weights, processor files), a folder of adapters in PEFT's "
@@ -26,19 +26,9 @@ def add_train(subparsers: argparse._SubParsersAction) -> None:
         epilog=_train_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file with the run's settings")
-    parser.add_argument(
-        "overrides",
-        metavar="section.name=value",
-        nargs="*",
-        help="setting to use instead of the file's, the value in YAML",
-    )
-    parser.add_argument(
-        "--nproc",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="start N processes on this machine through Paddle's launcher (default 1); "
+    add_run(
+        parser,
+        "start N processes on this machine through Paddle's launcher (default 1); "
         "parallel.*_degree must multiply to N",
     )
     parser.set_defaults(run=train)
@@ -304,6 +294,18 @@ def _add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
 
 def _media(kind: str, file: str) -> tuple[str, str]:
     return kind, file
+
+
+def add_run(parser: argparse.ArgumentParser, nproc_help: str) -> None:
+    """The arguments that say which run it is, with which settings and in how many processes."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with the run's settings")
+    parser.add_argument(
+        "overrides",
+        metavar="section.name=value",
+        nargs="*",
+        help="setting to use instead of the file's, the value in YAML",
+    )
+    parser.add_argument("--nproc", type=positive, default=1, metavar="N", help=nproc_help)
 
 
 def positive(text: str) -> int:

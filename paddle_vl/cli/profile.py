@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paddle_vl.cli.commands import configure_runtime, positive
-from paddle_vl.cli.launcher import launch
+from paddle_vl.cli.commands import add_run, configure_runtime, positive
+from paddle_vl.parallel.launcher import launch
 
 _SHARDING = ("none", "dp", "stage1", "stage2", "stage3")
 _EPILOG = """\
@@ -39,20 +39,7 @@ def add_profile(subparsers: argparse._SubParsersAction) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file with the run's settings")
-    parser.add_argument(
-        "overrides",
-        metavar="section.name=value",
-        nargs="*",
-        help="setting to use instead of the file's, the value in YAML",
-    )
-    parser.add_argument(
-        "--nproc",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="processes on this machine, as of `paddle-vl train` (default 1)",
-    )
+    add_run(parser, "processes on this machine, as of `paddle-vl train` (default 1)")
     parser.add_argument(
         "--warmup", type=int, default=5, metavar="N", help="steps before it counts (default 5)"
     )

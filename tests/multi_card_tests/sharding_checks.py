@@ -1,4 +1,7 @@
-"""Checks that run on every rank of a sharding group; see `test_sharding`."""
+"""Checks that run on every rank of a sharding group; see `test_sharding`.
+
+A little over 350 lines: one launch runs them all, and starting processes costs more than they do.
+"""
 
 import gc
 from functools import partial

@@ -8,6 +8,8 @@ so do sampled actions. Fresh weights and saved files are those of one device. Ea
 encoded once; a frozen tower costs one collective and no gradient. All ranks send the same
 collectives in the same order. Dropout is the same on ranks that have the same rows, and another
 where each has its own. The oracle is the single-device model on the same weights.
+
+Over 350 lines: one launch per number of ranks runs all of it.
 """
 
 import tempfile
