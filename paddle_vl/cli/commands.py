@@ -28,26 +28,65 @@ def add_train(subparsers: argparse._SubParsersAction) -> None:
     )
     add_run(
         parser,
-        "start N processes on this machine through Paddle's launcher (default 1); "
-        "parallel.*_degree must multiply to N",
+        "start N ranks on this machine (default 1); parallel.*_degree must multiply to N. fleetrun "
+        "starts them on several machines",
+    )
+    parser.add_argument(
+        "--max_restarts",
+        "--max-restarts",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="when a rank dies in training, start again from the last good checkpoint, up to N "
+        "times (default 0)",
+    )
+    parser.add_argument(
+        "--min_nproc",
+        "--min-nproc",
+        type=positive,
+        metavar="N",
+        help="start again with fewer ranks, N at least: parallel.dp_degree and sharding_degree "
+        "shrink and train.per_device_train_batch_size grows, so that the numbers stay the same "
+        "(default: with as many)",
     )
     parser.set_defaults(run=train)
 
 
 def train(options: argparse.Namespace) -> int:
-    """Train; a run that was stopped by a signal ends with 128 + its number."""
+    """Train; a run that was stopped by a signal and saved ends with 128 + its number."""
     from paddle_vl.config.load import load_run_config
 
     config = load_run_config(options.config, options.overrides)
-    if options.nproc > 1:
-        arguments = ["train", options.config, *options.overrides]
-        return launch(arguments, options.nproc, Path(config.train.output_dir) / "log")
+    if options.nproc > 1 or options.max_restarts > 0:
+        return _train_in_ranks(options, config)
 
-    configure_runtime()
-    from paddle_vl.train.build import build_trainer
+    from paddle_vl.train.stop_signals import StopSignals
 
-    signal_number = build_trainer(config).run()
+    with StopSignals() as stop:
+        configure_runtime()
+        from paddle_vl.train.build import build_trainer
+
+        signal_number = build_trainer(config).run(stop)
     return 0 if signal_number is None else 128 + signal_number
+
+
+def _train_in_ranks(options: argparse.Namespace, config: Any) -> int:
+    from paddle_vl.train.restarts import Restarts
+
+    restarts = Restarts(
+        ["train", options.config, *options.overrides],
+        config,
+        options.nproc,
+        options.max_restarts,
+        options.min_nproc,
+    )
+    return launch(
+        restarts.arguments,
+        options.nproc,
+        Path(config.train.output_dir) / "log",
+        config.train.stop_grace_s,
+        restarts.after,
+    )
 
 
 def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
@@ -315,6 +354,13 @@ def positive(text: str) -> int:
     return value
 
 
+def natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
+
+
 def _train_epilog() -> str:
     from paddle_vl.config.schema import setting_descriptions
 
@@ -335,7 +381,10 @@ def _train_epilog() -> str:
         "  checkpoint-STEP/   everything to continue from, also loads as a model",
         "  final/             the trained model in HF's layout, for evaluate and generate",
         "With model.lora, the last two hold adapters in PEFT's format instead of a model.",
-        "Ctrl-C or SIGTERM finishes the step, saves a checkpoint and exits with 130 or 143.",
+        "  log/               with --nproc, workerlog.RANK of every rank",
+        "",
+        "Ctrl-C, SIGTERM or a closed terminal finishes the step, saves a checkpoint and exits with",
+        "130, 143 or 129; once more ends at once, with 1. See train.stop_grace_s.",
         "",
         "settings (default):",
     ]

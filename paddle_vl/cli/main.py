@@ -17,7 +17,9 @@ from typing import NoReturn
 from paddle_vl.cli import commands
 from paddle_vl.cli.profile import add_profile
 from paddle_vl.cli.report import add_report
+from paddle_vl.parallel.launcher import RANK_LOG_VARIABLE
 
+logger = logging.getLogger("paddle_vl")
 DEBUG_VARIABLE = "PADDLE_VL_DEBUG"
 PACKAGE = Path(__file__).resolve().parents[1]
 INTERRUPTED = 130
@@ -25,7 +27,13 @@ INTERRUPTED = 130
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
     """`main` as a whole process, which ends with its exit code."""
-    code = main(arguments)
+    try:
+        code = main(arguments)
+    except Exception:
+        if rank_log := os.environ.get(RANK_LOG_VARIABLE):
+            with open(rank_log, "a", encoding="utf-8") as stream:
+                traceback.print_exc(file=stream)
+        raise
     if int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1:
         # The store of paddlepaddle 3.3.1 keeps a thread that reads from the other processes; when
         # these leave while libc tears its library down, it aborts a run that is done.
@@ -44,18 +52,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parse(build_parser(), arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    if rank_log := os.environ.get(RANK_LOG_VARIABLE):
+        # Rank 0 has the terminal; what it says is beside the logs of the others too.
+        logging.getLogger().addHandler(logging.FileHandler(rank_log, mode="w", encoding="utf-8"))
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     # Said by every import of Paddle; nothing is compiled here.
     warnings.filterwarnings("ignore", message="No ccache found")
     try:
         return options.run(options)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        logger.error("interrupted")
         return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get(DEBUG_VARIABLE) == "1" or not _is_meant_for_users(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        logger.error("error: %s", error)
         return 1
 
 

@@ -182,6 +182,13 @@ class TrainConfig(Section):
     save_total_limit: int | None = Field(
         None, ge=1, description="checkpoints kept, the newest ones; null: all"
     )
+    stop_grace_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds from a request to stop (Ctrl-C, SIGTERM, SIGHUP) to the end of the "
+        "process, checkpoint or not: a little less than a batch system waits before SIGKILL; null: "
+        "as long as the step and the checkpoint take. fleetrun's launcher kills after 30",
+    )
     profile: ProfileConfig | None = Field(
         None,
         description="record a trace of some steps into output_dir/profile, e.g. {start: 10, "

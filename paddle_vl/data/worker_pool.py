@@ -20,6 +20,8 @@ from paddle_vl.data.work_board import AtWork, WorkBoard, own_line
 # decoding all of it to find out could take hours.
 MAX_BAD_IN_A_ROW = 1000
 
+_LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 # What this process is at; a worker writes it where the main process sees it.
 _line = own_line()
 
@@ -164,7 +166,7 @@ class WorkerPool:
 
     def submit(self, load: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Have a worker run `load(dataset, collator, *arguments)`."""
-        with _main_script_hidden():
+        with _main_script_hidden(), _signals_held_back():
             future = self._executor.submit(_load_in_worker, self.num_jobs, load, *arguments)
         self.num_jobs += 1
         return future
@@ -193,15 +195,32 @@ def _main_script_hidden() -> Iterator[None]:
         main.__dict__.update(hidden)
 
 
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """New processes begin and stay with these signals blocked, see `_end_when_told`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_MAIN_PROCESS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _worker_state: tuple[SampleSource, Collator | None]
 
 
 def _start_worker(dataset: SampleSource, collator: Collator | None, board: WorkBoard) -> None:
     global _worker_state, _line
     _worker_state, _line = (dataset, collator), board.take_line()
-    # Ctrl-C reaches the whole group; the main process decides, and closes the pool.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    for target in (_end_when_told, _end_with_parent):
+        threading.Thread(target=target, daemon=True).start()
+
+
+def _end_when_told() -> None:
+    """Signals may reach the whole group; only SIGTERM from the main process counts, which so ends
+    the other workers of a pool in which one died. All stay blocked."""
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+        continue
+    os._exit(128 + signal.SIGTERM)
 
 
 def _end_with_parent() -> None:

@@ -1,21 +1,322 @@
-"""Starting a subcommand again in several processes."""
+"""`--nproc`: a subcommand in several ranks on this machine, started and seen to their end.
 
+`fleetrun` starts the same command over several machines. On one, Paddle's launcher would send
+SIGTERM three times for every request, kill after 30 seconds whatever is being written, leave ranks
+running when it is killed, and copy the output of rank 0 every two seconds. Here:
+
+- rank 0 has the terminal, the others write LOG_DIR/workerlog.RANK;
+- a request to stop reaches every rank once, and what it may take is the caller's to say;
+- a rank that fails ends the others within seconds, and its last lines are shown;
+- ranks end when this process does, see `paddle_vl.train.stop_signals`.
+
+Everything is on the loopback interface. Devices are chosen as Paddle's launcher does.
+"""
+
+import logging
+import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+logger = logging.getLogger(__name__)
+
+LAUNCHER_VARIABLE = "PADDLE_VL_LAUNCHER_PID"
+RANK_LOG_VARIABLE = "PADDLE_VL_RANK_LOG"
 _MAIN = Path(__file__).parents[1] / "__main__.py"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A request that a wrapper repeats, as `timeout` does, is one; a person takes longer.
+_BURST_S = 0.2
+# For the other ranks to say why they end, before they are killed.
+_FAILURE_GRACE_S = 3.0
+# Behind the first rank that was asked to stop and has ended.
+_STRAGGLER_GRACE_S = 10.0
+# What a rank may take beyond its own time limit.
+_KILL_MARGIN_S = 3.0
+_POLL_S = 0.05
+_SHOWN_LINES = 12
+_NOT_SAVED = 1
 
 
-def launch(arguments: Sequence[str], num_processes: int, log_dir: Path) -> int:
-    """`paddle-vl ARGUMENTS` in processes on this machine, through Paddle's launcher.
+class Failure(NamedTuple):
+    """A rank that ended a run."""
 
-    Rank 0 speaks, all of them write a log.
+    rank: int
+    code: int
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
+        return f"rank {self.rank} ended with exit code {self.code}"
+
+
+class Attempt(NamedTuple):
+    """A start of a run: the arguments of `paddle-vl`, and how many ranks."""
+
+    arguments: Sequence[str]
+    num_ranks: int
+
+
+# From what ended a run to the next start of it, None for no other.
+NextAttempt = Callable[[Failure], Attempt | None]
+
+
+def launch(
+    arguments: Sequence[str],
+    num_ranks: int,
+    log_dir: Path,
+    stop_grace_s: float | None = None,
+    next_attempt: NextAttempt = lambda failure: None,
+) -> int:
+    """Run `paddle-vl ARGUMENTS` in ranks on this machine, again and again while it is asked for.
+
+    Args:
+        stop_grace_s: seconds that ranks may take after a request to stop; None for no limit.
+        next_attempt: asked after a failure.
 
     Returns:
-        The launcher's exit code.
+        0; 128 + N when signal N asked to stop and all ranks saved; otherwise the exit code of the
+        rank that failed, 128 + N where signal N killed it, 1 where ranks were killed before they
+        had saved.
+
+    Raises:
+        ValueError: there are fewer devices than ranks.
     """
-    launcher = [sys.executable, "-m", "paddle.distributed.launch"]
-    launcher += [f"--nproc_per_node={num_processes}", f"--log_dir={log_dir}"]
-    return subprocess.call([*launcher, str(_MAIN), *arguments])
+    attempt: Attempt | None = Attempt(arguments, num_ranks)
+    with _Requests() as requests:
+        while attempt is not None:
+            run = _Run(attempt, log_dir, requests, stop_grace_s)
+            code, failure = run.wait()
+            attempt = None if failure is None or requests.signal else next_attempt(failure)
+    return code
+
+
+class _Requests:
+    """While entered, signals that ask to stop are noted instead of acted on.
+
+    Attributes:
+        signal: number of the first one, None so far.
+        is_urgent: whether another one came later.
+    """
+
+    def __init__(self):
+        self.signal: int | None = None
+        self.is_urgent = False
+        self._last = -1.0
+
+    def __enter__(self) -> "_Requests":
+        self._reader, self._writer = os.pipe()
+        for descriptor in (self._reader, self._writer):
+            os.set_blocking(descriptor, False)
+        # The handler itself runs later, and once for several of a kind.
+        self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        ignored = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ()
+        self._previous = {
+            number: signal.signal(number, lambda *_: None)
+            for number in _STOP_SIGNALS
+            if number not in ignored
+        }
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_wakeup)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def poll(self) -> None:
+        """Note what has come since the last time."""
+        try:
+            numbers = os.read(self._reader, 64)
+        except BlockingIOError:
+            return
+        for number in numbers:
+            if number not in _STOP_SIGNALS:
+                continue
+            now, last = time.monotonic(), self._last
+            self._last = now
+            if self.signal is None:
+                self.signal = number
+            elif now - last > _BURST_S:
+                self.is_urgent = True
+
+
+class _Run:
+    """The ranks of one attempt."""
+
+    def __init__(
+        self, attempt: Attempt, log_dir: Path, requests: _Requests, stop_grace_s: float | None
+    ):
+        self._log_dir, self._requests, self._grace_s = log_dir, requests, stop_grace_s
+        self._command = [sys.executable, "-u", str(_MAIN), *attempt.arguments]
+        self._size = attempt.num_ranks
+        self._ranks: list[subprocess.Popen] = []
+        self._failure: Failure | None = None
+        self._deadline: float | None = None
+        self._passed_on = False
+
+    def wait(self) -> tuple[int, Failure | None]:
+        """Start the ranks and see them to their end: the exit code, and who failed."""
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            stack.callback(self._kill)
+            ports = [stack.enter_context(_reserved_port()) for _ in range(self._size)]
+            for rank, variables in enumerate(_environments(ports, self._log_dir)):
+                output = None
+                if rank > 0:
+                    file = self._log_dir / f"workerlog.{rank}"
+                    output = stack.enter_context(file.open("wb"))
+                # A session of its own: Ctrl-C is for this process, which passes it on once.
+                self._ranks.append(
+                    subprocess.Popen(
+                        self._command,
+                        env=variables,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
+                    )
+                )
+            while self._is_running():
+                time.sleep(_POLL_S)
+        return self._exit_code(), self._failure
+
+    def _is_running(self) -> bool:
+        """Whether ranks are left, after what is due now was done."""
+        self._requests.poll()
+        codes = [process.poll() for process in self._ranks]
+        if self._requests.is_urgent or self._is_late():
+            self._kill_unsaved(codes)
+            return False
+        if self._requests.signal is not None and not self._passed_on:
+            self._pass_on(self._requests.signal)
+        self._look_for_a_failure(codes)
+        return None in codes
+
+    def _is_late(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def _pass_on(self, number: int) -> None:
+        self._passed_on = True
+        for process in self._ranks:
+            if process.poll() is None:
+                process.send_signal(number)
+        if self._grace_s is not None:
+            self._deadline = time.monotonic() + self._grace_s + _KILL_MARGIN_S
+
+    def _look_for_a_failure(self, codes: Sequence[int | None]) -> None:
+        if self._deadline is None and any(code and not _is_failure(code) for code in codes):
+            # Ranks that were asked to stop end together, unless one never came to training.
+            self._deadline = time.monotonic() + _STRAGGLER_GRACE_S
+        failed = [Failure(rank, code) for rank, code in enumerate(codes) if _is_failure(code)]
+        if self._failure is not None or not failed:
+            return
+        # What one rank dies of ends others with errors of their own.
+        self._failure = min(failed, key=lambda failure: (failure.code > 0, failure.rank))
+        logger.error("%s", self._failure)
+        if self._failure.rank > 0:
+            self._show_end_of_log(self._failure.rank)
+        self._deadline = time.monotonic() + _FAILURE_GRACE_S
+
+    def _show_end_of_log(self, rank: int) -> None:
+        file = self._log_dir / f"workerlog.{rank}"
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        shown = "\n".join(f"  {line}" for line in lines[-_SHOWN_LINES:])
+        logger.error("the end of %s:\n%s", file, shown or "  (empty)")
+
+    def _kill_unsaved(self, codes: Sequence[int | None]) -> None:
+        left = [rank for rank, code in enumerate(codes) if code is None]
+        if left and self._failure is None:
+            logger.warning(
+                "rank(s) %s ended at once, without a checkpoint; continue with "
+                "train.resume_from_checkpoint=auto",
+                ", ".join(map(str, left)),
+            )
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._ranks:
+            process.wait()
+
+    def _exit_code(self) -> int:
+        if self._failure is not None:
+            return self._failure.code if self._failure.code > 0 else 128 - self._failure.code
+        codes = [process.returncode for process in self._ranks]
+        if any(code < 0 for code in codes):
+            return _NOT_SAVED
+        return max(codes)
+
+
+def _is_failure(code: int | None) -> bool:
+    """Not what a rank ends with that was asked to stop."""
+    return code is not None and code != 0 and code - 128 not in _STOP_SIGNALS
+
+
+def _environments(ports: Sequence[int], log_dir: Path) -> Iterator[dict[str, str]]:
+    """The variables of each rank, by the names that Paddle's launcher gives them."""
+    inherited = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
+    # Ours are about the run, not about a rank.
+    inherited |= {name: value for name, value in os.environ.items() if name[:10] == "PADDLE_VL_"}
+    inherited |= {LAUNCHER_VARIABLE: str(os.getpid()), "PADDLE_LOG_DIR": str(log_dir.resolve())}
+    size = len(ports)
+    if size == 1:
+        yield inherited
+        return
+    endpoints = [f"127.0.0.1:{port}" for port in ports]
+    devices = _device_variables(size)
+    for rank, endpoint in enumerate(endpoints):
+        own = {
+            "PADDLE_MASTER": endpoints[0],
+            "PADDLE_NNODES": "1",
+            "PADDLE_GLOBAL_SIZE": str(size),
+            "PADDLE_LOCAL_SIZE": str(size),
+            "PADDLE_GLOBAL_RANK": str(rank),
+            "PADDLE_LOCAL_RANK": str(rank),
+            "PADDLE_RANK_IN_NODE": str(rank),
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": str(size),
+            "PADDLE_CURRENT_ENDPOINT": endpoint,
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        }
+        if rank == 0:
+            own[RANK_LOG_VARIABLE] = str(log_dir / "workerlog.0")
+        yield inherited | own | devices[rank]
+
+
+def _device_variables(size: int) -> list[dict[str, str]]:
+    """What gives each rank its device: gloo without an accelerator."""
+    from paddle.distributed.launch.context.device import Device, DeviceType
+
+    from paddle_vl.parallel.gloo_fleet.installation import runs_on_gloo
+
+    if runs_on_gloo():
+        return [{"PADDLE_DISTRI_BACKEND": "gloo"}] * size
+    device = Device.parse_device()
+    if device.dtype == DeviceType.CPU:
+        return [{"PADDLE_DISTRI_BACKEND": "gloo"}] * size
+    chosen = device.get_selected_devices()
+    if len(chosen) < size:
+        raise ValueError(
+            f"--nproc {size} needs as many devices, and {len(chosen)} are visible "
+            f"({', '.join(device.labels)}): lower --nproc and the degrees of parallel, or make "
+            "more devices visible"
+        )
+    custom = device.get_custom_device_envs() if device.dtype == DeviceType.CUSTOM_DEVICE else {}
+    return [custom | {device.get_selected_device_key(): label} for label in chosen[:size]]
+
+
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that only a socket that reuses addresses, as a store's does, gets until the end."""
+    with socket.socket() as placeholder:
+        placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        placeholder.bind(("127.0.0.1", 0))
+        yield placeholder.getsockname()[1]

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import paddle
@@ -82,10 +83,11 @@ def build_trainer(config: RunConfig) -> Trainer:
         if processes.is_main:
             family.save_files(model, folder)
 
-    def evaluate() -> MeanLosses:
+    def evaluate(received: Callable[[], int | None]) -> MeanLosses | None:
         with family.eval_loader(placement, processes) as batches:
             after_s = config.logging.data_wait_warning_s
-            return mean_losses(runner, watched(batches, after_s, "the evaluation"), processes)
+            watched_batches = watched(batches, after_s, "the evaluation")
+            return mean_losses(runner, watched_batches, processes, received)
 
     trainer = Trainer(
         config,

@@ -1,7 +1,7 @@
 """Evaluation: mean loss over a dataset, and exact answers by greedy decoding."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -50,14 +50,18 @@ class MeanLosses(NamedTuple):
 
 
 def mean_losses(
-    runner: WholeModel, batches: Iterable[Batch], processes: SingleProcess = ONE_PROCESS
-) -> MeanLosses:
-    """Mean of each loss term over all batches.
+    runner: WholeModel,
+    batches: Iterable[Batch],
+    processes: SingleProcess = ONE_PROCESS,
+    received: Callable[[], int | None] = lambda: None,
+) -> MeanLosses | None:
+    """Mean of each loss term over all batches; None where any rank received a stop signal.
 
     Args:
         runner: the model, or this process's stages of it.
         batches: this process's part of them.
         processes: those that evaluate together; all of them call this together.
+        received: the stop signal that this rank received so far.
 
     Raises:
         ValueError: no batch has anything that a term is the mean of.
@@ -71,7 +75,16 @@ def mean_losses(
     try:
         # A loader begins anew when it is asked behind its end; a chain does not.
         stream = chain(batches)
-        while group := list(islice(stream, runner.batches_at_once)):
+        while True:
+            group = list(islice(stream, runner.batches_at_once))
+            # Ranks may have different numbers of batches; all go on until the last one is done.
+            (num_left,), signal = processes.agree([len(group)], received())
+            if signal is not None:
+                return None
+            if num_left == 0:
+                break
+            if not group:
+                continue
             sums += runner.loss_sums(group).astype("float64")
             for batch in group:
                 counts = [a + b for a, b in zip(counts, objective.counts(batch), strict=True)]

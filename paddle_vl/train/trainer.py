@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ class Trainer:
         data: training batches, without end.
         num_steps: updates of the whole run.
         save_model: writes model and processor files into a folder.
-        evaluate: computes the evaluation losses; None without evaluation data.
+        evaluate: computes the evaluation losses, None where a rank received a stop signal, which
+            it asks for; None without evaluation data.
         processes: those of the run; all of them run their trainers in step.
         peak_flops: operations per second of this process's device, if known.
         count_flops: counts those of a batch.
@@ -58,7 +60,7 @@ class Trainer:
         data: TrainingData,
         num_steps: int,
         save_model: Callable[[Path], None],
-        evaluate: Callable[[], MeanLosses] | None = None,
+        evaluate: Callable[[Callable[[], int | None]], MeanLosses | None] | None = None,
         processes: SingleProcess = ONE_PROCESS,
         peak_flops: float | None = None,
         count_flops: Callable[[Batch], int] | None = None,
@@ -73,7 +75,11 @@ class Trainer:
         self.trace = StepTrace(config.train.profile, self.output_dir, processes.rank)
         self.meter = StepMeter(runner.objective, peak_flops)
         self.step = 0
+        self.stop = StopSignals()
         self.stop_signal: int | None = None
+        # A stop came before the evaluation of the last step was done.
+        self._owes_evaluation = False
+        self._saved_settings = False
         self.feed = BatchFeed(
             data,
             runner.objective,
@@ -95,9 +101,13 @@ class Trainer:
         self.meter.load_state_dict(state["meter"])
         self.feed.continue_at(self.step, state["data"])
         self._data_place = DataPlace.of(self.data)
+        self._owes_evaluation = state.get("owes_evaluation", False) and self.evaluate is not None
 
-    def run(self) -> int | None:
+    def run(self, stop: StopSignals | None = None) -> int | None:
         """Train to the end, or until a signal asks to stop.
+
+        Args:
+            stop: entered already; None for one of its own.
 
         Returns:
             The signal's number, None at the end.
@@ -105,60 +115,75 @@ class Trainer:
         Raises:
             RuntimeError: train.max_nonfinite_steps updates in a row had to be skipped.
         """
-        is_main = self.processes.is_main
-        if is_main:
+        with ExitStack() as stack:
+            self.stop = stop or stack.enter_context(StopSignals())
+            stack.enter_context(self.stop.training(self.config.train.stop_grace_s))
+            stack.enter_context(logging_redirect_tqdm())
+            try:
+                self._begin()
+                self._train()
+            finally:
+                self._close()
+            # A rank that ends takes the others with it, in a launcher's eyes.
+            self.processes.wait()
+        return self.stop_signal
+
+    def _begin(self) -> None:
+        if self.processes.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             checkpoints.remove_partial_folders(self.output_dir)
-            save_run_config(self.config, self.output_dir / "config.yaml")
+            if self.step == 0:
+                self._save_settings()
             self.record.start(self.config, self.step)
         self.reporter.open(self.step, self.num_steps)
-        try:
-            with StopSignals() as stop, logging_redirect_tqdm():
-                while self.step < self.num_steps:
-                    if not self.turn(stop.received):
-                        return self._stop_early()
-        finally:
-            self.feed.close()
-            self.trace.close()
-            if is_main:
-                self.record.end(self.step)
-            self.reporter.close()
+
+    def _save_settings(self) -> None:
+        """Write config.yaml once, when its settings have trained a step or will train the first."""
+        if self.processes.is_main and not self._saved_settings:
+            save_run_config(self.config, self.output_dir / "config.yaml")
+        self._saved_settings = True
+
+    def _train(self) -> None:
+        if self._owes_evaluation:
+            self._evaluate()
+        while self.stop_signal is None and self.step < self.num_steps:
+            self.turn()
+        if self.stop_signal is not None:
+            self._stop_early()
+            return
         checkpoints.write_folder(self.output_dir / FINAL, self.save_model, self.processes)
         logger.info("trained %d steps; the model is in %s", self.step, self.output_dir / FINAL)
-        return None
 
-    def turn(self, received: int | None = None) -> bool:
-        """One turn of the loop: a step, and what is due behind it.
+    def _close(self) -> None:
+        self.feed.close()
+        self.trace.close()
+        if self.processes.is_main:
+            self.record.end(self.step)
+        self.reporter.close()
 
-        Args:
-            received: a stop signal that this process received.
-
-        Returns:
-            False where a process received a signal, and there was no step.
-        """
+    def turn(self) -> None:
+        """One turn of the loop: a step, and what is due behind it; no step where a rank received a
+        stop signal."""
         with self.trace.step(self.step + 1):
-            outcome = self.train_one_step(received)
+            outcome = self.train_one_step()
         if outcome is None:
-            return False
+            return
+        self._save_settings()
         # Of an earlier step: this one runs meanwhile.
         self.reporter.write()
         self.reporter.bar.advance()
         self._between_steps()
-        return True
 
-    def train_one_step(self, received: int | None = None) -> StepOutcome | None:
+    def train_one_step(self) -> StepOutcome | None:
         """Take the next batches and train on them: all of a run that a profile looks at.
 
-        Args:
-            received: a stop signal that this process received.
-
         Returns:
-            What the step did; None where a process received a signal, and the batches were left.
+            What the step did; None where a rank received a stop signal, and the batches were left.
         """
         begin = time.perf_counter()
         fed = self.feed.next_step()
         micro_batches, objective = fed.micro_batches, self.runner.objective
-        totals = agree_on_step(micro_batches, objective, self.processes, received)
+        totals = agree_on_step(micro_batches, objective, self.processes, self.stop.received)
         if totals.signal is not None:
             self.stop_signal = totals.signal
             return None
@@ -182,7 +207,7 @@ class Trainer:
         if is_last or self.step % self.config.logging.logging_steps == 0:
             self._collect_report()
         if self.evaluate and (is_last or _is_due(self.step, train.eval_steps)):
-            self.reporter.write(self.step, self._evaluated())
+            self._evaluate()
         if is_last or _is_due(self.step, train.save_steps):
             self.reporter.write()
             self._save_checkpoint()
@@ -241,14 +266,21 @@ class Trainer:
             + "Look at the data of these steps, or lower train.learning_rate"
         )
 
-    def _evaluated(self) -> dict[str, float]:
+    def _evaluate(self) -> None:
+        """Report the evaluation losses; where a rank received a stop signal the evaluation is left
+        for when the run continues."""
         with self.reporter.bar.evaluating():
-            losses = self.evaluate()
+            losses = self.evaluate(lambda: self.stop.received)
+        self._owes_evaluation = losses is None
+        if losses is None:
+            # Every rank left it; which signal it was is agreed on when the run is stopped.
+            self.stop_signal = self.processes.agree([], self.stop.received)[1]
+            return
         logger.info("step %d: eval loss %.4f", self.step, losses.loss)
         line = {"eval_loss": losses.loss}
         if len(losses.terms) > 1:
             line |= {f"eval_{name}": mean for name, mean in losses.terms.items()}
-        return line
+        self.reporter.write(self.step, line)
 
     def _save_checkpoint(self) -> Path:
         folder = self.output_dir / checkpoints.checkpoint_name(self.step)
@@ -278,10 +310,11 @@ class Trainer:
                 "step": self.step,
                 "meter": self.meter.state_dict(),
                 "data": self._data_place.state,
+                "owes_evaluation": self._owes_evaluation,
             },
         )
 
-    def _stop_early(self) -> int:
+    def _stop_early(self) -> None:
         self.reporter.write()
         folder = self._save_checkpoint()
         logger.warning(
@@ -291,7 +324,6 @@ class Trainer:
             self.num_steps,
             folder,
         )
-        return self.stop_signal
 
 
 def _is_due(step: int, every: int | None) -> bool:

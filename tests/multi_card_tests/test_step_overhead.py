@@ -10,7 +10,6 @@ Updates are masked on the device, as they are on a GPU.
 """
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +50,11 @@ def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
     turn, collect = trainer.turn, trainer.reporter.collect
     train_one_step, sum_over_all = trainer.train_one_step, trainer.processes.sum_over_all
 
-    def counted(received):
-        turns.append(counted_turn(partial(turn, received), trainer))
-        return True
+    def counted():
+        turns.append(counted_turn(turn, trainer))
 
-    def seen_step(received):
-        outcome = train_one_step(received)
+    def seen_step():
+        outcome = train_one_step()
         counts.append(outcome.totals.counts)
         return outcome
 

@@ -37,7 +37,7 @@ def install() -> bool:
         RuntimeError: another version of Paddle than 3.3, or a symbol that is not as known.
     """
     global _installed
-    if not _runs_on_gloo():
+    if not runs_on_gloo():
         return False
     if not _installed:
         check_version()
@@ -49,7 +49,7 @@ def install() -> bool:
     return True
 
 
-def _runs_on_gloo() -> bool:
+def runs_on_gloo() -> bool:
     """Whether this build of Paddle has no accelerator and the launcher asked for no other backend.
 
     PADDLE_DISTRI_BACKEND is the variable by which Paddle's launcher chooses the backend.

@@ -213,7 +213,7 @@ def test_bar_says_when_the_run_evaluates(run_file, tmp_path, monkeypatch):
     monkeypatch.setattr(ProgressBar, "evaluating", evaluating)
     trainer = build(run_file, tmp_path, *evaluated(run_file.with_name("test.jsonl")))
     losses = trainer.evaluate
-    trainer.evaluate = lambda: shown.append("evaluate") or losses()
+    trainer.evaluate = lambda received: shown.append("evaluate") or losses(received)
     trainer.run()
     assert shown == ["evaluating", "evaluate", "training"] * 2
 
@@ -327,9 +327,9 @@ def test_profiled_steps_leave_a_trace_of_these_steps(run_file, tmp_path):
     trainer = build(run_file, tmp_path, "train.profile={start: 2, steps: 2}")
     recorded, plain = [], trainer.train_one_step
 
-    def train_one_step(*arguments):
+    def train_one_step():
         recorded.append(trainer.trace._profiler is not None)
-        return plain(*arguments)
+        return plain()
 
     trainer.train_one_step = train_one_step
     trainer.run()

@@ -1,0 +1,118 @@
+"""`paddle-vl train --max_restarts`: how a run goes on after a rank died."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.parallel.launcher import Attempt, Failure
+from paddle_vl.train.reporting.run_starts import read_starts
+
+logger = logging.getLogger(__name__)
+
+
+class Restarts:
+    """The starts of a run, one after the other.
+
+    Args:
+        arguments: of `paddle-vl` for the first start.
+        config: its settings.
+        num_ranks: of the first start.
+        most: further starts.
+        fewest_ranks: each further start has fewer ranks where the settings allow, but so many at
+            least; None for always as many.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        config: RunConfig,
+        num_ranks: int,
+        most: int,
+        fewest_ranks: int | None = None,
+    ):
+        if fewest_ranks is not None and (most == 0 or fewest_ranks > num_ranks):
+            raise ValueError(
+                f"--min_nproc {fewest_ranks} is about further starts with fewer than --nproc "
+                f"{num_ranks} ranks: give --max_restarts too, and a number up to --nproc"
+            )
+        self.arguments = list(arguments)
+        self._config, self._num_ranks = config, num_ranks
+        self._most, self._fewest_ranks = most, fewest_ranks
+        self._num_restarts = 0
+        self._num_starts = self._starts_of_training()
+
+    def after(self, failure: Failure) -> Attempt | None:
+        """The next start; None where there is none left, or the run never came to training."""
+        before, self._num_starts = self._num_starts, self._starts_of_training()
+        if self._num_restarts == self._most:
+            return None
+        if self._num_starts == before:
+            logger.error("no step was reached, so the run is not started again")
+            return None
+        self._num_restarts += 1
+        overrides = {"train.resume_from_checkpoint": "auto"}
+        if self._fewest_ranks is not None:
+            fewer = degrees_with_fewer_ranks(self._config, self._num_ranks, self._fewest_ranks)
+            if fewer is None:
+                logger.warning(
+                    "the settings allow no run of %d to %d ranks", self._fewest_ranks,
+                    self._num_ranks - 1,
+                )  # fmt: skip
+            else:
+                self._num_ranks, changes = fewer
+                self._config = _with_changes(self._config, changes)
+                overrides |= changes
+        self.arguments += [f"{name}={value}" for name, value in overrides.items()]
+        logger.warning(
+            "start %d of %d again, with %d ranks, from the newest checkpoint of %s",
+            self._num_restarts,
+            self._most,
+            self._num_ranks,
+            self._config.train.output_dir,
+        )
+        return Attempt(list(self.arguments), self._num_ranks)
+
+    def _starts_of_training(self) -> int:
+        return len(read_starts(Path(self._config.train.output_dir)))
+
+
+def degrees_with_fewer_ranks(
+    config: RunConfig, num_ranks: int, fewest: int
+) -> tuple[int, dict[str, int]] | None:
+    """The largest number of ranks below `num_ranks` on which the run gives the same numbers.
+
+    The model stays divided as it is; micro-batches, of as many samples as before over all ranks,
+    are divided over fewer. The optimizer's shards stay as small as they can.
+
+    Returns:
+        The number, and the settings that change; None where there is none.
+    """
+    parallel, train = config.parallel, config.train
+    of_one_sample = parallel.mp_degree * parallel.pp_degree
+    samples = train.per_device_train_batch_size * parallel.dp_degree * parallel.sharding_degree
+    for size in range(num_ranks - 1, fewest - 1, -1):
+        data_size = size // of_one_sample
+        if size % of_one_sample or data_size == 0 or samples % data_size:
+            continue
+        for sharding in range(min(data_size, parallel.sharding_degree), 0, -1):
+            dp = data_size // sharding
+            if data_size % sharding == 0 and dp % parallel.ep_degree == 0:
+                return size, {
+                    "parallel.dp_degree": dp,
+                    "parallel.sharding_degree": sharding,
+                    "train.per_device_train_batch_size": samples // data_size,
+                }
+    return None
+
+
+def _with_changes(config: RunConfig, changes: dict[str, int]) -> RunConfig:
+    sections: dict[str, dict[str, int]] = {}
+    for name, value in changes.items():
+        section, _, setting = name.partition(".")
+        sections.setdefault(section, {})[setting] = value
+    updated = {
+        section: getattr(config, section).model_copy(update=values)
+        for section, values in sections.items()
+    }
+    return config.model_copy(update=updated)
