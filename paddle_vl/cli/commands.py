@@ -64,6 +64,7 @@ def train(options: argparse.Namespace) -> int:
 
     with StopSignals() as stop:
         configure_runtime()
+        stop.set_handlers()
         from paddle_vl.train.build import build_trainer
 
         signal_number = build_trainer(config).run(stop)

@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     # Said by every import of Paddle; nothing is compiled here.
     warnings.filterwarnings("ignore", message="No ccache found")
+    # Said by fleet of every group that it makes for other ranks.
+    warnings.filterwarnings("ignore", message="Current global rank")
     try:
         return options.run(options)
     except KeyboardInterrupt:

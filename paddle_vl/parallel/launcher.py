@@ -24,14 +24,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from paddle_vl.parallel.stop_requests import STOP_SIGNALS, StopRequests
+
 logger = logging.getLogger(__name__)
 
 LAUNCHER_VARIABLE = "PADDLE_VL_LAUNCHER_PID"
 RANK_LOG_VARIABLE = "PADDLE_VL_RANK_LOG"
 _MAIN = Path(__file__).parents[1] / "__main__.py"
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A request that a wrapper repeats, as `timeout` does, is one; a person takes longer.
-_BURST_S = 0.2
 # For the other ranks to say why they end, before they are killed.
 _FAILURE_GRACE_S = 3.0
 # Behind the first rank that was asked to stop and has ended.
@@ -88,70 +87,20 @@ def launch(
         ValueError: there are fewer devices than ranks.
     """
     attempt: Attempt | None = Attempt(arguments, num_ranks)
-    with _Requests() as requests:
+    with StopRequests() as requests:
         while attempt is not None:
             run = _Run(attempt, log_dir, requests, stop_grace_s)
             code, failure = run.wait()
-            attempt = None if failure is None or requests.signal else next_attempt(failure)
+            is_over = failure is None or run.was_asked_to_stop
+            attempt = None if is_over else next_attempt(failure)
     return code
-
-
-class _Requests:
-    """While entered, signals that ask to stop are noted instead of acted on.
-
-    Attributes:
-        signal: number of the first one, None so far.
-        is_urgent: whether another one came later.
-    """
-
-    def __init__(self):
-        self.signal: int | None = None
-        self.is_urgent = False
-        self._last = -1.0
-
-    def __enter__(self) -> "_Requests":
-        self._reader, self._writer = os.pipe()
-        for descriptor in (self._reader, self._writer):
-            os.set_blocking(descriptor, False)
-        # The handler itself runs later, and once for several of a kind.
-        self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        ignored = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ()
-        self._previous = {
-            number: signal.signal(number, lambda *_: None)
-            for number in _STOP_SIGNALS
-            if number not in ignored
-        }
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._previous_wakeup)
-        os.close(self._reader)
-        os.close(self._writer)
-
-    def poll(self) -> None:
-        """Note what has come since the last time."""
-        try:
-            numbers = os.read(self._reader, 64)
-        except BlockingIOError:
-            return
-        for number in numbers:
-            if number not in _STOP_SIGNALS:
-                continue
-            now, last = time.monotonic(), self._last
-            self._last = now
-            if self.signal is None:
-                self.signal = number
-            elif now - last > _BURST_S:
-                self.is_urgent = True
 
 
 class _Run:
     """The ranks of one attempt."""
 
     def __init__(
-        self, attempt: Attempt, log_dir: Path, requests: _Requests, stop_grace_s: float | None
+        self, attempt: Attempt, log_dir: Path, requests: StopRequests, stop_grace_s: float | None
     ):
         self._log_dir, self._requests, self._grace_s = log_dir, requests, stop_grace_s
         self._command = [sys.executable, "-u", str(_MAIN), *attempt.arguments]
@@ -159,7 +108,7 @@ class _Run:
         self._ranks: list[subprocess.Popen] = []
         self._failure: Failure | None = None
         self._deadline: float | None = None
-        self._passed_on = False
+        self.was_asked_to_stop = False
 
     def wait(self) -> tuple[int, Failure | None]:
         """Start the ranks and see them to their end: the exit code, and who failed."""
@@ -167,7 +116,9 @@ class _Run:
         with ExitStack() as stack:
             stack.callback(self._kill)
             ports = [stack.enter_context(_reserved_port()) for _ in range(self._size)]
-            for rank, variables in enumerate(_environments(ports, self._log_dir)):
+            environments = list(_environments(ports, self._log_dir))
+            self._requests.set_handlers()  # Paddle was imported to see what devices there are.
+            for rank, variables in enumerate(environments):
                 output = None
                 if rank > 0:
                     file = self._log_dir / f"workerlog.{rank}"
@@ -188,21 +139,19 @@ class _Run:
 
     def _is_running(self) -> bool:
         """Whether ranks are left, after what is due now was done."""
-        self._requests.poll()
+        requests = self._requests.read()
         codes = [process.poll() for process in self._ranks]
-        if self._requests.is_urgent or self._is_late():
+        is_late = self._deadline is not None and time.monotonic() > self._deadline
+        if is_late or any(request.is_again for request in requests):
             self._kill_unsaved(codes)
             return False
-        if self._requests.signal is not None and not self._passed_on:
-            self._pass_on(self._requests.signal)
+        for request in requests:
+            self._pass_on(request.signal)
         self._look_for_a_failure(codes)
         return None in codes
 
-    def _is_late(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
-
-    def _pass_on(self, number: int) -> None:
-        self._passed_on = True
+    def _pass_on(self, number: signal.Signals) -> None:
+        self.was_asked_to_stop = True
         for process in self._ranks:
             if process.poll() is None:
                 process.send_signal(number)
@@ -257,7 +206,7 @@ class _Run:
 
 def _is_failure(code: int | None) -> bool:
     """Not what a rank ends with that was asked to stop."""
-    return code is not None and code != 0 and code - 128 not in _STOP_SIGNALS
+    return code is not None and code != 0 and code - 128 not in STOP_SIGNALS
 
 
 def _environments(ports: Sequence[int], log_dir: Path) -> Iterator[dict[str, str]]:
@@ -266,6 +215,8 @@ def _environments(ports: Sequence[int], log_dir: Path) -> Iterator[dict[str, str
     # Ours are about the run, not about a rank.
     inherited |= {name: value for name, value in os.environ.items() if name[:10] == "PADDLE_VL_"}
     inherited |= {LAUNCHER_VARIABLE: str(os.getpid()), "PADDLE_LOG_DIR": str(log_dir.resolve())}
+    # What Paddle's C++ side tells of its connections.
+    inherited.setdefault("GLOG_minloglevel", "1")
     size = len(ports)
     if size == 1:
         yield inherited
