@@ -209,7 +209,9 @@ class LoggingConfig(Section):
     """What is told on the way."""
 
     logging_steps: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
-    progress_bar: bool = Field(True, description="a bar on the terminal")
+    progress_bar: bool = Field(
+        True, description="a bar on the terminal; without one, a line every logging_steps"
+    )
     report_to: list[Literal["visualdl", "tensorboard"]] = Field(
         [], description="further writers, each needs its pip extra"
     )

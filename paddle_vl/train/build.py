@@ -14,7 +14,7 @@ from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.parallel.topology import initialize
+from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.evaluate import MeanLosses, mean_losses
 from paddle_vl.train.families.choice import model_family
 from paddle_vl.train.feeding.data_wait import watched
@@ -22,10 +22,11 @@ from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.part_rates import rate_factors
-from paddle_vl.train.processes import ONE_PROCESS
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.random_state import seed_everything
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
+from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,12 @@ logger = logging.getLogger(__name__)
 def build_trainer(config: RunConfig) -> Trainer:
     """Everything a run needs, at its first step or where its checkpoint was written.
 
+    The output folder is this run's from here on, until `Trainer.run` ends.
+
     Raises:
-        ValueError, RuntimeError: what keeps the run from starting, see `paddle_vl.config.validate`
-            and `paddle_vl.train.resume`; a tokenizer or image processor that does not fit the
-            model; data that cannot be used.
+        ValueError, RuntimeError: what keeps the run from starting, see `paddle_vl.config.validate`,
+            `paddle_vl.train.run_lock` and `paddle_vl.train.resume`; a tokenizer or image processor
+            that does not fit the model; data that cannot be used.
     """
     raise_problems(launch_problems(config, paddle.get_device()))
     topology = initialize(parallel_degrees(config))
@@ -45,6 +48,33 @@ def build_trainer(config: RunConfig) -> Trainer:
     processes = FleetProcesses(topology) if several else ONE_PROCESS
     if several:
         check_settings_agree(flatten(config.model_dump()), topology.describe())
+    lock = _lock_output(config, processes)
+    try:
+        return _build(config, topology, processes, lock)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+
+
+def _lock_output(config: RunConfig, processes: SingleProcess) -> RunLock | None:
+    """The lock of the run on its first rank. All ranks raise what that one raises."""
+    lock, problem = None, None
+    if processes.is_main:
+        try:
+            lock = RunLock.acquire(Path(config.train.output_dir))
+        except (RuntimeError, OSError) as error:
+            problem = str(error)
+    problem = processes.gathered(problem)[0]
+    if problem is not None:
+        raise RuntimeError(problem)
+    return lock
+
+
+def _build(
+    config: RunConfig, topology: Topology, processes: SingleProcess, lock: RunLock | None
+) -> Trainer:
+    several = topology.world_size > 1
     if not processes.is_main:
         logging.getLogger("paddle_vl").setLevel(logging.WARNING)
     checkpoint = checkpoint_to_resume(config)
@@ -100,6 +130,7 @@ def build_trainer(config: RunConfig) -> Trainer:
         processes,
         peak_flops,
         None if peak_flops is None else family.flop_counter(model, trained),
+        lock,
     )
     if checkpoint is not None:
         trainer.restore(checkpoint)

@@ -28,6 +28,7 @@ from paddle_vl.train.reporting.memory_in_use import memory_in_use
 from paddle_vl.train.reporting.metrics import StepMeter, longest_skip
 from paddle_vl.train.reporting.reporter import Reporter
 from paddle_vl.train.reporting.run_record import RunRecord
+from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.schedule import learning_rate
 from paddle_vl.train.step import StepOutcome, WholeModel, agree_on_step, train_step
 from paddle_vl.train.step_trace import StepTrace
@@ -50,6 +51,7 @@ class Trainer:
         processes: those of the run; all of them run their trainers in step.
         peak_flops: operations per second of this process's device, if known.
         count_flops: counts those of a batch.
+        lock: of the output folder, released when the run ends.
     """
 
     def __init__(
@@ -64,11 +66,12 @@ class Trainer:
         processes: SingleProcess = ONE_PROCESS,
         peak_flops: float | None = None,
         count_flops: Callable[[Batch], int] | None = None,
+        lock: RunLock | None = None,
     ):
         self.config, self.runner, self.optimizer = config, runner, optimizer
         self.data, self.num_steps = data, num_steps
         self.save_model, self.evaluate = save_model, evaluate
-        self.processes = processes
+        self.processes, self._lock = processes, lock
         self.output_dir = Path(config.train.output_dir)
         self.record = RunRecord(self.output_dir)
         self.reporter = Reporter(config.logging, self.output_dir, processes)
@@ -159,7 +162,11 @@ class Trainer:
         self.trace.close()
         if self.processes.is_main:
             self.record.end(self.step)
-        self.reporter.close()
+        try:
+            self.reporter.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def turn(self) -> None:
         """One turn of the loop: a step, and what is due behind it; no step where a rank received a

@@ -1,5 +1,6 @@
 """The progress of a run: step, time left, losses, learning rate and speed."""
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -8,8 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-# Between two lines where there is no terminal.
-_LINE_SECONDS = 30.0
+logger = logging.getLogger(__name__)
+
 _DRAW_SECONDS = 0.2
 # What is shown: its label, its key in a metrics line, and how.
 _SHOWN = (
@@ -20,11 +21,12 @@ _SHOWN = (
 
 
 class ProgressBar:
-    """A bar at the foot of a terminal; in a file or pipe a line every half minute.
+    """A bar at the foot of a terminal; without one, a line for every report.
 
     Args:
         first_step: steps that the run has behind it.
         is_shown: False shows nothing.
+        has_bar: False tells lines on a terminal too.
         clock: tells seconds.
     """
 
@@ -33,33 +35,28 @@ class ProgressBar:
         num_steps: int,
         first_step: int,
         is_shown: bool,
+        has_bar: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._num_steps, self._first_step, self._step = num_steps, first_step, first_step
+        self._num_steps, self._first_step = num_steps, first_step
         self._clock, self._begin = clock, clock()
-        self._told = self._begin
         self._text, self._line = "", {}
         # A bar draws over itself, which a file keeps all of.
-        is_terminal = sys.stderr.isatty()
-        self._writes_lines = is_shown and not is_terminal
+        has_bar = has_bar and sys.stderr.isatty()
+        self._tells_lines = is_shown and not has_bar
         self._bar = tqdm(
             total=num_steps,
             initial=first_step,
             desc="train",
             unit=" steps",
-            disable=not (is_shown and is_terminal),
+            disable=not (is_shown and has_bar),
             dynamic_ncols=True,
             mininterval=_DRAW_SECONDS,
         )
 
     def advance(self) -> None:
         """One step further."""
-        self._step += 1
         self._bar.update()
-        now = self._clock()
-        if self._writes_lines and now - self._told >= _LINE_SECONDS:
-            self._told = now
-            print(self._as_line(now), file=sys.stderr, flush=True)
 
     def show(self, line: Mapping[str, Any]) -> None:
         """Show the last known losses, rate and speed.
@@ -80,6 +77,9 @@ class ProgressBar:
                 break
         self._text = ", ".join(parts)
         self._bar.set_postfix_str(self._text, refresh=False)
+        # What else is told of a step, such as an evaluation, has a message of its own.
+        if self._tells_lines and "loss" in line:
+            logger.info("%s", self._as_line(line["step"]))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -91,8 +91,9 @@ class ProgressBar:
     def close(self) -> None:
         self._bar.close()
 
-    def _as_line(self, now: float) -> str:
-        num_done = self._step - self._first_step
-        left = (now - self._begin) / num_done * (self._num_steps - self._step)
-        text = f"step {self._step} of {self._num_steps}"
-        return ", ".join(filter(None, [text, self._text, f"{tqdm.format_interval(left)} left"]))
+    def _as_line(self, step: int) -> str:
+        parts = [f"step {step} of {self._num_steps}", self._text]
+        if step > self._first_step:
+            pace = (self._clock() - self._begin) / (step - self._first_step)
+            parts.append(f"{tqdm.format_interval(pace * (self._num_steps - step))} left")
+        return ", ".join(filter(None, parts))

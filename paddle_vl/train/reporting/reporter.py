@@ -58,8 +58,7 @@ class Reporter:
             self._file.drop_after(step)
             report_to, lines = self._config.report_to, self._file.read()
             self._writers = ScalarWriters(report_to, self._output_dir, lines)
-        is_shown = self._processes.is_main and self._config.progress_bar
-        self.bar = ProgressBar(num_steps, step, is_shown)
+        self.bar = ProgressBar(num_steps, step, self._processes.is_main, self._config.progress_bar)
 
     def collect(
         self,

@@ -4,11 +4,12 @@
                  "last_step": null, "command": [...], "overrides": [...], "folder": ...,
                  "git": {"revision": ..., "is_dirty": ...}, "paddle_vl_git": ..., "versions": {...},
                  "host": ..., "platform": ..., "device": ..., "device_name": ...,
-                 "num_processes": 4, "parallel": {...}}, ...]}
+                 "num_processes": 4, "parallel": {...}, "settings": {...}}, ...]}
 
 `git` is of the folder that the command was given in, `paddle_vl_git` of the code; null outside of
 git, and `is_dirty` when tracked files differ from the revision. `ended` and `last_step` stay null
-for a process that was killed.
+for a process that was killed. `settings` are all of this start's; config.yaml has those under which
+the last step was trained.
 """
 
 import json
@@ -93,6 +94,7 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
         "device_name": name,
         "num_processes": parallel_degrees(config).num_processes,
         "parallel": config.parallel.model_dump(),
+        "settings": config.model_dump(),
     }
 
 

@@ -2,8 +2,8 @@
 
 Guarantees: a terminal has one bar in one line, which says what the last metrics line does, keeps
 what an evaluation found, and says when the run evaluates; a log message stands above it, whole; a
-file or pipe has whole lines, one every half minute, with the time left; a process that is not to
-show anything shows nothing.
+file or pipe, and a terminal without a bar, has a whole line for every report, with the time left; a
+process that is not to show anything shows nothing.
 """
 
 import io
@@ -89,22 +89,27 @@ def test_log_message_stands_whole_above_the_bar(monkeypatch):
     bar.close()
 
 
-def test_pipe_has_a_whole_line_every_half_minute(monkeypatch):
-    pipe = in_pipe(monkeypatch)
+@pytest.mark.parametrize(("open_stream", "has_bar"), [(in_pipe, True), (on_screen, False)])
+def test_every_report_is_a_whole_line_where_there_is_no_bar(
+    open_stream, has_bar, monkeypatch, caplog
+):
+    stream = open_stream(monkeypatch)
     seconds = 0.0
-    bar = ProgressBar(100, 20, True, clock=lambda: seconds)
-    bar.show(LINE)
-    for _ in range(40):
-        seconds += 1.5
-        with bar.evaluating():
-            pass
-        bar.advance()
+    bar = ProgressBar(100, 20, True, has_bar, clock=lambda: seconds)
+    with caplog.at_level(logging.INFO):
+        for step in (40, 60):
+            for _ in range(20):
+                seconds += 1.5
+                with bar.evaluating():
+                    bar.advance()
+            bar.show({**LINE, "step": step})
+            bar.show({"step": step, "eval_loss": 0.5})
     bar.close()
-    assert pipe.getvalue().splitlines() == [
+    assert caplog.messages == [
         "step 40 of 100, loss 0.1234, lr 1.00e-03, 4321 tokens/s, 01:30 left",
-        "step 60 of 100, loss 0.1234, lr 1.00e-03, 4321 tokens/s, 01:00 left",
+        "step 60 of 100, loss 0.1234, eval 0.5000, lr 1.00e-03, 4321 tokens/s, 01:00 left",
     ]
-    assert "\r" not in pipe.getvalue()
+    assert stream.getvalue() == ""
 
 
 def test_policies_tell_samples_and_a_skipped_loss_is_left_out(monkeypatch):
@@ -117,11 +122,13 @@ def test_policies_tell_samples_and_a_skipped_loss_is_left_out(monkeypatch):
 
 
 @pytest.mark.parametrize("open_stream", [on_screen, in_pipe])
-def test_other_processes_show_nothing(open_stream, monkeypatch):
+def test_other_processes_show_nothing(open_stream, monkeypatch, caplog):
     stream = open_stream(monkeypatch)
     bar = ProgressBar(10, 0, False, clock=lambda: 1e9)
-    bar.show(LINE)
-    with bar.evaluating():
-        bar.advance()
+    with caplog.at_level(logging.INFO):
+        bar.show(LINE)
+        with bar.evaluating():
+            bar.advance()
     bar.close()
     assert stream.getvalue() == ""
+    assert caplog.messages == []
