@@ -1,0 +1,97 @@
+"""`--max_restarts`: a run whose rank died goes on by itself.
+
+Guarantees: it starts again from the newest checkpoint, with fewer ranks where that was asked for,
+and gives the numbers of a run that nothing happened to; a run that never reached a step is not
+started again; a request to stop is not taken for a failure.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.parallel.launcher import Failure
+from paddle_vl.train.reporting.run_starts import read_starts
+from paddle_vl.train.restarts import degrees_with_fewer_ranks
+from tests.multi_card_tests.stopped_runs import ROOT, SignalledRun
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run"))
+
+
+def test_a_run_goes_on_with_fewer_ranks_to_the_same_numbers(run_file, tmp_path):
+    steps = ("train.max_steps=40", "train.save_steps=2", "train.save_total_limit=2")
+    restarts = ("--max_restarts", "2", "--min_nproc", "1")
+    with SignalledRun("nproc", run_file, tmp_path / "out", [*steps, *restarts]) as run:
+        run.wait_for_steps(5)
+        run.rank(1).kill()
+        assert run.process.wait(90) == 0, (tmp_path / "out.out").read_text()
+    said = (tmp_path / "out.out").read_text()
+    assert "rank 1 was killed by SIGKILL" in said
+    assert "start 1 of 2 again, with 1 ranks" in said
+    first, second = read_starts(tmp_path / "out")
+    assert (first["num_processes"], second["num_processes"]) == (2, 1)
+    assert second["first_step"] >= 2
+    whole = tmp_path / "whole"
+    command = [sys.executable, "-m", "paddle_vl", "train", str(run_file), *steps]
+    command += [f"train.output_dir={whole}", "train.per_device_train_batch_size=4"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, env=environment, capture_output=True)
+    wanted = load_file(whole / "final" / "model.safetensors")
+    for name, array in load_file(tmp_path / "out" / "final" / "model.safetensors").items():
+        np.testing.assert_allclose(array, wanted[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_a_run_that_reached_no_step_is_not_started_again(run_file, tmp_path):
+    command = [sys.executable, "-m", "paddle_vl", "train", "--nproc", "2", "--max_restarts", "3"]
+    command += [str(run_file), f"train.output_dir={tmp_path / 'out'}", "parallel.dp_degree=2"]
+    command += ["model.config.text_config.num_hidden_layers=many"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.count("no step was reached, so the run is not started again") == 1
+
+
+@pytest.mark.parametrize(
+    ("degrees", "num_ranks", "fewest", "wanted"),
+    [
+        ({"dp_degree": 4}, 4, 1, (2, {"dp_degree": 2, "sharding_degree": 1, "batch": 4})),
+        ({"dp_degree": 4}, 4, 3, None),
+        ({"sharding_degree": 2, "dp_degree": 2}, 4, 2,
+         (2, {"dp_degree": 1, "sharding_degree": 2, "batch": 4})),
+        ({"mp_degree": 2, "dp_degree": 2}, 4, 1,
+         (2, {"dp_degree": 1, "sharding_degree": 1, "batch": 4})),
+        ({"mp_degree": 2}, 2, 1, None),
+    ],
+)  # fmt: skip
+def test_fewer_ranks_keep_the_samples_of_a_micro_batch(
+    run_file, degrees, num_ranks, fewest, wanted
+):
+    overrides = [f"parallel.{name}={degree}" for name, degree in degrees.items()]
+    config = load_run_config(run_file, overrides)
+    found = degrees_with_fewer_ranks(config, num_ranks, fewest)
+    if wanted is None:
+        assert found is None
+        return
+    size, settings = wanted
+    assert found == (
+        size,
+        {
+            "parallel.dp_degree": settings["dp_degree"],
+            "parallel.sharding_degree": settings["sharding_degree"],
+            "train.per_device_train_batch_size": settings["batch"],
+        },
+    )
+
+
+def test_failures_name_rank_and_signal():
+    assert str(Failure(3, -9)) == "rank 3 was killed by SIGKILL"
+    assert str(Failure(0, 1)) == "rank 0 ended with exit code 1"

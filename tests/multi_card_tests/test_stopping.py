@@ -1,0 +1,88 @@
+"""Runs that are asked to stop, and runs whose launcher is killed.
+
+Guarantees: whoever is signalled, command, process group, launcher or one rank, once or in a burst,
+the step in progress ends, its checkpoint is complete, the exit code says so, and nothing is left
+running, data workers neither; a second request ends the run at once; what was saved continues. Real
+processes, started as users do.
+"""
+
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.multi_card_tests.stopped_runs import SignalledRun
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
+WORKERS = ("data.num_workers=1",)
+SAVED = {
+    "Ctrl-C with data workers": ("one", INT, "group", 1, WORKERS, 130),
+    "Ctrl-C in the terminal of --nproc": ("nproc", INT, "group", 1, WORKERS, 130),
+    "SIGTERM in a burst to --nproc": ("nproc", TERM, "command", 3, (), 143),
+    "SIGTERM to the launcher of fleetrun": ("fleetrun", TERM, "command", 1, WORKERS, 15),
+    "SIGTERM to one rank of fleetrun": ("fleetrun", TERM, "rank 1", 1, (), 143),
+}
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_a_request_to_stop_saves_the_step_in_progress(run_file, tmp_path, case):
+    start, number, target, times, overrides, code = SAVED[case]
+    with SignalledRun(start, run_file, tmp_path / "out", overrides) as run:
+        run.wait_for_steps()
+        ended = run.signal(number, target, times)
+    assert ended.code == code, ended.output
+    assert ended.left == []
+    assert ended.checkpoints == [f"checkpoint-{ended.last_step}"], ended.output
+
+
+@pytest.mark.parametrize("start", ["nproc", "fleetrun"])
+def test_ranks_whose_launcher_is_killed_save_and_end(run_file, tmp_path, start):
+    with SignalledRun(start, run_file, tmp_path / "out", WORKERS) as run:
+        run.wait_for_steps()
+        ended = run.signal(KILL)
+    assert ended.left == []
+    assert ended.seconds < 10
+    assert ended.checkpoints == [f"checkpoint-{ended.last_step}"]
+
+
+def test_a_second_ctrl_c_ends_at_once(run_file, tmp_path):
+    # A step far longer than the test: it is not waited for.
+    slow = ("train.gradient_accumulation_steps=100000", "train.per_device_train_batch_size=1")
+    with SignalledRun("nproc", run_file, tmp_path / "out", slow) as run:
+        while not (tmp_path / "out" / "run.json").exists():
+            assert run.process.poll() is None
+        ended = run.signal(INT, times=2, gap_s=1.0)
+    assert ended.code == 1
+    assert ended.seconds < 5
+    assert ended.left == []
+    assert ended.checkpoints == []
+
+
+def can_make_pid_namespaces() -> bool:
+    try:
+        return subprocess.run([*PID_1, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+PID_1 = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"]
+
+
+@pytest.mark.skipif(not can_make_pid_namespaces(), reason="needs unshare and its privileges")
+def test_as_process_1_of_a_container_a_request_saves(run_file, tmp_path):
+    with SignalledRun("nproc", run_file, tmp_path / "out", prefix=PID_1) as run:
+        run.wait_for_steps()
+        (command,) = psutil.Process(run.process.pid).children()
+        command.send_signal(TERM)
+        assert run.process.wait(60) == 143
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [
+        f"checkpoint-{run.last_step()}"
+    ]
