@@ -53,14 +53,25 @@ def test_ranks_whose_launcher_is_killed_save_and_end(run_file, tmp_path, start):
     assert ended.checkpoints == [f"checkpoint-{ended.last_step}"]
 
 
-def test_a_second_ctrl_c_ends_at_once(run_file, tmp_path):
-    # A step far longer than the test: it is not waited for.
-    slow = ("train.gradient_accumulation_steps=100000", "train.per_device_train_batch_size=1")
-    with SignalledRun("nproc", run_file, tmp_path / "out", slow) as run:
+# A step far longer than the test, which is not waited for.
+SLOW = ("train.gradient_accumulation_steps=100000", "train.per_device_train_batch_size=1")
+
+
+@pytest.mark.parametrize(
+    ("start", "times", "overrides", "said"),
+    [
+        ("nproc", 2, (), "ended at once, without a checkpoint"),
+        ("one", 1, ("train.stop_grace_s=1.5",), "the time to stop in is over"),
+    ],
+)
+def test_a_step_that_is_not_waited_for(run_file, tmp_path, start, times, overrides, said):
+    """Of a second Ctrl-C, or where the batch system will not wait."""
+    with SignalledRun(start, run_file, tmp_path / "out", [*SLOW, *overrides]) as run:
         while not (tmp_path / "out" / "run.json").exists():
             assert run.process.poll() is None
-        ended = run.signal(INT, times=2, gap_s=1.0)
+        ended = run.signal(INT, times=times, gap_s=1.0)
     assert ended.code == 1
+    assert said in ended.output
     assert ended.seconds < 5
     assert ended.left == []
     assert ended.checkpoints == []

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -158,6 +159,42 @@ def test_signal_saves_and_the_resumed_run_is_bit_identical(run_file, tmp_path, m
     resume = "train.resume_from_checkpoint=auto"
     assert build(run_file, tmp_path / "cut", *settings, resume).run() is None
     assert_same_run(tmp_path / "whole", tmp_path / "cut", begun_anew="sequence_length")
+
+
+def test_an_evaluation_that_a_signal_ends_is_done_when_the_run_continues(run_file, tmp_path):
+    settings = [*evaluated(run_file.with_name("test.jsonl")), "train.save_steps=null"]
+    build(run_file, tmp_path / "whole", *settings).run()
+    trainer = build(run_file, tmp_path / "cut", *settings)
+    evaluate = trainer.evaluate
+
+    def with_signal(received):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while received() is None:
+            time.sleep(0.01)
+        return evaluate(received)
+
+    trainer.evaluate = with_signal
+    assert trainer.run() == signal.SIGTERM
+    step = trainer.step
+    assert not any("eval_loss" in line for line in run_metrics(tmp_path / "cut"))
+    build(run_file, tmp_path / "cut", *settings, "train.resume_from_checkpoint=auto").run()
+    first = next(line for line in run_metrics(tmp_path / "cut") if "eval_loss" in line)
+    assert first["step"] == step
+    wanted = [line["eval_loss"] for line in run_metrics(tmp_path / "whole") if "eval_loss" in line]
+    found = [line["eval_loss"] for line in run_metrics(tmp_path / "cut") if "eval_loss" in line]
+    assert found == wanted
+
+
+def test_settings_that_trained_nothing_do_not_replace_those_that_did(run_file, tmp_path):
+    build(run_file, tmp_path).run()
+    before = (tmp_path / "config.yaml").read_text()
+    auto = "train.resume_from_checkpoint=auto"
+    build(run_file, tmp_path, auto, "train.learning_rate=0.5").run()
+    assert (tmp_path / "config.yaml").read_text() == before
+    build(run_file, tmp_path, auto, "train.learning_rate=0.25", "train.max_steps=5").run()
+    assert "learning_rate: 0.25" in (tmp_path / "config.yaml").read_text()
+    rates = [start["settings"]["train"]["learning_rate"] for start in read_starts(tmp_path)]
+    assert rates == [0.01, 0.5, 0.25]
 
 
 def test_resuming_reports_and_refuses_changes(whole_run, run_file, tmp_path, caplog):
