@@ -1,6 +1,8 @@
 """Batches in a reproducible order, prepared ahead by worker processes; resumable at any batch."""
 
 from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
@@ -19,6 +21,13 @@ from paddle_vl.data.worker_pool import (
     load_batch,
     load_packed_batch,
 )
+
+# How often a wait looks whether it is still to go on.
+_LOOK_S = 0.2
+
+
+class DataWaitLeft(Exception):  # noqa: N818
+    """`PrefetchLoader.is_left` ended a wait for a batch; the next one waits for it again."""
 
 
 class Packing(NamedTuple):
@@ -52,7 +61,10 @@ class PrefetchLoader:
     Attributes:
         epoch: of the next batch.
         batches_consumed: batches of that epoch already handed out.
+        is_left: asked while a batch is waited for; where it says so, `DataWaitLeft` is raised.
     """
+
+    is_left: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
         self,
@@ -233,6 +245,9 @@ class PrefetchLoader:
         try:
             self._request()
             self._awaited = self._pending[0]
+            while not wait([self._awaited.future], _LOOK_S).done:
+                if self.is_left():
+                    raise DataWaitLeft
             loaded = self._awaited.future.result()
             self._pending.popleft()
             self._request()
@@ -248,6 +263,8 @@ class PrefetchLoader:
             self.close()
             # Ours, whatever frames of the pool it passed: the command tells errors by the last one.
             raise error.with_traceback(None) from error.__cause__
+        except DataWaitLeft:
+            raise
         except BaseException:
             self.close()
             raise

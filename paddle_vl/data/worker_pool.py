@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,6 +21,8 @@ from paddle_vl.data.work_board import AtWork, WorkBoard, own_line
 # decoding all of it to find out could take hours.
 MAX_BAD_IN_A_ROW = 1000
 
+# For workers to end the sample that they are at.
+_CLOSE_S = 2.0
 _LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # What this process is at; a worker writes it where the main process sees it.
@@ -176,8 +179,15 @@ class WorkerPool:
         return self._board.workers()
 
     def close(self) -> None:
-        """Drop what is not begun, and wait for the workers to end."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """Drop what is not begun, and end the workers; one that is stuck does not hold this up."""
+        processes = list((self._executor._processes or {}).values())
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        deadline = time.monotonic() + _CLOSE_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.terminate()
+        self._executor.shutdown(wait=True)
 
 
 @contextmanager

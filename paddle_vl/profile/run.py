@@ -60,7 +60,7 @@ def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
     settings.out.mkdir(parents=True, exist_ok=True)
     with leaving_word(settings.out, rank):
         config = with_workload(profiled_config(config, settings), settings.workload, settings.out)
-        trainer = build_trainer(config)
+        trainer = build_trainer(config, writes=False)
         limit = settings.memory_limit_gb
         meter = memory_meter()
         try:

@@ -32,10 +32,13 @@ from paddle_vl.train.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
-def build_trainer(config: RunConfig) -> Trainer:
+def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
     """Everything a run needs, at its first step or where its checkpoint was written.
 
     The output folder is this run's from here on, until `Trainer.run` ends.
+
+    Args:
+        writes: whether the trainer is to run; a profile takes steps of it and leaves the folder.
 
     Raises:
         ValueError, RuntimeError: what keeps the run from starting, see `paddle_vl.config.validate`,
@@ -48,7 +51,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     processes = FleetProcesses(topology) if several else ONE_PROCESS
     if several:
         check_settings_agree(flatten(config.model_dump()), topology.describe())
-    lock = _lock_output(config, processes)
+    lock = _lock_output(config, processes) if writes else None
     try:
         return _build(config, topology, processes, lock)
     except BaseException:
@@ -132,6 +135,7 @@ def _build(
         None if peak_flops is None else family.flop_counter(model, trained),
         lock,
     )
+    loader.is_left = trainer.leaves_wait
     if checkpoint is not None:
         trainer.restore(checkpoint)
     logger.info(

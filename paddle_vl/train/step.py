@@ -16,6 +16,9 @@ from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
+# Samples, tokens, packed places.
+_NUM_REST = 3
+
 
 @dataclass(frozen=True)
 class StepTotals:
@@ -35,6 +38,11 @@ class StepTotals:
     num_packed_places: int
     asked: tuple[tuple[int, ...], ...]
     signal: int | None = None
+
+    @property
+    def num_agreed(self) -> int:
+        """How many numbers were agreed on, the same for every step of a run."""
+        return len(self.counts) + _NUM_REST + sum(map(len, self.asked))
 
 
 @dataclass(frozen=True)
@@ -126,13 +134,23 @@ def agree_on_step(
         totals, signal = processes.agree([*own, *(int(a) for of in asks for a in of)], signal)
     num_terms, num_asks = len(objective.terms), len(asks[0])
     counts, rest = totals[:num_terms], totals[num_terms:]
-    (num_samples, num_tokens, num_places), asked = rest[:3], rest[3:]
+    (num_samples, num_tokens, num_places), asked = rest[:_NUM_REST], rest[_NUM_REST:]
     if signal is None:
         objective.check_counts(counts, len(micro_batches))
     of_batches = (asked[i * num_asks : (i + 1) * num_asks] for i in range(len(asks)))
     return StepTotals(
         tuple(counts), num_samples, num_tokens, num_places, tuple(map(tuple, of_batches)), signal
     )
+
+
+def leave_step(num_agreed: int, processes: SingleProcess, signal: int | None) -> int | None:
+    """Bring nothing but a stop signal to a step that the others may have batches for; returns the
+    signal that all stop for. In place of `agree_on_step`.
+
+    Args:
+        num_agreed: of an earlier step.
+    """
+    return processes.agree([0] * num_agreed, signal)[1]
 
 
 def train_step(

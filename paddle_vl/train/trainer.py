@@ -11,6 +11,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.data.loader import DataWaitLeft
 from paddle_vl.models.checkpoint.pretrained import DEFAULT_SHARD_BYTES
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
@@ -30,7 +31,13 @@ from paddle_vl.train.reporting.reporter import Reporter
 from paddle_vl.train.reporting.run_record import RunRecord
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.schedule import learning_rate
-from paddle_vl.train.step import StepOutcome, WholeModel, agree_on_step, train_step
+from paddle_vl.train.step import (
+    StepOutcome,
+    WholeModel,
+    agree_on_step,
+    leave_step,
+    train_step,
+)
 from paddle_vl.train.step_trace import StepTrace
 from paddle_vl.train.stop_signals import StopSignals
 
@@ -83,6 +90,7 @@ class Trainer:
         # A stop came before the evaluation of the last step was done.
         self._owes_evaluation = False
         self._saved_settings = False
+        self._num_agreed: int | None = None
         self.feed = BatchFeed(
             data,
             runner.objective,
@@ -181,6 +189,10 @@ class Trainer:
         self.reporter.bar.advance()
         self._between_steps()
 
+    def leaves_wait(self) -> bool:
+        """Whether a wait for data ends: a stop signal came, and what ranks agree on is known."""
+        return self.stop.received is not None and self._num_agreed is not None
+
     def train_one_step(self) -> StepOutcome | None:
         """Take the next batches and train on them: all of a run that a profile looks at.
 
@@ -188,9 +200,14 @@ class Trainer:
             What the step did; None where a rank received a stop signal, and the batches were left.
         """
         begin = time.perf_counter()
-        fed = self.feed.next_step()
+        try:
+            fed = self.feed.next_step()
+        except DataWaitLeft:
+            self.stop_signal = leave_step(self._num_agreed, self.processes, self.stop.received)
+            return None
         micro_batches, objective = fed.micro_batches, self.runner.objective
         totals = agree_on_step(micro_batches, objective, self.processes, self.stop.received)
+        self._num_agreed = totals.num_agreed
         if totals.signal is not None:
             self.stop_signal = totals.signal
             return None

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import pytest
 
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.collate import VLCollator
-from paddle_vl.data.loader import Packing, PrefetchLoader
+from paddle_vl.data.loader import DataWaitLeft, Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget, SampleLengths
 from paddle_vl.data.sft.dataset import MessagesDataset
 from tests.single_card_tests.data.chat_builders import (
@@ -32,6 +33,7 @@ from tests.single_card_tests.data.chat_builders import (
 )
 from tests.single_card_tests.data.probe_datasets import (
     DyingDataset,
+    HeldDataset,
     LongDataset,
     NumberDataset,
     stack_numbers,
@@ -209,6 +211,33 @@ def test_interrupting_the_group_leaves_workers_to_the_main_process():
         for worker in set(multiprocessing.active_children()) - before:
             os.kill(worker.pid, signal.SIGINT)
         assert first + take(batches, 5) == EXPECTED[:6]
+
+
+def test_a_signal_to_the_group_at_any_time_leaves_workers_to_the_main_process():
+    """SIGTERM too, which would kill a worker that has just been started."""
+    before = set(multiprocessing.active_children())
+    with loader(NumberDataset(10), **TRAIN, num_workers=2, prefetch_batches=1) as batches:
+        batches._request()
+        for _ in range(20):
+            for worker in set(multiprocessing.active_children()) - before:
+                subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+            time.sleep(0.02)
+        assert take(batches, 6) == EXPECTED[:6]
+
+
+def test_a_wait_for_a_stuck_worker_can_be_left(tmp_path):
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    dataset = HeldDataset(9, 4, pipe)
+    with loader(dataset, shuffle=False, drop_last=True, num_workers=1) as batches:
+        assert take(batches, 1) == [[0, 1, 2]]
+        batches.is_left = lambda: True
+        with pytest.raises(DataWaitLeft):
+            next(batches)
+        assert batches.state_dict()["batches_consumed"] == 1
+        begin = time.monotonic()
+    # The worker never gets out of its sample.
+    assert time.monotonic() - begin < 10
 
 
 def test_closing_ends_the_workers():
