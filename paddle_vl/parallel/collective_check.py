@@ -32,6 +32,7 @@ from paddle.distributed import collective
 
 from paddle_vl.parallel import collective_board
 from paddle_vl.parallel.collective_board import Plan
+from paddle_vl.parallel.store.rendezvous import meet
 from paddle_vl.parallel.recorder import Collective, Recording, observed
 
 VARIABLE = "PADDLE_VL_CHECK_COLLECTIVES"
@@ -145,7 +146,7 @@ class _Check:
 
     def _start_board(self, timeout: float) -> str:
         """Host, port and password of the board."""
-        host = dist.ParallelEnv().current_endpoint.rpartition(":")[0] or "127.0.0.1"
+        host = meet().addresses.own
         password = secrets.token_hex()
         self._server = subprocess.Popen(
             [sys.executable, "-m", collective_board.__name__],

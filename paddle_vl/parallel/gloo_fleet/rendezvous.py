@@ -1,17 +1,13 @@
-"""Gloo groups that meet in a store of their own, and the two-rank groups for point-to-point."""
+"""Gloo groups with keys of their own in the store, and the two-rank groups for point-to-point."""
 
-import socket
+import os
 from collections.abc import Callable
 
-import paddle
-import paddle.distributed
 from paddle.base import core
-from paddle.distributed import collective
 
 from paddle_vl.parallel.gloo_fleet.patch import Patch
+from paddle_vl.parallel.store.rendezvous import meet, store_of
 
-# Seconds that a store waits for its peers: Paddle's own default.
-_STORE_TIMEOUT = 900
 _DEFAULT_GROUP_ID = 0
 # Paddle keeps groups by 32-bit number: fleet's count from 10 up, those of pairs come far behind.
 _FIRST_PAIR_ID = 1 << 20
@@ -49,24 +45,8 @@ def pair_group(group: core.ProcessGroup, peer: int) -> core.ProcessGroup:
 
 
 def _meet(name: str, rank: int, size: int, group_id: int) -> core.ProcessGroup:
-    """Make a gloo group whose ranks find each other through a store that only they use."""
-    key = f"gloo_fleet/{name}"
-    default_store = collective._default_store
-    if rank == 0:
-        host = paddle.distributed.ParallelEnv().current_endpoint.rpartition(":")[0] or "127.0.0.1"
-        # The store aborts the process when its port is taken. A socket that is bound and does not
-        # listen keeps the port from everybody but the store, whose sockets reuse addresses.
-        with socket.socket() as placeholder:
-            placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            placeholder.bind(("", 0))
-            port = placeholder.getsockname()[1]
-            # Of size 1, or it would wait here for the others, who do not know the port yet.
-            store = core.TCPStore(host, port, True, 1, _STORE_TIMEOUT)
-        default_store.set(key, f"{host}:{port}")
-    else:
-        default_store.wait(key)
-        host, _, port = bytes(default_store.get(key)).decode().rpartition(":")
-        store = core.TCPStore(host, int(port), False, 1, _STORE_TIMEOUT)
+    """Make a gloo group whose ranks find each other under keys that only they use."""
+    store = store_of(f"gloo group {name}")
     group = core.ProcessGroupGloo.create(store, rank, size, group_id)
     _alive.extend((store, group))
     return group
@@ -107,7 +87,23 @@ def _new_process_group(paddles_own: Callable) -> Callable:
     return _new_process_group_impl
 
 
+def _init_parallel_env(paddles_own: Callable) -> Callable:
+    def init_parallel_env(nccl_config=None):
+        if int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1:
+            meet()
+        return paddles_own(nccl_config)
+
+    return init_parallel_env
+
+
 PATCHES = (
+    Patch(
+        owner="paddle.distributed.parallel",
+        name="init_parallel_env",
+        parameters=("nccl_config",),
+        reason="rank 0 listens on all addresses of its machine",
+        make=_init_parallel_env,
+    ),
     Patch(
         owner="paddle.distributed.collective",
         name="_new_process_group_impl",
