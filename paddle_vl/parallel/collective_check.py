@@ -32,8 +32,8 @@ from paddle.distributed import collective
 
 from paddle_vl.parallel import collective_board
 from paddle_vl.parallel.collective_board import Plan
-from paddle_vl.parallel.store.rendezvous import meet
 from paddle_vl.parallel.recorder import Collective, Recording, observed
+from paddle_vl.parallel.store.rendezvous import meet
 
 VARIABLE = "PADDLE_VL_CHECK_COLLECTIVES"
 # Files whose frames tell nothing about a program; `<string>` is code without one.

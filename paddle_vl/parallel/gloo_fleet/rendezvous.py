@@ -6,6 +6,7 @@ from collections.abc import Callable
 from paddle.base import core
 
 from paddle_vl.parallel.gloo_fleet.patch import Patch
+from paddle_vl.parallel.gloo_fleet.peers import id_of, know_group, make_group, ranks_of
 from paddle_vl.parallel.store.rendezvous import meet, store_of
 
 _DEFAULT_GROUP_ID = 0
@@ -13,7 +14,6 @@ _DEFAULT_GROUP_ID = 0
 _FIRST_PAIR_ID = 1 << 20
 _MOST_RANKS = 1 << 10
 
-_group_ids: dict[int, int] = {}
 _pairs: dict[tuple[int, int, int], core.ProcessGroup] = {}
 # Groups live as long as the process, and a group's store as long as the group.
 _alive: list[object] = []
@@ -29,7 +29,7 @@ def pair_group(group: core.ProcessGroup, peer: int) -> core.ProcessGroup:
     """
     if group.size() == 2:
         return group
-    group_id = _group_ids.get(id(group))
+    group_id = id_of(group)
     if group_id is None:
         raise RuntimeError(
             "This process group was made before the CPU fleet was installed: call install() "
@@ -40,15 +40,23 @@ def pair_group(group: core.ProcessGroup, peer: int) -> core.ProcessGroup:
     if pair not in _pairs:
         rank = 0 if group.rank() == low else 1
         pair_id = (group_id * _MOST_RANKS + low) * _MOST_RANKS + high
-        _pairs[pair] = _meet(f"{group_id}/{low}-{high}", rank, 2, pair_id + _FIRST_PAIR_ID)
+        pair_id += _FIRST_PAIR_ID
+        name = f"{group_id}/{low}-{high}"
+        _pairs[pair] = _meet(name, rank, 2, pair_id)
+        ranks = ranks_of(group)
+        know_group(_pairs[pair], pair_id, [ranks[low], ranks[high]])
     return _pairs[pair]
 
 
 def _meet(name: str, rank: int, size: int, group_id: int) -> core.ProcessGroup:
     """Make a gloo group whose ranks find each other under keys that only they use."""
     store = store_of(f"gloo group {name}")
-    group = core.ProcessGroupGloo.create(store, rank, size, group_id)
-    _alive.extend((store, group))
+    _alive.append(store)
+    group = make_group(
+        f"group {name} of {size} ranks",
+        lambda: core.ProcessGroupGloo.create(store, rank, size, group_id),
+    )
+    _alive.append(group)
     return group
 
 
@@ -80,7 +88,7 @@ def _new_process_group(paddles_own: Callable) -> Callable:
                 nccl_config,
             )
         if isinstance(group, core.ProcessGroupGloo):
-            _group_ids[id(group)] = group_id
+            know_group(group, group_id)
             _alive.append(group)
         return group
 

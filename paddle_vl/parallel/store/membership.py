@@ -1,5 +1,6 @@
 """One process's word to the store that it is there, and what it asks about the others."""
 
+import contextlib
 import json
 import socket
 import struct
@@ -80,6 +81,20 @@ class Membership:
             return self._ask({}, _ANSWER_SECONDS)["gone"]
         except (OSError, ValueError):
             return [0]
+
+    def tell(self, wait: dict[str, Any] | None) -> None:
+        """Tell what this rank waits in, None for nothing; for those that it keeps waiting."""
+        # A store that has ended has nobody to tell.
+        with contextlib.suppress(OSError, ValueError):
+            self._ask({"waits": wait}, _ANSWER_SECONDS)
+
+    def waits(self) -> dict[int, dict[str, Any]]:
+        """What ranks have told that they wait in; without an answer nothing."""
+        try:
+            told = self._ask({}, _ANSWER_SECONDS)["waits"]
+        except (OSError, ValueError):
+            return {}
+        return {int(rank): wait for rank, wait in told.items()}
 
     @property
     def _place(self) -> str:

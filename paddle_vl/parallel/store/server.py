@@ -46,6 +46,8 @@ class Store:
         # In the order in which they came, and ended.
         self.come: list[int] = []
         self.gone: list[int] = []
+        # What a rank has told that it waits in.
+        self.waits: dict[int, Any] = {}
         self._waiting: defaultdict[str, list[asyncio.Future]] = defaultdict(list)
         self._complete: list[asyncio.Future] = []
 
@@ -117,17 +119,16 @@ def _release(waiting: list[asyncio.Future]) -> None:
 class _Connection:
     """One client. Closing it says that its rank has ended, if it came as one."""
 
-    def __init__(
-        self, store: Store, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ):
+    def __init__(self, store: Store, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.store, self.reader, self.writer = store, reader, writer
         self.namespace, self.rank = "", None
         self._socket = writer.get_extra_info("socket")
         self._answers: set[asyncio.Task] = set()
 
     async def serve(self) -> None:
-        # What is none of our messages ends the connection, as a client that has ended does.
-        broken = (asyncio.IncompleteReadError, ConnectionError, ValueError, TimeoutError)
+        # What is none of our messages ends the connection, as a client that has ended does, and as
+        # the end of the server does.
+        broken = (asyncio.IncompleteReadError, asyncio.CancelledError, OSError, ValueError)
         try:
             while True:
                 await self._answer((await self._read("<I"))[0])
@@ -171,7 +172,8 @@ class _Connection:
             raise ValueError(f"command {command}")
 
     async def _answer_question(self, question: dict[str, Any]) -> None:
-        """`{"come": rank, "seconds": s}` waits for all; any question gets who is here."""
+        """`{"come": rank, "seconds": s}` waits for all, `{"waits": what}` tells what the rank
+        waits in; any question gets who is here and what they wait in."""
         answer = {}
         if "come" in question:
             try:
@@ -180,7 +182,10 @@ class _Connection:
                 await self.store.wait_for_all(question["seconds"])
             except ValueError as error:
                 answer["refused"] = str(error)
-        answer |= {"missing": self.store.missing, "gone": self.store.gone}
+        if "waits" in question:
+            self.store.waits[self.rank] = question["waits"]
+        waits = {rank: wait for rank, wait in self.store.waits.items() if wait is not None}
+        answer |= {"missing": self.store.missing, "gone": self.store.gone, "waits": waits}
         self._write_bytes(json.dumps(answer).encode())
 
     async def _read(self, form: str) -> tuple:
