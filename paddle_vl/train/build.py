@@ -43,7 +43,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     several = topology.world_size > 1
     processes = FleetProcesses(topology) if several else ONE_PROCESS
     if several:
-        check_settings_agree(flatten(config.model_dump()), topology.describe())
+        check_settings_agree(flatten(config.model_dump(mode="json")), topology.describe())
     if not processes.is_main:
         logging.getLogger("paddle_vl").setLevel(logging.WARNING)
     checkpoint = checkpoint_to_resume(config)
