@@ -45,14 +45,14 @@ def find_addresses(environment: Mapping[str, str] = os.environ) -> Addresses:
         RuntimeError: a variable is missing, is not HOST:PORT, or names a host that does not
             resolve.
     """
-    endpoints = [_parts(ENDPOINTS, text) for text in _read(environment, ENDPOINTS).split(",")]
+    endpoints = [_parts(ENDPOINTS, text) for text in read_variable(environment, ENDPOINTS).split(",")]
     master = endpoints[0]
     if environment.get(MASTER):
         master = _parts(MASTER, environment[MASTER])
     resolved = {host: _resolve(host) for host, _ in [*endpoints, master]}
     if all(map(is_of_this_machine, resolved.values())):
         return Addresses(LOOPBACK, master[1], LOOPBACK, True)
-    own, _ = _parts(CURRENT, _read(environment, CURRENT))
+    own, _ = _parts(CURRENT, read_variable(environment, CURRENT))
     return Addresses(resolved[master[0]], master[1], _resolve(own), False)
 
 
@@ -102,7 +102,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _read(environment: Mapping[str, str], variable: str) -> str:
+def read_variable(environment: Mapping[str, str], variable: str) -> str:
     if not environment.get(variable):
         raise RuntimeError(
             f"{variable} is not set in this process of several: start them with fleetrun, "

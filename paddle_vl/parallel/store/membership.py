@@ -76,11 +76,11 @@ class Membership:
             )
 
     def gone(self) -> list[int]:
-        """Ranks that have ended, in that order. Without an answer it is rank 0, with the store."""
+        """Ranks that have ended, in that order. A store that does not answer ended with rank 0."""
         try:
             return self._ask({}, _ANSWER_SECONDS)["gone"]
         except (OSError, ValueError):
-            return [0]
+            return [0] if self.rank != 0 else []
 
     def tell(self, wait: dict[str, Any] | None) -> None:
         """Tell what this rank waits in, None for nothing; for those that it keeps waiting."""

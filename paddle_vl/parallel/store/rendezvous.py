@@ -14,13 +14,19 @@ from typing import Any
 from paddle.base import core
 
 from paddle_vl.parallel.store import server
-from paddle_vl.parallel.store.address import MASTER, Addresses, choose_interfaces, find_addresses
+from paddle_vl.parallel.store.address import (
+    MASTER,
+    Addresses,
+    choose_interfaces,
+    find_addresses,
+    read_variable,
+)
 from paddle_vl.parallel.store.membership import Membership
 
 # Seconds that a process waits for the others, at the start and for any key of the store: Paddle's
 # own default.
 TIMEOUT = 900.0
-_RANK = "PADDLE_TRAINER_ID"
+_RANK, _NUM_RANKS = "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"
 _NOT_THE_FIRST = "1"
 
 
@@ -53,7 +59,7 @@ def meet() -> Rendezvous:
     """
     if _met:
         return _met[0]
-    rank, num_ranks = int(os.environ[_RANK]), int(os.environ["PADDLE_TRAINERS_NUM"])
+    rank, num_ranks = (int(read_variable(os.environ, name)) for name in (_RANK, _NUM_RANKS))
     addresses = find_addresses()
     choose_interfaces(addresses)
     process = _start_store(addresses, num_ranks) if rank == 0 else None

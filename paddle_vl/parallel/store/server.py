@@ -29,7 +29,7 @@ NAMESPACE = "/namespace"
 MAX_KEY_BYTES, MAX_VALUE_BYTES = 1 << 14, 1 << 24
 _BACKLOG = 4096
 # For the other processes to hear that rank 0 has ended; then this one does too.
-_SECONDS_AFTER_RANK_0 = 5.0
+_SECONDS_AFTER_RANK_0 = 2.0
 
 
 class Store:
@@ -145,7 +145,7 @@ class _Connection:
         text = (await self._read_bytes(MAX_KEY_BYTES)).decode()
         if command == ASK:
             # Beside the connection, whose end must be noticed meanwhile.
-            answer = asyncio.create_task(self._answer_question(json.loads(text)))
+            answer = asyncio.create_task(self._answer_question(_question(text)))
             self._answers.add(answer)
             answer.add_done_callback(self._answers.discard)
             return
@@ -205,6 +205,18 @@ class _Connection:
 
     def _write_bytes(self, value: bytes) -> None:
         self.writer.write(struct.pack("<Q", len(value)) + value)
+
+
+def _question(text: str) -> dict[str, Any]:
+    """Raises ValueError for what is none."""
+    question = json.loads(text)
+    if not isinstance(question, dict):
+        raise ValueError(f"a question is an object, not {text[:50]}")
+    if "come" in question and not (
+        isinstance(question["come"], int) and isinstance(question.get("seconds"), int | float)
+    ):
+        raise ValueError(f"a rank comes by number, for seconds, not {text[:50]}")
+    return question
 
 
 async def serve(host: str, port: int, num_ranks: int, timeout: float) -> None:
