@@ -36,8 +36,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# A rank that asks for the store before rank 0 has made it waits three seconds to ask again.
-HEAD_START = 0.5
 POLL_INTERVAL = 0.02
 SHOWN_LINES = 40
 
@@ -74,8 +72,6 @@ def launch(
         stack.callback(ranks.kill)
         for rank in range(processes):
             ranks.start(job, _environment(rank, ports, environment or {}))
-            if rank == 0:
-                time.sleep(HEAD_START)
         ranks.wait(deadline, timeout)
         return [pickle.loads(path.read_bytes()) for path in ranks.results]
 

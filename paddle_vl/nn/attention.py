@@ -80,7 +80,9 @@ def causal_attention(
     if not is_eager_cpu(q_BLNH):
         if packed is not None:
             return _packed_by_kernel(q_BLNH, k_BSKH, v_BSKH, packed)
-        mask = _dense_causal_mask(length, keys, key_bias_BS)
+        if key_bias_BS is None and length == keys:
+            return _by_kernel(q_BLNH, k_BSKH, v_BSKH, is_causal=True)
+        mask = _dense_causal_mask(batch, length, keys, key_bias_BS)
         return _by_kernel(q_BLNH, k_BSKH, v_BSKH, mask)
     groups = heads // key_heads
     if packed is not None:
@@ -123,12 +125,18 @@ def _by_blocks(
     )
 
 
-def _by_kernel(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None) -> Tensor:
+def _by_kernel(
+    q_BLNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
     if mask is not None:
         # The kernels take a mask in the dtype of the queries only.
         mask = mask.astype(q_BLNH.dtype)
     return F.scaled_dot_product_attention(
-        q_BLNH, k_BSKH, v_BSKH, attn_mask=mask, is_causal=mask is None
+        q_BLNH, k_BSKH, v_BSKH, attn_mask=mask, is_causal=is_causal
     )
 
 
@@ -185,10 +193,17 @@ def _equal_segments(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, len
     )
 
 
-def _dense_causal_mask(length: int, keys: int, key_bias_BS: Tensor | None) -> Tensor | None:
-    """`[B, 1, L, S]` additive mask, or None when the kernel's own causal rule says the same."""
-    if key_bias_BS is None and length == keys:
-        return None
+def _dense_causal_mask(
+    batch: int, length: int, keys: int, key_bias_BS: Tensor | None
+) -> Tensor | None:
+    """`[B, 1, L, S]` additive mask, as flash attention wants it: it repeats none over the batch.
+
+    None where every query sees every key: there is one, the last.
+    """
+    if length == 1:
+        return None if key_bias_BS is None else key_bias_BS.unsqueeze([1, 2])
     allowed = paddle.tril(paddle.ones([length, keys]), keys - length)
     mask = ((1.0 - allowed) * MASKED_SCORE).unsqueeze([0, 1])
-    return mask if key_bias_BS is None else mask + key_bias_BS.unsqueeze([1, 2])
+    if key_bias_BS is None:
+        return mask.expand([batch, 1, length, keys])
+    return mask + key_bias_BS.unsqueeze([1, 2])

@@ -5,7 +5,7 @@ rows enter the region that sequence parallelism cuts and where a product over al
 It knows no rank beyond that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -62,8 +62,13 @@ class Writers:
         return self.number == 0 and self.stage == 0
 
     def of_stages(self, value: Any) -> list[Any]:
-        """The `value` of every stage of a pipeline, in order. Called by all of them together."""
+        """The `value` of every stage of a pipeline, of JSON's types, in order. Called by all of
+        them together."""
         return [value]
+
+    def arrays_of_stages(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        """The arrays of every stage, as `of_stages`."""
+        return [dict(arrays)]
 
 
 class SingleDevicePlacement:

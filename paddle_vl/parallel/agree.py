@@ -3,20 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-import paddle.distributed as dist
+from paddle_vl.parallel.objects import gather_values
 
 
 def check_settings_agree(settings: Mapping[str, Any], where: str) -> None:
     """Compare the settings of all ranks; called by all of them together.
 
     Args:
-        settings: flat, by dotted key; values of plain types.
+        settings: flat, by dotted key; values of JSON's types.
         where: this rank's coordinates, for the message.
 
     Raises:
         ValueError: on every rank alike, naming each key that differs with all its values.
     """
-    everyone = _gathered(settings)
+    everyone = gather_values(dict(settings))
     differing = []
     for key in _differing(everyone):
         values = [settings.get(key) for settings in everyone]
@@ -44,7 +44,7 @@ def check_fields_agree(fields: Mapping[str, bool], where: str) -> None:
     Raises:
         ValueError: on every rank alike, naming each field that only some have, and who has it.
     """
-    everyone = _gathered({name: True for name, is_there in fields.items() if is_there})
+    everyone = gather_values({name: True for name, is_there in fields.items() if is_there})
     differing = []
     for name in _differing(everyone):
         have = [rank for rank, fields in enumerate(everyone) if name in fields]
@@ -56,12 +56,6 @@ def check_fields_agree(fields: Mapping[str, bool], where: str) -> None:
             "data: " + "; ".join(differing) + ". Give all of them the same kinds of data; a field "
             "that a sample has nothing for is there all the same, and masked"
         )
-
-
-def _gathered(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    everyone: list[Mapping[str, Any]] = []
-    dist.all_gather_object(everyone, dict(values))
-    return everyone
 
 
 def _differing(everyone: list[Mapping[str, Any]]) -> list[str]:

@@ -4,14 +4,16 @@ Not a thread of rank 0: that one may hold the interpreter while it waits in a co
 load Paddle. See `paddle_vl.parallel.collective_check`.
 """
 
+import json
 import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Line = tuple[int, ...]
+_MAX_MESSAGE_BYTES = 1 << 20
 _LEFT = "has left the checked part"
 
 
@@ -19,11 +21,11 @@ class Plan(NamedTuple):
     """A collective that a rank is about to do.
 
     Attributes:
-        agreed: what must be the same on all ranks.
+        agreed: what must be the same on all ranks, in any words.
         shown: for messages.
     """
 
-    agreed: tuple
+    agreed: str
     shown: str
 
 
@@ -137,13 +139,36 @@ def _by_plan(plans: dict[int, Plan]) -> str:
 
 def _serve(board: Board, connection: Connection) -> None:
     """Answer one rank, which says first which it is."""
-    rank = connection.recv()
+    rank = int(receive(connection))
     try:
         while True:
-            method, *arguments = connection.recv()
-            connection.send(getattr(board, method)(rank, *arguments))
-    except (EOFError, ConnectionError):
+            send(connection, _answer(board, rank, receive(connection)))
+    except (EOFError, OSError, ValueError):
         board.lose(rank)
+
+
+def _answer(board: Board, rank: int, message: dict[str, Any]) -> str | None:
+    """What the board says to a message, `{"do": ...}` with its arguments."""
+    match message["do"]:
+        case "meet":
+            plan = Plan(message["agreed"], message["shown"])
+            return board.meet(rank, tuple(message["ranks"]), plan)
+        case "leave":
+            return board.leave(rank)
+        case "fail":
+            return board.fail(rank, message["error"])
+        case unknown:
+            raise ValueError(f"a rank asks for {unknown!r}")
+
+
+def send(connection: Connection, message: Any) -> None:
+    """Send a value as JSON: `Connection.send` would pickle it."""
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def receive(connection: Connection) -> Any:
+    """A value that was sent as JSON: `Connection.recv` would unpickle what comes."""
+    return json.loads(connection.recv_bytes(_MAX_MESSAGE_BYTES))
 
 
 def main() -> None:

@@ -25,14 +25,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Client
 from pathlib import Path
+from typing import Any
 
 import paddle
 import paddle.distributed as dist
 from paddle.distributed import collective
 
 from paddle_vl.parallel import collective_board
-from paddle_vl.parallel.collective_board import Plan
+from paddle_vl.parallel.collective_board import receive, send
 from paddle_vl.parallel.recorder import Collective, Recording, observed
+from paddle_vl.parallel.store.rendezvous import meet
 
 VARIABLE = "PADDLE_VL_CHECK_COLLECTIVES"
 # Files whose frames tell nothing about a program; `<string>` is code without one.
@@ -113,15 +115,15 @@ class _Check:
         store.wait(key)
         host, port, password = bytes(store.get(key)).decode().split()
         self._board = Client((host, int(port)), authkey=password.encode())
-        self._board.send(self.rank)
+        send(self._board, self.rank)
 
     def meet(self, call: Collective) -> Collective:
         """Come to a collective, and wait until all its ranks have; returns it with its phase."""
         phase = self.recording.phase or ("backward" if _is_in_backward() else "")
         call = call._replace(phase=phase)
         if not call.is_message:
-            plan = Plan(call.agreed, f"{call.describe()}, called from {_caller()}")
-            self._ask("meet", call.ranks, plan)
+            shown = f"{call.describe()}, called from {_caller()}"
+            self._ask("meet", ranks=list(call.ranks), agreed=repr(call.agreed), shown=shown)
         return call
 
     def leave(self) -> None:
@@ -130,22 +132,22 @@ class _Check:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this rank does no more."""
-        self._ask("fail", f"failed with {type(error).__name__}: {error}")
+        self._ask("fail", error=f"failed with {type(error).__name__}: {error}")
 
     def close(self) -> None:
         self._board.close()
         if self._server is not None:
             self._server.stdin.close()
 
-    def _ask(self, method: str, *arguments) -> None:
-        self._board.send((method, *arguments))
-        self.problem = self._board.recv()
+    def _ask(self, method: str, **arguments: Any) -> None:
+        send(self._board, {"do": method, **arguments})
+        self.problem = receive(self._board)
         if self.problem is not None:
             raise RuntimeError(self.problem)
 
     def _start_board(self, timeout: float) -> str:
         """Host, port and password of the board."""
-        host = dist.ParallelEnv().current_endpoint.rpartition(":")[0] or "127.0.0.1"
+        host = meet().addresses.own
         password = secrets.token_hex()
         self._server = subprocess.Popen(
             [sys.executable, "-m", collective_board.__name__],

@@ -14,6 +14,7 @@ from paddle import Tensor
 
 from paddle_vl.parallel.expert_parallel import is_expert
 from paddle_vl.parallel.gradients import sum_gradients, sum_partial_gradients
+from paddle_vl.parallel.objects import gather_values
 from paddle_vl.parallel.random_state import seed_split_random
 from paddle_vl.parallel.topology import Topology
 
@@ -53,9 +54,7 @@ class FleetProcesses:
         return self.sum_over_all(value if self.counts_losses else paddle.zeros_like(value))
 
     def gathered(self, value: Any) -> list[Any]:
-        everyone: list[Any] = []
-        dist.all_gather_object(everyone, value)
-        return everyone
+        return gather_values(value)
 
     @paddle.no_grad()
     def gathered_values(self, values_K: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from paddle_vl.config.load import raise_problems
 from paddle_vl.parallel.collective_check import check_run_if_asked
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.gloo_fleet import install
+from paddle_vl.parallel.store.rendezvous import meet
 
 # Our axis names and fleet's: the key in its hybrid_configs, and where it keeps the group.
 _FLEET_AXES = {
@@ -120,6 +121,7 @@ def initialize(degrees: ParallelDegrees) -> Topology:
     if degrees.num_processes == 1:
         return Topology.single(degrees)
     install()
+    meet()
     fleet.init(is_collective=True, strategy=_strategy(degrees), log_level="WARNING")
     communicators = fleet.get_hybrid_communicate_group()
     rank = dist.get_rank()

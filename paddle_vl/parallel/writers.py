@@ -1,11 +1,13 @@
 """Who writes which files of a model that several processes hold together."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import paddle.distributed as dist
+import numpy as np
 
 from paddle_vl.nn.placement import Writers
+from paddle_vl.parallel.objects import gather_arrays, gather_values
 from paddle_vl.parallel.topology import Topology
 
 
@@ -28,6 +30,9 @@ class FleetWriters(Writers):
     def of_stages(self, value: Any) -> list[Any]:
         if self.pp_group.nranks == 1:
             return [value]
-        values: list[Any] = []
-        dist.all_gather_object(values, value, self.pp_group)
-        return values
+        return gather_values(value, self.pp_group)
+
+    def arrays_of_stages(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        if self.pp_group.nranks == 1:
+            return [dict(arrays)]
+        return gather_arrays(arrays, self.pp_group)

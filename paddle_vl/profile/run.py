@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import paddle
 from paddle_vl.config.schema import ParallelConfig, RunConfig
 from paddle_vl.profile.cells import RESULT_FILE
 from paddle_vl.profile.last_words import leaving_word
-from paddle_vl.profile.measure import measure
+from paddle_vl.profile.measure import RankMeasure, measure
 from paddle_vl.profile.memory import GB, device_memory_limit, memory_meter
 from paddle_vl.profile.summary import summarize
 from paddle_vl.profile.table import profile_table
@@ -75,7 +75,8 @@ def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
         finally:
             meter.close()
             trainer.feed.close()
-        measures = trainer.processes.gathered(measured)
+        everyone = trainer.processes.gathered(asdict(measured))
+        measures = [RankMeasure(**of_rank) for of_rank in everyone]
         result = summarize(measures, _facts(config, settings, trainer))
         if trainer.processes.is_main:
             file = settings.out / RESULT_FILE

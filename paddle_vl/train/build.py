@@ -50,7 +50,7 @@ def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
     several = topology.world_size > 1
     processes = FleetProcesses(topology) if several else ONE_PROCESS
     if several:
-        check_settings_agree(flatten(config.model_dump()), topology.describe())
+        check_settings_agree(flatten(config.model_dump(mode="json")), topology.describe())
     lock = _lock_output(config, processes) if writes else None
     try:
         return _build(config, topology, processes, lock)

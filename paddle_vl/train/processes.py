@@ -52,7 +52,7 @@ class SingleProcess:
         return self.sum_over_all(value if self.counts_losses else paddle.zeros_like(value))
 
     def gathered(self, value: Any) -> list[Any]:
-        """The picklable values of all processes, by rank. Called by all together."""
+        """The values of all processes, of JSON's types, by rank. Called by all together."""
         return [value]
 
     def gathered_values(self, values_K: Tensor) -> Tensor:

@@ -110,20 +110,21 @@ class AdaptableModel(Fillable, nn.Layer):
             ValueError: the model has none.
         """
         adapter, writers, path = self._own_adapter(), self.placement.writers, Path(path)
-        arrays = {
-            item.key: (STORED_DTYPES[item.parameter.dtype], parameter_array(item))
+        items = [
+            item
             for item in self._adapter_parameters()
             if not getattr(item.parameter, "is_tied_copy", False)
-        }
+        ]
         # PEFT reads one file: the first process has all of it for a moment.
-        of_stages = writers.of_stages(arrays)
+        arrays = writers.arrays_of_stages({item.key: parameter_array(item) for item in items})
+        dtypes = writers.of_stages({i.key: STORED_DTYPES[i.parameter.dtype] for i in items})
         if not writers.is_first:
             return
         path.mkdir(parents=True, exist_ok=True)
         tensors = [
-            TensorToWrite(key, array.shape, dtype, lambda array=array: array)
-            for arrays in of_stages
-            for key, (dtype, array) in arrays.items()
+            TensorToWrite(key, array.shape, dtypes_of_stage[key], lambda array=array: array)
+            for arrays_of_stage, dtypes_of_stage in zip(arrays, dtypes, strict=True)
+            for key, array in arrays_of_stage.items()
         ]
         write_adapter(path, adapter, tensors)
 

@@ -13,6 +13,7 @@ from paddle.base import core
 from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 
 from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, Patch, group_method
+from paddle_vl.parallel.gloo_fleet.peers import finish
 from paddle_vl.parallel.gloo_fleet.process_group import DONE, contiguous, flat_part, write
 from paddle_vl.parallel.gloo_fleet.rendezvous import pair_group
 
@@ -23,7 +24,7 @@ _raw = core.ProcessGroup
 def _send(group, tensor, dst, sync_op=True):
     if tensor.size:
         pair = pair_group(group, dst)
-        _raw.send(pair, contiguous(tensor), 1 - pair.rank(), True).wait()
+        finish(pair, "send", _raw.send, contiguous(tensor), 1 - pair.rank(), True)
     return DONE
 
 
@@ -32,7 +33,7 @@ def _recv(group, tensor, src, sync_op=True):
     if tensor.size:
         pair = pair_group(group, src)
         result = contiguous(tensor)
-        _raw.recv(pair, result, 1 - pair.rank(), True).wait()
+        finish(pair, "recv", _raw.recv, result, 1 - pair.rank(), True)
         write(result, tensor)
     return DONE
 

@@ -13,6 +13,7 @@ from paddle import Tensor
 from paddle.base import core
 
 from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, Patch, group_method
+from paddle_vl.parallel.gloo_fleet.peers import finish, unwrapped
 
 _SUM, _AVG = core.ReduceOp.SUM, core.ReduceOp.AVG
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -73,7 +74,7 @@ def _all_reduce(group, tensor, op=_SUM, sync_op=True):
     result = contiguous(tensor)
     if tensor.dtype in _HALF:
         result = result.astype("float32")
-    _raw.all_reduce(group, result, _SUM if op == _AVG else op, True).wait()
+    finish(group, "all_reduce", _raw.all_reduce, result, _SUM if op == _AVG else op, True)
     if op == _AVG:
         result = result / group.size()
     write(result, tensor)
@@ -111,7 +112,7 @@ def _gather(group, tensor) -> Tensor:
     rows = paddle.empty([group.size(), tensor.size], dtype=tensor.dtype)
     if tensor.size:
         flat = contiguous(tensor).reshape([-1])
-        _raw.all_gather_into_tensor(group, rows.reshape_([-1]), flat, True).wait()
+        finish(group, "all_gather", _raw.all_gather_into_tensor, rows.reshape_([-1]), flat, True)
     return rows.reshape_([group.size(), tensor.size])
 
 
@@ -154,7 +155,7 @@ def _all_gather_partial(group, out, in_, num, id):
 def _broadcast(group, tensor, src, sync_op=True):
     if tensor.size:
         result = contiguous(tensor)
-        _raw.broadcast(group, result, src, True).wait()
+        finish(group, "broadcast", _raw.broadcast, result, src, True)
         write(result, tensor)
     return DONE
 
@@ -233,6 +234,11 @@ def _all_to_all_tensor(group, out, in_, sync_op=True):
     return _all_to_all_single(group, out, in_, [], [])
 
 
+def _barrier(group, device_id=-1):
+    finish(group, "barrier", _raw.barrier)
+    return DONE
+
+
 def _even_parts(tensor: Tensor, size: int) -> list[Tensor]:
     if tensor.shape[0] % size:
         raise ValueError(f"{tensor.shape[0]} rows cannot be divided over {size} ranks.")
@@ -258,6 +264,7 @@ _PARTLY = "gloo refuses empty and non-contiguous tensors and ends the process at
 
 # Below it Paddle scales the output of a reduce_scatter before reducing the input.
 _NCCL_WITH_AVERAGE = 21000
+_BACKWARD_REASON = "the error of a collective in a backward pass is hidden in Paddle's trace"
 _REDUCE_REASON = "float16 sums give inf, bfloat16 ones round at each rank, AVG fails; " + _PARTLY
 PATCHES = (
     group_method("all_reduce", "tensor op sync_op", _REDUCE_REASON, _all_reduce),
@@ -304,6 +311,7 @@ PATCHES = (
         NOT_IN_GLOO,
         _all_to_all_single,
     ),
+    group_method("barrier", "device_id", "its failure does not say whose it is", _barrier),
     # The average of all_reduce and reduce_scatter asks for NCCL's version before it gets here.
     Patch(
         owner="paddle.base.core",
@@ -311,5 +319,19 @@ PATCHES = (
         parameters=None,
         reason="ReduceOp.AVG fails with an AttributeError",
         make=lambda _: lambda: _NCCL_WITH_AVERAGE,
+    ),
+    Patch(
+        owner="paddle:Tensor",
+        name="backward",
+        parameters=("self", "grad_tensor", "retain_graph"),
+        reason=_BACKWARD_REASON,
+        make=unwrapped,
+    ),
+    Patch(
+        owner="paddle.autograd.backward_mode",
+        name="backward",
+        parameters=("tensors", "grad_tensors", "retain_graph"),
+        reason=_BACKWARD_REASON,
+        make=unwrapped,
     ),
 )

@@ -1,23 +1,19 @@
-"""Gloo groups that meet in a store of their own, and the two-rank groups for point-to-point."""
+"""Gloo groups with keys of their own in the store, and the two-rank groups for point-to-point."""
 
-import socket
+import os
 from collections.abc import Callable
 
-import paddle
-import paddle.distributed
 from paddle.base import core
-from paddle.distributed import collective
 
 from paddle_vl.parallel.gloo_fleet.patch import Patch
+from paddle_vl.parallel.gloo_fleet.peers import id_of, know_group, make_group, ranks_of
+from paddle_vl.parallel.store.rendezvous import meet, store_of
 
-# Seconds that a store waits for its peers: Paddle's own default.
-_STORE_TIMEOUT = 900
 _DEFAULT_GROUP_ID = 0
 # Paddle keeps groups by 32-bit number: fleet's count from 10 up, those of pairs come far behind.
 _FIRST_PAIR_ID = 1 << 20
 _MOST_RANKS = 1 << 10
 
-_group_ids: dict[int, int] = {}
 _pairs: dict[tuple[int, int, int], core.ProcessGroup] = {}
 # Groups live as long as the process, and a group's store as long as the group.
 _alive: list[object] = []
@@ -33,7 +29,7 @@ def pair_group(group: core.ProcessGroup, peer: int) -> core.ProcessGroup:
     """
     if group.size() == 2:
         return group
-    group_id = _group_ids.get(id(group))
+    group_id = id_of(group)
     if group_id is None:
         raise RuntimeError(
             "This process group was made before the CPU fleet was installed: call install() "
@@ -44,31 +40,23 @@ def pair_group(group: core.ProcessGroup, peer: int) -> core.ProcessGroup:
     if pair not in _pairs:
         rank = 0 if group.rank() == low else 1
         pair_id = (group_id * _MOST_RANKS + low) * _MOST_RANKS + high
-        _pairs[pair] = _meet(f"{group_id}/{low}-{high}", rank, 2, pair_id + _FIRST_PAIR_ID)
+        pair_id += _FIRST_PAIR_ID
+        name = f"{group_id}/{low}-{high}"
+        _pairs[pair] = _meet(name, rank, 2, pair_id)
+        ranks = ranks_of(group)
+        know_group(_pairs[pair], pair_id, [ranks[low], ranks[high]])
     return _pairs[pair]
 
 
 def _meet(name: str, rank: int, size: int, group_id: int) -> core.ProcessGroup:
-    """Make a gloo group whose ranks find each other through a store that only they use."""
-    key = f"gloo_fleet/{name}"
-    default_store = collective._default_store
-    if rank == 0:
-        host = paddle.distributed.ParallelEnv().current_endpoint.rpartition(":")[0] or "127.0.0.1"
-        # The store aborts the process when its port is taken. A socket that is bound and does not
-        # listen keeps the port from everybody but the store, whose sockets reuse addresses.
-        with socket.socket() as placeholder:
-            placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            placeholder.bind(("", 0))
-            port = placeholder.getsockname()[1]
-            # Of size 1, or it would wait here for the others, who do not know the port yet.
-            store = core.TCPStore(host, port, True, 1, _STORE_TIMEOUT)
-        default_store.set(key, f"{host}:{port}")
-    else:
-        default_store.wait(key)
-        host, _, port = bytes(default_store.get(key)).decode().rpartition(":")
-        store = core.TCPStore(host, int(port), False, 1, _STORE_TIMEOUT)
-    group = core.ProcessGroupGloo.create(store, rank, size, group_id)
-    _alive.extend((store, group))
+    """Make a gloo group whose ranks find each other under keys that only they use."""
+    store = store_of(f"gloo group {name}")
+    _alive.append(store)
+    group = make_group(
+        f"group {name} of {size} ranks",
+        lambda: core.ProcessGroupGloo.create(store, rank, size, group_id),
+    )
+    _alive.append(group)
     return group
 
 
@@ -100,14 +88,30 @@ def _new_process_group(paddles_own: Callable) -> Callable:
                 nccl_config,
             )
         if isinstance(group, core.ProcessGroupGloo):
-            _group_ids[id(group)] = group_id
+            know_group(group, group_id)
             _alive.append(group)
         return group
 
     return _new_process_group_impl
 
 
+def _init_parallel_env(paddles_own: Callable) -> Callable:
+    def init_parallel_env(nccl_config=None):
+        if int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1:
+            meet()
+        return paddles_own(nccl_config)
+
+    return init_parallel_env
+
+
 PATCHES = (
+    Patch(
+        owner="paddle.distributed.parallel",
+        name="init_parallel_env",
+        parameters=("nccl_config",),
+        reason="rank 0 listens on all addresses of its machine",
+        make=_init_parallel_env,
+    ),
     Patch(
         owner="paddle.distributed.collective",
         name="_new_process_group_impl",

@@ -11,7 +11,9 @@ import paddle
 import pytest
 
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
+from paddle_vl.nn import attention
 from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from tests.single_card_tests.nn.flash_kernel import FlashKernel
 from tests.tiny import IMAGE, patches, tiny_config, tiny_model, token_rows
 
 GRIDS = [[1, 4, 4], [1, 2, 4]]
@@ -42,6 +44,26 @@ def test_cached_decoding_equals_a_full_forward_each_step():
         input_ids=ids, pixel_values=pixels, image_grid_thw=grid, max_new_tokens=6
     )
     assert found.tolist() == greedy_without_cache(model, ids, pixels, grid, 6).tolist()
+
+
+def test_equal_prompts_generate_through_flash_attention(monkeypatch):
+    """On a GPU in bfloat16; the kernel is played, with its demands on masks."""
+    model, (pixels, grid) = tiny_model(), patches([*GRIDS, *GRIDS])
+    ids = np.repeat(token_rows([1, ("image", 4), 2, ("image", 2), 3]), 2, axis=0)
+    inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid}
+    wanted = model.generate(**inputs, max_new_tokens=4)
+    kernel = FlashKernel()
+    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    assert model.generate(**inputs, max_new_tokens=4).tolist() == wanted.tolist()
+    # Neither the tower, nor the prompt, nor a step's one query for each row.
+    assert set(map(str, kernel.masks)) == {"None"}
+    _, ids, mask = padded_rows()
+    model.generate(
+        input_ids=ids, attention_mask=mask, pixel_values=pixels[:24], image_grid_thw=grid[:2],
+        max_new_tokens=2,
+    )  # fmt: skip
+    assert [2, 1, 1, ids.shape[1] + 1] in kernel.masks
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 3}])

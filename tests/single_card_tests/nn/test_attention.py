@@ -3,8 +3,8 @@
 Pinned here: values and gradients of the CPU implementation, and of the one that a GPU or a traced
 program takes, against softmax over a dense mask; grouped key heads, cached keys, masked keys, rows
 longer than a query block, several samples in a row, of which only what they see of themselves is
-computed and masked; what the kernels are called with. The oracle repeats key heads and masks
-densely, in double precision.
+computed and masked; what the kernels are called with, and that flash attention takes it. The
+oracle repeats key heads and masks densely, in double precision.
 """
 
 import numpy as np
@@ -20,14 +20,17 @@ from paddle_vl.nn.attention import (
     segment_attention,
 )
 from paddle_vl.nn.softmax_blocks import packed_blocks
+from tests.single_card_tests.nn.flash_kernel import FlashKernel
 
-CPU, KERNEL = "cpu", "kernel"
+CPU, KERNEL, FLASH = "cpu", "kernel", "flash"
 
 
-@pytest.fixture(params=[CPU, KERNEL])
+@pytest.fixture(params=[CPU, KERNEL, FLASH])
 def _implementation(request, monkeypatch):
-    if request.param == KERNEL:
+    if request.param != CPU:
         monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
+    if request.param == FLASH:
+        monkeypatch.setattr(attention.F, "scaled_dot_product_attention", FlashKernel())
 
 
 def draw(*shape, seed):
@@ -180,3 +183,18 @@ def test_the_kernel_gets_its_mask_in_the_dtype_of_the_queries(monkeypatch):
     q, k, v = (draw(2, 3, 2, 8, seed=s).astype("bfloat16") for s in (1, 2, 3))
     causal_attention(q, k, v, paddle.zeros([2, 3]))
     assert taken == [(paddle.bfloat16, False)]
+
+
+@pytest.mark.parametrize(("length", "mask"), [(1, None), (2, [3, 1, 2, 7])])
+def test_queries_after_cached_keys_give_flash_attention_a_mask_for_each_row(
+    monkeypatch, length, mask
+):
+    """A single query sees all keys: no mask. The kernel repeats none over the batch."""
+    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
+    kernel = FlashKernel()
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    q, k, v = draw(3, length, 4, 8, seed=1), draw(3, 7, 2, 8, seed=2), draw(3, 7, 2, 8, seed=3)
+    out = causal_attention(q, k, v)
+    allowed = np.tril(np.ones([length, 7], bool), 7 - length)
+    assert_same(out, dense(q, k, v, allowed), [q, k, v])
+    assert kernel.masks == [mask]

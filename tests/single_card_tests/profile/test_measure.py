@@ -30,7 +30,7 @@ def run_file(tmp_path_factory):
 
 
 def trainer_of(run_file, *overrides: str):
-    return build_trainer(load_run_config(run_file, overrides))
+    return build_trainer(load_run_config(run_file, overrides), writes=False)
 
 
 class Meter:

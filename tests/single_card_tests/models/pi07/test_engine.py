@@ -17,10 +17,12 @@ from paddle_vl.models.pi07.attention_masks import (
     suffix_positions,
 )
 from paddle_vl.models.pi07.interleaved import InterleavedDecoder, SuffixView
+from paddle_vl.nn import masked_attention as attention
 from paddle_vl.nn.masked_attention import AttentionMask, masked_attention
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
 from tests.pi07_golden import policy_config
+from tests.single_card_tests.nn.flash_kernel import FlashKernel
 
 BATCH, LENGTH, STEPS, SEEN = 2, 6, 4, 5
 
@@ -111,6 +113,18 @@ def test_implementations_agree_where_a_query_sees_a_key():
     )
     np.testing.assert_allclose(eager.suffix.numpy(), sdpa.suffix.numpy(), rtol=1e-4, atol=1e-5)
     assert np.abs(eager.prefix.numpy() - sdpa.prefix.numpy())[~real].max() > 0.01
+
+
+def test_masks_are_as_flash_attention_takes_them(monkeypatch):
+    decoder, kernel = make_decoder(), FlashKernel()
+    decoder.attention_implementation = "sdpa"
+    inputs, prefix_view, suffix_view, _ = streams(decoder)
+    wanted = decoder(*inputs, prefix_view, suffix_view).suffix
+    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    found = decoder(*inputs, prefix_view, suffix_view).suffix
+    np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-4, atol=1e-5)
+    assert kernel.masks
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

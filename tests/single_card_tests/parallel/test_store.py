@@ -1,0 +1,261 @@
+"""The store that the processes of a run meet in, as the process that it is.
+
+Guarantees: Paddle's own client reads and writes it, under keys of its own for each name; a rank that
+does not come or has ended is named to those that wait, with the seconds and the way to go on; ranks
+may come before the store; what is no message of its protocol ends that connection alone; a taken
+port and two ranks of one number are refused; it ends with the process that started it.
+"""
+
+import contextlib
+import socket
+import struct
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from paddle.base import core
+
+from paddle_vl.parallel.store import rendezvous, server
+from paddle_vl.parallel.store.address import Addresses
+from paddle_vl.parallel.store.membership import Membership
+
+HOST = "127.0.0.1"
+# Far more than anything here takes.
+LONG = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running_store(num_ranks: int, port: int | None = None):
+    """Yields the port, and the process."""
+    port = port or free_port()
+    process = rendezvous._start_store(Addresses(HOST, port, HOST, True), num_ranks)
+    try:
+        yield port, process
+    finally:
+        process.stdin.close()
+        process.wait(LONG)
+        process.stdout.close()
+
+
+def members(port: int, num_ranks: int) -> list[Membership]:
+    return [Membership(rank, num_ranks, HOST, port, LONG) for rank in range(num_ranks)]
+
+
+def all_come(present: list[Membership]) -> list:
+    """What each raises, if it does."""
+    with ThreadPoolExecutor(len(present)) as pool:
+        return [done.exception(LONG) for done in [pool.submit(one.come) for one in present]]
+
+
+def close(*present: Membership) -> None:
+    for one in present:
+        one._socket.close()
+
+
+def test_paddle_s_client_has_its_store():
+    with running_store(1) as (port, _):
+        first, second = (core.TCPStore(HOST, port, False, 1, 10) for _ in range(2))
+        first.set("key", "value")
+        assert bytes(second.get("key")) == b"value"
+        assert [first.add("count", 2), second.add("count", -5)] == [2, -3]
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(second.wait, "later")
+            time.sleep(0.1)
+            assert not waiting.done()
+            first.set("later", "x" * 100_000)
+            waiting.result(LONG)
+        assert len(second.get("later")) == 100_000
+
+
+def test_names_keep_keys_apart(monkeypatch):
+    with running_store(1) as (port, _):
+        addresses = Addresses(HOST, port, HOST, True)
+        met = rendezvous.Rendezvous(0, 1, addresses, None, None, None)
+        monkeypatch.setattr(rendezvous, "_met", [met])
+        stores = [rendezvous.store_of(name) for name in ("a", "b", "a")]
+        for number, store in enumerate(stores[:2]):
+            store.set("key", str(number))
+        assert [bytes(store.get("key")) for store in stores] == [b"0", b"1", b"0"]
+
+
+def test_all_that_come_meet_whoever_is_first():
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(Membership, 1, 2, HOST, port, LONG)
+        time.sleep(0.3)
+        with running_store(2, port):
+            present = [Membership(0, 2, HOST, port, LONG), early.result(LONG)]
+            assert all_come(present) == [None, None]
+            assert present[0].gone() == []
+            close(*present)
+
+
+def test_ranks_that_do_not_come_are_named():
+    with running_store(4) as (port, _):
+        present = [Membership(rank, 4, HOST, port, 0.3) for rank in (0, 2)]
+        begin = time.monotonic()
+        for rank, error in zip((0, 2), all_come(present), strict=True):
+            assert str(error).startswith(
+                f"rank {rank} has waited 0.3 s at {HOST}:{port} for ranks 1, 3 to come: "
+                "see the log of ranks 1, 3"
+            )
+            assert "train.resume_from_checkpoint=auto" in str(error)
+        assert time.monotonic() - begin < 5
+        close(*present)
+
+
+def test_a_store_that_does_not_come_is_rank_0():
+    port = free_port()
+    with pytest.raises(RuntimeError, match=rf"rank 3 has waited 0.2 s for rank 0, .*{port}"):
+        Membership(3, 4, HOST, port, 0.2)
+
+
+def test_a_rank_that_ends_before_all_have_come_is_named_at_once():
+    with running_store(3) as (port, _), ThreadPoolExecutor(2) as pool:
+        present = members(port, 3)
+        waiting = [pool.submit(one.come) for one in present[:2]]
+        time.sleep(0.2)
+        # As it is when the process is killed; its own wait does not matter.
+        present[1]._socket.shutdown(socket.SHUT_RDWR)
+        error = waiting[0].exception(5)
+        assert str(error).startswith("rank 0: rank 1 ended before rank 2 had come: see the log of ")
+        waiting[1].exception(5)
+        close(*present)
+
+
+def test_nobody_waits_for_a_key_when_a_rank_has_ended():
+    with running_store(2) as (port, _), ThreadPoolExecutor(1) as pool:
+        present, store = members(port, 2), core.TCPStore(HOST, port, False, 1, 10)
+        assert all_come(present) == [None, None]
+        store.set("there", "1")
+        waiting = pool.submit(store.wait, "never")
+        time.sleep(0.1)
+        close(present[1])
+        assert waiting.exception(5) is not None
+        assert present[0].gone() == [1]
+        # What is there can be had.
+        other = core.TCPStore(HOST, port, False, 1, 10)
+        other.wait("there")
+        assert bytes(other.get("there")) == b"1"
+        close(present[0])
+
+
+def test_the_time_for_a_key_is_limited(monkeypatch):
+    monkeypatch.setattr(rendezvous, "TIMEOUT", 0.3)
+    with running_store(1) as (port, _):
+        store = core.TCPStore(HOST, port, False, 1, 10)
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match="reset by peer"):
+            store.wait("never")
+        assert 0.3 <= time.monotonic() - begin < 5
+
+
+def test_waits_are_told_until_they_are_over():
+    with running_store(2) as (port, _):
+        present = members(port, 2)
+        assert all_come(present) == [None, None]
+        wait = {"operation": "barrier", "ranks": [0, 1], "number": 3}
+        present[1].tell(wait)
+        assert present[0].waits() == {1: wait}
+        present[1].tell(None)
+        assert present[0].waits() == {}
+        close(*present)
+
+
+def test_two_processes_of_one_rank_are_refused():
+    with running_store(2) as (port, _):
+        twice = [Membership(1, 2, HOST, port, 0.2) for _ in range(2)]
+        errors = sorted(str(error) for error in all_come(twice))
+        assert any("is refused" in e and "another process has come as rank 1" in e for e in errors)
+        with pytest.raises(RuntimeError, match="this run has ranks 0 to 1, and no rank 5"):
+            Membership(5, 6, HOST, port, 0.2).come()
+        close(*twice)
+
+
+def test_a_taken_port_is_named():
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RuntimeError, match=rf"listen at {HOST}:{port}, .*in use.*--start_port"):
+            rendezvous._start_store(Addresses(HOST, port, HOST, True), 2)
+
+
+def test_an_address_of_another_machine_is_named():
+    place = Addresses("203.0.113.7", free_port(), "203.0.113.7", False)
+    with pytest.raises(RuntimeError, match=r"listen at 203\.0\.113\.7:.*assign.*--host"):
+        rendezvous._start_store(place, 2)
+
+
+def test_another_program_in_the_store_s_place_is_found_out():
+    with socket.create_server((HOST, 0)) as other, ThreadPoolExecutor(1) as pool:
+        member = Membership(1, 2, HOST, other.getsockname()[1], 5)
+        connection, _ = other.accept()
+        answer = pool.submit(member.come)
+        connection.recv(100)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        assert "another program answers there" in str(answer.exception(LONG))
+        connection.close()
+        close(member)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" + b" " * 100,
+        # Of a length beyond any key, and any value.
+        struct.pack("<IQ", server.GET, 1 << 40),
+        struct.pack("<IQ", server.SET, 1) + b"k" + struct.pack("<Q", 1 << 40),
+        # A key that is no text; a command that there is not.
+        struct.pack("<IQ", server.GET, 2) + b"\xff\xff",
+        struct.pack("<IQ", 9, 1) + b"k",
+    ],
+)
+def test_what_is_no_message_ends_its_connection_alone(message):
+    with running_store(1) as (port, _):
+        store = core.TCPStore(HOST, port, False, 1, 10)
+        with socket.create_connection((HOST, port), LONG) as stranger:
+            stranger.sendall(message)
+            assert stranger.recv(1) == b""
+        store.set("key", "value")
+        assert bytes(store.get("key")) == b"value"
+
+
+@pytest.mark.parametrize("question", [b"[", b"7", b'{"come": "x", "seconds": 1}'])
+def test_a_question_that_makes_no_sense_harms_nobody(question):
+    with running_store(1) as (port, _):
+        with socket.create_connection((HOST, port), LONG) as stranger:
+            stranger.sendall(struct.pack("<IQ", server.ASK, len(question)) + question)
+            assert stranger.recv(1) == b""
+        (member,) = members(port, 1)
+        assert all_come([member]) == [None]
+        close(member)
+
+
+def test_it_ends_with_the_process_that_started_it():
+    with running_store(2) as (port, process):
+        present = members(port, 2)
+        assert all_come(present) == [None, None]
+        # As when rank 0 is killed.
+        process.stdin.close()
+        close(present[0])
+        assert present[1].gone() == [0]
+        close(present[1])
+        process.wait(2)
+        assert present[1].gone() == [0]
+
+
+def test_it_does_not_wait_for_ranks_that_stay():
+    with running_store(2) as (port, process):
+        present = members(port, 2)
+        assert all_come(present) == [None, None]
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(server._SECONDS_AFTER_RANK_0 + 3)
+        assert process.returncode == 0
+        close(*present)

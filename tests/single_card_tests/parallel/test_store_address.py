@@ -1,0 +1,102 @@
+"""Where the processes of a run listen, from the launcher's variables and this machine's addresses.
+
+Guarantees: a run on one machine uses loopback, also if the launcher names an address of it; one on
+several uses the address of the process's own endpoint; gloo and NCCL get the interface of that
+address unless the user has chosen one; wrong variables are refused by name.
+"""
+
+import socket
+
+import psutil
+import pytest
+
+from paddle_vl.parallel.store.address import (
+    Addresses,
+    choose_interfaces,
+    find_addresses,
+    interface_of,
+    is_of_this_machine,
+)
+
+# Of no machine: kept for documentation.
+FAR = "203.0.113.7"
+# (interface, address) of this machine.
+OWN = [
+    (name, address.address)
+    for name, addresses in psutil.net_if_addrs().items()
+    for address in addresses
+    if address.family == socket.AF_INET and psutil.net_if_stats()[name].isup
+]
+PLACED = [own for own in OWN if not own[1].startswith("127.")]
+
+
+def variables(*endpoints: str, rank: int = 0, **others: str) -> dict[str, str]:
+    return {
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+        **others,
+    }
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", *(address for _, address in PLACED)])
+def test_a_run_on_one_machine_uses_loopback(host):
+    found = find_addresses(variables(f"{host}:4000", f"{host}:4001", rank=1))
+    assert found == Addresses("127.0.0.1", 4000, "127.0.0.1", True)
+
+
+def test_the_launcher_s_master_comes_before_the_first_endpoint():
+    given = variables("127.0.0.1:4000", PADDLE_MASTER="localhost:5000")
+    assert find_addresses(given).port == 5000
+
+
+@pytest.mark.skipif(not PLACED, reason="this machine has no address but loopback")
+def test_a_run_on_several_machines_uses_the_endpoints_addresses():
+    own = PLACED[0][1]
+    given = variables(f"{own}:4000", f"{FAR}:4000", PADDLE_MASTER=f"{own}:5000")
+    assert find_addresses(given) == Addresses(own, 5000, own, False)
+    # As a rank of the other machine would, or this one if the master is there.
+    given = variables(f"{FAR}:4000", f"{own}:4000", rank=1)
+    assert find_addresses(given) == Addresses(FAR, 4000, own, False)
+
+
+def test_addresses_of_this_machine_and_others_are_told_apart():
+    assert is_of_this_machine("127.0.0.1")
+    assert is_of_this_machine("127.0.1.1")
+    for _, address in OWN:
+        assert is_of_this_machine(address)
+    assert not is_of_this_machine(FAR)
+
+
+def test_the_interface_of_an_address_is_found():
+    assert OWN
+    for name, address in OWN:
+        assert interface_of(address) == name
+    assert interface_of(FAR) is None
+
+
+def test_gloo_and_nccl_get_the_interface_unless_one_is_chosen():
+    environment = {}
+    choose_interfaces(Addresses("127.0.0.1", 1, "127.0.0.1", True), environment)
+    assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    environment = {"NCCL_SOCKET_IFNAME": "ib0"}
+    choose_interfaces(Addresses("127.0.0.1", 1, "127.0.0.1", True), environment)
+    assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
+    environment = {}
+    choose_interfaces(Addresses(FAR, 1, FAR, False), environment)
+    assert environment == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "PADDLE_TRAINER_ENDPOINTS is not set .*fleetrun"),
+        (variables("127.0.0.1"), "PADDLE_TRAINER_ENDPOINTS holds '127.0.0.1'; .*HOST:PORT"),
+        (variables("a:0"), "PADDLE_TRAINER_ENDPOINTS holds 'a:0'"),
+        (variables("a:99999"), "PADDLE_TRAINER_ENDPOINTS holds 'a:99999'"),
+        (variables("127.0.0.1:1", PADDLE_MASTER="x"), "PADDLE_MASTER holds 'x'"),
+        (variables("no-such-host.invalid:1"), "'no-such-host.invalid' .*does not resolve"),
+    ],
+)
+def test_wrong_variables_are_refused_by_name(given, message):
+    with pytest.raises(RuntimeError, match=message):
+        find_addresses(given)
