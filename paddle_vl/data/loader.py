@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
@@ -22,12 +22,8 @@ from paddle_vl.data.worker_pool import (
     load_packed_batch,
 )
 
-# How often a wait looks whether it is still to go on.
-_LOOK_S = 0.2
-
-
-class DataWaitLeft(Exception):  # noqa: N818
-    """`PrefetchLoader.is_left` ended a wait for a batch; the next one waits for it again."""
+# Between two calls of `while_waiting`.
+_CALL_S = 0.2
 
 
 class Packing(NamedTuple):
@@ -61,10 +57,11 @@ class PrefetchLoader:
     Attributes:
         epoch: of the next batch.
         batches_consumed: batches of that epoch already handed out.
-        is_left: asked while a batch is waited for; where it says so, `DataWaitLeft` is raised.
+        while_waiting: called now and then while workers prepare the next batch; what it raises ends
+            the wait, and `next` waits for the same batch again.
     """
 
-    is_left: Callable[[], bool] = staticmethod(lambda: False)
+    while_waiting: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -245,9 +242,7 @@ class PrefetchLoader:
         try:
             self._request()
             self._awaited = self._pending[0]
-            while not wait([self._awaited.future], _LOOK_S).done:
-                if self.is_left():
-                    raise DataWaitLeft
+            self._wait_for(self._awaited.future)
             loaded = self._awaited.future.result()
             self._pending.popleft()
             self._request()
@@ -263,12 +258,14 @@ class PrefetchLoader:
             self.close()
             # Ours, whatever frames of the pool it passed: the command tells errors by the last one.
             raise error.with_traceback(None) from error.__cause__
-        except DataWaitLeft:
-            raise
         except BaseException:
             self.close()
             raise
         return loaded
+
+    def _wait_for(self, future: "Future[LoadedBatch]") -> None:
+        while not wait([future], _CALL_S).done:
+            self.while_waiting()
 
     def _request(self) -> None:
         """Ask the workers for batches up to the limit."""

@@ -135,7 +135,7 @@ def _build(
         None if peak_flops is None else family.flop_counter(model, trained),
         lock,
     )
-    loader.is_left = trainer.leaves_wait
+    loader.while_waiting = trainer.check_data_wait
     if checkpoint is not None:
         trainer.restore(checkpoint)
     logger.info(

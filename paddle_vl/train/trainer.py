@@ -11,7 +11,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.data.loader import DataWaitLeft
 from paddle_vl.models.checkpoint.pretrained import DEFAULT_SHARD_BYTES
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
@@ -43,6 +42,10 @@ from paddle_vl.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
 FINAL = "final"
+
+
+class DataWaitLeftError(Exception):
+    """A stop signal came while a step waited for its data."""
 
 
 class Trainer:
@@ -189,9 +192,14 @@ class Trainer:
         self.reporter.bar.advance()
         self._between_steps()
 
-    def leaves_wait(self) -> bool:
-        """Whether a wait for data ends: a stop signal came, and what ranks agree on is known."""
-        return self.stop.received is not None and self._num_agreed is not None
+    def check_data_wait(self) -> None:
+        """Leave a wait for data when a stop signal came, if it is known what ranks agree on.
+
+        Raises:
+            DataWaitLeftError: it is left.
+        """
+        if self.stop.received is not None and self._num_agreed is not None:
+            raise DataWaitLeftError
 
     def train_one_step(self) -> StepOutcome | None:
         """Take the next batches and train on them: all of a run that a profile looks at.
@@ -202,7 +210,7 @@ class Trainer:
         begin = time.perf_counter()
         try:
             fed = self.feed.next_step()
-        except DataWaitLeft:
+        except DataWaitLeftError:
             self.stop_signal = leave_step(self._num_agreed, self.processes, self.stop.received)
             return None
         micro_batches, objective = fed.micro_batches, self.runner.objective

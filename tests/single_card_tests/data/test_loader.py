@@ -22,7 +22,7 @@ import pytest
 
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.collate import VLCollator
-from paddle_vl.data.loader import DataWaitLeft, Packing, PrefetchLoader
+from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget, SampleLengths
 from paddle_vl.data.sft.dataset import MessagesDataset
 from tests.single_card_tests.data.chat_builders import (
@@ -231,8 +231,12 @@ def test_a_wait_for_a_stuck_worker_can_be_left(tmp_path):
     dataset = HeldDataset(9, 4, pipe)
     with loader(dataset, shuffle=False, drop_last=True, num_workers=1) as batches:
         assert take(batches, 1) == [[0, 1, 2]]
-        batches.is_left = lambda: True
-        with pytest.raises(DataWaitLeft):
+
+        def leave():
+            raise KeyError("asked to stop")
+
+        batches.while_waiting = leave
+        with pytest.raises(KeyError, match="asked to stop"):
             next(batches)
         assert batches.state_dict()["batches_consumed"] == 1
         begin = time.monotonic()
