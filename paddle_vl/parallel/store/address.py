@@ -45,7 +45,9 @@ def find_addresses(environment: Mapping[str, str] = os.environ) -> Addresses:
         RuntimeError: a variable is missing, is not HOST:PORT, or names a host that does not
             resolve.
     """
-    endpoints = [_parts(ENDPOINTS, text) for text in read_variable(environment, ENDPOINTS).split(",")]
+    endpoints = [
+        _parts(ENDPOINTS, text) for text in read_variable(environment, ENDPOINTS).split(",")
+    ]
     master = endpoints[0]
     if environment.get(MASTER):
         master = _parts(MASTER, environment[MASTER])
