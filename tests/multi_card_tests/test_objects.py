@@ -1,7 +1,7 @@
 """What ranks tell each other as JSON and arrays, over 3 real processes.
 
-Guarantees: values of any length come back as they were, in the order of the ranks, over all and in a
-group of some; arrays with dtype, shape and bits, also empty ones and none; what JSON would change
+Guarantees: values of any length come back as they were, in the order of the ranks, over all and in
+a group of some; arrays with dtype, shape and bits, also empty ones and none; what JSON would change
 is refused by the place that holds it, before anything is sent.
 """
 

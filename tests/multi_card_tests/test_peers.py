@@ -2,8 +2,8 @@
 
 Guarantees: a rank that ends in the middle of a run is named by every other in every kind of
 operation, also in a backward pass, within seconds, with the way to go on; one that does not come in
-gloo's time is named, with what the ranks that also wait wait in; one that does not come at the start
-is named, and so is rank 0.
+gloo's time is named, with what the ranks that also wait wait in; one that does not come at the
+start is named, and so is rank 0.
 """
 
 import os
