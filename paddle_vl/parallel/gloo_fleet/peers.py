@@ -103,13 +103,20 @@ def make_group(name: str, create: Callable[[], core.ProcessGroup]) -> core.Proce
     Raises:
         PeerError: as `finish`.
     """
+    # Gloo would wait minutes for a rank that had left its address before it ended.
+    if gone := _gone(0.0):
+        raise _not_made(name, gone)
     try:
         return create()
     except (RuntimeError, ValueError) as error:
-        gone = _gone()
-        problem = f"{ranks_text(gone)} ended meanwhile" if gone else _first_line(error)
-        message = f"rank {_own_rank()}: {name} could not be made: {problem}; {_see(gone)}{CONTINUE}"
-        raise _remembered(message) from error
+        raise _not_made(name, _gone(), error) from error
+
+
+def _not_made(name: str, gone: list[int], error: Exception | None = None) -> PeerError:
+    problem = f"{ranks_text(gone)} ended meanwhile" if gone else _first_line(error)
+    return _remembered(
+        f"rank {_own_rank()}: {name} could not be made: {problem}; {_see(gone)}{CONTINUE}"
+    )
 
 
 def raise_explained(wait: _Wait, error: RuntimeError) -> NoReturn:

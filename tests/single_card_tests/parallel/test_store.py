@@ -1,9 +1,9 @@
 """The store that the processes of a run meet in, as the process that it is.
 
-Guarantees: Paddle's own client reads and writes it, under keys of its own for each name; a rank that
-does not come or has ended is named to those that wait, with the seconds and the way to go on; ranks
-may come before the store; what is no message of its protocol ends that connection alone; a taken
-port and two ranks of one number are refused; it ends with the process that started it.
+Guarantees: Paddle's own client reads and writes it, under keys of its own for each name; a rank
+that does not come or has ended is named to those that wait, with the seconds and the way to go on;
+ranks may come before the store; what is no message of its protocol ends that connection alone; a
+taken port and two ranks of one number are refused; it ends with the process that started it.
 """
 
 import contextlib

@@ -1,0 +1,113 @@
+"""At which addresses the processes of a run on one machine listen, in real runs.
+
+Guarantees: from the start to the end of a training, no process of 2 or 3 over gloo listens on
+anything but loopback, with groups of some of them, under the check of collectives, through Paddle's
+launcher, and also when the launcher gives another address of this machine.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+
+import paddle
+import paddle.distributed as dist
+import psutil
+import pytest
+
+from paddle_vl.parallel.collective_check import VARIABLE
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.topology import initialize
+from tests.launch import launch
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+ROOT = Path(__file__).parents[2]
+LOOPBACK = {"127.0.0.1", "::1"}
+POLL_SECONDS = 0.01
+ADDRESSES = [
+    address.address
+    for addresses in psutil.net_if_addrs().values()
+    for address in addresses
+    if address.family == socket.AF_INET and not address.address.startswith("127.")
+]
+
+
+@contextmanager
+def watched_listening():
+    """Yields, filled while entered: addresses that children of this process listen on, with who."""
+    found, over = defaultdict(set), threading.Event()
+    own = psutil.Process()
+
+    def watch() -> None:
+        while not over.wait(POLL_SECONDS):
+            for child in own.children(recursive=True):
+                try:
+                    for connection in child.net_connections("tcp"):
+                        if connection.status == psutil.CONN_LISTEN:
+                            found[connection.laddr.ip].add(" ".join(child.cmdline())[:200])
+                except psutil.Error:
+                    # It has ended.
+                    continue
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
+def assert_loopback_alone(found) -> None:
+    # The store at least: otherwise nothing was watched.
+    assert any("parallel.store.server" in who for whos in found.values() for who in whos)
+    assert set(found) <= LOOPBACK, dict(found)
+
+
+def use_groups(degrees: dict[str, int], host: str) -> float:
+    """Groups of all and of some, collectives and messages in them."""
+    for name in ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"):
+        os.environ[name] = os.environ[name].replace("127.0.0.1", host)
+    topology = initialize(ParallelDegrees(**degrees))
+    x = paddle.ones([4])
+    dist.all_reduce(x)
+    pair = dist.new_group([0, topology.world_size - 1])
+    if pair.is_member():
+        dist.all_reduce(x, group=pair)
+    if topology.rank == 0:
+        dist.send(x, dst=1)
+    elif topology.rank == 1:
+        dist.recv(x, src=0)
+    dist.barrier()
+    return x.sum().item()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", *ADDRESSES[:1]])
+@pytest.mark.parametrize(
+    ("processes", "degrees"),
+    [(2, {"mp_degree": 2}), (3, {"pp_degree": 3, "num_micro_batches": 3})],
+)
+def test_groups_listen_on_loopback_alone(processes, degrees, host):
+    with watched_listening() as found:
+        launch(use_groups, processes, arguments=(degrees, host))
+    assert_loopback_alone(found)
+
+
+def test_a_training_through_the_launcher_listens_on_loopback_alone(tmp_path):
+    run_file = write_tiny_run(tmp_path / "run")
+    command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
+    command += ["--log_dir", str(tmp_path / "log"), str(ROOT / "tools" / "train.py"), str(run_file)]
+    command += [f"train.output_dir={tmp_path / 'out'}", "train.max_steps=2", "parallel.mp_degree=2"]
+    environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", VARIABLE: "60"}
+    with watched_listening() as found:
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+    assert done.returncode == 0, (tmp_path / "log" / "workerlog.0").read_text()
+    assert_loopback_alone(found)
+    assert any("collective_board" in who for whos in found.values() for who in whos)

@@ -1,0 +1,153 @@
+"""What ranks say of one that has ended or does not come, over real processes.
+
+Guarantees: a rank that ends in the middle of a run is named by every other in every kind of
+operation, also in a backward pass, within seconds, with the way to go on; one that does not come in
+gloo's time is named, with what the ranks that also wait wait in; one that does not come at the
+start is named, and so is rank 0.
+"""
+
+import os
+import time
+
+import paddle
+import paddle.distributed as dist
+import pytest
+from paddle.autograd import PyLayer
+
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.gloo_fleet.peers import PeerError
+from paddle_vl.parallel.store import rendezvous
+from paddle_vl.parallel.topology import initialize
+from tests.launch import launch
+
+CONTINUE = "train.resume_from_checkpoint=auto"
+
+
+class _SumInBackward(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        dist.all_reduce(grad.clone())
+        return grad
+
+
+def run_backward(by_tensor: bool) -> None:
+    x = paddle.ones([3])
+    x.stop_gradient = False
+    loss = _SumInBackward.apply(x).sum()
+    if by_tensor:
+        loss.backward()
+    else:
+        paddle.autograd.backward([loss], [None])
+
+
+def error_of(act) -> tuple[str, float]:
+    begin = time.monotonic()
+    with pytest.raises(PeerError) as raised:
+        act()
+    return str(raised.value), time.monotonic() - begin
+
+
+def lose_rank_2() -> dict:
+    """Rank 2 ends while the others wait for it."""
+    topology = initialize(ParallelDegrees(dp_degree=3))
+    x = paddle.ones([50_000])
+    dist.all_reduce(x)
+    if topology.rank == 2:
+        time.sleep(0.5)
+        return {}
+    acts = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_gather": lambda: dist.all_gather([], x),
+        "broadcast": lambda: dist.broadcast(x, src=2),
+        "barrier": dist.barrier,
+        "backward": lambda: run_backward(True),
+        "autograd": lambda: run_backward(False),
+        "group": lambda: dist.new_group([0, 1, 2]),
+    }
+    return {name: error_of(act) for name, act in acts.items()}
+
+
+def test_a_rank_that_ends_is_named_by_all_in_every_operation():
+    first, second, _ = launch(lose_rank_2, 3)
+    for rank, errors in enumerate((first, second)):
+        for name, (message, seconds) in errors.items():
+            what = {"backward": "all_reduce", "autograd": "all_reduce"}.get(name, name)
+            wanted = f"rank {rank}: {what} of ranks [0, 1, 2] failed: rank 2 has ended; "
+            if name == "group":
+                assert message.startswith(f"rank {rank}: group ")
+                assert "could not be made: rank 2 ended meanwhile; " in message
+            else:
+                assert message.startswith(wanted)
+            assert "see the log of rank 2 for the cause" in message
+            assert CONTINUE in message
+            assert seconds < 10
+
+
+def lose_a_peer(operation: str) -> tuple[str, float] | None:
+    """Rank 1 ends while rank 0 sends to it, or waits for what it sends."""
+    rank = initialize(ParallelDegrees(dp_degree=2)).rank
+    x = paddle.ones([1 << 20])
+    for source, target in ((0, 1), (1, 0)):
+        act = dist.send if rank == source else dist.recv
+        act(x, target if rank == source else source)
+    if rank == 1:
+        time.sleep(0.5)
+        return None
+    return error_of(lambda: getattr(dist, operation)(x, 1))
+
+
+@pytest.mark.parametrize("operation", ["send", "recv"])
+def test_a_peer_that_ends_is_named(operation):
+    message, seconds = launch(lose_a_peer, 2, arguments=(operation,))[0]
+    assert message.startswith(f"rank 0: {operation} of ranks [0, 1] failed: rank 1 has ended; ")
+    assert seconds < 10
+
+
+def wait_for_rank_2() -> str:
+    """Rank 0 waits for all, rank 1 for rank 2 alone, and rank 2 does something else."""
+    rank = initialize(ParallelDegrees(dp_degree=3)).rank
+    pair = dist.new_group([1, 2])
+    if rank == 2:
+        time.sleep(40)
+        return ""
+    act = dist.barrier if rank == 0 else lambda: dist.all_reduce(paddle.ones([2]), group=pair)
+    message, _ = error_of(act)
+    # For the other to hear of this rank's wait.
+    time.sleep(3)
+    return message
+
+
+def test_a_rank_that_does_not_come_is_named():
+    first, second, _ = launch(wait_for_rank_2, 3)
+    assert first.startswith("rank 0: barrier of ranks [0, 1, 2] got no answer in 30 s: rank 1 has ")
+    assert (
+        "rank 1 has not come to it and waits in all_reduce of ranks [1, 2], "
+        "rank 2 has not come to it and is busy with something else; see the log of ranks 1, 2"
+    ) in first
+    assert second.startswith("rank 1: all_reduce of ranks [1, 2] got no answer in 30 s: rank 2 has")
+    assert "rank 1 has not come" not in second
+    assert CONTINUE in second
+
+
+def start_late() -> str:
+    """Rank 1 comes when rank 0 has given up."""
+    rendezvous.TIMEOUT = 1.5
+    if os.environ["PADDLE_TRAINER_ID"] == "1":
+        time.sleep(6)
+    with pytest.raises(RuntimeError) as raised:
+        initialize(ParallelDegrees(dp_degree=2))
+    return str(raised.value)
+
+
+def test_a_rank_that_does_not_start_is_named():
+    first, second = launch(start_late, 2)
+    assert first.startswith("rank 0 has waited 1.5 s at 127.0.0.1:")
+    assert "for rank 1 to come: see the log of rank 1" in first
+    assert second.startswith(
+        "rank 1 has waited 1.5 s for rank 0, whose store is to be at 127.0.0.1"
+    )
+    assert all(CONTINUE in message for message in (first, second))
