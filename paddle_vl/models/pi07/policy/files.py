@@ -217,4 +217,5 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _as_float32(tensor: StoredTensor) -> np.ndarray:
-    return tensor.read().astype(np.float32)
+    # Infinite ones were never given, which is told when they are needed.
+    return tensor.read(must_be_finite=False).astype(np.float32)
