@@ -28,7 +28,9 @@ class Range:
     is_above: bool = False
 
     def holds(self, value: float) -> bool:
-        if self.least is not None and (value <= self.least if self.is_above else value < self.least):
+        if self.least is not None and (
+            value <= self.least if self.is_above else value < self.least
+        ):
             return False
         return self.most is None or value <= self.most
 
