@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from paddle_vl.config.policy_metadata import metadata_problem
 from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE, read_json, read_tokenizer
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -197,7 +198,15 @@ def _number(batch: Mapping[str, Any], name: str, batch_size: int, row: int) -> s
             f"{name!r} has shape {list(values.shape)} and {name}_is_pad {list(is_pad.shape)}; both "
             f"must be [{batch_size}]"
         )
-    return None if is_pad[row] else str(values[row].item())
+    if is_pad[row]:
+        return None
+    value = values[row].item()
+    if name != "mistake":
+        if isinstance(value, bool):
+            raise ValueError(f"{name!r} is {value!r}; a number is needed")
+        if (problem := metadata_problem(name, value)) is not None:
+            raise ValueError(problem)
+    return str(value)
 
 
 def _token_text(token: str | Mapping[str, Any] | None) -> str | None:
