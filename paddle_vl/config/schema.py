@@ -15,7 +15,7 @@ from paddle_vl.config.section import Section
 class LoRAConfig(Section):
     """Low-rank adapters beside linears, under PEFT's names. Modules are those of HF's model."""
 
-    r: int = Field(8, ge=1, description="rank of the adapters")
+    r: int = Field(8, ge=1, le=4096, description="rank of the adapters")
     lora_alpha: float = Field(
         8, gt=0, description="an adapter's product counts lora_alpha / r times (see use_rslora)"
     )

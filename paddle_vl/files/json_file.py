@@ -55,8 +55,7 @@ def parse_json_object(text: str | bytes, file: Path, what: str, remedy: str) -> 
         reason = f"byte {error.start} is not UTF-8 text"
         raise RuntimeError(_not_what(file, what, reason, remedy)) from error
     except json.JSONDecodeError as error:
-        reason = f"not valid JSON: {error}"
-        raise RuntimeError(_not_what(file, what, reason, remedy)) from error
+        raise RuntimeError(f"{file} is not valid JSON: {error}; {remedy}") from error
     except RecursionError as error:
         raise RuntimeError(_not_what(file, what, "nested too deeply", remedy)) from error
     except ValueError as error:
@@ -69,11 +68,11 @@ def parse_json_object(text: str | bytes, file: Path, what: str, remedy: str) -> 
 
 
 def shown(value: Any) -> str:
-    """A value as JSON for a message, at most 80 characters."""
+    """A value for a message, in at most 80 characters."""
     try:
-        text = json.dumps(value, default=str, ensure_ascii=False)
-    except (ValueError, TypeError, RecursionError):
-        # Numbers of thousands of digits, keys that are no texts.
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # A number of thousands of digits.
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -87,10 +87,20 @@ def check_processor_fits(config: Qwen3VLConfig, processor: Qwen3VLProcessor) -> 
 
 def _vocabulary_problems(vocab_size: Any, processor: Qwen3VLProcessor) -> list[str]:
     """None for what is no number: the configuration says so itself."""
-    needed = processor.tokenizer.vocab_size
-    if type(vocab_size) is not int or vocab_size >= needed:
+    tokenizer = processor.tokenizer
+    if type(vocab_size) is not int:
         return []
-    return [f"text_config.vocab_size is {vocab_size} but the tokenizer has {needed} tokens"]
+    if vocab_size < tokenizer.vocab_size:
+        return [
+            f"text_config.vocab_size is {vocab_size} but the tokenizer has {tokenizer.vocab_size} "
+            "tokens"
+        ]
+    if vocab_size <= tokenizer.highest_id:
+        return [
+            f"text_config.vocab_size is {vocab_size} but the tokenizer ({tokenizer.name}) has the "
+            f"id {tokenizer.highest_id}"
+        ]
+    return []
 
 
 def model_form(

@@ -154,7 +154,7 @@ def test_rotary_bases_of_newer_files_are_read():
         ({"max_delay": 51}, "max_delay 51 exceeds chunk_size 50"),
         ({"max_delay": 1, "n_action_steps": 49}, "max_delay 1 needs whole chunks.*49"),
         ({"n_obs_steps": 0}, "n_obs_steps is 0; .*at least 1"),
-        ({"empty_cameras": True}, "empty_cameras is true"),
+        ({"empty_cameras": True}, "empty_cameras is True"),
         ({"dropout": 1.0}, r"dropout is 1.0.*\[0, 1\)"),
         ({"attention_implementation": "flash"}, "'flash'; choose one of eager, sdpa"),
         ({"proj_width": 8}, "proj_width 8 differs from gemma_expert_config.hidden_size 1280"),
