@@ -40,7 +40,8 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    # Wheels of paddlepaddle 3.3 are there for 3.9 to 3.13.
+    python_requires=">=3.10,<3.14",
     packages=find_packages(include=["paddle_vl", "paddle_vl.*"]),
     package_data={"paddle_vl.report": ["assets/*"]},
     install_requires=[
@@ -64,6 +65,7 @@ setup(
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

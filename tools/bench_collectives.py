@@ -24,6 +24,7 @@ visual rows of G + 1 levels:
   in the backward pass instead, and after the update the rest alone.
 """
 
+import argparse
 import json
 import math
 import os
@@ -212,12 +213,31 @@ def run(degrees: dict) -> dict:
     return json.loads(lines[0])
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "topologies",
+        metavar="TOPOLOGY",
+        nargs="*",
+        type=_topology,
+        help=f"of {', '.join(TOPOLOGIES)} (default: all)",
+    )
+    return parser
+
+
+def _topology(name: str) -> str:
+    if name not in TOPOLOGIES:
+        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(TOPOLOGIES)}")
+    return name
+
+
 def main() -> int:
     if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
         measure(json.loads(sys.argv[1]))
         return 0
+    options = _parser().parse_args()
     as_expected = True
-    for name in sys.argv[1:] or TOPOLOGIES:
+    for name in options.topologies or TOPOLOGIES:
         degrees = TOPOLOGIES[name]
         found = run(degrees)
         expected = expected_calls(degrees)

@@ -5,21 +5,28 @@
 `bench_step.py --against PYTHON` runs it; nothing of this package is imported here.
 """
 
+import argparse
 import json
 import resource
 import statistics
-import sys
 import time
 
 import numpy as np
-import torch
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 FIRST_PAD = 11
 
 
 def main() -> None:
-    config_file, steps, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("config", metavar="CONFIG", help="JSON file with model and batch")
+    parser.add_argument("steps", metavar="STEPS", type=int)
+    parser.add_argument("threads", metavar="THREADS", type=int)
+    options = parser.parse_args()
+    config_file, steps, threads = options.config, options.steps, options.threads
+    # Here, so that --help needs neither.
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     with open(config_file, encoding="utf-8") as file:

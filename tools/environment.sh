@@ -10,27 +10,37 @@ REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$REPOSITORY/.venv"
 VENV_PYTHON="$VENV/bin/python"
 
-_is_recent_python() {
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
+# As python_requires of setup.py: those that Paddle has wheels for.
+PYTHON_VERSIONS="3.10 to 3.13"
+
+_is_fitting_python() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' >/dev/null 2>&1
+}
+
+_version_of() {
+    "$1" --version 2>&1 || echo "absent"
 }
 
 _find_python() {
     local candidate
     if [ -n "${PYTHON:-}" ]; then
-        _is_recent_python "$PYTHON" && { echo "$PYTHON"; return; }
-        echo "PYTHON=$PYTHON is not a working Python 3.10 or newer" >&2
+        _is_fitting_python "$PYTHON" && { echo "$PYTHON"; return; }
+        echo "PYTHON=$PYTHON is $(_version_of "$PYTHON"), and Paddle has wheels for Python" \
+            "$PYTHON_VERSIONS: name one of these" >&2
         return 1
     fi
-    for candidate in python3 python3.12 python3.11 python3.10 python; do
-        _is_recent_python "$candidate" && { echo "$candidate"; return; }
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
+        _is_fitting_python "$candidate" && { echo "$candidate"; return; }
     done
-    echo "no Python 3.10 or newer found; install one, or name it: PYTHON=/path/to/python bash $0" >&2
+    echo "no Python $PYTHON_VERSIONS found, for which Paddle has wheels (python3 is" \
+        "$(_version_of python3)); install one (uv python install 3.12, conda create python=3.12)" \
+        "and name it: PYTHON=/path/to/python bash $0" >&2
     return 1
 }
 
 ensure_environment() {
     local extras=$1 python stamp state
-    if ! _is_recent_python "$VENV_PYTHON" || ! "$VENV_PYTHON" -m pip --version >/dev/null 2>&1; then
+    if ! _is_fitting_python "$VENV_PYTHON" || ! "$VENV_PYTHON" -m pip --version >/dev/null 2>&1; then
         python=$(_find_python) || return 1
         echo "creating $VENV with $("$python" --version)"
         if ! "$python" -m venv --clear "$VENV"; then

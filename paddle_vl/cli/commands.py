@@ -14,6 +14,7 @@ MODEL_HELP = (
     "format, or a run's output_dir, of which the final model is taken, or its newest checkpoint "
     "while there is none"
 )
+_LARGEST = 2**31 - 1
 MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
 
 
@@ -147,6 +148,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
     folder = model_folder(Path(options.model))
     if is_policy(folder):
+        _refuse_answer_options(options, folder)
         print(policy_report(policy_losses(folder, options.data, options.batch_size)))
         return 0
     evaluation = build_evaluation(
@@ -166,6 +168,16 @@ def evaluate(options: argparse.Namespace) -> int:
         write_predictions(answers, Path(options.predictions))
         print(f"answers written to {options.predictions}")
     return 0
+
+
+def _refuse_answer_options(options: argparse.Namespace, folder: Path) -> None:
+    """A policy answers nothing: what was asked of answers would not be there."""
+    given = [name for name in ("base", "limit", "show", "predictions") if getattr(options, name)]
+    if given:
+        raise ValueError(
+            f"{folder} is a pi07 policy, of which losses are printed: leave "
+            f"{', '.join(f'--{name}' for name in given)} out"
+        )
 
 
 def add_generate(subparsers: argparse._SubParsersAction) -> None:
@@ -211,8 +223,17 @@ def generate(options: argparse.Namespace) -> int:
     configure_runtime()
     from paddle_vl.infer.chat import Chat
     from paddle_vl.train.checkpoint import model_folder
+    from paddle_vl.train.families.choice import is_policy
 
-    chat = Chat.from_pretrained(model_folder(Path(options.model)), base=options.base)
+    folder = model_folder(Path(options.model))
+    if is_policy(folder):
+        raise ValueError(
+            f"{folder} is a pi07 policy, which acts and answers no questions: its losses on "
+            "demonstrations are told by `paddle-vl evaluate`, its actions by select_action of "
+            "paddle_vl.PI07LowLevelPolicy.from_pretrained(...), the planner's texts by "
+            "paddle_vl.PI07HighLevelPlanner"
+        )
+    chat = Chat.from_pretrained(folder, base=options.base)
     prompt = options.prompt
     if not any(f"<{kind}>" in prompt for kind in MEDIA_KINDS):
         prompt = "".join(f"<{kind}>" for kind, _ in options.media) + prompt
@@ -352,6 +373,8 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    if value > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is beyond {_LARGEST:,}")
     return value
 
 

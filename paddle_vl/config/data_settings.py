@@ -39,6 +39,7 @@ class DataConfig(Section):
     synthetic_samples: int | None = Field(
         None,
         ge=1,
+        le=10_000_000,
         description="policies: train on so many made-up demonstrations in place of data.train",
     )
     groups: dict[str, str] = Field(
@@ -60,38 +61,53 @@ class DataConfig(Section):
         default_factory=DropConfig,
         description="policies: how often optional fields are left out of a training sample",
     )
-    max_length: int = Field(2048, ge=2, description="longest sample, in tokens, visual ones too")
+    max_length: int = Field(
+        2048, ge=2, le=1 << 22, description="longest sample, in tokens, visual ones too"
+    )
     on_bad_sample: Literal["fail", "skip"] = Field(
         "fail", description="stop at a sample that cannot be used, or skip and count it"
     )
     min_pixels: int | None = Field(
-        None, ge=1, description="smallest image area, in pixels; default: the processor's"
+        None,
+        ge=1,
+        le=1 << 40,
+        description="smallest image area, in pixels; default: the processor's",
     )
     max_pixels: int | None = Field(
-        None, ge=1, description="largest image area, in pixels; default: the processor's"
+        None,
+        ge=1,
+        le=1 << 40,
+        description="largest image area, in pixels; default: the processor's",
     )
     video_fps: float | None = Field(
         None,
         gt=0,
+        le=1000,
         description="frames to take per second of video; default: the processor's, of Qwen3-VL 2",
     )
     video_min_frames: int | None = Field(
         None,
         ge=2,
+        le=1 << 20,
         description="fewest frames to take of a video that has them; default: the processor's, 4",
     )
     video_max_frames: int | None = Field(
-        None, ge=2, description="most frames to take of a video; default: the processor's, 768"
+        None,
+        ge=2,
+        le=1 << 20,
+        description="most frames to take of a video; default: the processor's, 768",
     )
     video_min_pixels: int | None = Field(
         None,
         ge=1,
+        le=1 << 40,
         description="smallest size of a video, in frames x height x width; default: the "
         "processor's",
     )
     video_max_pixels: int | None = Field(
         None,
         ge=1,
+        le=1 << 40,
         description="largest size of a video, in frames x height x width; default: the processor's",
     )
     packing: bool = Field(
@@ -100,7 +116,10 @@ class DataConfig(Section):
         "evaluation keeps one a row",
     )
     packing_length: int | None = Field(
-        None, ge=2, description="tokens of a packed row at most; default: data.max_length"
+        None,
+        ge=2,
+        le=1 << 22,
+        description="tokens of a packed row at most; default: data.max_length",
     )
     max_vision_tokens_per_row: int | None = Field(
         None,
@@ -111,13 +130,16 @@ class DataConfig(Section):
         "right", description="where shorter samples of a batch are filled up"
     )
     pad_to_multiple_of: int = Field(
-        1, ge=1, description="padded length is a multiple of this many tokens"
+        1, ge=1, le=1 << 22, description="padded length is a multiple of this many tokens"
     )
     num_workers: int = Field(
-        0, ge=0, description="processes that prepare samples; 0 prepares them in the training one"
+        0,
+        ge=0,
+        le=1024,
+        description="processes that prepare samples; 0 prepares them in the training one",
     )
     prefetch_batches: int = Field(
-        2, ge=1, description="batches prepared ahead of the training step"
+        2, ge=1, le=1024, description="batches prepared ahead of the training step"
     )
     pin_memory: bool = Field(
         True, description="on a GPU, copy the next step's batches beside the running step"

@@ -7,7 +7,6 @@ directory, as in HF's trainers.
 
 import difflib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,29 +14,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from paddle_vl.config.bounded_yaml import read_document
 from paddle_vl.config.schema import RunConfig, setting_descriptions
 from paddle_vl.config.validate import rule_problems
+from paddle_vl.files.named_errors import write_text
 
 COMMAND_LINE = "command line"
+_MAX_NAMES = 64
 Key = tuple[str | int, ...]
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's safe loader that also reads 1e-4 as a number, as YAML 1.2 does."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [entry for entry in entries if entry[0] != "tag:yaml.org,2002:float"]
-    for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
-        r"|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
-    ),
-    list("-+0123456789."),
-)
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -78,7 +62,7 @@ def raise_problems(problems: Sequence[str]) -> None:
 def save_run_config(config: RunConfig, path: str | Path) -> None:
     """Write all settings, defaults too, as a file that `load_run_config` reads back equal."""
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
-    Path(path).write_text(text, encoding="utf-8")
+    write_text(Path(path), text)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -97,24 +81,26 @@ def read_yaml(path: str | Path) -> tuple[dict[str, Any], dict[Key, str], list[st
 
     Raises:
         RuntimeError: the file cannot be read.
-        ValueError: it is not YAML, or not a mapping.
+        ValueError: it is not UTF-8 or not YAML, not a mapping, or far larger than settings are, see
+            `paddle_vl.config.bounded_yaml`.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise RuntimeError(f"configuration {path} cannot be read: {error.strerror}") from error
-    loader = _Loader(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8"
+        ) from error
     try:
-        node = loader.get_single_node()
-        places: dict[Key, str] = {}
-        problems: list[str] = []
-        if node is not None:
-            _note_places(node, (), str(path), places, problems)
-        values = {} if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
+        values, node = read_document(text, str(path))
+    except ValueError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
-    finally:
-        loader.dispose()
+    places: dict[Key, str] = {}
+    problems: list[str] = []
+    if node is not None:
+        _note_places(node, (), str(path), places, problems)
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise ValueError(
             f"{path} holds {_shown(values)}; a configuration has the sections "
@@ -147,11 +133,13 @@ def _apply_override(values: dict, places: dict[Key, str], override: str) -> list
     name, equals, text = override.partition("=")
     names = name.split(".")
     if not equals or not all(names):
-        return [f"{COMMAND_LINE}: {override!r} is not an override; write section.name=value"]
+        return [f"{COMMAND_LINE}: {override[:80]!r} is not an override; write section.name=value"]
+    if len(names) > _MAX_NAMES:
+        return [f"{COMMAND_LINE}: {override[:80]!r} has {len(names)} names; no setting is so deep"]
     try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        return [f"{COMMAND_LINE}: the value of {override!r} is not valid YAML: {error}"]
+        value, _ = read_document(text, COMMAND_LINE)
+    except ValueError as error:
+        return [f"{COMMAND_LINE}: the value of {_shown(override)} is not valid YAML: {error}"]
     target = values
     for depth, part in enumerate(names[:-1], start=1):
         if target.get(part) is None:
@@ -186,7 +174,12 @@ def _schema_problems(error: ValidationError, places: dict[Key, str], path: str) 
 
 
 def _message(key: Key, items: list[dict], places: dict[Key, str], path: str) -> str:
-    place = next((places[key[:n]] for n in range(len(key), 0, -1) if key[:n] in places), path)
+    place = places.get(key)
+    if place is None:
+        # An override makes the sections that it lies in.
+        inner = {place for own, place in places.items() if own[: len(key)] == key}
+        outer = (places[key[:n]] for n in range(len(key), 0, -1) if key[:n] in places)
+        place = COMMAND_LINE if inner == {COMMAND_LINE} else next(outer, path)
     name, first = _dotted(key), items[0]
     if first["type"] == "extra_forbidden":
         return f"{place}: {name} is not a setting; {_nearest(key)}"
@@ -218,5 +211,8 @@ def _dotted(key: Key) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except (ValueError, TypeError):
+        text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

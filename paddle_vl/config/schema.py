@@ -7,6 +7,7 @@ satisfy together is in `paddle_vl.config.validate`.
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from paddle_vl.config.data_settings import DataConfig
 from paddle_vl.config.section import Section
@@ -15,7 +16,7 @@ from paddle_vl.config.section import Section
 class LoRAConfig(Section):
     """Low-rank adapters beside linears, under PEFT's names. Modules are those of HF's model."""
 
-    r: int = Field(8, ge=1, description="rank of the adapters")
+    r: int = Field(8, ge=1, le=4096, description="rank of the adapters")
     lora_alpha: float = Field(
         8, gt=0, description="an adapter's product counts lora_alpha / r times (see use_rslora)"
     )
@@ -72,23 +73,36 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """How many processes share the work along each axis; 1 is off."""
 
-    dp_degree: int = Field(1, ge=1, description="processes with different samples")
-    mp_degree: int = Field(1, ge=1, description="processes that share every matrix (tensor)")
-    pp_degree: int = Field(1, ge=1, description="processes that share the layers (pipeline)")
+    dp_degree: int = Field(1, ge=1, le=1 << 20, description="processes with different samples")
+    mp_degree: int = Field(
+        1, ge=1, le=1 << 20, description="processes that share every matrix (tensor)"
+    )
+    pp_degree: int = Field(
+        1, ge=1, le=1 << 20, description="processes that share the layers (pipeline)"
+    )
     sharding_degree: int = Field(
-        1, ge=1, description="processes with different samples that share optimizer state"
+        1,
+        ge=1,
+        le=1 << 20,
+        description="processes with different samples that share optimizer state",
     )
     sharding_stage: Literal[1, 2, 3] = Field(
         1, description="1 shares optimizer state, 2 gradients too, 3 parameters too (as ZeRO)"
     )
     ep_degree: int = Field(
-        1, ge=1, description="dp processes that share the experts of a mixture among them"
+        1,
+        ge=1,
+        le=1 << 20,
+        description="dp processes that share the experts of a mixture among them",
     )
     sequence_parallel: bool = Field(
         False, description="split the token rows between the matrices over the mp processes"
     )
     num_virtual_stages: int = Field(
-        1, ge=1, description="parts of the layers on each pipeline process (interleaved 1F1B)"
+        1,
+        ge=1,
+        le=1024,
+        description="parts of the layers on each pipeline process (interleaved 1F1B)",
     )
     pp_split: Literal["count", "cost"] = Field(
         "count",
@@ -125,10 +139,14 @@ class TrainConfig(Section):
         None, gt=0, description="passes over data.train, a fraction is allowed"
     )
     per_device_train_batch_size: int = Field(
-        8, ge=1, description="samples per micro-batch, with data.packing rows of them"
+        8, ge=1, le=1 << 16, description="samples per micro-batch, with data.packing rows of them"
     )
-    per_device_eval_batch_size: int = Field(8, ge=1, description="samples per evaluation batch")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per step")
+    per_device_eval_batch_size: int = Field(
+        8, ge=1, le=1 << 16, description="samples per evaluation batch"
+    )
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, le=1 << 20, description="micro-batches per step"
+    )
     loss_weighting: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
         None,
         description="policies: weights of the losses, MSE of the flow and CE of the tokens; 0 "
@@ -244,9 +262,14 @@ def setting_descriptions() -> dict[str, tuple[str, str]]:
     sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
     for section, settings in _with_inner_sections(sections).items():
         for name, field in settings.model_fields.items():
-            default = "required" if field.is_required() else repr(field.default)
+            default = "required" if field.is_required() else _shown_default(field)
             described[f"{section}.{name}"] = (default, field.description)
     return described
+
+
+def _shown_default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    return "its settings below" if isinstance(value, Section) else repr(value)
 
 
 def _with_inner_sections(sections: dict[str, type[Section]]) -> dict[str, type[Section]]:
@@ -256,7 +279,7 @@ def _with_inner_sections(sections: dict[str, type[Section]]) -> dict[str, type[S
         inner = {
             f"{name}.{setting}": kind
             for setting, field in section.model_fields.items()
-            for kind in get_args(field.annotation)
+            for kind in get_args(field.annotation) or (field.annotation,)
             if isinstance(kind, type) and issubclass(kind, Section)
         }
         found |= {name: section} | _with_inner_sections(inner)

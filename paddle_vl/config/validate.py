@@ -5,6 +5,7 @@ settings alone and run when a file is loaded; `LAUNCH_RULES` look at the files a
 anything is built. What several processes must satisfy is in `paddle_vl.parallel.degrees`.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 from paddle_vl.config.schema import RunConfig
 
 Problems = Iterator[str]
+# What a worker has of its own before any sample; measured.
+_WORKER_BYTES = 20_000_000
 _RUN_FILES = re.compile(r"checkpoint-\d+|final|metrics\.jsonl")
 
 
@@ -117,6 +120,18 @@ def packing_is_consistent(config: RunConfig) -> Problems:
         )
 
 
+def padding_is_a_part(config: RunConfig) -> Problems:
+    data = config.data
+    longest = max(data.max_length, data.packing_length or 0)
+    if data.pad_to_multiple_of > longest:
+        yield (
+            f"data.pad_to_multiple_of {data.pad_to_multiple_of} exceeds the longest row of "
+            f"{longest} tokens (data.max_length, data.packing_length): every row would be filled "
+            f"up to {data.pad_to_multiple_of} tokens, {data.pad_to_multiple_of / longest:.3g} "
+            "times what its memory and time are for"
+        )
+
+
 def evaluation_has_data(config: RunConfig) -> Problems:
     if config.train.eval_steps is not None and not config.data.eval:
         yield (
@@ -176,6 +191,29 @@ def files_exist(config: RunConfig, device: str) -> Problems:
         yield _absent("model.config", model.config, "file")
 
 
+def output_can_be_written(config: RunConfig, device: str) -> Problems:
+    output = Path(config.train.output_dir)
+    there = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not there.is_dir():
+        yield f"train.output_dir {output}: {there} is a file, not a folder; choose another folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield (
+            f"train.output_dir {output}: {there} cannot be written to by this user; choose another "
+            "folder, or change who may"
+        )
+
+
+def workers_fit(config: RunConfig, device: str) -> Problems:
+    workers = config.data.num_workers
+    needed, have = workers * _WORKER_BYTES, _memory_bytes()
+    if needed > have:
+        yield (
+            f"data.num_workers {workers} would take {needed / 1e9:.0f} GB on each process of the "
+            f"training, before any sample, of {have / 1e9:.0f} GB that this machine has: a few for "
+            f"each of its {os.cpu_count()} cores do"
+        )
+
+
 def output_is_unused(config: RunConfig, device: str) -> Problems:
     output = Path(config.train.output_dir)
     if config.train.resume_from_checkpoint != "none" or not output.is_dir():
@@ -186,6 +224,10 @@ def output_is_unused(config: RunConfig, device: str) -> Problems:
             f"train.output_dir {output} already holds a run ({', '.join(found)}): continue it with "
             "train.resume_from_checkpoint=auto, or choose another folder"
         )
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _absent(name: str, path: str, kind: str) -> str:
@@ -202,6 +244,7 @@ CONFIG_RULES = (
     floor_needs_cosine,
     decay_steps_have_a_schedule,
     packing_is_consistent,
+    padding_is_a_part,
     evaluation_has_data,
     adapters_have_a_base,
     part_rates_have_a_whole,
@@ -210,5 +253,7 @@ CONFIG_RULES = (
 LAUNCH_RULES = (
     dtype_runs_on_device,
     files_exist,
+    workers_fit,
+    output_can_be_written,
     output_is_unused,
 )

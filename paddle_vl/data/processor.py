@@ -30,6 +30,8 @@ from paddle_vl.data.vision.image_file import ImageSource
 from paddle_vl.data.vision.image_processor import ImageProcessor
 from paddle_vl.data.vision.video_processor import VideoProcessor
 from paddle_vl.data.vision.video_reader import VideoSource
+from paddle_vl.files.json_file import parse_json_object, read_text
+from paddle_vl.files.named_errors import write_text
 
 Message = Mapping[str, Any]
 
@@ -123,11 +125,11 @@ class Qwen3VLProcessor:
             max_pixels=video_max_pixels,
         )
         carried = {
-            name: (directory / name).read_text(encoding="utf-8")
+            name: read_text(directory / name, "a tokenizer's file")
             for name in _CARRIED_FILES
             if (directory / name).is_file()
         }
-        _warn_of_other_template(_template_text(carried), directory)
+        _warn_of_other_template(_template_text(carried, directory), directory)
         return cls(tokenizer, image_processor, video_processor, carried)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
@@ -143,10 +145,10 @@ class Qwen3VLProcessor:
         files = dict(self._carried_files)
         files.setdefault("tokenizer_config.json", _dump(self._tokenizer_config()))
         files.setdefault("special_tokens_map.json", _dump(_SPECIAL_TOKENS_MAP))
-        if _template_text(files) is None:
+        if _template_text(files, directory) is None:
             files["chat_template.jinja"] = JINJA_TEMPLATE
         for name, text in files.items():
-            (directory / name).write_text(text, encoding="utf-8")
+            write_text(directory / name, text)
 
     def encode_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
         """One training sample.
@@ -318,12 +320,14 @@ def _dump(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _template_text(files: Mapping[str, str]) -> str | None:
+def _template_text(files: Mapping[str, str], directory: Path) -> str | None:
     """The Jinja template among HF's files, wherever it stands."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"]
     for name in ("chat_template.json", "tokenizer_config.json"):
-        text = json.loads(files.get(name, "{}")).get("chat_template")
+        what, remedy = "a tokenizer's settings", "fetch or save it again"
+        values = parse_json_object(files.get(name, "{}"), directory / name, what, remedy)
+        text = values.get("chat_template")
         if text:
             return str(text)
     return None

@@ -3,7 +3,6 @@
 Any HF `tokenizer.json` is read. Special tokens are found by name, never by position.
 """
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -20,7 +19,8 @@ from tokenizers import (
     trainers,
 )
 
-TOKENIZER_FILE = "tokenizer.json"
+from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
 
 # How Qwen2 and later cut text before BPE: contractions, words with one leading mark, single
 # digits, punctuation, line breaks, spaces.
@@ -55,15 +55,7 @@ class TextTokenizer:
                 f"there is no tokenizer file {path}: a directory with HF's {TOKENIZER_FILE} is "
                 "needed; copy it from the checkpoint, or train one with train_bpe"
             )
-        text = path.read_text(encoding="utf-8")
-        # The library reports a bad file by a bare Exception without its name.
-        try:
-            content = json.loads(text)
-        except ValueError as error:
-            raise RuntimeError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(content, dict) or "model" not in content:
-            raise RuntimeError(f"{path} is not a tokenizer file: it has no 'model' entry")
-        return cls(Tokenizer.from_str(text), name=str(path))
+        return cls(read_tokenizer(path), name=str(path))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Special tokens that occur in it become their ids; none is added."""
@@ -99,6 +91,11 @@ class TextTokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def highest_id(self) -> int:
+        """The largest id that a text can have; above `vocab_size` where ids are left out."""
+        return highest_id(self._tokenizer)
+
+    @cached_property
     def special_tokens(self) -> dict[int, str]:
         """Id to name of every token that the file marks as special, by id."""
         added = self._tokenizer.get_added_tokens_decoder()
@@ -112,7 +109,7 @@ class TextTokenizer:
         """Write `tokenizer.json`."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        self._tokenizer.save(str(directory / TOKENIZER_FILE))
+        write_text(directory / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True))
 
 
 def train_bpe(

@@ -17,6 +17,8 @@ _STATISTIC = re.compile(r"(.+?)[_/](min|mean|max|median|sum|std|p\d+)")
 _SCHEDULE = "learning_rate"
 # The axis says it; `_per_second` belongs to the quantity.
 _UNIT_SUFFIX = re.compile(r"(?<!_per)_(gb|gib|mb|mib|bytes|ms)$")
+# Of a panel's file.
+_LONGEST_NAME = 100
 _SECONDS = re.compile(r"(?<!_per)_seconds$")
 # Units by the words in a key, the first that is found.
 _UNITS = (
@@ -156,6 +158,7 @@ def _panel(base: str, is_evaluated: bool, has_terms: bool, taken: Sequence[str])
     # What is measured in evaluations stands beside their loss.
     group = group_of(base)
     name = plain = re.sub(r"[^A-Za-z0-9_-]+", "-", base).strip("-") or "metric"
+    name = plain = plain[:_LONGEST_NAME]
     # Files of two panels must differ where a file system does not tell capitals from small letters.
     number, lower = 2, [other.lower() for other in taken]
     while name.lower() in lower:

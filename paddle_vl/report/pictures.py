@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.files.named_errors import naming
 from paddle_vl.report.panels import Curve, Panel
 from paddle_vl.report.runs import Run
 from paddle_vl.report.series import skipped_updates
@@ -17,6 +18,7 @@ _STYLES = ("-", "--", ":", "-.", (0, (4, 2)))
 # Curves that are named within the axes; more are beside them.
 _INSIDE = 4
 _SKIPPED = "#c92a2a"
+_LONGEST_NAME = 80
 
 
 def draw_panels(runs: Sequence[Run], panels: Sequence[Panel], folder: Path) -> list[Path]:
@@ -40,7 +42,8 @@ def draw_panels(runs: Sequence[Run], panels: Sequence[Panel], folder: Path) -> l
         FigureCanvasAgg(figure)
         draw_panel(figure.add_subplot(), runs, panel)
         paths.append(folder / f"{panel.name}.png")
-        figure.savefig(paths[-1], dpi=160)
+        with naming(paths[-1]):
+            figure.savefig(paths[-1], dpi=160)
     return paths
 
 
@@ -60,7 +63,7 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
             linewidth=0.8 if curve.statistic in ("min", "max") else 1.5,
             marker="o" if is_sparse else "",
             markersize=4 if curve.is_eval else 2,
-            label=label or panel.title,
+            label=_drawable(label or panel.title),
         )
     for i, run in enumerate(runs):
         for step in run.resumed_steps:
@@ -68,9 +71,12 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
             axes.axvline(step, color=colour, linestyle=":", linewidth=0.9, zorder=0)
         if panel.tells_skipped:
             _mark_skipped(axes, run)
-    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
+    # Names of metrics are no formulas, whatever `$` stands in them.
+    axes.set_title(
+        _drawable(panel.title), loc="left", fontsize=11, fontweight="bold", parse_math=False
+    )
     axes.set_xlabel("step")
-    axes.set_ylabel(panel.unit)
+    axes.set_ylabel(_drawable(panel.unit), parse_math=False)
     if panel.is_log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_plain)
@@ -79,9 +85,22 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     if len(panel.curves) > _INSIDE:
-        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        legend = axes.legend(
+            fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5)
+        )
     elif len(panel.curves) > 1:
-        axes.legend(fontsize=8, frameon=False)
+        legend = axes.legend(fontsize=8, frameon=False)
+    else:
+        return
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _drawable(name: str) -> str:
+    """A name as one short line that fonts can draw; a legend leaves out what begins with `_`."""
+    kept = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
+    kept = kept if len(kept) <= _LONGEST_NAME else kept[: _LONGEST_NAME - 3] + "..."
+    return f" {kept}" if kept.startswith("_") else kept
 
 
 def _joined(curve: Curve) -> tuple[list[float], list[float]]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from paddle_vl.files.named_errors import write_text
 from paddle_vl.report.page import page
 from paddle_vl.report.panels import panels_of
 from paddle_vl.report.pictures import draw_panels
@@ -31,5 +32,7 @@ def write_report(
     panels = panels_of(runs)
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / PAGE_FILE
-    file.write_text(page(runs, panels, tables_of(runs)), encoding="utf-8")
+    text = page(runs, panels, tables_of(runs))
+    # Names may hold what no text file can: halves of characters.
+    write_text(file, text.encode("utf-8", "backslashreplace").decode("utf-8"))
     return [file, *(draw_panels(runs, panels, output_dir) if with_pictures else [])]

@@ -88,7 +88,7 @@ def _read_run(folder: Path, name: str) -> Run:
         )
         what = "there is no such folder" if not folder.exists() else f"it has no {METRICS_FILE}"
         raise RuntimeError(f"{folder} is not the folder of a run, {what}; {hint}")
-    lines = MetricsFile(file).read()
+    lines, is_torn = MetricsFile(file).read_all()
     series = series_of(lines)
     if not series:
         raise RuntimeError(f"{file} has no number yet; wait for the run's first report")
@@ -99,7 +99,7 @@ def _read_run(folder: Path, name: str) -> Run:
         series,
         flatten(read_yaml(config)[0]) if config.is_file() else None,
         _own_starts(read_starts(folder)),
-        len(file.read_text(encoding="utf-8").splitlines()) > len(lines),
+        is_torn,
     )
 
 

@@ -20,6 +20,7 @@ from paddle_vl.train.families.choice import model_family
 from paddle_vl.train.feeding.data_wait import watched
 from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.layout import Layout, parallel_degrees
+from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
@@ -97,6 +98,7 @@ def _build(
     trainable = family.trainable_names(model)
     trained = trained_names(whole_shapes, config.model.freeze, trainable, family.parts)
     parameters = freeze_parameters(family.named_parameters(model), trained, whole_shapes)
+    check_memory(NeededMemory.of(model.parameters(), config.parallel))
     layout.prepare_training(model)
     optimizer = Optimizer(
         parameters,

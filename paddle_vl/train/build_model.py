@@ -1,6 +1,5 @@
 """The model of a run: its configuration, whether it fits the processor, and its weights."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -12,6 +11,8 @@ import paddle
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.processor import Qwen3VLProcessor
+from paddle_vl.files.checked_values import check_mapping
+from paddle_vl.files.json_file import read_json_object
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.models.qwen3_vl.sizes import size_values
@@ -36,17 +37,13 @@ def model_config(source: str | dict[str, Any], processor: Qwen3VLProcessor) -> Q
         except ValueError as error:
             raise ValueError(f"model.config: there is no file {source}, and {error}") from error
     elif isinstance(source, str):
-        try:
-            values = json.loads(Path(source).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"model.config {source} is not valid JSON: {error}") from error
-        name = source
+        values, name = read_json_object(Path(source), "a model's configuration"), source
     else:
         values, name = source, "model.config"
     ids = {key: getattr(processor, key) for key in _TOKEN_IDS}
     try:
         # Said before the token ids are found to lie outside of it.
-        text = values.get("text_config", {})
+        text = check_mapping(values.get("text_config"), "text_config")
         raise_problems(_vocabulary_problems(text.get("vocab_size"), processor))
         return Qwen3VLConfig.from_dict({**ids, **values})
     except ValueError as error:
@@ -88,11 +85,22 @@ def check_processor_fits(config: Qwen3VLConfig, processor: Qwen3VLProcessor) -> 
         )
 
 
-def _vocabulary_problems(vocab_size: int | None, processor: Qwen3VLProcessor) -> list[str]:
-    needed = processor.tokenizer.vocab_size
-    if vocab_size is None or vocab_size >= needed:
+def _vocabulary_problems(vocab_size: Any, processor: Qwen3VLProcessor) -> list[str]:
+    """None for what is no number: the configuration says so itself."""
+    tokenizer = processor.tokenizer
+    if type(vocab_size) is not int:
         return []
-    return [f"text_config.vocab_size is {vocab_size} but the tokenizer has {needed} tokens"]
+    if vocab_size < tokenizer.vocab_size:
+        return [
+            f"text_config.vocab_size is {vocab_size} but the tokenizer has {tokenizer.vocab_size} "
+            "tokens"
+        ]
+    if vocab_size <= tokenizer.highest_id:
+        return [
+            f"text_config.vocab_size is {vocab_size} but the tokenizer ({tokenizer.name}) has the "
+            f"id {tokenizer.highest_id}"
+        ]
+    return []
 
 
 def model_form(

@@ -16,17 +16,18 @@ import paddle_vl
 
 PACKAGE = Path(paddle_vl.__file__).parent
 ALLOWED = {
-    "config": set(),
+    "files": set(),
+    "config": {"files"},
     "batch": set(),
     "compat": set(),
     "nn": {"batch", "compat"},
-    "models": {"nn", "batch", "config", "compat"},
-    "data": {"batch", "config"},
+    "models": {"nn", "batch", "config", "compat", "files"},
+    "data": {"batch", "config", "files"},
     "parallel": {"nn", "batch", "config", "compat"},
-    "train": {"models", "data", "parallel", "nn", "batch", "config", "compat"},
+    "train": {"models", "data", "parallel", "nn", "batch", "config", "compat", "files"},
     "infer": {"models", "data", "nn", "batch", "config", "compat"},
     "profile": {"train", "models", "data", "parallel", "nn", "batch", "config", "compat"},
-    "report": {"train", "config"},
+    "report": {"train", "config", "files"},
     "cli": {
         "profile",
         "report",
@@ -39,6 +40,7 @@ ALLOWED = {
         "batch",
         "config",
         "compat",
+        "files",
     },
     # Names that are looked up on first use; the command.
     "__init__": set(),
@@ -55,7 +57,7 @@ MEETING_PLACES = (
         for name in ("policy_batches", "policy_objective", "policy_evaluation")
     ),
 )
-WITHOUT_PADDLE = ("config", "batch", "data")
+WITHOUT_PADDLE = ("files", "config", "batch", "data")
 FOREIGN = ("torch", "transformers", "lerobot", "paddlenlp", "paddleformers")
 
 

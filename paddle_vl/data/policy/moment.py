@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.config.policy_metadata import metadata_problem
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.line_index import parse_object
 from paddle_vl.data.policy.sample import NUMBER_TYPES, OPTIONAL_TEXTS, DemonstrationShapes
@@ -155,4 +156,6 @@ def _number(record: Mapping[str, Any], name: str) -> Any:
     if type(value) is not (bool if is_truth else int):
         needed = "true or false" if is_truth else "a whole number"
         raise BadSampleError("bad_type", f"{name!r} is {str(value)[:80]!r}; {needed} is needed")
+    if (problem := metadata_problem(name, value)) is not None:
+        raise BadSampleError("out_of_range", problem)
     return value

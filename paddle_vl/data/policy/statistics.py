@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from paddle_vl.data.policy.sample import DemonstrationSource
+from paddle_vl.files.json_file import read_json_object
+from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.spreads import spread_problem
 
 # Of one group: feature -> statistic -> values; float64 `[feature dims]`, `count` int64 `[1]`.
 GroupStatistics = dict[str, dict[str, np.ndarray]]
@@ -58,24 +61,30 @@ def write_statistics(path: str | Path, groups: Mapping[str, GroupStatistics]) ->
         }
         for name, group in groups.items()
     }
-    Path(path).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_text(Path(path), json.dumps(values, indent=1) + "\n")
 
 
 def read_statistics(
-    path: str | Path, group_names: Sequence[str] | None = None
+    path: str | Path,
+    group_names: Sequence[str] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> dict[str, GroupStatistics]:
     """The statistics of a file of `write_statistics`.
 
     Args:
         group_names: the groups to take, in this order; None for all as they stand.
+        sizes: dims that features of these names must have.
 
     Raises:
         RuntimeError: there is no such file, or it holds something else.
-        ValueError: it lacks a group.
+        ValueError: it lacks a group, or a feature's statistics are of another size or contradict
+            themselves: a negative spread, NaN.
     """
     path = Path(path)
+    values = read_json_object(
+        path, "a statistics file", "group -> feature -> statistic -> list of numbers is needed"
+    )
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
         groups = {
             name: {
                 feature: {stat: np.array(numbers, _dtype(stat)) for stat, numbers in stats.items()}
@@ -83,11 +92,16 @@ def read_statistics(
             }
             for name, group in values.items()
         }
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise RuntimeError(
             f"statistics file {path} cannot be read: {error}; group -> feature -> statistic -> "
             "list of numbers is needed"
         ) from error
+    for name, group in groups.items():
+        for feature, stats in group.items():
+            problem = _size_problem(stats, (sizes or {}).get(feature)) or spread_problem(stats)
+            if problem is not None:
+                raise ValueError(f"{path}: group {name!r}, feature {feature!r}: {problem}")
     if group_names is None:
         return groups
     if missing := [name for name in group_names if name not in groups]:
@@ -110,6 +124,17 @@ def _statistics(values_ND: np.ndarray) -> dict[str, np.ndarray]:
         "q99": q99,
         "count": np.array([len(values)], dtype=np.int64),
     }
+
+
+def _size_problem(stats: Mapping[str, np.ndarray], size: int | None) -> str | None:
+    for name, values in stats.items():
+        if name == "count":
+            continue
+        if values.ndim != 1:
+            return f"{name} has shape {list(values.shape)}; a list of numbers is needed"
+        if size is not None and len(values) != size:
+            return f"{name} has {len(values)} numbers, the policy's feature {size}"
+    return None
 
 
 def _dtype(stat: str) -> type:

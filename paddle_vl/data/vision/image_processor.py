@@ -19,6 +19,7 @@ from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.vision.image_file import ImageSource, image_size, load_rgb
 from paddle_vl.data.vision.patches import patchify, value_table
 from paddle_vl.data.vision.preprocessor_files import (
+    check_settings,
     common_settings,
     find_settings,
     refuse_unsupported,
@@ -51,13 +52,14 @@ class ImageProcessor:
     patch_size: int
     temporal_patch_size: int
     merge_size: int
-    image_mean: tuple[float, ...]
-    image_std: tuple[float, ...]
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
     do_resize: bool = True
     source_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_pixels <= self.max_pixels:
+        check_settings(self, "")
+        if self.min_pixels > self.max_pixels:
             raise ValueError(
                 f"min_pixels {self.min_pixels} and max_pixels {self.max_pixels}: "
                 "0 < min_pixels <= max_pixels is needed"
@@ -96,14 +98,19 @@ class ImageProcessor:
         """Build from HF's settings, in either dialect of the pixel budget.
 
         Raises:
-            ValueError: naming every setting that is missing or cannot be honoured.
+            ValueError: naming every setting that is missing, makes no sense or cannot be honoured.
         """
         values = common_settings(config, name)
         refuse_unsupported(config, name, always_on=_ALWAYS_ON, either=("do_resize",))
         do_resize = config.get("do_resize")
-        return cls(
-            **values, do_resize=True if do_resize is None else do_resize, source_config=dict(config)
-        )
+        try:
+            return cls(
+                **values,
+                do_resize=True if do_resize is None else do_resize,
+                source_config=dict(config),
+            )
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """HF's settings, in the dialect of the published Qwen3-VL checkpoints."""

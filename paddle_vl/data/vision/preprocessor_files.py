@@ -7,9 +7,27 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from paddle_vl.files.checked_values import Range, check_mapping, check_values
+from paddle_vl.files.json_file import read_json_object, shown
+from paddle_vl.files.named_errors import write_text
+
 # Where transformers 5 keeps all settings together, each under the name of its part.
 NESTED_CONFIG_FILE = "processor_config.json"
 
+_REMEDY = "copy it from the checkpoint"
+_RANGES = {
+    "min_pixels": Range(1, 1 << 40),
+    "max_pixels": Range(1, 1 << 40),
+    "patch_size": Range(1, 256),
+    "temporal_patch_size": Range(1, 64),
+    "merge_size": Range(1, 64),
+    "image_mean": Range(-10, 10),
+    # Pixels lie between 0 and 1; beyond such numbers they would all be one value, or overflow.
+    "image_std": Range(1e-4, 1e4),
+    "fps": Range(0, 1000, is_above=True),
+    "min_frames": Range(1, 1 << 20),
+    "max_frames": Range(1, 1 << 20),
+}
 _REQUIRED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
@@ -21,14 +39,17 @@ def find_settings(directory: Path, file_name: str, part: str) -> tuple[Path, dic
         part: its name in `processor_config.json`.
 
     Raises:
-        RuntimeError: a file is not JSON.
+        RuntimeError: a file cannot be read, or is damaged.
+        ValueError: a part's settings are something else.
     """
     path = directory / file_name
     if path.is_file():
-        return path, _read_json(path)
+        return path, read_json_object(path, "a preprocessor's settings", _REMEDY)
     nested = directory / NESTED_CONFIG_FILE
-    if nested.is_file() and part in (outer := _read_json(nested)):
-        return nested, outer[part]
+    if nested.is_file():
+        outer = read_json_object(nested, "a processor's settings", _REMEDY)
+        if part in outer:
+            return nested, check_mapping(outer[part], f"{nested}: {part}")
     return None
 
 
@@ -45,7 +66,8 @@ def common_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
     size = config.get("size") or {}
     if not isinstance(size, dict):
         raise ValueError(
-            f"{name} has size {size!r}; {{'shortest_edge': ..., 'longest_edge': ...}} is needed"
+            f"{name} has size {shown(size)}; {{'shortest_edge': ..., 'longest_edge': ...}} is "
+            "needed"
         )
     values = {
         "min_pixels": _first(config.get("min_pixels"), size.get("shortest_edge")),
@@ -63,7 +85,8 @@ def common_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
             "of HF's class, so none is assumed; take the file from the checkpoint"
         )
     for key in ("image_mean", "image_std"):
-        values[key] = tuple(float(value) for value in values[key])
+        if isinstance(values[key], list):
+            values[key] = tuple(values[key])
     return values
 
 
@@ -80,17 +103,24 @@ def refuse_unsupported(
         ValueError: naming all of them.
     """
     refused = [
-        f"{key} = {value}"
+        f"{key} = {shown(value)}"
         for key, value in config.items()
         if (key in always_on and value is False)
         or (key.startswith("do_") and value and key not in (*always_on, *either))
     ]
+    for key, value in config.items():
+        if key.startswith("do_") and value is not None and not isinstance(value, bool):
+            refused.append(f"{key} = {shown(value)} (only true or false)")
     resample = config.get("resample")
     if resample is not None and resample != Image.Resampling.BICUBIC:
-        refused.append(f"resample = {resample} (only {int(Image.Resampling.BICUBIC)}, bicubic)")
+        refused.append(
+            f"resample = {shown(resample)} (only {int(Image.Resampling.BICUBIC)}, bicubic)"
+        )
     scale = config.get("rescale_factor")
-    if scale is not None and not np.isclose(scale, 1 / 255, rtol=1e-6, atol=0):
-        refused.append(f"rescale_factor = {scale} (only 1/255)")
+    if scale is not None and not (
+        type(scale) is float and np.isclose(scale, 1 / 255, rtol=1e-6, atol=0)
+    ):
+        refused.append(f"rescale_factor = {shown(scale)} (only 1/255)")
     if refused:
         raise ValueError(f"{name} asks for what is not implemented here: {'; '.join(refused)}")
 
@@ -98,15 +128,21 @@ def refuse_unsupported(
 def write_settings(path: Path, settings: dict[str, Any]) -> None:
     """Write a settings file, and its folder where it is new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(settings, indent=2) + "\n")
 
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RuntimeError(f"{path} is not valid JSON: {error}") from error
+def check_settings(settings: Any, where: str) -> None:
+    """Refuse numbers of an image or video processor that make no sense.
+
+    Args:
+        settings: a dataclass with the fields of `common_settings`.
+        where: what they are from, for the message.
+
+    Raises:
+        ValueError: naming every setting, its value and what is needed.
+    """
+    check_values(settings, where, _RANGES)

@@ -11,6 +11,7 @@ import numpy as np
 
 from paddle_vl.data.vision.image_processor import ImageProcessor, named_item
 from paddle_vl.data.vision.preprocessor_files import (
+    check_settings,
     common_settings,
     find_settings,
     refuse_unsupported,
@@ -77,14 +78,15 @@ class VideoProcessor:
     patch_size: int
     temporal_patch_size: int
     merge_size: int
-    image_mean: tuple[float, ...]
-    image_std: tuple[float, ...]
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
     fps: float = _SAMPLING["fps"]
     min_frames: int = _SAMPLING["min_frames"]
     max_frames: int = _SAMPLING["max_frames"]
     source_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_settings(self, "video")
         for low, high, least in (
             ("min_pixels", "max_pixels", 1),
             ("min_frames", "max_frames", MIN_FRAMES),
@@ -96,10 +98,6 @@ class VideoProcessor:
                     f"is needed; set data.video_{low} and data.video_{high} together, or correct "
                     f"{CONFIG_FILE}"
                 )
-        if not 0 < self.fps < np.inf:
-            raise ValueError(
-                f"video fps is {self.fps}: the number of frames to take per second must be above 0"
-            )
 
     @classmethod
     def from_pretrained(

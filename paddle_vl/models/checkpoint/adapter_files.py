@@ -8,14 +8,18 @@ Source: PEFT 0.21, `peft/utils/save_and_load.py` and `peft/tuners/lora/config.py
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from paddle_vl.config.schema import LoRAConfig
+from paddle_vl.files.json_file import read_json_object, shown
+from paddle_vl.files.named_errors import write_text
 from paddle_vl.models.checkpoint.safetensors_io import (
     StoredTensor,
     TensorToWrite,
@@ -37,6 +41,21 @@ _NOT_SUPPORTED = {
     "use_bdlora": None, "alora_invocation_tokens": None, "arrow_config": None, "kasa_config": None,
     "velora_config": None, "monteclora_config": None,
 }  # fmt: skip
+
+
+# What counts of an adapter's settings.
+_COMPUTED = ("r", "lora_alpha", "lora_dropout", "use_rslora")
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+_TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("target_modules", lambda v: isinstance(v, str) or _are_texts(v), "a list of names"),
+    ("modules_to_save", _are_texts, "a list of names"),
+    ("base_model_name_or_path", lambda v: isinstance(v, str), "the path of a folder"),
+)
 
 
 @dataclass(frozen=True)
@@ -94,13 +113,16 @@ class StoredAdapter:
         targets = [key.removesuffix(A_KEY) for key in tensors if key.endswith(A_KEY)]
         if not targets:
             raise ValueError(f"{folder / TENSOR_FILE} has no tensor that ends in {A_KEY}")
-        config = LoRAConfig(
-            r=values["r"],
-            lora_alpha=values["lora_alpha"],
-            lora_dropout=values.get("lora_dropout", 0.0),
-            use_rslora=bool(values.get("use_rslora")),
-            target_modules=targets,
-        )
+        settings = {name: values[name] for name in _COMPUTED if values.get(name) is not None}
+        try:
+            config = LoRAConfig(**settings, target_modules=targets)
+        except ValidationError as error:
+            found = "; ".join(
+                f"{fault['loc'][0]} is {shown(fault['input'])}, "
+                f"{fault['msg'].replace('Input', 'it', 1)}"
+                for fault in error.errors()
+            )
+            raise ValueError(f"{folder / CONFIG_FILE}: {found}") from error
         saved = tuple(values.get("modules_to_save") or ())
         return cls(folder, config, saved, values.get("base_model_name_or_path"), tensors)
 
@@ -221,16 +243,13 @@ def write_adapter(folder: Path, adapter: Adapter, tensors: Iterable[TensorToWrit
         "inference_mode": True,
     }
     text = json.dumps(values, indent=2) + "\n"
-    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    write_text(folder / CONFIG_FILE, text)
     write_file(folder / TENSOR_FILE, [t._replace(name=PREFIX + t.name) for t in tensors])
 
 
 def _config_values(folder: Path) -> dict:
     file = folder / CONFIG_FILE
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise RuntimeError(f"{file} cannot be read ({error}): fetch or save it again") from error
+    values = read_json_object(file, "an adapter's configuration")
     if values.get("peft_type") != "LORA":
         raise ValueError(
             f"{file}: peft_type is {values.get('peft_type')!r}, only LORA is supported"
@@ -238,8 +257,12 @@ def _config_values(folder: Path) -> dict:
     absent = [name for name in ("r", "lora_alpha") if name not in values]
     if absent:
         raise ValueError(f"{file} has no {', '.join(absent)}: it is not a LoRA configuration")
+    for name, is_right, needed in _TYPES:
+        value = values.get(name)
+        if value is not None and not is_right(value):
+            raise ValueError(f"{file}: {name} is {shown(value)}; {needed} is needed")
     found = [
-        f"{name} {values[name]!r}"
+        f"{name} {shown(values[name])}"
         for name, neutral in _NOT_SUPPORTED.items()
         if values.get(name) and values[name] != neutral
     ]

@@ -12,6 +12,7 @@ from paddle import Tensor
 from paddle_vl.models.checkpoint.filling import FillStep
 from paddle_vl.models.checkpoint.rules import StoredParameter
 from paddle_vl.models.checkpoint.safetensors_io import (
+    FLOATING,
     StoredTensor,
     TensorToWrite,
     read_checkpoint_headers,
@@ -51,7 +52,8 @@ def check_keys(
         owner: whose parameters they have to be, for the message.
 
     Raises:
-        ValueError: every missing, unexpected and misshapen key, all at once.
+        ValueError: every missing, unexpected and misshapen key, and those that hold other things
+            than floating point numbers, all at once.
     """
     wanted = {item.key: item.stored_shape for item in placed}
     missing = sorted(set(wanted) - set(stored))
@@ -61,12 +63,18 @@ def check_keys(
         for key, shape in sorted(wanted.items())
         if key in stored and tuple(stored[key].shape) != shape
     ]
+    no_weights = [
+        f"{key} ({stored[key].dtype})"
+        for key in sorted(wanted)
+        if key in stored and stored[key].dtype not in FLOATING
+    ]
     problems = [
         f"{len(keys)} {kind}: {', '.join(keys)}"
         for kind, keys in (
             ("missing", missing),
             ("unexpected", unexpected),
             ("misshapen", misshapen),
+            ("not of floating point numbers", no_weights),
         )
         if keys
     ]

@@ -6,7 +6,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.files.json_file import read_json_object, shown
+from paddle_vl.files.named_errors import write_text
+
 FILE_NAME = "generation_config.json"
+# Far beyond every model's positions; a cache for more would take all memory at once.
+_MOST_TOKENS = 1 << 22
+# Of what is computed in float32.
+_LARGEST = 3.4e38
 
 # Keys of HF's files that do not change which tokens come out. `max_length` counts the prompt too;
 # `max_new_tokens` is the limit here.
@@ -91,7 +98,7 @@ class GenerationConfig:
     seed: int | None = None
 
     def __post_init__(self):
-        _check_integer("max_new_tokens", self.max_new_tokens, 1)
+        _check_integer("max_new_tokens", self.max_new_tokens, 1, most=_MOST_TOKENS)
         _check_integer("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
@@ -99,12 +106,12 @@ class GenerationConfig:
                 f"{self.max_new_tokens}: there is no room for so many"
             )
         if not isinstance(self.do_sample, bool):
-            raise ValueError(f"do_sample is {self.do_sample!r}; it must be true or false")
+            raise ValueError(f"do_sample is {shown(self.do_sample)}; it must be true or false")
         for name in ("temperature", "top_p", "repetition_penalty"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-                raise ValueError(f"{name} is {value!r}; it must be a number")
-        if self.do_sample and not 0 < self.temperature < float("inf"):
+            if type(value) not in (int, float) or value != value or abs(value) > _LARGEST:
+                raise ValueError(f"{name} is {shown(value)}; it must be a number")
+        if self.do_sample and not 0 < self.temperature <= _LARGEST:
             raise ValueError(
                 f"temperature is {self.temperature}; sampling needs one above 0: for the most "
                 "likely token every time set do_sample to false"
@@ -112,7 +119,7 @@ class GenerationConfig:
         _check_integer("top_k", self.top_k, 0, " (0 draws among all tokens)")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and not above 1")
-        if not 0 < self.repetition_penalty < float("inf"):
+        if not 0 < self.repetition_penalty <= _LARGEST:
             raise ValueError(
                 f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 is none)"
             )
@@ -145,14 +152,12 @@ class GenerationConfig:
         """Read `generation_config.json` of a model folder, or a JSON file.
 
         Raises:
-            ValueError: the file asks for something that is not there, naming file and key.
+            RuntimeError: the file cannot be read, or is damaged.
+            ValueError: it asks for something that is not there, naming file and key.
         """
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
+        values = read_json_object(path, "generation settings")
         try:
             return cls.from_dict(values)
         except ValueError as error:
@@ -167,7 +172,7 @@ class GenerationConfig:
         """
         values = {name: value for name, value in values.items() if value is not None}
         absent = [
-            f"{name} {values[name]!r}"
+            f"{name} {shown(values[name])}"
             for name, neutral in _NEUTRAL_VALUES.items()
             if name in values and values[name] != neutral
         ]
@@ -184,7 +189,7 @@ class GenerationConfig:
     def save_pretrained(self, path: str | Path) -> None:
         """Write `generation_config.json` into a folder."""
         text = json.dumps(self.to_dict(), indent=2) + "\n"
-        (Path(path) / FILE_NAME).write_text(text, encoding="utf-8")
+        write_text(Path(path) / FILE_NAME, text)
 
     def updated(self, **settings: Any) -> "GenerationConfig":
         """The same with some settings replaced.
@@ -213,6 +218,12 @@ class GenerationConfig:
                 )
 
 
-def _check_integer(name: str, value: Any, least: int, note: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}{note}")
+def _check_integer(
+    name: str, value: Any, least: int, note: str = "", most: int = 2**63 - 1
+) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be an integer of at least {least}{note}"
+        )
+    if value > most:
+        raise ValueError(f"{name} is {shown(value)}; it must be an integer of at most {most}")

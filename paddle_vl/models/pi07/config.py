@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.files.checked_values import Range, check_mapping, check_values
+from paddle_vl.files.json_file import shown
 from paddle_vl.models.pi07.config_files import (
     known_values,
     read_config,
@@ -53,6 +55,55 @@ SHARED_SETTINGS: dict[str, Any] = {
     "gradient_checkpointing": False,
 }
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
+_STEPS, _DIMS, _TOKENS = Range(1, 10_000), Range(1, 1 << 16), Range(1, 1 << 17)
+# What is beyond them is a slip of the hand, and would take all memory before anything could tell.
+SETTING_RANGES = {
+    # Beyond 40 past frames the original has no time embedding.
+    "n_obs_steps": Range(1, 41),
+    "history_interval": _STEPS,
+    "chunk_size": _STEPS,
+    "n_action_steps": _STEPS,
+    "num_steps": _STEPS,
+    "max_delay": Range(0, 10_000),
+    "max_state_dim": _DIMS,
+    "max_action_dim": _DIMS,
+    "proj_width": Range(1, 1 << 20),
+    "prompt_max_length": _TOKENS,
+    "response_max_length": _TOKENS,
+    "memory_max_length": _TOKENS,
+    "metadata_max_length": _TOKENS,
+    "subtask_indicator_max_length": _TOKENS,
+    "memory_indicator_max_length": _TOKENS,
+    "discrete_action_max_length": _TOKENS,
+    "resize_imgs_with_padding": Range(1, 1 << 14),
+    "empty_cameras": Range(0, 64),
+    "spacetime_layer_stride": Range(1, 1024),
+    "optimizer_lr": Range(0),
+    "optimizer_betas": Range(0, 1),
+    "optimizer_eps": Range(0),
+    "optimizer_weight_decay": Range(0),
+    "scheduler_warmup_steps": Range(0),
+    "scheduler_decay_steps": Range(0),
+    "scheduler_decay_lr": Range(0),
+    "warn_outlier_threshold": Range(0),
+}
+
+
+def check_groups(config: Any) -> None:
+    """Refuse names and rows of groups that do not tell one from another.
+
+    Raises:
+        ValueError: naming the entry.
+    """
+    names, rows = config.dataset_names, config.dataset_to_norm_index
+    if names is not None and (not names or len(set(names)) < len(names)):
+        raise ValueError(f"dataset_names is {shown(names)}; each group must be there once")
+    for name, row in (rows or {}).items():
+        if type(row) is not int or not 0 <= row < config.num_groups:
+            raise ValueError(
+                f"dataset_to_norm_index of {name!r} is {shown(row)}; it must be a row of the "
+                f"statistics, from 0 to {config.num_groups - 1}"
+            )
 
 
 def _default_normalization() -> dict[str, str]:
@@ -136,6 +187,8 @@ class PI07Config:
     other: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
+        check_values(self, "", SETTING_RANGES)
+        check_groups(self)
         for name in ("resize_imgs_with_padding", "optimizer_betas"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._settle_shared()
@@ -150,13 +203,13 @@ class PI07Config:
         """Read the configuration of a model folder, or a JSON file.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: there is none, or it is damaged.
             ValueError: it is not a pi07 policy's, naming what is wrong.
         """
         file, values = read_config(path)
         try:
             return cls.from_dict(values)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
 
     @classmethod
@@ -166,7 +219,8 @@ class PI07Config:
         Raises:
             ValueError: another policy's type, unknown keys, contradictory settings, named.
         """
-        vlm = values.get("vlm_config") or {}
+        values = check_mapping(values, "the configuration")
+        vlm = check_mapping(values.get("vlm_config"), "vlm_config")
         if "model_type" in vlm:
             values = without_defaults(values, SHARED_SETTINGS)
             vlm = without_defaults(vlm, SHARED_SETTINGS)
@@ -232,19 +286,6 @@ class PI07Config:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; it must be in [0, 1)")
-        for least, names in (
-            (
-                1,
-                "n_obs_steps history_interval chunk_size n_action_steps max_state_dim "
-                "max_action_dim prompt_max_length response_max_length metadata_max_length "
-                "discrete_action_max_length num_steps spacetime_layer_stride",
-            ),
-            (0, "empty_cameras max_delay"),
-        ):
-            for name in names.split():
-                value = getattr(self, name)
-                if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                    raise ValueError(f"{name} is {value!r}; it must be an integer >= {least}")
         if self.config_version not in (None, 0, CURRENT_CONFIG_VERSION):
             raise ValueError(
                 f"config_version is {self.config_version!r}; this package knows 0 and "

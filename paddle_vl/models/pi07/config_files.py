@@ -6,6 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.files.checked_values import check_mapping
+from paddle_vl.files.json_file import read_json_object
+from paddle_vl.files.named_errors import write_text
 from paddle_vl.models.pi07.features import feature_from_dict
 
 # Where a configuration may lie, best first; the last two hold the policy's as a section.
@@ -28,8 +31,7 @@ def read_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """A policy's configuration, from its folder or a JSON file: the file and its content.
 
     Raises:
-        RuntimeError: there is none.
-        ValueError: the file holds something else.
+        RuntimeError: there is none, or it is damaged.
     """
     path = Path(path)
     candidates = [path / name for name in CONFIG_FILES] if path.is_dir() else [path]
@@ -38,12 +40,7 @@ def read_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
         raise RuntimeError(
             f"{path} has no configuration: none of {', '.join(f.name for f in candidates)}"
         )
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} holds a {type(values).__name__}, not a configuration")
+    values = read_json_object(file, "a policy's configuration")
     if isinstance(values.get("policy"), dict):
         values = values["policy"]
     return file, values
@@ -52,7 +49,7 @@ def read_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
 def write_config(path: str | Path, values: Mapping[str, Any]) -> None:
     """Write `config.json` into a folder."""
     text = json.dumps(values, indent=2) + "\n"
-    (Path(path) / CONFIG_FILES[0]).write_text(text, encoding="utf-8")
+    write_text(Path(path) / CONFIG_FILES[0], text)
 
 
 def known_values(cls: type, values: Mapping[str, Any], policy_type: str) -> dict[str, Any]:
@@ -75,7 +72,7 @@ def known_values(cls: type, values: Mapping[str, Any], policy_type: str) -> dict
             "remove them"
         )
     for name in names & {"input_features", "output_features"}:
-        features = values.get(name) or {}
+        features = check_mapping(values.get(name), name)
         values[name] = {key: feature_from_dict(key, f) for key, f in features.items()}
     other = {name: value for name, value in values.items() if name not in names}
     return {n: v for n, v in values.items() if n in names} | {"other": other}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from math import isqrt
 from typing import Any, TypeVar
 
+from paddle_vl.files.checked_values import Range, check_mapping, check_values
 from paddle_vl.models.hub_keys import INERT_KEYS
 
 # Known to HF's classes of these models and without effect on the engine's numbers.
@@ -29,6 +30,30 @@ _UNUSED = {
         tie_word_embeddings""",
 }
 _ACTIVATION = "gelu_pytorch_tanh"
+# Far beyond every published model; what is beyond them is a slip of the hand.
+_LAYERS, _WIDTH, _HEADS = Range(1, 1024), Range(1, 1 << 20), Range(1, 4096)
+_EPSILON, _BASE = Range(0, 1, is_above=True), Range(1, is_above=True)
+_RANGES = {
+    "hidden_size": _WIDTH,
+    "intermediate_size": _WIDTH,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _HEADS,
+    "head_dim": Range(2, 8192),
+    "query_pre_attn_scalar": Range(0, is_above=True),
+    "rope_theta": _BASE,
+    "rope_local_base_freq": _BASE,
+    "rms_norm_eps": _EPSILON,
+    "layer_norm_eps": _EPSILON,
+    "vocab_size": Range(1, 1 << 24),
+    "sliding_window_pattern": Range(1, 1024),
+    "patch_size": Range(1, 256),
+    "image_size": Range(1, 1 << 14),
+    "mm_tokens_per_image": Range(1, 1 << 20),
+    "adarms_cond_dim": _WIDTH,
+    "dropout": Range(0, 1),
+    "discrete_action_vocab_size": Range(1, 1 << 24),
+}
 Section = TypeVar("Section")
 
 
@@ -62,6 +87,7 @@ class Gemma3TextConfig:
 
     def __post_init__(self):
         where = "vlm_config.gemma3_config.text_config"
+        check_values(self, where, _RANGES)
         _fixed(self, where, attention_bias=False, hidden_activation=_ACTIVATION)
         _whole_groups(self, where)
         types = self.layer_types
@@ -103,6 +129,7 @@ class SiglipVisionConfig:
 
     def __post_init__(self):
         where = "vlm_config.gemma3_config.vision_config"
+        check_values(self, where, _RANGES)
         _fixed(self, where, num_channels=3, hidden_act=_ACTIVATION)
         if self.image_size % self.patch_size:
             raise ValueError(
@@ -135,6 +162,7 @@ class Gemma3Config:
     other: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
+        check_values(self, "vlm_config.gemma3_config", _RANGES)
         side, patches = isqrt(self.mm_tokens_per_image), self.vision_config.grid_side
         if side**2 != self.mm_tokens_per_image or not side or patches % side:
             raise ValueError(
@@ -164,6 +192,7 @@ class GemmaExpertConfig:
 
     def __post_init__(self):
         where = "vlm_config.gemma_expert_config"
+        check_values(self, where, _RANGES)
         _fixed(self, where, attention_bias=False, use_adarms=True, hidden_activation=_ACTIVATION)
         _whole_groups(self, where)
 
@@ -199,6 +228,7 @@ class Gemma3WithExpertConfig:
     other: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
+        check_values(self, "vlm_config", _RANGES)
         text, expert = self.gemma3_config.text_config, self.gemma_expert_config
         for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
             if not self.disable_action_expert and getattr(text, name) != getattr(expert, name):
@@ -214,9 +244,9 @@ class Gemma3WithExpertConfig:
         Raises:
             ValueError: a value that does not fit, or a key that is not known.
         """
-        values = dict(values)
-        backbone = dict(values.pop("gemma3_config", None) or {})
-        text = _with_plain_rope(backbone.pop("text_config", None) or {})
+        values = check_mapping(values, "vlm_config")
+        backbone = check_mapping(values.pop("gemma3_config", None), "gemma3_config")
+        text = _with_plain_rope(check_mapping(backbone.pop("text_config", None), "text_config"))
         text = section(Gemma3TextConfig, text, "text_config")
         vision = section(SiglipVisionConfig, backbone.pop("vision_config", None), "vision_config")
         backbone |= {"text_config": text, "vision_config": vision}
@@ -269,7 +299,7 @@ def section(cls: type[Section], values: Mapping[str, Any] | None, name: str) -> 
     Raises:
         ValueError: keys that are not known.
     """
-    values = dict(values or {})
+    values = check_mapping(values, name)
     names = {f.name for f in fields(cls)} - {"other"}
     unused = INERT_KEYS | set(_UNUSED[name].split())
     unknown = sorted(set(values) - names - unused)
@@ -291,11 +321,13 @@ def written(config: Any) -> dict[str, Any]:
 def _with_plain_rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """transformers 5 has the two bases in `rope_parameters`; here they are fields, as before it."""
     text = dict(text)
+    rope = check_mapping(text.get("rope_parameters"), "text_config: rope_parameters")
     for kind, name in (
         ("full_attention", "rope_theta"),
         ("sliding_attention", "rope_local_base_freq"),
     ):
-        base = ((text.get("rope_parameters") or {}).get(kind) or {}).get("rope_theta")
+        where = f"text_config: rope_parameters.{kind}"
+        base = check_mapping(rope.get(kind), where).get("rope_theta")
         if base is not None:
             text.setdefault(name, base)
     return text

@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paddle_vl.files.checked_values import Range, check_values
+
 FEATURE_TYPES = ("STATE", "VISUAL", "ENV", "ACTION", "REWARD")
+_OF_KNOWN_SHAPE = ("STATE", "VISUAL", "ACTION")
+_MOST_DIMS = 1 << 16
 NORMALIZATION_MODES = ("MEAN_STD", "MIN_MAX", "QUANTILE", "IDENTITY")
 
 
@@ -21,9 +25,16 @@ class PolicyFeature:
     shape: tuple[int, ...]
 
     def __post_init__(self):
-        object.__setattr__(self, "shape", tuple(self.shape))
         if self.type not in FEATURE_TYPES:
             raise ValueError(f"feature type {self.type!r} is not one of {', '.join(FEATURE_TYPES)}")
+        check_values(self, "", {"shape": Range(1, _MOST_DIMS)})
+        object.__setattr__(self, "shape", tuple(self.shape))
+        num_dims = 3 if self.type == "VISUAL" else 1
+        if self.type in _OF_KNOWN_SHAPE and len(self.shape) != num_dims:
+            raise ValueError(
+                f"shape is {list(self.shape)}; {self.type} has {num_dims} "
+                f"{'dims: channels, height, width' if num_dims == 3 else 'dim'}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """As configuration files have it."""
@@ -42,7 +53,7 @@ def feature_from_dict(name: str, values: Mapping[str, Any] | PolicyFeature) -> P
         raise ValueError(f"feature {name!r} is {values!r}; it needs a type and a shape")
     try:
         return PolicyFeature(**values)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"feature {name!r}: {error}") from error
 
 

@@ -5,7 +5,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.models.pi07.config import ATTENTION_IMPLEMENTATIONS, CURRENT_CONFIG_VERSION
+from paddle_vl.files.checked_values import check_mapping, check_values
+from paddle_vl.models.pi07.config import (
+    ATTENTION_IMPLEMENTATIONS,
+    CURRENT_CONFIG_VERSION,
+    SETTING_RANGES,
+    check_groups,
+)
 from paddle_vl.models.pi07.config_files import (
     known_values,
     read_config,
@@ -83,6 +89,8 @@ class PI07PlannerConfig:
     per_group_projection = False
 
     def __post_init__(self):
+        check_values(self, "", SETTING_RANGES)
+        check_groups(self)
         if self.n_obs_steps != 1:
             raise ValueError(f"n_obs_steps is {self.n_obs_steps}; the planner sees one frame only")
         settled = {}
@@ -117,13 +125,13 @@ class PI07PlannerConfig:
         """Read the configuration of a model folder, or a JSON file.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: there is none, or it is damaged.
             ValueError: it is not a planner's, naming what is wrong.
         """
         file, values = read_config(path)
         try:
             return cls.from_dict(values)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
 
     @classmethod
@@ -133,7 +141,9 @@ class PI07PlannerConfig:
         Raises:
             ValueError: unknown or contradictory settings, named.
         """
+        values = check_mapping(values, "the configuration")
         vlm = values.get("vlm_config")
+        vlm = None if vlm is None else check_mapping(vlm, "vlm_config")
         if vlm and "model_type" in vlm:
             values, vlm = without_defaults(values, _SHARED), without_defaults(vlm, _SHARED)
         own = known_values(cls, values, PLANNER_TYPE)

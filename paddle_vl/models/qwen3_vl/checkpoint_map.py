@@ -6,6 +6,7 @@ from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.models.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 
 HEAD_KEY = "lm_head.weight"
+EMBEDDING_KEY = "model.language_model.embed_tokens.weight"
 
 
 def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
@@ -17,8 +18,6 @@ def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
         vision.patch_size,
         vision.patch_size,
     )
-    embed_tokens = "embed_tokens.weight"
-    embed_key = f"model.language_model.{embed_tokens}"
     return (
         *(
             Rule(f"{ours}*.lora.{factor}", f"{theirs}*.lora_{factor}.weight", LinearWeights())
@@ -35,13 +34,13 @@ def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
         Rule("visual.patch_embed.bias", "model.visual.patch_embed.proj.bias", Same()),
         Rule("visual.pos_embed.weight", "model.visual.pos_embed.weight", Same()),
         Rule("visual.*", "model.visual.*", LinearWeights()),
-        Rule(f"language_model.embedding.{embed_tokens}", embed_key, Same()),
+        Rule("language_model.embedding.embed_tokens.weight", EMBEDDING_KEY, Same()),
         # Experts, whose names end here: a linear's end with ".weight".
         Rule("language_model.*.gate_up_proj", "model.language_model.*.gate_up_proj", Same()),
         Rule("language_model.*.down_proj", "model.language_model.*.down_proj", Same()),
         Rule("language_model.*", "model.language_model.*", LinearWeights()),
         # A tied head has a weight of its own only on a rank that has no embedding.
-        Rule(HEAD_KEY, embed_key if config.tie_word_embeddings else HEAD_KEY, Same()),
+        Rule(HEAD_KEY, EMBEDDING_KEY if config.tie_word_embeddings else HEAD_KEY, Same()),
     )
 
 

@@ -9,9 +9,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.files.checked_values import Range, check_mapping, check_values
+from paddle_vl.files.json_file import read_json_object, shown
+from paddle_vl.files.named_errors import write_text
 from paddle_vl.models.hub_keys import INERT_KEYS
 from paddle_vl.models.qwen3_vl.sizes import size_values
 from paddle_vl.models.qwen3_vl.text_config import (
+    LAYERS,
+    WIDTH,
     Qwen3VLMoeTextConfig,
     Qwen3VLTextConfig,
     plain_experts,
@@ -19,6 +24,23 @@ from paddle_vl.models.qwen3_vl.text_config import (
 )
 
 _MOE_TYPE = "qwen3_vl_moe"
+_VISION_RANGES = {
+    "depth": LAYERS,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_heads": Range(1, 4096),
+    # Pictures are red, green and blue.
+    "in_channels": Range(3, 3),
+    "patch_size": Range(1, 256),
+    "temporal_patch_size": Range(1, 64),
+    "spatial_merge_size": Range(1, 64),
+    "out_hidden_size": WIDTH,
+    "num_position_embeddings": Range(1, 1 << 24),
+    "initializer_range": Range(0, 100),
+    "deepstack_visual_indexes": Range(0),
+    "rope_theta": Range(1, is_above=True),
+}
+_TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 @dataclass(frozen=True)
@@ -41,6 +63,7 @@ class Qwen3VLVisionConfig:
     rope_theta: float = 10000.0
 
     def __post_init__(self):
+        check_values(self, "vision_config", _VISION_RANGES)
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 4:
             raise ValueError(
                 f"vision_config: hidden_size {self.hidden_size} over num_heads {self.num_heads} "
@@ -56,6 +79,11 @@ class Qwen3VLVisionConfig:
             raise ValueError(
                 f"vision_config: deepstack_visual_indexes {outside} lie outside the tower's "
                 f"{self.depth} blocks"
+            )
+        if list(self.deepstack_visual_indexes) != sorted(set(self.deepstack_visual_indexes)):
+            raise ValueError(
+                f"vision_config: deepstack_visual_indexes {self.deepstack_visual_indexes} must "
+                "ascend, each block once"
             )
 
     @property
@@ -89,6 +117,7 @@ class Qwen3VLConfig:
     tie_flags_agree: bool = field(default=True, compare=False, repr=False)
 
     def __post_init__(self):
+        check_values(self, "", dict.fromkeys(_TOKEN_IDS, Range(0)))
         text, vision = self.text_config, self.vision_config
         if vision.out_hidden_size != text.hidden_size:
             raise ValueError(
@@ -100,34 +129,30 @@ class Qwen3VLConfig:
                 f"{len(vision.deepstack_visual_indexes)} deepstack levels but only "
                 f"{text.num_hidden_layers} decoder layers to add them to"
             )
-        for name in (
-            "image_token_id",
-            "video_token_id",
-            "vision_start_token_id",
-            "vision_end_token_id",
-        ):
+        for name in _TOKEN_IDS:
             if not 0 <= getattr(self, name) < text.vocab_size:
                 raise ValueError(
                     f"{name} {getattr(self, name)} lies outside text_config.vocab_size "
                     f"{text.vocab_size}"
                 )
+        ids = {name: getattr(self, name) for name in _TOKEN_IDS}
+        if len(set(ids.values())) < len(ids):
+            raise ValueError(f"{ids} must be four different tokens")
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "Qwen3VLConfig":
         """Read `config.json` of a model folder, or a JSON file.
 
         Raises:
-            ValueError: the file is not a Qwen3-VL configuration, naming what is wrong.
+            RuntimeError: the file cannot be read, or is damaged.
+            ValueError: it is not a Qwen3-VL configuration, naming what is wrong.
         """
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
+        values = read_json_object(path, "a model's configuration")
         try:
             return cls.from_dict(values)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
     @classmethod
@@ -146,16 +171,21 @@ class Qwen3VLConfig:
         Raises:
             ValueError: another model type, or keys that this model does not know.
         """
-        values = dict(values)
+        values = check_mapping(values, "the configuration")
         model_type = values.get("model_type", "qwen3_vl")
         if model_type not in ("qwen3_vl", _MOE_TYPE):
             raise ValueError(
                 f"model_type is {model_type!r}; this class reads 'qwen3_vl' and {_MOE_TYPE!r}"
             )
-        text = dict(values.pop("text_config", {}))
-        vision = dict(values.pop("vision_config", {}))
+        text = check_mapping(values.pop("text_config", None), "text_config")
+        vision = check_mapping(values.pop("vision_config", None), "vision_config")
         # transformers 5.x ties by the top flag, 4.57 by the text one.
         flags = [values.pop("tie_word_embeddings", None), text.pop("tie_word_embeddings", None)]
+        for where, flag in zip(("", "text_config: "), flags, strict=True):
+            if flag is not None and not isinstance(flag, bool):
+                raise ValueError(
+                    f"{where}tie_word_embeddings is {shown(flag)}; it must be true or false"
+                )
         text, text_class = plain_text(text), Qwen3VLTextConfig
         if model_type == _MOE_TYPE:
             text, text_class = plain_experts(text), Qwen3VLMoeTextConfig
@@ -205,7 +235,7 @@ class Qwen3VLConfig:
     def save_pretrained(self, path: str | Path) -> None:
         """Write `config.json` into a folder."""
         text = json.dumps(self.to_dict(), indent=2) + "\n"
-        (Path(path) / "config.json").write_text(text, encoding="utf-8")
+        write_text(Path(path) / "config.json", text)
 
     def with_tie(self, tie: bool) -> "Qwen3VLConfig":
         """The same model with the tie flag settled."""
@@ -213,7 +243,7 @@ class Qwen3VLConfig:
 
 
 def _plain_vision(vision: dict[str, Any]) -> dict[str, Any]:
-    rope = dict(vision.pop("rope_parameters", None) or {})
+    rope = check_mapping(vision.pop("rope_parameters", None), "vision_config: rope_parameters")
     if rope.pop("rope_type", "axial") != "axial":
         raise ValueError("vision_config: rope_parameters.rope_type must be 'axial'")
     return vision | rope

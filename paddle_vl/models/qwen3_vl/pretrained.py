@@ -20,9 +20,11 @@ from paddle_vl.models.checkpoint.pretrained import (
     stored_values,
 )
 from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
+from paddle_vl.models.checkpoint.safetensors_io import StoredTensor
 from paddle_vl.models.generation.config import FILE_NAME, GenerationConfig
 from paddle_vl.models.qwen3_vl.adapter import AdaptableModel
 from paddle_vl.models.qwen3_vl.checkpoint_map import (
+    EMBEDDING_KEY,
     HEAD_KEY,
     checkpoint_rules,
     with_experts_as_here,
@@ -117,6 +119,7 @@ class PretrainedQwen3VL(AdaptableModel):
                 "absent" if config.tie_word_embeddings else "present",
                 "tied" if config.tie_word_embeddings else "not tied",
             )
+        owner = _owner(path, config, stored)
         default_dtype = paddle.get_default_dtype()
         paddle.set_default_dtype(dtype)
         try:
@@ -125,7 +128,7 @@ class PretrainedQwen3VL(AdaptableModel):
         finally:
             paddle.set_default_dtype(default_dtype)
         ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
-        check_keys(path, stored, model._whole().stored_parameters(), ignored)
+        check_keys(path, stored, model._whole().stored_parameters(), ignored, owner)
         model.fill_later(stored_values(model.stored_parameters(), stored))
         if fills:
             model.fill_all()
@@ -180,3 +183,22 @@ class PretrainedQwen3VL(AdaptableModel):
             if self.adapter is not None:
                 whole._attach(self.adapter)
         return whole
+
+
+def _owner(path: Path, config: Qwen3VLConfig, stored: dict[str, StoredTensor]) -> str:
+    """What the weights have to fit, for messages.
+
+    Raises:
+        ValueError: there is a head of its own where the configuration says that there is none.
+    """
+    head, embedding = stored.get(HEAD_KEY), stored.get(EMBEDDING_KEY)
+    ties = config.tie_word_embeddings
+    if ties and head is not None and embedding is not None and not head.has_values_of(embedding):
+        raise ValueError(
+            f"{path / 'config.json'}: tie_word_embeddings is true, but {head.file.name} has a "
+            f"{HEAD_KEY} that differs from {EMBEDDING_KEY}: set it to false to use that head, or "
+            "take the tensor out"
+        )
+    if not ties and head is None:
+        return "the model of its config.json, whose tie_word_embeddings is false"
+    return "the model of its config.json"

@@ -3,6 +3,34 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from paddle_vl.files.checked_values import Range, check_mapping, check_values
+from paddle_vl.files.json_file import shown
+
+# Far beyond every published model; what is beyond them is a slip of the hand, and would take
+# minutes and all memory before anything could tell.
+MOST_LAYERS, MOST_WIDTH = 1024, 1 << 20
+LAYERS, WIDTH = Range(1, MOST_LAYERS), Range(1, MOST_WIDTH)
+_RANGES = {
+    "vocab_size": Range(1, 1 << 24),
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": Range(1, 4096),
+    "num_key_value_heads": Range(1, 4096),
+    "head_dim": Range(2, 8192),
+    "max_position_embeddings": Range(1, 1 << 40),
+    "initializer_range": Range(0, 100),
+    "rms_norm_eps": Range(0, 1, is_above=True),
+    "attention_dropout": Range(0),
+    "rope_theta": Range(1, is_above=True),
+    "mrope_section": Range(1),
+    "num_experts": Range(1, 1 << 16),
+    "num_experts_per_tok": Range(1),
+    "moe_intermediate_size": WIDTH,
+    "decoder_sparse_step": Range(1),
+    "mlp_only_layers": Range(0),
+    "router_aux_loss_coef": Range(0),
+}
 # Read without effect: routing weights are always normalised.
 _MOE_INERT_KEYS = frozenset({"norm_topk_prob", "sliding_window"})
 
@@ -28,6 +56,7 @@ class Qwen3VLTextConfig:
     mrope_section: list[int] = field(default_factory=lambda: [24, 20, 20])
 
     def __post_init__(self):
+        check_values(self, "text_config", _RANGES)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"text_config: num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -37,6 +66,12 @@ class Qwen3VLTextConfig:
             raise ValueError(
                 f"text_config: mrope_section {self.mrope_section} sums to "
                 f"{sum(self.mrope_section)}; it must be half of head_dim {self.head_dim}"
+            )
+        if len(self.mrope_section) != 3 or not _fits(self.mrope_section):
+            raise ValueError(
+                f"text_config: mrope_section {self.mrope_section} must be three numbers, for time, "
+                "height and width, whose turns interleave: the last two at most a third of their "
+                "sum, rounded up"
             )
         for name, only in (("hidden_act", "silu"), ("attention_bias", False)):
             if getattr(self, name) != only:
@@ -86,11 +121,6 @@ class Qwen3VLMoeTextConfig(Qwen3VLTextConfig):
                 f"text_config: num_experts_per_tok is {self.num_experts_per_tok}; it must be at "
                 f"least 1 and at most num_experts {self.num_experts}"
             )
-        if self.decoder_sparse_step < 1:
-            raise ValueError(
-                f"text_config: decoder_sparse_step is {self.decoder_sparse_step}; it must be at "
-                "least 1, which gives every layer experts"
-            )
         outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
         if outside:
             raise ValueError(
@@ -108,8 +138,9 @@ def plain_text(text: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: another kind of rotary positions.
     """
-    rope = dict(text.pop("rope_parameters", None) or text.pop("rope_scaling", None) or {})
-    text.pop("rope_scaling", None)
+    found = {name: text.pop(name, None) for name in ("rope_parameters", "rope_scaling")}
+    sections = [check_mapping(found[name], f"text_config: {name}") for name in found]
+    rope = sections[0] or sections[1]
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     if kind != "default" or rope.pop("mrope_interleaved", True) is not True:
@@ -117,7 +148,18 @@ def plain_text(text: dict[str, Any]) -> dict[str, Any]:
             f"text_config: rotary type {kind!r} with mrope_interleaved false or scaled positions "
             "is not Qwen3-VL's; it has rope_type 'default' and mrope_interleaved true"
         )
+    if "rope_theta" in text and rope.get("rope_theta", text["rope_theta"]) != text["rope_theta"]:
+        raise ValueError(
+            f"text_config: rope_theta is {shown(text['rope_theta'])}, and in the rotary parameters "
+            f"{shown(rope['rope_theta'])}: they are one number; keep the right one"
+        )
     return text | rope
+
+
+def _fits(section: list[int]) -> bool:
+    """Whether interleaving gives each axis its number: slots turn time, height, width, time..."""
+    slots = sum(section)
+    return all(3 * (count - 1) + axis < slots for axis, count in enumerate(section) if axis)
 
 
 def plain_experts(text: dict[str, Any]) -> dict[str, Any]:

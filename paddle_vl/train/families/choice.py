@@ -57,7 +57,7 @@ def model_family(config: RunConfig, checkpoint: Path | None) -> Family:
     pretrained = config.model.pretrained
     folder = checkpoint or (None if pretrained is None else Path(pretrained))
     values = _model_values(config, folder)
-    trains_policy = values.get("type") in _POLICIES
+    trains_policy = _is_type(values.get("type"))
     found, others = (
         ("pi07 policy", _LANGUAGE_ONLY) if trains_policy else ("Qwen3-VL", _POLICIES_ONLY)
     )
@@ -77,7 +77,11 @@ def model_family(config: RunConfig, checkpoint: Path | None) -> Family:
 
 def is_policy(folder: Path) -> bool:
     """Whether a model folder is a policy's."""
-    return _json_object(folder / "config.json").get("type") in _POLICIES
+    return _is_type(_json_object(folder / "config.json").get("type"))
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, str) and value in _POLICIES
 
 
 def _model_values(config: RunConfig, folder: Path | None) -> dict[str, Any]:
@@ -89,7 +93,7 @@ def _model_values(config: RunConfig, folder: Path | None) -> dict[str, Any]:
 def _json_object(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

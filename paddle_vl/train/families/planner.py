@@ -11,7 +11,7 @@ from paddle_vl.models.pi07.layer_costs import Costs, planner_costs
 from paddle_vl.models.pi07.policy.inputs import cameras_of
 from paddle_vl.models.pi07.policy.planner import PI07HighLevelPlanner
 from paddle_vl.models.pi07.stage import PI07PlannerStage
-from paddle_vl.train.families.policy import PolicyFamily
+from paddle_vl.train.families.policy import PolicyFamily, feature_dims
 from paddle_vl.train.families.policy_batches import PlannerCollator
 from paddle_vl.train.families.policy_objective import PlannerObjective, PolicyObjective
 
@@ -51,5 +51,5 @@ class PlannerFamily(PolicyFamily):
         return DemonstrationShapes(
             cameras=tuple(cameras_of(form.input_features)),
             image_size=form.resize_imgs_with_padding,
-            state_dim=form.input_features["state"].shape[0],
+            state_dim=feature_dims(form.input_features, "state", "input_features"),
         )

@@ -28,6 +28,7 @@ from paddle_vl.data.policy.training_set import DrawnDemonstrations
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.models.flops import FlopCounter
 from paddle_vl.models.pi07.config import PI07Config
+from paddle_vl.models.pi07.features import PolicyFeature
 from paddle_vl.models.pi07.flops import PI07Flops, PI07PlannerFlops
 from paddle_vl.models.pi07.freeze import is_reached
 from paddle_vl.models.pi07.layer_costs import Costs, low_level_costs
@@ -210,7 +211,11 @@ class PolicyFamily:
         """Of every group; None for the checkpoint's."""
         file, names = self.config.data.statistics, self.form.dataset_names
         if file is not None:
-            return list(read_statistics(file, names).values())
+            shapes = self._shapes()
+            sizes = {"state": shapes.state_dim}
+            if shapes.action_dim is not None:
+                sizes["actions"] = shapes.action_dim
+            return list(read_statistics(file, names, sizes).values())
         if self.folder is not None:
             return None
         return list(demonstration_statistics(self.source).values())
@@ -271,11 +276,25 @@ class PolicyFamily:
         return DemonstrationShapes(
             cameras=tuple(cameras_of(form.input_features)),
             image_size=form.resize_imgs_with_padding,
-            state_dim=form.input_features["state"].shape[0],
+            state_dim=feature_dims(form.input_features, "state", "input_features"),
             n_obs_steps=form.n_obs_steps,
             chunk_size=form.chunk_size,
-            action_dim=form.output_features["actions"].shape[0],
+            action_dim=feature_dims(form.output_features, "actions", "output_features"),
         )
+
+
+def feature_dims(features: Mapping[str, PolicyFeature], name: str, where: str) -> int:
+    """The dims of a feature.
+
+    Raises:
+        ValueError: the policy's configuration does not have it.
+    """
+    if name not in features:
+        raise ValueError(
+            f"{where} of the policy's configuration has {sorted(features)}, not {name!r}, which "
+            "its data must have: name it there"
+        )
+    return features[name].shape[0]
 
 
 def _first_batch(samples: DrawnDemonstrations, collator: Collator) -> dict[str, Any]:

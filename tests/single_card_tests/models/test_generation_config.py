@@ -62,7 +62,7 @@ def test_a_file_that_asks_for_more_is_refused_by_name_and_place(values, message,
 
 def test_a_file_that_is_no_json_is_refused(tmp_path):
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"generation_config.json is not valid JSON"):
+    with pytest.raises(RuntimeError, match=r"generation_config.json is not valid JSON"):
         GenerationConfig.from_pretrained(tmp_path)
 
 

@@ -103,7 +103,7 @@ def test_both_dialects_give_the_same_configuration_and_the_hubs_is_written(kind,
 
 @pytest.mark.parametrize(
     ("flags", "has_head", "tied"),
-    [((True, True), False, True), ((True, True), True, True), ((False, False), True, False),
+    [((True, True), False, True), ((False, False), True, False),
      ((True, False), True, False), ((False, True), False, True), ((None, True), True, False),
      ((True, None), False, True)],
 )  # fmt: skip

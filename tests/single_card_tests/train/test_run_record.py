@@ -116,5 +116,5 @@ def test_a_machine_without_git_says_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", ["{", "[]", '{"starts": 3}', '{"starts": [3]}'])
 def test_damaged_file_is_named(tmp_path, text):
     (tmp_path / RUN_FILE).write_text(text)
-    with pytest.raises(RuntimeError, match=r"run\.json is not what a run writes"):
+    with pytest.raises(RuntimeError, match=r"run\.json.*mend it, or move it away"):
         read_starts(tmp_path)

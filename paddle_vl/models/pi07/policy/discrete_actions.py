@@ -7,12 +7,16 @@ read and written here: `processor_config.json` and `tokenizer.json`.
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE, read_json, read_tokenizer
+from paddle_vl.files.checked_values import Range, check_values
+from paddle_vl.files.json_file import read_json_object
+from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "processor_config.json"
@@ -20,6 +24,30 @@ CONFIG_FILE = "processor_config.json"
 _SUBFOLDER = "bpe_tokenizer"
 # Fewer merges than this make the tokenizer little better than none.
 _FEW_MERGES = 100
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a tokenizer's file says beside its merges, see `ActionTokenizer`."""
+
+    scale: float = 10
+    vocab_size: int = 1024
+    min_token: int = 0
+    time_horizon: int | None = None
+    action_dim: int | None = None
+
+    def __post_init__(self):
+        check_values(
+            self,
+            "",
+            {
+                "scale": Range(0, is_above=True),
+                "vocab_size": Range(1, 1 << 24),
+                "min_token": Range(-(1 << 20), 1 << 20),
+                "time_horizon": Range(1, 10_000),
+                "action_dim": Range(1, 1 << 16),
+            },
+        )
 
 
 class ActionTokenizer:
@@ -160,6 +188,7 @@ class ActionTokenizer:
 
         Raises:
             RuntimeError: files are missing or damaged.
+            ValueError: a setting that makes no sense.
         """
         folder = Path(path)
         file = folder / TOKENIZER_FILE
@@ -170,15 +199,25 @@ class ActionTokenizer:
                     f"{folder} is not the folder of an action tokenizer: there is no {needed}; "
                     "fetch physical-intelligence/fast, or fit one with ActionTokenizer.fit"
                 )
-        values, tokenizer = read_json(folder / CONFIG_FILE, "its settings"), read_tokenizer(file)
-        names = ("scale", "vocab_size", "min_token", "time_horizon", "action_dim")
-        return cls(tokenizer, **{name: values[name] for name in names if name in values})
+        values = read_json_object(folder / CONFIG_FILE, "an action tokenizer's settings")
+        tokenizer = read_tokenizer(file)
+        names = [field.name for field in fields(_Settings)]
+        try:
+            settings = _Settings(**{name: values[name] for name in names if name in values})
+        except ValueError as error:
+            raise ValueError(f"{folder / CONFIG_FILE}: {error}") from error
+        if (highest := highest_id(tokenizer)) >= settings.vocab_size:
+            raise ValueError(
+                f"{folder / CONFIG_FILE}: vocab_size is {settings.vocab_size}, but {file} has the "
+                f"id {highest}: they are of two tokenizers"
+            )
+        return cls(tokenizer, **asdict(settings))
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write the tokenizer's folder."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        self._tokenizer.save(str(folder / TOKENIZER_FILE))
+        write_text(folder / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True))
         values = {
             "processor_class": "UniversalActionProcessor",
             "scale": self.scale,
@@ -188,9 +227,9 @@ class ActionTokenizer:
             "action_dim": self.action_dim,
         }
         text = json.dumps(values, indent=2) + "\n"
-        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+        write_text(folder / CONFIG_FILE, text)
         text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
-        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        write_text(folder / "tokenizer_config.json", text)
 
 
 def padded_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:

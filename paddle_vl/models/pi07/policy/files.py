@@ -146,6 +146,8 @@ class PolicyCheckpoint:
         model.fill_later([*model.fresh_values(drawn), *stored_values(read, self.model)])
         for place in places:
             place.normalizer.tensors[place.name] = _as_float32(self.statistics[place.key])
+        for owner, normalizer in normalizers.items() if takes_statistics else ():
+            normalizer.check(f"{self.folder}: {owner}")
 
 
 def takes_statistics(
@@ -217,4 +219,5 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _as_float32(tensor: StoredTensor) -> np.ndarray:
-    return tensor.read().astype(np.float32)
+    # Infinite ones were never given, which is told when they are needed.
+    return tensor.read(must_be_finite=False).astype(np.float32)

@@ -32,9 +32,13 @@ class GroupRows:
     def shape(self) -> tuple[int, ...]:
         return (len(self.rows), *(self.stored.shape[1:] if self.has_groups else self.stored.shape))
 
-    def read(self) -> np.ndarray:
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
         """As `StoredTensor.read`."""
-        array = self.stored.read()
+        array = self.stored.read(must_be_finite=must_be_finite)
         array = array if self.has_groups else array[None]
         return np.ascontiguousarray(array[list(self.rows)])
 

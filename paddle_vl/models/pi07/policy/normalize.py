@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.files.spreads import spread_problem
 from paddle_vl.models.pi07.features import PolicyFeature, check_normalization
 from paddle_vl.models.pi07.policy.statistics import Statistics
 
@@ -70,8 +71,8 @@ class Normalizer:
         Statistics that the modes do not need, `count` among them, may be there or not.
 
         Raises:
-            ValueError: another number of groups; a feature or statistic is absent or has another
-                size.
+            ValueError: another number of groups; a feature or statistic is absent, has another
+                size, or contradicts itself: a negative spread, NaN.
         """
         if len(groups) != self.num_groups:
             raise ValueError(
@@ -82,6 +83,29 @@ class Normalizer:
             for stat in STATISTICS_OF_MODE[mode]:
                 rows = [self._row(group, number, name, stat) for number, group in enumerate(groups)]
                 self.tensors[tensor_name(name, stat)] = np.stack(rows)
+        self.check("the statistics that are given", may_be_absent=False)
+
+    def check(self, where: str, *, may_be_absent: bool = True) -> None:
+        """Refuse statistics that contradict themselves.
+
+        Args:
+            where: they are from, for the message.
+            may_be_absent: infinite ones were never given, which is told when they are needed.
+
+        Raises:
+            ValueError: naming feature, group, value and what is needed.
+        """
+        for name, mode in self._modes.items():
+            tensors = {s: self.tensors[tensor_name(name, s)] for s in STATISTICS_OF_MODE[mode]}
+            for number in range(self.num_groups):
+                found = {stat: tensor[number] for stat, tensor in tensors.items()}
+                is_absent = any(np.isposinf(values).any() for values in found.values())
+                problem = None if may_be_absent and is_absent else spread_problem(found)
+                if problem is not None:
+                    raise ValueError(
+                        f"{where}: of {name!r} in group {number} {problem}; compute them anew of "
+                        "the data"
+                    )
 
     def normalize(self, batch: Mapping[str, Any], index_B: np.ndarray) -> dict[str, Any]:
         """A batch with its features normalised; entries that are none of them are as they were.

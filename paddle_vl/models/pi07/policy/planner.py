@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import paddle
 
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.models.pi07.config import CURRENT_CONFIG_VERSION
 from paddle_vl.models.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
@@ -22,9 +23,8 @@ from paddle_vl.models.pi07.policy.files import PolicyCheckpoint, takes_statistic
 from paddle_vl.models.pi07.policy.normalize import Normalizer
 from paddle_vl.models.pi07.policy.placed_policy import PlacedPolicy
 from paddle_vl.models.pi07.policy.planner_inputs import EOS, PlannerInputs
-from paddle_vl.models.pi07.policy.prompt import PromptTokenizer
+from paddle_vl.models.pi07.policy.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.models.pi07.policy.statistics import Statistics
-from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE
 from paddle_vl.models.pi07.prefix_layout import PLANNER_LABELS
 from paddle_vl.nn.placement import SingleDevicePlacement
 
@@ -74,6 +74,7 @@ class PI07HighLevelPlanner(PlacedPolicy):
         super().__init__()
         if not hasattr(tokenizer, "encode"):
             tokenizer = PromptTokenizer.from_pretrained(tokenizer)
+            check_vocabulary(tokenizer, config.vlm_config)
         self.config, self.tokenizer = config, tokenizer
         labels = {label: tokenizer.encode(label) for label in PLANNER_LABELS}
         self.model = PI07HighLevelPlannerModel(config, labels, placement)

@@ -19,6 +19,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.models.pi07.config import CURRENT_CONFIG_VERSION, PI07Config
 from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
 from paddle_vl.models.pi07.policy.action_queue import ActionQueue
@@ -39,9 +40,8 @@ from paddle_vl.models.pi07.policy.inputs import (
 from paddle_vl.models.pi07.policy.normalize import Normalizer
 from paddle_vl.models.pi07.policy.placed_policy import PlacedPolicy
 from paddle_vl.models.pi07.policy.policy_inputs import PolicyInputs
-from paddle_vl.models.pi07.policy.prompt import PromptTokenizer
+from paddle_vl.models.pi07.policy.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.models.pi07.policy.statistics import Statistics
-from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE
 from paddle_vl.models.pi07.prefix_layout import LABELS
 from paddle_vl.nn.placement import SingleDevicePlacement
 
@@ -79,6 +79,7 @@ class PI07LowLevelPolicy(PlacedPolicy):
         super().__init__()
         if not hasattr(tokenizer, "encode"):
             tokenizer = PromptTokenizer.from_pretrained(tokenizer)
+            check_vocabulary(tokenizer, config.vlm_config)
         if action_tokenizer is None and Path(config.discrete_action_tokenizer_path).is_dir():
             action_tokenizer = config.discrete_action_tokenizer_path
         if isinstance(action_tokenizer, (str, Path)):

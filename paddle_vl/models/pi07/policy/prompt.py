@@ -12,7 +12,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from paddle_vl.models.pi07.policy.tokenizer_file import TOKENIZER_FILE, read_json, read_tokenizer
+from paddle_vl.config.policy_metadata import metadata_problem
+from paddle_vl.files.json_file import read_json_object, shown
+from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
+from paddle_vl.models.pi07.engine_config import Gemma3WithExpertConfig
 
 CONFIG_FILE = "tokenizer_config.json"
 _PAD_TOKEN = "<pad>"
@@ -56,11 +60,12 @@ class PromptTokenizer:
                 "the backbone (of google/gemma-3-4b-pt for published weights)"
             )
         tokenizer, beside = read_tokenizer(file), file.with_name(CONFIG_FILE)
-        settings = read_json(beside, "a tokenizer's settings") if beside.is_file() else {}
-        pad_id = tokenizer.token_to_id(_token_text(settings.get("pad_token")) or _PAD_TOKEN)
+        settings = read_json_object(beside, "a tokenizer's settings") if beside.is_file() else {}
+        pad, bos = (_token_text(settings, name, beside) for name in ("pad_token", "bos_token"))
+        pad_id = tokenizer.token_to_id(pad or _PAD_TOKEN)
         bos_id = None
         if settings.get("add_bos_token"):
-            bos_id = tokenizer.token_to_id(_token_text(settings.get("bos_token")) or "<bos>")
+            bos_id = tokenizer.token_to_id(bos or "<bos>")
         return cls(tokenizer, bos_id, pad_id or 0)
 
     @classmethod
@@ -89,7 +94,7 @@ class PromptTokenizer:
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write `tokenizer.json`, and what `from_pretrained` reads beside it."""
-        self._tokenizer.save(str(Path(path) / TOKENIZER_FILE))
+        write_text(Path(path) / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True))
         settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "pad_token": self._tokenizer.id_to_token(self.pad_id),
@@ -98,7 +103,12 @@ class PromptTokenizer:
             bos = self._tokenizer.id_to_token(self.bos_id)
             settings |= {"add_bos_token": True, "bos_token": bos}
         text = json.dumps(settings, indent=2) + "\n"
-        (Path(path) / CONFIG_FILE).write_text(text, encoding="utf-8")
+        write_text(Path(path) / CONFIG_FILE, text)
+
+    @property
+    def highest_id(self) -> int:
+        """The largest id that a text can have."""
+        return highest_id(self._tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of a text, as many as it has."""
@@ -137,6 +147,20 @@ class PromptTokenizer:
             ids_BL[row, : len(ids)] = ids
             mask_BL[row, : len(ids)] = True
         return ids_BL, mask_BL
+
+
+def check_vocabulary(tokenizer: PromptTokenizer, config: Gemma3WithExpertConfig) -> None:
+    """Refuse a tokenizer that has more tokens than the backbone.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    size = config.gemma3_config.text_config.vocab_size
+    if tokenizer.highest_id >= size:
+        raise ValueError(
+            f"the tokenizer has the id {tokenizer.highest_id}, text_config.vocab_size is {size}: "
+            "give the tokenizer that the policy was trained with"
+        )
 
 
 def prompt_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
@@ -197,8 +221,20 @@ def _number(batch: Mapping[str, Any], name: str, batch_size: int, row: int) -> s
             f"{name!r} has shape {list(values.shape)} and {name}_is_pad {list(is_pad.shape)}; both "
             f"must be [{batch_size}]"
         )
-    return None if is_pad[row] else str(values[row].item())
+    if is_pad[row]:
+        return None
+    value = values[row].item()
+    if name != "mistake":
+        if isinstance(value, bool):
+            raise ValueError(f"{name!r} is {value!r}; a number is needed")
+        if (problem := metadata_problem(name, value)) is not None:
+            raise ValueError(problem)
+    return str(value)
 
 
-def _token_text(token: str | Mapping[str, Any] | None) -> str | None:
-    return token.get("content") if isinstance(token, Mapping) else token
+def _token_text(settings: Mapping[str, Any], name: str, file: Path) -> str | None:
+    token = settings.get(name)
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if text is not None and not isinstance(text, str):
+        raise RuntimeError(f"{file}: {name} is {shown(token)}; the name of a token is needed")
+    return text

@@ -153,7 +153,7 @@ def test_rotary_bases_of_newer_files_are_read():
         ({"n_action_steps": 51}, "n_action_steps 51 exceeds chunk_size 50"),
         ({"max_delay": 51}, "max_delay 51 exceeds chunk_size 50"),
         ({"max_delay": 1, "n_action_steps": 49}, "max_delay 1 needs whole chunks.*49"),
-        ({"n_obs_steps": 0}, "n_obs_steps is 0.*>= 1"),
+        ({"n_obs_steps": 0}, "n_obs_steps is 0; .*at least 1"),
         ({"empty_cameras": True}, "empty_cameras is True"),
         ({"dropout": 1.0}, r"dropout is 1.0.*\[0, 1\)"),
         ({"attention_implementation": "flash"}, "'flash'; choose one of eager, sdpa"),
@@ -190,7 +190,7 @@ def test_file_is_named(tmp_path):
     with pytest.raises(RuntimeError, match=r"none of config\.json, train_config\.json"):
         PI07Config.from_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    for text, named in (("{", "not valid JSON"), ("[]", "holds a list"), ('{"a": 1}', r"\['a'\]")):
+    for text, named in (("{", "not valid JSON"), ("[]", r"holds \[\]"), ('{"a": 1}', r"\['a'\]")):
         file.write_text(text)
-        with pytest.raises(ValueError, match=rf"config\.json.*{named}"):
+        with pytest.raises((ValueError, RuntimeError), match=rf"config\.json.*{named}"):
             PI07Config.from_pretrained(tmp_path)

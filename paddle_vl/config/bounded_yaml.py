@@ -1,0 +1,149 @@
+"""YAML texts, bounded before anything is made of them.
+
+A few hundred bytes of YAML can stand for gigabytes, by aliases that name lists of aliases. Depth,
+size and what aliases amount to are known from the nodes, before values are.
+"""
+
+import re
+from typing import Any
+
+import yaml
+
+MAX_CHARACTERS = 1 << 20
+_MAX_DEPTH = 64
+_MAX_VALUES = 50_000
+_MAX_INTEGER = 1 << 63
+# What YAML's constructors raise of values that are not what their tag or form says.
+_CONSTRUCTION_FAULTS = (
+    ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError,
+)  # fmt: skip
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader that also reads 1e-4 as a number, as YAML 1.2 does, down to a depth."""
+
+    depth = 0
+    num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.depth == _MAX_DEPTH:
+            mark = self.peek_event().start_mark
+            raise yaml.YAMLError(
+                f"line {mark.line + 1}: lists and mappings are nested more than {_MAX_DEPTH} deep"
+            )
+        self.num_nodes += 1
+        if self.num_nodes > _MAX_VALUES:
+            raise _TooMuchError(
+                f"it has more than {_MAX_VALUES:,} values; settings never need so many"
+            )
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [entry for entry in entries if entry[0] != "tag:yaml.org,2002:float"]
+    for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
+        r"|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
+    ),
+    list("-+0123456789."),
+)
+
+
+def read_document(text: str, name: str) -> tuple[Any, yaml.Node | None]:
+    """The value of a YAML text, and the node that it is of; None and None of an empty one.
+
+    Args:
+        name: of the text, for messages that say where in it.
+
+    Raises:
+        ValueError: it is not YAML, too large or too deep, stands for too many values, or has a key
+            that is no text, a number beyond 64 bits, or a text that cannot be a file's name.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(
+            f"it has {len(text):,} characters; settings have at most {MAX_CHARACTERS:,}"
+        )
+    loader = None
+    try:
+        # Characters that YAML does not allow are found here.
+        loader = _Loader(text)
+        loader.name = name
+        node = loader.get_single_node()
+        if node is None:
+            return None, None
+        _check_size(node)
+        value = loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).replace("<unicode string>", name)) from error
+    except _CONSTRUCTION_FAULTS as error:
+        if isinstance(error, _TooMuchError):
+            raise ValueError(str(error)) from error
+        raise ValueError(f"a value is not what it looks like: {error}") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+    _check_values(value, "")
+    return value, node
+
+
+class _TooMuchError(ValueError):
+    pass
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Count the values that a document stands for, aliases as what they name."""
+    sizes: dict[int, int | None] = {}
+
+    def size(node: yaml.Node) -> int:
+        known = sizes.get(id(node), 0)
+        if known is None:
+            line = node.start_mark.line + 1
+            raise _TooMuchError(f"line {line}: an alias stands inside what it names: write it out")
+        if known:
+            return known
+        sizes[id(node)] = None
+        inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        total = 1 + sum(map(size, inner))
+        if total > _MAX_VALUES:
+            raise _TooMuchError(
+                f"line {node.start_mark.line + 1}: with its aliases this stands for more than "
+                f"{_MAX_VALUES:,} values, which settings never need: write out what is meant"
+            )
+        sizes[id(node)] = total
+        return total
+
+    size(root)
+
+
+def _check_values(value: Any, place: str) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ValueError(
+                    f"{place or 'the top'} has the key {key!r}, which YAML does not read as text: "
+                    "put it in quotes"
+                )
+            _check_values(key, place)
+            _check_values(inner, f"{place}.{key}" if place else key)
+    elif isinstance(value, list | tuple | set):
+        for number, inner in enumerate(value):
+            _check_values(inner, f"{place}[{number}]")
+    elif isinstance(value, str):
+        if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(
+                f"{place or 'the value'} is {value[:60]!r}: it holds a character that no text or "
+                "path may have"
+            )
+    elif isinstance(value, int) and abs(value) >= _MAX_INTEGER:
+        raise ValueError(
+            f"{place or 'the value'} is a number of {value.bit_length()} bits; at most 63 are read"
+        )

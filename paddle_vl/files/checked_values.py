@@ -1,0 +1,131 @@
+"""Types and ranges of the numbers that a configuration file holds.
+
+A configuration is a dataclass whose annotations say the types. Nothing is converted: a file that
+says `true` or `2.0` where a whole number belongs was written by mistake.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from paddle_vl.files.json_file import shown
+
+
+@dataclass(frozen=True)
+class Range:
+    """Which numbers are allowed.
+
+    Attributes:
+        least, most: None for no bound.
+        is_above: `least` itself is not allowed.
+    """
+
+    least: float | None = None
+    most: float | None = None
+    is_above: bool = False
+
+    def holds(self, value: float) -> bool:
+        if self.least is not None and (
+            value <= self.least if self.is_above else value < self.least
+        ):
+            return False
+        return self.most is None or value <= self.most
+
+    @property
+    def words(self) -> str:
+        """For instance ` of at least 1 and at most 1024`."""
+        parts = []
+        if self.least is not None:
+            parts.append(f"{'above' if self.is_above else 'of at least'} {_plain(self.least)}")
+        if self.most is not None:
+            parts.append(f"at most {_plain(self.most)}")
+        return " " + " and ".join(parts) if parts else ""
+
+
+def check_values(config: Any, where: str, ranges: Mapping[str, Range] | None = None) -> None:
+    """Compare the values of a dataclass with its annotations and with ranges.
+
+    Args:
+        where: the section of the file, for the message; empty for none.
+        ranges: of numbers, and of the numbers in a list, by the field's name.
+
+    Raises:
+        ValueError: every value that does not fit, with its key and what is needed.
+    """
+    ranges, prefix = ranges or {}, f"{where}: " if where else ""
+    problems = []
+    for name, hint in _hints(type(config)).items():
+        needed = _needed(getattr(config, name), hint, ranges.get(name, Range()))
+        if needed is not None:
+            problems.append(f"{name} is {shown(getattr(config, name))}; it must be {needed}")
+    if problems:
+        raise ValueError(prefix + "; ".join(problems))
+
+
+def check_mapping(values: Any, where: str) -> dict[str, Any]:
+    """A section of a file as a new dictionary; none for null.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{where} is {shown(values)}; a section with settings is needed")
+    return dict(values)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def _needed(value: Any, hint: Any, numbers: Range) -> str | None:
+    """What the value would have to be; None if it is that."""
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        if value is None and NoneType in get_args(hint):
+            return None
+        found = [_needed(value, kind, numbers) for kind in kinds]
+        return None if None in found else " or ".join(dict.fromkeys(found))
+    if hint is bool:
+        return None if isinstance(value, bool) else "true or false"
+    if hint is int:
+        is_right = type(value) is int and numbers.holds(value)
+        return None if is_right else f"a whole number{numbers.words}"
+    if hint is float:
+        is_right = type(value) in (int, float) and _is_finite(value) and numbers.holds(value)
+        return None if is_right else f"a finite number{numbers.words}"
+    if hint is str:
+        return None if isinstance(value, str) else "a text"
+    if get_origin(hint) in (list, tuple):
+        return _needed_list(value, get_args(hint), numbers)
+    if get_origin(hint) is dict:
+        return None if isinstance(value, Mapping) else "an object"
+    return None
+
+
+def _needed_list(value: Any, kinds: tuple[Any, ...], numbers: Range) -> str | None:
+    count = len(kinds) if len(kinds) > 1 and Ellipsis not in kinds else None
+    is_list = isinstance(value, list | tuple) and count in (None, len(value))
+    inner = [_needed(item, kinds[0], numbers) for item in value] if is_list else []
+    if is_list and not any(inner):
+        return None
+    of = {int: "whole numbers", float: "finite numbers", str: "texts"}.get(kinds[0], "values")
+    return f"a list of {'' if count is None else f'{count} '}{of}{numbers.words}"
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        # A whole number beyond what a float holds.
+        return False
+
+
+def _plain(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

@@ -1,0 +1,90 @@
+"""JSON files of other programs, read so that every fault is one error with the file's name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_MEBIBYTE = 1 << 20
+# Tokenizers of large vocabularies have 35 MB.
+MAX_BYTES = 256 * _MEBIBYTE
+
+
+def read_json_object(file: Path, what: str, remedy: str = "fetch or save it again") -> dict:
+    """The object in a JSON file.
+
+    Args:
+        what: the file should be, for the message: "a tokenizer file".
+        remedy: what to do about it, for the message.
+
+    Raises:
+        RuntimeError: the file cannot be read, is not UTF-8 or not JSON, is nested too deeply, has a
+            key twice, or holds something else than an object.
+    """
+    return parse_json_object(read_text(file, what, remedy), file, what, remedy)
+
+
+def read_text(file: Path, what: str, remedy: str = "fetch or save it again") -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        RuntimeError: the file cannot be read, is not UTF-8, or far larger than such files are.
+    """
+    try:
+        size = file.stat().st_size
+        if size > MAX_BYTES:
+            reason = f"it has {size:,} bytes, more than {MAX_BYTES // _MEBIBYTE} MiB"
+            raise RuntimeError(_not_what(file, what, reason, remedy))
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RuntimeError(f"{file} cannot be read as {what}: {reason}; {remedy}") from error
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is not UTF-8 text"
+        raise RuntimeError(_not_what(file, what, reason, remedy)) from error
+
+
+def parse_json_object(text: str | bytes, file: Path, what: str, remedy: str) -> dict[str, Any]:
+    """The object in a JSON text, see `read_json_object`.
+
+    Args:
+        file: where the text is from, for the message.
+    """
+    try:
+        values = json.loads(text, object_pairs_hook=_without_duplicates)
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is not UTF-8 text"
+        raise RuntimeError(_not_what(file, what, reason, remedy)) from error
+    except json.JSONDecodeError as error:
+        raise RuntimeError(f"{file} is not valid JSON: {error}; {remedy}") from error
+    except RecursionError as error:
+        raise RuntimeError(_not_what(file, what, "nested too deeply", remedy)) from error
+    except ValueError as error:
+        # A key that is there twice; a number of thousands of digits.
+        raise RuntimeError(_not_what(file, what, str(error), remedy)) from error
+    if not isinstance(values, dict):
+        reason = f"it holds {shown(values)}, not an object"
+        raise RuntimeError(_not_what(file, what, reason, remedy))
+    return values
+
+
+def shown(value: Any) -> str:
+    """A value for a message, in at most 80 characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # A number of thousands of digits.
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the key {twice!r} is there twice")
+    return values
+
+
+def _not_what(file: Path, what: str, reason: str, remedy: str) -> str:
+    return f"{file} is not {what}: {reason}; {remedy}"
