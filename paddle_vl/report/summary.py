@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from paddle_vl.report.runs import Run
@@ -30,6 +31,7 @@ def tables_of(runs: Sequence[Run]) -> list[Table]:
     tables = [
         Table("Results", _rows(runs, _RESULTS)),
         _differing_settings(runs) if several else _all_settings(runs),
+        _settings_by_step(runs),
         Table("Where the runs come from" if several else "Where the run comes from", _origin(runs)),
         _last_values(runs),
     ]
@@ -143,6 +145,30 @@ def _all_settings(runs: Sequence[Run]) -> Table:
     names = dict.fromkeys(name for run in runs for name in run.settings or {})
     rows = [(name, [_setting(run, name) for run in runs]) for name in names]
     return Table("All settings", rows, is_folded=True)
+
+
+def _settings_by_step(runs: Sequence[Run]) -> Table:
+    """Which steps were trained under which settings, of runs whose starts had different ones."""
+    rows = []
+    for index, run in enumerate(runs):
+        parts = run.settings_by_step
+        changes = [_changes(old[2], new[2]) for old, new in pairwise(parts)]
+        if not any(changes):
+            continue
+        for (first, last, _), text in zip(parts, ["as at the start", *changes], strict=True):
+            cells = [_ABSENT] * len(runs)
+            cells[index] = text or "no change"
+            rows.append((f"steps {first:,} to {last:,}", cells))
+    return Table("Settings by step", rows, "Changes from the steps before." if rows else "")
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    names = [name for name in dict.fromkeys([*old, *new]) if name not in _NOT_COMPARED]
+    return "; ".join(
+        f"{name}: {before} -> {after}"
+        for name in names
+        if (before := _shown_setting(old, name)) != (after := _shown_setting(new, name))
+    )
 
 
 def _setting(run: Run, name: str) -> str:
