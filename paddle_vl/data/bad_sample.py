@@ -1,5 +1,13 @@
 """The one error of the data path: a sample that cannot be used, where it stands, and why."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# What reading a hostile line can raise beside BadSampleError: numbers beyond their type, brackets
+# nested deeper than the stack, text that is no Unicode, paths that no file system takes.
+# MemoryError is not among them: it says more about the machine than about the sample.
+_HOSTILE = (ValueError, ArithmeticError, RecursionError, OSError)
+
 
 class BadSampleError(ValueError):
     """A sample that cannot be used.
@@ -26,3 +34,22 @@ class BadSampleError(ValueError):
     def at(self, place: str) -> "BadSampleError":
         """The same fault, with its place."""
         return BadSampleError(self.kind, self.reason, place)
+
+
+@contextmanager
+def sample_at(place: str) -> Iterator[None]:
+    """Whatever is wrong with a sample within comes out as a `BadSampleError` with its place.
+
+    The one place where faults that nobody foresaw become bad samples, so that none of them ends a
+    run that skips bad samples. What is wrong with the machine (`RuntimeError`) passes.
+
+    Args:
+        place: `file:line`.
+    """
+    try:
+        yield
+    except BadSampleError as error:
+        raise error.at(place) from error
+    except _HOSTILE as error:
+        reason = f"the sample cannot be read: {type(error).__name__}: {str(error)[:200]}"
+        raise BadSampleError("unreadable_sample", reason, place) from error
