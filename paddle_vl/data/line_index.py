@@ -189,10 +189,9 @@ def parse_object(line: bytes, needed: str, *, finite: bool = True) -> dict[str, 
     Raises:
         BadSampleError: broken JSON, text that is no Unicode, or something else than an object.
     """
-    checks = {"parse_constant": _no_constant, "parse_float": _finite_float} if finite else {}
     try:
         text = line.decode("utf-8-sig")
-        record = json.loads(text, **checks)
+        record = (_FINITE if finite else _ANY).decode(text)
     except UnicodeDecodeError as error:
         reason = f"the line is not UTF-8 ({error.reason} at byte {error.start}); convert the file"
         raise BadSampleError("broken_json", reason) from error
@@ -236,6 +235,11 @@ def _finite_float(digits: str) -> float:
     if value - value != 0:
         raise ValueError(f"the number {digits[:40]} is beyond the range of a float")
     return value
+
+
+# Made once: json.loads with hooks makes a decoder for every line.
+_FINITE = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite_float)
+_ANY = json.JSONDecoder()
 
 
 def _first_of(bad: Sequence[BadSampleError]) -> BadSampleError:

@@ -197,7 +197,9 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
                     else f"the file cannot be decoded as a video (no stream in it); {_REMEDY}",
                 )
             stream = container.streams.video[0]
-            _check_size(stream.width, stream.height)
+            _check_stream(stream)
+            # Frames may say another size than the header.
+            stream.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
             yield container, stream
     except av.FFmpegError as error:
         if found := _nesting(path):
@@ -222,11 +224,17 @@ def _nesting(path: Path) -> str | None:
     return next((name for begin, name in _NESTING if head.startswith(begin)), None)
 
 
-def _check_size(width: int, height: int) -> None:
-    if width * height > _MOST_PIXELS:
+def _check_stream(stream: "av.VideoStream") -> None:
+    if stream.codec_context is None:
         raise BadSampleError(
             "unreadable_video",
-            f"the file states frames of {width} x {height} pixels, and at most {_MOST_PIXELS} are "
+            f"the file cannot be decoded as a video (its codec is not known); {_REMEDY}",
+        )
+    if stream.width * stream.height > _MOST_PIXELS:
+        size = f"{stream.width} x {stream.height}"
+        raise BadSampleError(
+            "unreadable_video",
+            f"the file states frames of {size} pixels, and at most {_MOST_PIXELS} are "
             "decoded: it is damaged, or should be scaled down",
         )
 
