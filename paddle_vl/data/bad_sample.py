@@ -7,6 +7,8 @@ from contextlib import contextmanager
 # nested deeper than the stack, text that is no Unicode, paths that no file system takes.
 # MemoryError is not among them: it says more about the machine than about the sample.
 _HOSTILE = (ValueError, ArithmeticError, RecursionError, OSError)
+# Reasons quote names that lines give, of which there may be a hundred thousand.
+_LONGEST_REASON = 2000
 
 
 class BadSampleError(ValueError):
@@ -31,10 +33,6 @@ class BadSampleError(ValueError):
     def __str__(self) -> str:
         return f"{self.place}: {self.reason}" if self.place else self.reason
 
-    def at(self, place: str) -> "BadSampleError":
-        """The same fault, with its place."""
-        return BadSampleError(self.kind, self.reason, place)
-
 
 @contextmanager
 def sample_at(place: str) -> Iterator[None]:
@@ -49,7 +47,10 @@ def sample_at(place: str) -> Iterator[None]:
     try:
         yield
     except BadSampleError as error:
-        raise error.at(place) from error
+        reason = error.reason
+        if len(reason) > _LONGEST_REASON:
+            reason = f"{reason[:_LONGEST_REASON]}... ({len(reason)} characters)"
+        raise BadSampleError(error.kind, reason, place) from error
     except _HOSTILE as error:
         reason = f"the sample cannot be read: {type(error).__name__}: {str(error)[:200]}"
         raise BadSampleError("unreadable_sample", reason, place) from error

@@ -54,6 +54,10 @@ CONVERSATIONS = {
     ),
     "long video path": (escaped(question("<video>", videos=["a/" * 5000])), "missing_video", "not"),
     "number as a path": (escaped(question("<image>", images=[10**30])), "missing_key", "no.* path"),
+    "many keys": (
+        escaped({str(number): 1 for number in range(5000)}), "missing_key",
+        r"^.{2000,2200}\.\.\. \(\d+ characters\)$",
+    ),
     "long line": (escaped(question("a" * 70_000)), "line_too_long", "65536 bytes.*max_line_bytes"),
 }  # fmt: skip
 
