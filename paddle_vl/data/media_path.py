@@ -32,7 +32,9 @@ class MediaFolder(NamedTuple):
             BadSampleError: it is no file name, or it leads outside and may not.
         """
         if "\0" in text:
-            raise BadSampleError("bad_path", f"{what} path {shown(text)} contains a NUL character")
+            raise BadSampleError(
+                "bad_path", f"{what} path {shown(text)!r} contains a NUL character"
+            )
         if self.directory is None:
             return text
         joined = str(self.directory / text)
@@ -45,15 +47,16 @@ class MediaFolder(NamedTuple):
         if os.path.commonpath([folder, found]) != folder:
             raise BadSampleError(
                 "outside_path",
-                f"{what} path {shown(text)} leads to {shown(found)}, outside the folder of the "
+                f"{what} path {shown(text)!r} leads to {shown(found)}, outside the folder of the "
                 f"data file ({folder}), and data.allow_outside is false: move the file into the "
                 "folder, or set data.allow_outside to true",
             )
 
 
 def shown(path: str) -> str:
-    """A path for a message, shortened where it is very long."""
-    return repr(path if len(path) <= _SHOWN else f"{path[:_SHOWN]}...")
+    """A path for a message: shortened where it is very long, without NUL characters."""
+    text = path.replace("\0", "\\0")
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
 def file_size(path: str | os.PathLike, what: str) -> int:
@@ -66,6 +69,4 @@ def file_size(path: str | os.PathLike, what: str) -> int:
         found = os.stat(path)
         if stat.S_ISREG(found.st_mode):
             return found.st_size
-    name = os.fspath(path)
-    text = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}... ({len(name)} characters)"
-    raise BadSampleError(f"missing_{what}", f"{what} file {text} does not exist")
+    raise BadSampleError(f"missing_{what}", f"{what} file {shown(os.fspath(path))} does not exist")
