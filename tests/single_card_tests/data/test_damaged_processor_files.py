@@ -54,8 +54,11 @@ def test_settings_of_images_and_videos_are_refused_by_name(processor, name, valu
     images = ImageProcessor.from_pretrained(processor)
     for file, read in (
         ("preprocessor_config.json", ImageProcessor.from_pretrained),
-        ("video_preprocessor_config.json", lambda path: VideoProcessor.from_pretrained(path, images)),
-    ):  # fmt: skip
+        (
+            "video_preprocessor_config.json",
+            lambda path: VideoProcessor.from_pretrained(path, images),
+        ),
+    ):
         change(processor / file, name, value)
         with pytest.raises(ValueError, match=rf"/{file}.*{name}"):
             read(processor)

@@ -1,9 +1,8 @@
 """Weights that cannot be what a model was trained to.
 
-Guarantees: a safetensors header whose tensors overlap, leave holes or contradict themselves, a shard
-index that points elsewhere, weights that are not finite or no weights at all, and a head that the
-configuration denies are refused by file and tensor, before a model is built; infinite statistics
-stand for none.
+Guarantees: a safetensors header whose tensors overlap, leave holes or contradict themselves, a
+shard index that points elsewhere, weights that are not finite or no weights at all, and a head that
+the configuration denies are refused by file and tensor.
 """
 
 import json
