@@ -186,14 +186,14 @@ def _origin(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Of each run its newest start."""
     rows = _rows(runs, _ORIGIN)
     packages = dict.fromkeys(
-        name for run in runs for start in run.starts[-1:] for name in start.get("versions", {})
+        name for run in runs for start in run.starts[-1:] for name in (start.get("versions") or {})
     )
     versions = {name: _version(name) for name in packages}
     return rows + _rows(runs, versions)
 
 
 def _version(package: str) -> Callable[[Run], str | None]:
-    return lambda run: run.starts[-1].get("versions", {}).get(package) if run.starts else None
+    return lambda run: (run.starts[-1].get("versions") or {}).get(package) if run.starts else None
 
 
 def _of_start(tell: Callable[[dict[str, Any]], Any]) -> Callable[[Run], str | None]:
@@ -221,15 +221,15 @@ def _processes(start: dict[str, Any]) -> str | None:
         return None
     degrees = [
         f"{name.removesuffix('_degree')} {degree}"
-        for name, degree in start.get("parallel", {}).items()
-        if name.endswith("_degree") and degree > 1
+        for name, degree in (start.get("parallel") or {}).items()
+        if name.endswith("_degree") and degree and degree > 1
     ]
     return f"{number} ({', '.join(degrees)})" if degrees else str(number)
 
 
 def _device(start: dict[str, Any]) -> str | None:
-    name = start.get("device_name")
-    return f"{start['device']} ({name})" if name else start.get("device")
+    device, name = start.get("device"), start.get("device_name")
+    return f"{device} ({name})" if device and name else device or name
 
 
 def _starts(run: Run) -> str | None:
@@ -245,7 +245,7 @@ _ORIGIN: dict[str, Callable[[Run], str | None]] = {
     "starts": _starts,
     "git revision": _revision("git"),
     "git revision of paddle-vl": _revision("paddle_vl_git"),
-    "command": _of_start(lambda start: " ".join(start.get("command", [])) or None),
+    "command": _of_start(lambda start: " ".join(start.get("command") or []) or None),
     "started in": _of_start(lambda start: start.get("folder")),
     "host": _of_start(lambda start: start.get("host")),
     "device": _of_start(_device),
