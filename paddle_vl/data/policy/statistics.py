@@ -77,8 +77,8 @@ def read_statistics(
 
     Raises:
         RuntimeError: there is no such file, or it holds something else.
-        ValueError: it lacks a group, or a feature's statistics are of another size or contradict
-            themselves: a negative spread, NaN.
+        ValueError: it lacks a group or has none, or a feature's statistics are of another size or
+            contradict themselves: a negative spread, NaN.
     """
     path = Path(path)
     values = read_json_object(
@@ -97,6 +97,8 @@ def read_statistics(
             f"statistics file {path} cannot be read: {error}; group -> feature -> statistic -> "
             "list of numbers is needed"
         ) from error
+    if not groups:
+        raise ValueError(f"{path} has statistics of no group: compute them of the data")
     for name, group in groups.items():
         for feature, stats in group.items():
             problem = _size_problem(stats, (sizes or {}).get(feature)) or spread_problem(stats)

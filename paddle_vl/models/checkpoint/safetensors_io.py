@@ -284,7 +284,8 @@ def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> None:
     with partial.open("wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
-            array = np.ascontiguousarray(tensor.produce(), dtype=_NUMPY_DTYPES[tensor.dtype])
+            # Not ascontiguousarray, which gives a tensor without dims one.
+            array = np.asarray(tensor.produce(), dtype=_NUMPY_DTYPES[tensor.dtype], order="C")
             if array.shape != tuple(tensor.shape):
                 raise AssertionError(f"{tensor.name}: {array.shape} announced as {tensor.shape}")
             stream.write(array.data if array.size else b"")

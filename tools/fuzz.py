@@ -1,0 +1,43 @@
+"""Try damaged and hostile files on every parser: each must give a result or a plain refusal.
+
+Escaped are inputs that raise anything else, take too long or too much memory, kill the process, or
+touch files outside of their folder. The smallest input of each fault is shown.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--parsers", nargs="+", metavar="NAME", help="these alone")
+    parser.add_argument("--list", action="store_true", help="name the parsers and end")
+    parser.add_argument("--inputs", type=int, default=200, help="for each parser")
+    parser.add_argument("--seed", type=int, default=0, help="the same one gives the same inputs")
+    parser.add_argument("--seconds-per-input", type=float, default=5)
+    parser.add_argument("--memory-mb", type=float, default=1024, help="MiB that an input may take")
+    parser.add_argument("--save", type=Path, help="folder for the smallest input of each fault")
+    given = parser.parse_args()
+
+    # Here, so that --help needs nothing.
+    from fuzzing.campaign import Limits
+    from fuzzing.parser import PARSERS
+    from fuzzing.table import run_all
+
+    if given.list:
+        print("\n".join(PARSERS))
+        return 0
+    names = given.parsers or list(PARSERS)
+    if unknown := [name for name in names if name not in PARSERS]:
+        parser.error(f"there are no parsers {unknown}; there are {', '.join(PARSERS)}")
+    # Tracebacks quote what no terminal shows: halves of characters.
+    sys.stdout.reconfigure(errors="backslashreplace")
+    limits = Limits(given.inputs, given.seed, given.seconds_per_input, given.memory_mb)
+    return run_all(names, limits, given.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

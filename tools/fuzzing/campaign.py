@@ -1,0 +1,194 @@
+"""Starts a process for each parser, watches it, and puts together what came of its inputs."""
+
+import base64
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fuzzing.child import Task
+from fuzzing.guard import ACCEPTED, REFUSED
+from fuzzing.parser import PARSERS, SHARES, Files
+
+_TOOLS = Path(__file__).resolve().parents[1]
+_START_SECONDS = 180
+# Beyond the time of an input, before the process is ended.
+_GRACE_SECONDS = 2
+# Deaths of its process after which a parser is given up.
+_MOST_DEATHS = 5
+_OUTSIDE = ("outside.png", "outside.json", "outside.safetensors")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is tried, and what an input may take."""
+
+    inputs: int = 200
+    seed: int = 0
+    seconds: float = 5.0
+    mebibytes: float = 1024.0
+
+
+@dataclass
+class Escape:
+    """A fault.
+
+    Attributes:
+        what: see `fuzzing.guard.Verdict`.
+        count: inputs that have it.
+        files: of the smallest input that is known to have it.
+    """
+
+    what: str
+    details: str
+    files: Files
+    count: int = 1
+
+
+@dataclass
+class Tally:
+    """What came of the inputs of a parser.
+
+    Attributes:
+        slowest: seconds of an input.
+        largest: MiB of an input.
+        is_whole: all inputs were tried.
+    """
+
+    inputs: int = 0
+    accepted: int = 0
+    refused: int = 0
+    slowest: float = 0.0
+    largest: float = 0.0
+    escapes: dict[str, Escape] = field(default_factory=dict)
+    is_whole: bool = False
+
+    def add(self, verdict: dict[str, Any], files: Files | None) -> None:
+        self.inputs += 1
+        self.slowest = max(self.slowest, verdict["seconds"])
+        self.largest = max(self.largest, verdict["mebibytes"])
+        what = verdict["what"]
+        self.accepted += what == ACCEPTED
+        self.refused += what == REFUSED
+        if what in self.escapes:
+            self.escapes[what].count += 1
+        elif what not in (ACCEPTED, REFUSED):
+            self.escapes[what] = Escape(what, verdict["details"], files or {})
+
+
+def fuzz(name: str, limits: Limits) -> Tally:
+    """Try the inputs of one parser, in a process of its own.
+
+    Args:
+        name: of `PARSERS`, or another parser's `module:function`.
+
+    Raises:
+        RuntimeError: the process ended before its first input: the parser does not accept its
+            valid files, or cannot be imported.
+    """
+    tally, first = Tally(), 0
+    inputs = max(1, round(limits.inputs * SHARES.get(name, 1)))
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as place:
+        for _ in range(_MOST_DEATHS):
+            folder = _fresh_folder(Path(place))
+            task = Task(
+                PARSERS.get(name, name), str(folder), inputs, limits.seed, limits.seconds,
+                limits.mebibytes, first,
+            )  # fmt: skip
+            killer = _run_child(task, tally, Path(place))
+            if killer is None:
+                tally.is_whole = True
+                break
+            first = killer + 1
+    return tally
+
+
+def _fresh_folder(place: Path) -> Path:
+    """An empty folder for inputs, and beside it files that no input may lead to."""
+    folder = place / "inputs"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name in _OUTSIDE:
+        (place / name).write_bytes(b"{}")
+    return folder
+
+
+def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
+    """Add what came of the inputs; the number of the input that ended the process, if one did."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(_TOOLS), str(_TOOLS.parent)]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "MPLCONFIGDIR": str(place / "matplotlib"),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(place / "hypothesis"),
+    }
+    command = [sys.executable, "-m", "fuzzing.child", json.dumps(asdict(task))]
+    begun, is_ready, is_late, is_whole, shrinking, wait = 0, False, False, False, False, _START_SECONDS
+    log = place / "stderr"
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=place
+        ) as process,
+    ):
+        for message in _messages(process, lambda: wait):
+            if message is None:
+                is_late = True
+                process.kill()
+            elif "begin" in message:
+                begun, is_ready, wait = message["begin"], True, task.seconds + _GRACE_SECONDS
+            elif "done" in message:
+                tally.add(message["done"], decoded(message["files"]))
+                wait = _START_SECONDS
+            elif "shrunk" in message:
+                shrinking, known = True, tally.escapes[message["shrunk"]]
+                known.details, known.files = message["details"], decoded(message["files"])
+            is_whole = is_whole or bool(message and "end" in message)
+    if is_whole or shrinking:
+        return None
+    end = log.read_text(errors="replace")[-3000:]
+    if not is_ready:
+        raise RuntimeError(
+            f"{task.target} did not begin (exit code {process.returncode}); its process says:\n{end}"
+        )
+    what = f"slow: over {task.seconds:g} s" if is_late else f"died with code {process.returncode}"
+    folder = Path(task.folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    tally.add({"what": what, "details": end, "seconds": task.seconds, "mebibytes": 0.0}, files)
+    return begun
+
+
+def decoded(files: dict[str, str] | None) -> Files | None:
+    """Files of a JSON line."""
+    if files is None:
+        return None
+    return {name: base64.b64decode(content) for name, content in files.items()}
+
+
+def _messages(
+    process: subprocess.Popen, wait: Callable[[], float]
+) -> Iterator[dict[str, Any] | None]:
+    """Lines of a process as they come; None where the next one does not come in time."""
+    descriptor, buffer = process.stdout.fileno(), b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        end = time.monotonic() + wait()
+        while True:
+            if not selector.select(max(0.0, end - time.monotonic())):
+                yield None
+                return
+            part = os.read(descriptor, 1 << 16)
+            if not part:
+                return
+            *lines, buffer = (buffer + part).split(b"\n")
+            for line in lines:
+                yield json.loads(line)
+            end = time.monotonic() + wait()

@@ -1,0 +1,172 @@
+"""The process that tries the inputs of one parser; `campaign` starts it and watches it.
+
+It says in JSON lines on its standard output which input it begins and what came of it. Inputs
+follow from the seed alone, so that a process that died is followed by one that goes on behind the
+input that killed it.
+"""
+
+import base64
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from fuzzing.guard import Guard, Verdict
+from fuzzing.parser import Files, make_parser
+
+_SHRINK_SECONDS = 20
+_SHRUNK_AT_MOST = 10
+
+
+@dataclass
+class Task:
+    """What a child is asked to do.
+
+    Attributes:
+        target: of the parser, `module:function`.
+        seconds, mebibytes: that an input may take.
+        first: inputs before it were tried already.
+    """
+
+    target: str
+    folder: str
+    inputs: int
+    seed: int
+    seconds: float
+    mebibytes: float
+    first: int = 0
+
+
+class Trial:
+    """A parser in its folder, input after input."""
+
+    def __init__(self, task: Task):
+        self.task, self.folder = task, Path(task.folder)
+        self.parser = make_parser(task.target, self.folder)
+        self._valid = {p.name: p.read_bytes() for p in self.folder.iterdir() if p.is_file()}
+        # What is imported and kept at the first call is not counted.
+        self.parser.parse()
+        self.guard = Guard(self.folder, self.parser.named, task.seconds, task.mebibytes)
+        self.guard.limit_memory()
+
+    def judge(self, number: int, files: Files) -> Verdict:
+        """Write the files of an input, parse them, and put the valid files back."""
+        for name, content in files.items():
+            (self.folder / name).write_bytes(content)
+        say(begin=number)
+        verdict = self.guard.judge(self.parser.parse)
+        for name in files:
+            if name in self._valid:
+                (self.folder / name).write_bytes(self._valid[name])
+            else:
+                (self.folder / name).unlink(missing_ok=True)
+        return verdict
+
+    def each(self, act: Callable[[int, Files], None]) -> None:
+        """Call `act` with number and files of every input, always the same ones."""
+        numbers = iter(range(1 << 60))
+
+        @seed(self.task.seed)
+        @settings(
+            max_examples=self.task.inputs,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+        )
+        @given(self.parser.inputs)
+        def run(files: Files) -> None:
+            act(next(numbers), files)
+
+        run()
+
+    def try_all(self) -> dict[str, int]:
+        """Judge every input; the first input of each fault."""
+        found: dict[str, int] = {}
+
+        def act(number: int, files: Files) -> None:
+            if number < self.task.first:
+                return
+            verdict = self.judge(number, files)
+            is_new = verdict.is_escape and found.setdefault(verdict.what, number) == number
+            say(done=asdict(verdict), files=encoded(files) if is_new else None)
+
+        self.each(act)
+        return found
+
+    def shrink(self, what: str, first: int) -> None:
+        """Say the smallest input with a fault that hypothesis finds in a time.
+
+        Args:
+            first: the number of an input that has it.
+        """
+        smallest: Files | None = None
+        end = time.monotonic() + _SHRINK_SECONDS
+
+        def act(number: int, files: Files) -> None:
+            nonlocal smallest
+            if number < first:
+                return
+            verdict = self.judge(number, files)
+            is_same = verdict.what == what
+            if is_same and (smallest is None or _size(files) <= _size(smallest)):
+                smallest = files
+                say(shrunk=what, details=verdict.details, files=encoded(files))
+            if smallest is None or time.monotonic() > end:
+                raise _EnoughError
+            if is_same:
+                raise _FoundError
+
+        # Whatever else hypothesis says of the search, the smallest one is known.
+        with suppress(Exception, _EnoughError):
+            self.each(act)
+
+
+class _FoundError(Exception):
+    """Tells hypothesis to look for a smaller input."""
+
+
+class _EnoughError(BaseException):
+    """Ends hypothesis's search."""
+
+
+def _size(files: Files) -> int:
+    return sum(map(len, files.values()))
+
+
+def encoded(files: Files) -> dict[str, str]:
+    """Files for a JSON line."""
+    return {name: base64.b64encode(content).decode() for name, content in files.items()}
+
+
+def say(**message: object) -> None:
+    text = json.dumps(message).encode() + b"\n"
+    while text:
+        text = text[os.write(1, text) :]
+
+
+def main() -> None:
+    task = Task(**json.loads(sys.argv[1]))
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    trial = Trial(task)
+    say(ready=True)
+    found = trial.try_all()
+    for what, first in list(found.items())[:_SHRUNK_AT_MOST]:
+        # The others take long, every time.
+        if not what.startswith(("slow", "memory")):
+            trial.shrink(what, first)
+    say(end=True)
+
+
+if __name__ == "__main__":
+    main()

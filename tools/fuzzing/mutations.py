@@ -1,0 +1,200 @@
+"""Strategies that damage valid documents: values, types, keys, nesting, texts and bytes."""
+
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+NAN, INFINITY = float("nan"), float("inf")
+# Beside the input's folder lies a valid file of each of these names, which nobody may open.
+OUTSIDE = ("../outside.png", "../outside.json", "../outside.safetensors", "/etc/passwd")
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+ODD_NUMBERS = [
+    0, 1, -1, 2, 3, 7, 8, 16, 64, 255, 256, 65536, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63,
+    2**64, -(2**63) - 1, 10**30, 10**400, 0.0, -0.0, 0.5, 1.0, 1.5, -2.5, 1e-8, 1e-320, 1e10, 1e38,
+    1e39, 1e308, -1e308, NAN, INFINITY, -INFINITY,
+]  # fmt: skip
+ODD_TEXTS = [
+    "", " ", "a", "0", "1", "1e5", "true", "null", "NaN", "none", "\0", "a\0b", "\ud800", "\udfff",
+    "é", "\u202e", "😀", "\ufeff", "..", ".", "/", "a/b", "a\\b", "%s%n", "{0}", "$x", "$\\frac{",
+    "<image>", "<video>", "<bbox>", "<|im_end|>", "<|image_pad|>", "file:///etc/passwd",
+    "http://127.0.0.1:9/x", "data:image/png;base64,AAAA", "*", "(", "[", "x" * 300, "x" * 5000,
+    *OUTSIDE,
+]  # fmt: skip
+ODD_VALUES = [
+    None, True, False, [], {}, [[]], [None], [0], [1, 2], ["a"], [1, "a", None], {"a": 1}, {"": 0},
+    [[1, 2], [3]], [0] * 300, ["a"] * 300, _nested(8), _nested(60), _nested(200),
+    {str(i): i for i in range(100)},
+]  # fmt: skip
+_TEXT_TOKENS = [
+    b"[", b"{", b"}", b"]", b",", b":", b'"', b"null", b"NaN", b"-Infinity", b"1e999", b"-", b"0",
+    b"9" * 5000, b'"\\ud800"', b'"\\u0000"', b"\\", b"\0", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf",
+    b"\r\n", b"\n", b"\t", b'"a":1,', b'"step":1,', b"[" * 2000, b'{"a":' * 2000, b"[" * 200_000,
+    b"/*", b"//", b"'", b" " * 1000,
+]  # fmt: skip
+
+# Copies, because what is put into a document may be changed there.
+odd_values = st.one_of(
+    st.sampled_from(ODD_NUMBERS),
+    st.sampled_from(ODD_TEXTS),
+    st.sampled_from(ODD_VALUES).map(copy.deepcopy),
+    st.integers(-100, 10_000),
+    st.floats(),
+    st.text(max_size=12),
+)
+
+
+def _places(value: Any, place: tuple = ()) -> list[tuple]:
+    """Where every value of a document stands, itself first."""
+    found = [place]
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            found += _places(inner, (*place, key))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value[:50]):
+            found += _places(inner, (*place, i))
+    return found
+
+
+def _at(document: Any, place: tuple) -> Any:
+    for key in place:
+        document = document[key]
+    return document
+
+
+# Ways to change a place in a document, and those that it often survives.
+_CHANGES = ("odd", "near", "near", "drop", "key", "add", "copy")
+_GENTLE = ("near", "near", "near", "number", "number", "drop", "copy")
+
+
+@st.composite
+def neighbours(draw, value: Any) -> Any:
+    """A value near this one: of its type mostly, and often still allowed."""
+    if isinstance(value, bool):
+        return draw(st.sampled_from([not value, int(value), str(value)]))
+    if isinstance(value, int | float):
+        near = [value + 1, value - 1, -value, value * 2, value // 2 if value == value else 0]
+        return draw(st.sampled_from([*near, float(value), str(value), [value], value * 1000]))
+    if isinstance(value, str):
+        cut = draw(st.integers(0, len(value)))
+        near = [value[:cut], value + value, value.upper(), value[:cut] + "\ud800" + value[cut:]]
+        return draw(st.sampled_from([*near, [value], value[:cut] + "\n" + value[cut:]]))
+    if isinstance(value, list):
+        near = [value[:-1], value + value, value[::-1], [value], value * 20]
+        return draw(st.sampled_from([*near, value[0] if value else None]))
+    return draw(odd_values)
+
+
+@st.composite
+def mutated(draw, seeds: Sequence[Any], most: int = 3, changes: Sequence[str] = _CHANGES) -> Any:
+    """One of the documents with up to `most` changes of values, types, keys and nesting."""
+    document = copy.deepcopy(draw(st.sampled_from(seeds)))
+    for _ in range(draw(st.integers(0, most))):
+        places = _places(document)
+        place = places[draw(st.integers(0, len(places) - 1))]
+        change = draw(st.sampled_from(changes))
+        if not place:
+            if change == "odd":
+                document = draw(odd_values)
+            elif change == "add" and isinstance(document, dict):
+                document[draw(st.sampled_from(ODD_TEXTS))] = draw(odd_values)
+            continue
+        outer, key = _at(document, place[:-1]), place[-1]
+        if change == "odd":
+            outer[key] = draw(odd_values)
+        elif change == "near":
+            outer[key] = draw(neighbours(outer[key]))
+        elif change == "number" and type(outer[key]) in (int, float):
+            outer[key] = draw(st.one_of(st.sampled_from(ODD_NUMBERS), st.integers(0, 5000)))
+        elif change == "drop":
+            del outer[key]
+        elif change == "copy":
+            other = places[draw(st.integers(0, len(places) - 1))]
+            outer[key] = copy.deepcopy(_at(document, other))
+        elif change in ("key", "add") and isinstance(outer, dict):
+            named = draw(st.sampled_from([str(p[-1]) for p in places if p] + ODD_TEXTS))
+            value = outer.pop(key) if change == "key" else draw(odd_values)
+            outer[named] = value
+        elif change == "add":
+            outer.insert(key, draw(odd_values))
+    return document
+
+
+def as_json(document: Any, *, is_ascii: bool = True) -> bytes:
+    """A document as JSON, whatever is in it: NaN, halves of characters, numbers without end."""
+    return json.dumps(document, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def damaged_text(draw, text: bytes, tokens: Sequence[bytes] = _TEXT_TOKENS) -> bytes:
+    """A text with pieces put in, cut out, doubled, or its end missing."""
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(text)))
+        change = draw(st.sampled_from(["put", "put", "cut", "double", "end", "flip"]))
+        length = draw(st.integers(1, 30))
+        if change == "put":
+            text = text[:at] + draw(st.sampled_from(tokens)) + text[at:]
+        elif change == "cut":
+            text = text[:at] + text[at + length :]
+        elif change == "double":
+            text = text[:at] + text[at : at + length] + text[at:]
+        elif change == "end":
+            text = text[:at]
+        elif text:
+            at = min(at, len(text) - 1)
+            flipped = text[at] ^ (1 << draw(st.integers(0, 7)))
+            text = text[:at] + bytes([flipped]) + text[at + 1 :]
+    return text
+
+
+@st.composite
+def damaged_bytes(draw, seeds: Sequence[bytes], most: int = 5) -> bytes:
+    """A binary file with changed bits, numbers, and stretches; the head is hit most often."""
+    data = bytearray(draw(st.sampled_from(seeds)))
+    for _ in range(draw(st.integers(0, most))):
+        end = min(len(data), 96) if draw(st.booleans()) else len(data)
+        at, length = draw(st.integers(0, max(end - 1, 0))), draw(st.integers(1, 40))
+        change = draw(st.sampled_from(["flip", "flip", "number", "number", "cut", "double", "end"]))
+        if change == "flip" and data:
+            data[at] ^= 1 << draw(st.integers(0, 7))
+        elif change == "number":
+            size = draw(st.sampled_from([1, 2, 4, 8]))
+            number = draw(st.sampled_from([0, 1, 2, 127, 255, 256, 65535, 2**31 - 1, 2**32 - 1, -1]))
+            order = draw(st.sampled_from(["little", "big"]))
+            data[at : at + size] = (number % 256**size).to_bytes(size, order)
+        elif change == "cut":
+            del data[at : at + length]
+        elif change == "double":
+            data[at:at] = data[at : at + length]
+        elif change == "end":
+            del data[max(at, len(data) // 8) :]
+    return bytes(data)
+
+
+@st.composite
+def json_bytes(draw, seeds: Sequence[Any], most: int = 3) -> bytes:
+    """Files of JSON: most are documents with other values, the rest broken texts and raw bytes."""
+    way = draw(st.sampled_from(["gentle"] * 10 + ["wild"] * 6 + ["broken"] * 3 + ["raw"]))
+    if way == "raw":
+        return draw(st.binary(max_size=64))
+    changes = _CHANGES if way == "wild" else _GENTLE
+    text = as_json(draw(mutated(seeds, most, changes)), is_ascii=draw(st.booleans()))
+    return draw(damaged_text(text)) if way == "broken" else text
+
+
+@st.composite
+def json_lines(draw, seeds: Sequence[Any], most_lines: int = 3, most: int = 2) -> bytes:
+    """Files with a JSON document a line, some lines broken."""
+    whole, near = st.sampled_from(seeds).map(as_json), json_bytes(seeds, most)
+    lines = draw(st.lists(st.one_of(near, near, whole), min_size=1, max_size=most_lines))
+    return draw(st.sampled_from([b"\n", b"\n", b"\n", b"\r\n", b"\n\n"])).join(lines)

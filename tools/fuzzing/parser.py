@@ -1,0 +1,63 @@
+"""What a parser under test is, and the list of them."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypothesis.strategies import SearchStrategy
+
+Files = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Parser:
+    """A parser and its inputs.
+
+    Attributes:
+        inputs: files by name, which are written into the parser's folder.
+        parse: reads them from the folder, and uses what it read. Called once without an input: it
+            must accept the valid files that the folder was made with.
+        named: every refusal must contain one of these texts; empty where the caller adds the name.
+    """
+
+    inputs: SearchStrategy[Files]
+    parse: Callable[[], object]
+    named: tuple[str, ...] = ()
+
+
+# Name to module and function, which takes an empty folder and makes the `Parser` there.
+PARSERS = {
+    "yaml": "fuzzing.run_files:yaml_file",
+    "overrides": "fuzzing.run_files:overrides",
+    "metrics": "fuzzing.run_files:metrics",
+    "pictures": "fuzzing.run_files:pictures",
+    "run_record": "fuzzing.run_files:run_record",
+    "conversations": "fuzzing.samples:conversations",
+    "demonstrations": "fuzzing.samples:demonstrations",
+    "statistics": "fuzzing.samples:statistics",
+    "images": "fuzzing.media:images",
+    "videos": "fuzzing.media:videos",
+    "safetensors": "fuzzing.weights:safetensors",
+    "shard_index": "fuzzing.weights:shard_index",
+    "adapter": "fuzzing.weights:adapter",
+    "hf_config": "fuzzing.model_files:hf_config",
+    "generation_config": "fuzzing.model_files:generation_config",
+    "preprocessor": "fuzzing.model_files:preprocessor",
+    "pi07_config": "fuzzing.model_files:pi07_config",
+    "tokenizer": "fuzzing.tokenizers:text_tokenizer",
+    "prompt_tokenizer": "fuzzing.tokenizers:prompt_tokenizer",
+    "action_tokenizer": "fuzzing.tokenizers:action_tokenizer",
+}
+# Of the asked number of inputs, where one takes a second.
+SHARES = {"pictures": 0.05}
+
+
+def make_parser(target: str, folder: Path) -> Parser:
+    """Import a parser's module and let it write its valid files into the folder.
+
+    Args:
+        target: `module:function`.
+    """
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)(folder)

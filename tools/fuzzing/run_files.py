@@ -1,0 +1,146 @@
+"""What a run reads and leaves: its YAML file, settings on the command line, metrics, starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hypothesis import strategies as st
+
+from fuzzing.mutations import ODD_TEXTS, as_json, damaged_text, json_lines, mutated, odd_values
+from fuzzing.parser import Files, Parser
+from paddle_vl.config.load import load_run_config, save_run_config
+from paddle_vl.report.report import write_report
+
+_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+# Rules between settings are told by the names of these.
+_SECTIONS = ("model.", "data.", "parallel.", "train.", "logging.")
+_YAML_TOKENS = [
+    b"&a ", b"*a", b"<<: *a", b"!!python/object:os.system ", b"!!binary ", b"!!set ", b"!!omap ",
+    b"!!timestamp ", b"!!float ", b"!!int ", b"!!null ", b"!!bool ", b"!x ", b"? ", b"- ", b": ",
+    b"|", b">", b"%YAML 9.9\n", b"---\n", b"...\n", b"#", b"\t", b"\n", b"  ", b"'", b'"', b"{", b"[",
+    b"]", b"}", b"\0", b"\xff", b"\xef\xbb\xbf", b"\xf0\x9f\x98\x80", b"0x", b"0o9", b"1e400", b".nan",
+    b"2026-99-99", b"1:99:99", b"[" * 200, b"- " * 200, b"9" * 5000, b"a" * 5000, b"~", b"=", b"@",
+    b"a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n",
+    b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 10)) for i in range(1, 9)),
+]  # fmt: skip
+_LINES: list[dict[str, Any]] = [
+    {"step": 10, "loss": 4.0, "grad_norm": 2.0, "learning_rate": 1e-3, "epoch": 0.5,
+     "learning_rate/mergers": 1e-2, "tokens_per_second": 90.0, "skipped_updates": 0,
+     "target_tokens": 100, "loader": "train.jsonl"},
+    {"step": 20, "loss": None, "grad_norm": 3, "skipped_updates": 1, "FAST": 0.5},
+    {"step": 25, "eval_loss": 2.5},
+    {"step": 30, "loss": 2.0, "eval_loss": 3.0, "quite_new": {"a_min": 1, "a_max": 3}},
+]  # fmt: skip
+_SETTINGS: dict[str, Any] = {
+    "model": {"pretrained": "models/a", "freeze": ["vision"]},
+    "train": {"output_dir": "runs/one", "max_steps": 30, "learning_rate": 0.002, "seed": 0},
+}
+_START: dict[str, Any] = {
+    "started": "2026-11-21T10:00:00+00:00", "ended": "2026-11-21T11:05:00+00:00",
+    "first_step": 0, "last_step": 30, "command": ["paddle-vl", "train", "a.yaml"],
+    "overrides": ["train.seed=1"], "folder": "/home/me", "platform": "Linux", "host": "node",
+    "git": {"revision": "0123456789abcdef", "is_dirty": True}, "paddle_vl_git": None,
+    "versions": {"python": "3.11.2", "numpy": "2.0.0"}, "device": "cpu", "device_name": "EPYC",
+    "num_processes": 4, "parallel": {"dp_degree": 2, "mp_degree": 2, "vision": "spread"},
+    "settings": _SETTINGS,
+}  # fmt: skip
+_RESUMED = _START | {"first_step": 20, "ended": None, "settings": {"train": {"seed": 1}}}
+
+
+def _as_yaml(document: Any) -> bytes:
+    try:
+        return yaml.safe_dump(document, allow_unicode=True).encode("utf-8", "surrogatepass")
+    except (ValueError, yaml.YAMLError, RecursionError):
+        # What Python does not print, JSON's spelling is YAML too.
+        return as_json(document) if "9" * 20 not in repr(type(document)) else b""
+
+
+def yaml_file(folder: Path) -> Parser:
+    """A run's file, and that it is written back to the same settings."""
+    texts = [path.read_bytes() for path in sorted(_CONFIGS.glob("*/*.yaml")) if _is_run(path)]
+    run = folder / "run.yaml"
+    run.write_bytes(texts[0])
+    documents = mutated([yaml.safe_load(text) for text in texts])
+    structured = documents.map(_as_yaml)
+    broken = st.sampled_from(texts).flatmap(lambda text: damaged_text(text, _YAML_TOKENS))
+    raw = st.lists(st.sampled_from(_YAML_TOKENS), max_size=6).map(b"".join)
+
+    def parse() -> None:
+        config = load_run_config(run)
+        save_run_config(config, folder / "again.yaml")
+        if load_run_config(folder / "again.yaml").model_dump() != config.model_dump():
+            raise AssertionError("settings written back are others")
+
+    inputs = st.one_of(structured, structured, broken, broken, raw, st.binary(max_size=64))
+    return Parser(_in_file("run.yaml", inputs), parse, ("run.yaml", "again.yaml", *_SECTIONS))
+
+
+def _is_run(path: Path) -> bool:
+    return "train" in yaml.safe_load(path.read_text())
+
+
+def overrides(folder: Path) -> Parser:
+    """Settings on the command line, kept in a JSON file."""
+    run, given = folder / "run.yaml", folder / "overrides.json"
+    run.write_bytes((_CONFIGS / "qwen3_vl" / "lora.yaml").read_bytes())
+    given.write_text('["train.seed=3"]')
+    names = [
+        "train.max_steps", "train.learning_rate", "train.seed", "model.freeze", "model.lora.r",
+        "data.train", "data.max_length", "parallel.dp_degree", "logging.logging_steps",
+        "train.output_dir", "model", "train", "data.train.path", "x.y", "train.seeed", "",
+        ".", "train.", "train..seed", ".".join("a" * 100), "data.train[0]",
+    ]  # fmt: skip
+    name = st.one_of(st.sampled_from(names), st.sampled_from(ODD_TEXTS), st.text(max_size=10))
+    tokens = st.sampled_from(_YAML_TOKENS).map(lambda token: token.decode("latin-1"))
+    value = st.one_of(
+        odd_values.map(lambda v: as_json(v).decode()), odd_values.map(str), tokens,
+        st.sampled_from(["1", "0.1", "true", "[a, b]", "{a: 1}", "1e-4", "null", ""]),
+    )  # fmt: skip
+    equals = st.sampled_from(["=", "=", "=", "=", "=", "", "=="])
+    one = st.tuples(name, equals, value).map("".join)
+    many = st.lists(one, min_size=1, max_size=3).map(as_json)
+    parse = lambda: load_run_config(run, json.loads(given.read_text()))  # noqa: E731
+    return Parser(_in_file("overrides.json", many), parse, ("command line", *_SECTIONS))
+
+
+def metrics(folder: Path) -> Parser:
+    """metrics.jsonl, up to the page of a report."""
+    return _metrics(folder, with_pictures=False)
+
+
+def pictures(folder: Path) -> Parser:
+    """metrics.jsonl, up to the pictures of a report."""
+    return _metrics(folder, with_pictures=True)
+
+
+def _metrics(folder: Path, *, with_pictures: bool) -> Parser:
+    _write_run(folder)
+    inputs = _in_file("metrics.jsonl", json_lines(_LINES, most_lines=5))
+    parse = lambda: write_report([folder], folder / "report", with_pictures=with_pictures)  # noqa: E731
+    return Parser(inputs, parse, ("metrics.jsonl",))
+
+
+def run_record(folder: Path) -> Parser:
+    """run.json and config.yaml of a finished run, up to the page of a report."""
+    _write_run(folder)
+    seeds = [{"starts": [_START]}, {"starts": [_START, _RESUMED]}, {"starts": []}]
+    record = st.one_of(
+        mutated(seeds).map(as_json),
+        mutated(seeds, 2).map(as_json),
+        st.sampled_from(seeds).map(as_json).flatmap(damaged_text),
+    )
+    config = st.one_of(mutated([_SETTINGS]).map(_as_yaml), st.just(_as_yaml(_SETTINGS)))
+    inputs = st.fixed_dictionaries({"run.json": record, "config.yaml": config})
+    parse = lambda: write_report([folder], folder / "report", with_pictures=False)  # noqa: E731
+    return Parser(inputs, parse, ("run.json", "config.yaml"))
+
+
+def _write_run(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in _LINES))
+    (folder / "config.yaml").write_bytes(_as_yaml(_SETTINGS))
+    (folder / "run.json").write_bytes(as_json({"starts": [_START]}))
+
+
+def _in_file(name: str, contents: st.SearchStrategy[bytes]) -> st.SearchStrategy[Files]:
+    return contents.map(lambda content: {name: content})
