@@ -1,0 +1,81 @@
+"""Parsers with a fault each, for the fuzzer to find. Every input is a number in a file."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from fuzzing.parser import Parser
+from hypothesis import strategies as st
+
+
+def _of_numbers(folder: Path, fault: Callable[[int], object], named: tuple[str, ...] = ()) -> Parser:
+    file = folder / "number.json"
+    file.write_text("0")
+
+    def parse() -> None:
+        number = json.loads(file.read_text())
+        if number:
+            fault(number)
+
+    inputs = st.integers(0, 1000).map(lambda number: {"number.json": str(number).encode()})
+    return Parser(inputs, parse, named)
+
+
+def sound(folder: Path) -> Parser:
+    return _of_numbers(folder, lambda number: None)
+
+
+def rare_key_error(folder: Path) -> Parser:
+    """Of one in some hundred inputs; 12 is the smallest."""
+
+    def fault(number: int) -> None:
+        if number % 250 == 12:
+            raise KeyError(number)
+
+    return _of_numbers(folder, fault)
+
+
+def sleeping(folder: Path) -> Parser:
+    return _of_numbers(folder, lambda number: time.sleep(0.3 if number > 995 else 0))
+
+
+def hanging(folder: Path) -> Parser:
+    return _of_numbers(folder, lambda number: time.sleep(1000 if number == 1 else 0))
+
+
+def allocating(folder: Path) -> Parser:
+    return _of_numbers(folder, lambda number: np.ones(6_000_000 if number > 900 else 1))
+
+
+def dying(folder: Path) -> Parser:
+    return _of_numbers(folder, lambda number: os.abort() if number > 997 else None)
+
+
+def wandering(folder: Path) -> Parser:
+    outside = folder.parent / "outside.json"
+    return _of_numbers(folder, lambda number: outside.read_text() if number > 900 else None)
+
+
+def foreign(folder: Path) -> Parser:
+    """An error that another library raises."""
+    return _of_numbers(folder, lambda number: np.zeros(2).reshape(3) if number > 900 else None)
+
+
+def nameless(folder: Path) -> Parser:
+    """A refusal of this package that does not name the file."""
+    from paddle_vl.models.qwen3_vl.sizes import size_values
+
+    def fault(number: int) -> None:
+        if number > 900:
+            size_values("another")
+
+    return _of_numbers(folder, fault, ("number.json",))
+
+
+def refusing_all(folder: Path) -> Parser:
+    parser = sound(folder)
+    (folder / "number.json").write_text("no number")
+    return parser
