@@ -91,8 +91,8 @@ def fuzz(name: str, limits: Limits) -> Tally:
         name: of `PARSERS`, or another parser's `module:function`.
 
     Raises:
-        RuntimeError: the process ended before its first input: the parser does not accept its
-            valid files, or cannot be imported.
+        RuntimeError: the process ended between inputs: the parser does not accept its valid files,
+            or inputs could not be made.
     """
     tally, first = Tally(), 0
     inputs = max(1, round(limits.inputs * SHARES.get(name, 1)))
@@ -126,12 +126,13 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(_TOOLS), str(_TOOLS.parent)]),
         "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "MPLCONFIGDIR": str(place / "matplotlib"),
         "HYPOTHESIS_STORAGE_DIRECTORY": str(place / "hypothesis"),
     }
     command = [sys.executable, "-m", "fuzzing.child", json.dumps(asdict(task))]
-    begun, is_ready, is_late, is_whole, shrinking, wait = 0, False, False, False, False, _START_SECONDS
+    begun, is_late, is_shrinking, is_whole, wait = None, False, False, False, _START_SECONDS
     log = place / "stderr"
     with (
         log.open("wb") as errors,
@@ -144,25 +145,28 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
                 is_late = True
                 process.kill()
             elif "begin" in message:
-                begun, is_ready, wait = message["begin"], True, task.seconds + _GRACE_SECONDS
+                begun, wait = message["begin"], task.seconds + _GRACE_SECONDS
             elif "done" in message:
                 tally.add(message["done"], decoded(message["files"]))
-                wait = _START_SECONDS
+                begun, wait = None, _START_SECONDS
             elif "shrunk" in message:
-                shrinking, known = True, tally.escapes[message["shrunk"]]
+                is_shrinking, known = True, tally.escapes[message["shrunk"]]
                 known.details, known.files = message["details"], decoded(message["files"])
             is_whole = is_whole or bool(message and "end" in message)
-    if is_whole or shrinking:
+    if is_whole or is_shrinking:
         return None
-    end = log.read_text(errors="replace")[-3000:]
-    if not is_ready:
+    said = log.read_text(errors="replace")
+    said = said if len(said) < 4000 else f"{said[:2000]}\n...\n{said[-2000:]}"
+    if begun is None:
         raise RuntimeError(
-            f"{task.target} did not begin (exit code {process.returncode}); its process says:\n{end}"
+            f"{task.target}: its process ended without an input's doing, with code "
+            f"{process.returncode}: the valid files are not accepted, or no inputs could be made; "
+            f"it says:\n{said}"
         )
     what = f"slow: over {task.seconds:g} s" if is_late else f"died with code {process.returncode}"
     folder = Path(task.folder)
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    tally.add({"what": what, "details": end, "seconds": task.seconds, "mebibytes": 0.0}, files)
+    tally.add({"what": what, "details": said, "seconds": task.seconds, "mebibytes": 0.0}, files)
     return begun
 
 

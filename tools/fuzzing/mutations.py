@@ -83,8 +83,10 @@ def neighbours(draw, value: Any) -> Any:
     if isinstance(value, bool):
         return draw(st.sampled_from([not value, int(value), str(value)]))
     if isinstance(value, int | float):
-        near = [value + 1, value - 1, -value, value * 2, value // 2 if value == value else 0]
-        return draw(st.sampled_from([*near, float(value), str(value), [value], value * 1000]))
+        near = [value + 1, value - 1, -value, value * 2, str(value), [value], value * 1000]
+        # What has no float and no half: numbers beyond its range, NaN.
+        near += [float(value), value // 2] if abs(value) < 1e300 else []
+        return draw(st.sampled_from(near))
     if isinstance(value, str):
         cut = draw(st.integers(0, len(value)))
         near = [value[:cut], value + value, value.upper(), value[:cut] + "\ud800" + value[cut:]]

@@ -85,12 +85,13 @@ def overrides(folder: Path) -> Parser:
     run, given = folder / "run.yaml", folder / "overrides.json"
     run.write_bytes((_CONFIGS / "qwen3_vl" / "lora.yaml").read_bytes())
     given.write_text('["train.seed=3"]')
-    names = [
-        "train.max_steps", "train.learning_rate", "train.seed", "model.freeze", "model.lora.r",
-        "data.train", "data.max_length", "parallel.dp_degree", "logging.logging_steps",
-        "train.output_dir", "model", "train", "data.train.path", "x.y", "train.seeed", "",
-        ".", "train.", "train..seed", ".".join("a" * 100), "data.train[0]",
+    right = [
+        "train.seed=1", "train.learning_rate=1e-4", "data.max_length=512", "logging.logging_steps=5",
+        "model.freeze=[vision]", "model.lora.r=8", "parallel.dp_degree=1", "train.output_dir=runs/a",
+        "data.train=[{path: a, weight: 2}]", "data={train: [a]}", "train.warmup_steps=10",
     ]  # fmt: skip
+    names = [*(text.partition("=")[0] for text in right), "model", "data.train.path", "x.y",
+             "train.seeed", "", ".", "train.", "train..seed", ".".join("a" * 100), "data.train[0]"]  # fmt: skip
     name = st.one_of(st.sampled_from(names), st.sampled_from(ODD_TEXTS), st.text(max_size=10))
     tokens = st.sampled_from(_YAML_TOKENS).map(lambda token: token.decode("latin-1"))
     value = st.one_of(
@@ -98,7 +99,9 @@ def overrides(folder: Path) -> Parser:
         st.sampled_from(["1", "0.1", "true", "[a, b]", "{a: 1}", "1e-4", "null", ""]),
     )  # fmt: skip
     equals = st.sampled_from(["=", "=", "=", "=", "=", "", "=="])
-    one = st.tuples(name, equals, value).map("".join)
+    known = st.tuples(st.sampled_from(names), st.just("="), value).map("".join)
+    odd = st.tuples(name, equals, value).map("".join)
+    one = st.integers(0, 9).flatmap(lambda n: odd if n < 2 else known if n < 5 else st.sampled_from(right))
     many = st.lists(one, min_size=1, max_size=3).map(as_json)
     parse = lambda: load_run_config(run, json.loads(given.read_text()))  # noqa: E731
     return Parser(_in_file("overrides.json", many), parse, ("command line", *_SECTIONS))

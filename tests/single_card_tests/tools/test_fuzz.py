@@ -92,5 +92,5 @@ def test_same_seed_tries_the_same_inputs():
 
 
 def test_parser_that_refuses_its_valid_files_is_no_success():
-    with pytest.raises(RuntimeError, match="did not begin"):
+    with pytest.raises(RuntimeError, match="valid files are not accepted"):
         fuzz(PLANTED + "refusing_all", Limits(inputs=10))
