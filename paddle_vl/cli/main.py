@@ -54,7 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     if rank_log := os.environ.get(RANK_LOG_VARIABLE):
         # Rank 0 has the terminal; what it says is beside the logs of the others too.
-        logging.getLogger().addHandler(logging.FileHandler(rank_log, mode="w", encoding="utf-8"))
+        # Messages quote names of files, which need not be UTF-8.
+        handler = logging.FileHandler(
+            rank_log, mode="w", encoding="utf-8", errors="backslashreplace"
+        )
+        logging.getLogger().addHandler(handler)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     # Said by every import of Paddle; nothing is compiled here.
     warnings.filterwarnings("ignore", message="No ccache found")
