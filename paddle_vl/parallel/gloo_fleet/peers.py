@@ -114,7 +114,7 @@ def make_group(name: str, create: Callable[[], core.ProcessGroup]) -> core.Proce
 
 def _not_made(name: str, gone: list[int], error: Exception | None = None) -> PeerError:
     problem = f"{ranks_text(gone)} ended meanwhile" if gone else _first_line(error)
-    return _remembered(
+    return peer_error(
         f"rank {_own_rank()}: {name} could not be made: {problem}; {_see(gone)}{CONTINUE}"
     )
 
@@ -137,7 +137,7 @@ def raise_explained(wait: _Wait, error: RuntimeError) -> NoReturn:
         problem = f"got no answer in {seconds:.0f} s: {where}"
     else:
         problem = f"failed: {_first_line(error)}"
-    raise _remembered(f"{what} {problem}; {_see(gone)}{CONTINUE}") from error
+    raise peer_error(f"{what} {problem}; {_see(gone)}{CONTINUE}") from error
 
 
 def unwrapped(paddles_own: Callable) -> Callable:
@@ -211,6 +211,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _remembered(message: str) -> PeerError:
+def peer_error(message: str) -> PeerError:
+    """The error to raise, which `unwrapped` knows again when Paddle has hidden it."""
     _raised.append(PeerError(message))
     return _raised[-1]
