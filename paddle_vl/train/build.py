@@ -10,6 +10,7 @@ from paddle_vl.config.load import flatten, raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.models.checkpoint.safetensors_io import FileWriter
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
@@ -46,7 +47,7 @@ def build_trainer(config: RunConfig) -> Trainer:
         check_settings_agree(flatten(config.model_dump()), topology.describe())
     if not processes.is_main:
         logging.getLogger("paddle_vl").setLevel(logging.WARNING)
-    checkpoint = checkpoint_to_resume(config)
+    checkpoint = checkpoint_to_resume(config, processes)
     if checkpoint is not None:
         for change in changed_settings(checkpoint, config):
             logger.info("changed since %s: %s", checkpoint.name, change)
@@ -77,8 +78,8 @@ def build_trainer(config: RunConfig) -> Trainer:
     num_steps = _num_steps(config, loader)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
-    def save_model(folder: Path) -> None:
-        family.save_model(model, folder)
+    def save_model(folder: Path, write: FileWriter) -> None:
+        family.save_model(model, folder, write)
         if processes.is_main:
             family.save_files(model, folder)
 

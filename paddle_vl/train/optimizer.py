@@ -182,7 +182,7 @@ class Optimizer:
                 name,
                 self.placement.whole_shape(parameter) if _has_layout(name) else (1,),
                 "F32",
-                partial(self.placement.whole_value, parameter, tensor)
+                partial(self.placement.whole_value, parameter, tensor, copy=False)
                 if _has_layout(name)
                 else tensor.numpy,
             )

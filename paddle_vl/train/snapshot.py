@@ -1,0 +1,161 @@
+"""The files that one rank writes of a checkpoint, collected in the main thread.
+
+What fills a checkpoint does two things: it writes small text files into a folder, and hands files
+of tensors, whose arrays come from the device and from other ranks, to a `FileWriter`. The text goes
+into a temporary folder of this machine. Tensors are either copied into host memory, to be written
+while training goes on (`HostSnapshot`), or written at once, one in memory at a time (`NoSnapshot`).
+"""
+
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from paddle_vl.models.checkpoint.manifest import FileSum, SummedStream, naming
+from paddle_vl.models.checkpoint.safetensors_io import (
+    FileWriter,
+    TensorToWrite,
+    bytes_of,
+    file_header,
+    write_file,
+)
+
+# Fills a folder; files of tensors in it are handed to the writer. Called by all ranks together.
+Fill = Callable[[Path, FileWriter], None]
+
+
+class AbandonedError(Exception):
+    """A write was given up."""
+
+
+class HostBuffers:
+    """Host memory for copies of files, which stays from one save to the next.
+
+    Memory that the system has to hand out anew costs several times the copying.
+    """
+
+    def __init__(self):
+        self._of_file: dict[str, np.ndarray] = {}
+
+    def take(self, name: str, size: int) -> np.ndarray:
+        """`[size]` uint8 for a file, with whatever is in it."""
+        buffer = self._of_file.get(name)
+        if buffer is None or buffer.size != size:
+            # The old one goes first.
+            self._of_file.pop(name, None)
+            del buffer
+            try:
+                buffer = self._of_file[name] = np.empty([size], np.uint8)
+            except MemoryError as error:
+                raise RuntimeError(
+                    f"there is no host memory for a copy of {name} of {size / 1e9:.1f} GB: set "
+                    "train.async_save=false, which writes it without one"
+                ) from error
+        return buffer
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._of_file.clear()
+
+
+class Snapshot:
+    """What this rank writes into a folder; made by `take`, written by `write_to`."""
+
+    def __init__(self):
+        self._texts: dict[str, bytes] = {}
+
+    def take(self, fill: Fill, partial: Path) -> None:
+        """Collect what `fill` makes. In the main thread, by all ranks that hold the model together.
+
+        Args:
+            partial: the folder that is to be filled in the end.
+        """
+        with tempfile.TemporaryDirectory(prefix="paddle-vl-") as folder:
+            root = Path(folder)
+
+            def write(file: Path, tensors: Iterable[TensorToWrite]) -> None:
+                self._take_tensors(partial, file.relative_to(root).as_posix(), list(tensors))
+
+            fill(root, write)
+            for path in sorted(root.rglob("*")):
+                if path.is_file():
+                    self._texts[path.relative_to(root).as_posix()] = path.read_bytes()
+
+    def write_to(self, partial: Path, go_on: Callable[[], None]) -> dict[str, FileSum]:
+        """Write everything into the folder, on the disk when this returns.
+
+        Args:
+            go_on: called between pieces; raises `AbandonedError` to end the write.
+
+        Raises:
+            OSError: a file cannot be written; the error names it.
+        """
+        return {
+            name: _written(partial / name, lambda stream, text=text: stream.write(text))
+            for name, text in self._texts.items()
+        }
+
+    def _take_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
+        raise NotImplementedError
+
+
+class HostSnapshot(Snapshot):
+    """Tensors as copies in host memory: this rank's share of the checkpoint."""
+
+    def __init__(self, buffers: HostBuffers):
+        super().__init__()
+        self._buffers = buffers
+        self._files: dict[str, list[tuple[TensorToWrite, np.ndarray]]] = {}
+
+    def write_to(self, partial: Path, go_on: Callable[[], None]) -> dict[str, FileSum]:
+        written = super().write_to(partial, go_on)
+        for name, copies in self._files.items():
+
+            def write(stream: SummedStream, copies=copies) -> None:
+                stream.write(file_header(tensor for tensor, _ in copies))
+                for tensor, copy in copies:
+                    stream.write(bytes_of(tensor, copy), go_on)
+
+            written[name] = _written(partial / name, write)
+        return written
+
+    def _take_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
+        buffer = self._buffers.take(name, sum(tensor.num_bytes for tensor in tensors))
+        offset, copies = 0, []
+        for tensor in tensors:
+            array = tensor.produce()
+            memory = buffer[offset : offset + array.nbytes]
+            if array.nbytes != tensor.num_bytes or memory.size != array.nbytes:
+                # Of another dtype than the file's, which is small: the buffer has no place for it.
+                copy = array.copy()
+            else:
+                copy = memory.view(array.dtype).reshape(array.shape)
+                np.copyto(copy, array)
+            copies.append((tensor, copy))
+            offset += tensor.num_bytes
+        self._files[name] = copies
+
+
+class NoSnapshot(Snapshot):
+    """Tensors are written while they are collected, and are never all in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self._written: dict[str, FileSum] = {}
+
+    def write_to(self, partial: Path, go_on: Callable[[], None]) -> dict[str, FileSum]:
+        return super().write_to(partial, go_on) | self._written
+
+    def _take_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        self._written[name] = write_file(partial / name, tensors)
+
+
+def _written(path: Path, write: Callable[[SummedStream], object]) -> FileSum:
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as stream:
+            summed = SummedStream(stream)
+            write(summed)
+            return summed.to_disk()
