@@ -16,8 +16,8 @@ With model.lora, `adapter_config.json` and `adapter_model.safetensors` of PEFT s
 model's files, in both; they name the base, which is not repeated.
 
 A folder is filled under a name that starts with `.partial-`, flushed to disk, and renamed: see
-`paddle_vl.train.checkpoint_writer`. Whether its files are still what was written says
-`paddle_vl.train.checkpoint_check`.
+`paddle_vl.train.saving.checkpoint_writer`. Whether its files are still what was written says
+`paddle_vl.train.saving.verify`.
 """
 
 import json
@@ -157,9 +157,12 @@ def load_state(folder: Path) -> dict[str, Any]:
     """
     path = folder / STATE_FILE
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
         raise RuntimeError(f"{path} cannot be read ({error}); resume from another one") from error
+    return state
 
 
 def flush_to_disk(path: Path) -> None:

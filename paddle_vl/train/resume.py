@@ -7,8 +7,8 @@ from typing import Any
 from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.train.checkpoint import checkpoint_folders, complete_checkpoints, missing_files
-from paddle_vl.train.checkpoint_check import Verdict, examine
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
+from paddle_vl.train.saving.verify import Verdict, examine
 
 logger = logging.getLogger(__name__)
 

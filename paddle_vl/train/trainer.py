@@ -14,7 +14,6 @@ from paddle_vl.models.checkpoint.pretrained import DEFAULT_SHARD_BYTES
 from paddle_vl.models.checkpoint.safetensors_io import FileWriter
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
-from paddle_vl.train.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.evaluate import MeanLosses
 from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, TrainingData
@@ -29,8 +28,9 @@ from paddle_vl.train.reporting.memory_in_use import memory_in_use
 from paddle_vl.train.reporting.metrics import StepMeter, longest_skip
 from paddle_vl.train.reporting.reporter import Reporter
 from paddle_vl.train.reporting.run_record import RunRecord
+from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
+from paddle_vl.train.saving.snapshot import Fill
 from paddle_vl.train.schedule import learning_rate
-from paddle_vl.train.snapshot import Fill
 from paddle_vl.train.step import StepOutcome, WholeModel, agree_on_step, train_step
 from paddle_vl.train.step_trace import StepTrace
 from paddle_vl.train.stop_signals import StopSignals
@@ -45,7 +45,7 @@ class Trainer:
         runner: the model, or this process's stages of it.
         data: training batches, without end.
         num_steps: updates of the whole run.
-        save_model: fills a folder with model and processor files, see `paddle_vl.train.snapshot`.
+        save_model: fills a folder with model and processor files, see `saving.snapshot`.
         evaluate: computes the evaluation losses; None without evaluation data.
         processes: those of the run; all of them run their trainers in step.
         peak_flops: operations per second of this process's device, if known.

@@ -77,7 +77,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
@@ -106,7 +106,7 @@ class Manifest:
             "files": dict(sorted(files_as_json(self.files).items())),
         }
         with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(values, indent=1) + "\n")
+            stream.write(json.dumps(values, indent=1))
             stream.flush()
             os.fsync(stream.fileno())
 

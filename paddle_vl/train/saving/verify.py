@@ -109,7 +109,7 @@ def _plan(checkpoint: Path) -> dict[str, Any]:
             plan["problems"] = _missing(checkpoint) or _not_fitting(checkpoint, manifest)
         else:
             plan["problems"] = _missing(checkpoint) or _damage_without_manifest(checkpoint)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         plan["problems"] = [str(error)]
     return plan
 

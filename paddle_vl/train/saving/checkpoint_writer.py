@@ -1,52 +1,27 @@
 """Writing a run's checkpoints beside training.
 
 The main thread collects what is to be written, which takes the device and other ranks
-(`paddle_vl.train.snapshot`). A thread then writes it, with checksums, has it on the disk, reads it
-back where older checkpoints are to be pruned, and leaves this rank's part; on the first rank it
-waits for all parts and gives the folder its name (`paddle_vl.train.checkpoint_commit`). Threads
-issue no collectives. One write is in flight at most.
+(`snapshot`). A thread then writes it, with checksums, has it on the disk, reads it back where older
+checkpoints are to be pruned, and leaves this rank's part (`folder_write`); on the first rank it
+waits for all parts and gives the folder its name (`commit`). Threads issue no collectives. One
+write is in flight at most.
 """
 
 import logging
 import shutil
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.models.checkpoint.manifest import damaged_files
 from paddle_vl.train.checkpoint import checkpoint_name, partial_of
-from paddle_vl.train.checkpoint_commit import Part, Pruner, collect_parts, commit
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
-from paddle_vl.train.snapshot import (
-    AbandonedError,
-    Fill,
-    HostBuffers,
-    HostSnapshot,
-    NoSnapshot,
-    Snapshot,
-)
+from paddle_vl.train.saving.commit import Pruner, collect_parts, commit
+from paddle_vl.train.saving.folder_write import FolderWrite, WriteTimes, failure
+from paddle_vl.train.saving.snapshot import Fill, HostBuffers, HostSnapshot, NoSnapshot
 
 logger = logging.getLogger(__name__)
 FINAL = "final"
-# How long the first rank waits for the others' parts when the run ends by an error: one of them may
-# be gone.
-_PATIENCE_S = 5.0
-
-
-class WriteTimes(NamedTuple):
-    """What one write took, in seconds.
-
-    Attributes:
-        stall: how long training stood still for it: for the write before it, and for the snapshot.
-        write: from then until the folder had its name, and old ones were pruned.
-    """
-
-    stall: float
-    write: float
 
 
 class CheckpointWriter:
@@ -76,7 +51,7 @@ class CheckpointWriter:
         self._buffers = HostBuffers()
         self._ranks: list[int] | None = None
         self._target: Path | None = None
-        self._write: _Write | None = None
+        self._write: FolderWrite | None = None
 
     def save(
         self, step: int, fill: Fill, nonfinite_updates: int = 0, is_last_word: bool = False
@@ -84,7 +59,7 @@ class CheckpointWriter:
         """Write the checkpoint of a step; training may go on when this returns.
 
         Args:
-            fill: see `paddle_vl.train.snapshot`.
+            fill: see `paddle_vl.train.saving.snapshot`.
             nonfinite_updates: updates that were skipped in a row until now; above 0 it is marked.
             is_last_word: the run is being stopped: nothing is read back and pruned, for which there
                 may be no time.
@@ -171,8 +146,9 @@ class CheckpointWriter:
         if write is not None:
             write.leave(at_once)
             write.join()
-            if write.error is not None and not write.is_told:
-                logger.warning("%s", write.error)
+            if write.error is not None:
+                if not write.is_told:
+                    logger.warning("%s", write.error)
             elif write.times is None and self.processes.is_main:
                 logger.warning("%s was not completed", write.target)
         self._buffers.clear()
@@ -209,7 +185,7 @@ class CheckpointWriter:
                 snapshot.take(fill, partial)
             except OSError as error:
                 raise failure(target, error) from error
-            write = _Write(snapshot, target, processes.rank, begin)
+            write = FolderWrite(snapshot, target, processes.rank, begin)
             write.reads_back = self._reads_back and prunes
             if processes.is_main:
                 write.finish = self._finisher(write, step, nonfinite_updates, prunes)
@@ -219,7 +195,7 @@ class CheckpointWriter:
             self.wait()
 
     def _finisher(
-        self, write: "_Write", step: int, nonfinite_updates: int, prunes: bool
+        self, write: FolderWrite, step: int, nonfinite_updates: int, prunes: bool
     ) -> Callable[[], None]:
         """What the first rank does behind its own write."""
 
@@ -242,7 +218,7 @@ class CheckpointWriter:
 
         return finish
 
-    def _agree(self, write: "_Write | None", target: Path) -> None:
+    def _agree(self, write: FolderWrite | None, target: Path) -> None:
         """Raise on all ranks where one of them failed."""
         own = write.error if write is not None else None
         errors = self.processes.gathered(None if own is None else str(own))
@@ -253,93 +229,3 @@ class CheckpointWriter:
             write.is_told = True
             raise own
         raise RuntimeError(f"{target.name} failed on rank {failed[0]}: {errors[failed[0]]}")
-
-
-class _Write:
-    """One folder's write on this rank, in a thread that outlives nothing: it is always joined.
-
-    Attributes:
-        has_written: this rank's part is on the disk, or has failed.
-        all_have_written: those of all ranks are.
-        finish: what follows on the first rank.
-        error: what it failed with; is_told: whether somebody was told.
-    """
-
-    def __init__(self, snapshot: Snapshot, target: Path, rank: int, begin: float):
-        self.target, self.reads_back = target, False
-        self.has_written, self.all_have_written = threading.Event(), threading.Event()
-        self.finish: Callable[[], None] | None = None
-        self.error: RuntimeError | None = None
-        self.is_told = False
-        self.times: WriteTimes | None = None
-        self._snapshot, self._rank, self._begin = snapshot, rank, begin
-        self._deadline: float | None = None
-        self._is_given_up, self._is_abandoned = threading.Event(), False
-        # Not a daemon, which an ending interpreter would leave in the middle of a rename.
-        self._thread = threading.Thread(target=self._run, name=f"write {target.name}")
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def leave(self, at_once: bool) -> None:
-        """End soon, and wait for nobody for long."""
-        self._deadline = time.monotonic() + _PATIENCE_S
-        if at_once:
-            self._is_given_up.set()
-
-    def go_on(self) -> None:
-        """Raise where the others are not to be waited for any longer."""
-        late = self._deadline is not None and time.monotonic() > self._deadline
-        if late or self._is_given_up.is_set():
-            raise AbandonedError
-
-    def _go_on_writing(self) -> None:
-        if self._is_given_up.is_set():
-            raise AbandonedError
-
-    def _run(self) -> None:
-        started = time.perf_counter()
-        self._attempt(self._write_part)
-        self.has_written.set()
-        if self.finish is not None and self.error is None:
-            self._attempt(self.finish)
-        if self.error is None and not self._is_abandoned:
-            self.times = WriteTimes(started - self._begin, time.perf_counter() - started)
-
-    def _attempt(self, work: Callable[[], None]) -> None:
-        if self._is_abandoned:
-            return
-        try:
-            work()
-        except AbandonedError:
-            self._is_abandoned = True
-        # Whatever it is, the main thread has to hear of it.
-        except Exception as error:
-            self.error = failure(self.target, error)
-
-    def _write_part(self) -> None:
-        partial = partial_of(self.target)
-        try:
-            files = self._snapshot.write_to(partial, self._go_on_writing)
-            doubts = ()
-            if self.reads_back:
-                doubts = tuple(damaged_files(partial, files, drop_cache=True))
-            Part(files, doubts).write(partial, self._rank)
-        except (OSError, RuntimeError) as error:
-            # The first rank need not wait for this one then. `wait` tells it too.
-            with suppress(OSError):
-                Part(error=str(error)).write(partial, self._rank)
-            raise
-
-
-def failure(target: Path, error: Exception) -> RuntimeError:
-    """What to raise where a folder could not be written."""
-    told = RuntimeError(
-        f"{target.name} could not be written: {error}. Earlier checkpoints are as they were: mend "
-        "this and continue with train.resume_from_checkpoint=auto"
-    )
-    told.__cause__ = error
-    return told

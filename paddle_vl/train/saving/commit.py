@@ -25,7 +25,7 @@ from paddle_vl.train.checkpoint import (
     flush_to_disk,
     remove_folder,
 )
-from paddle_vl.train.checkpoint_check import examine
+from paddle_vl.train.saving.verify import examine
 
 logger = logging.getLogger(__name__)
 _POLL_S = (0.02, 1.0)
