@@ -1,5 +1,6 @@
 """Small checkpoints on disk, without a model, as the writer of a run makes them."""
 
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,42 @@ def save_checkpoint(
     with CheckpointWriter(output_dir, settings(**changes), processes) as writer:
         fill = filled(step, config=config, nonfinite_updates=nonfinite_updates)
         return writer.save(step, fill, nonfinite_updates)
+
+
+class OneOfSeveral(SingleProcess):
+    """A process whose messages go through the memory that it shares with others."""
+
+    def __init__(self, rank, board, barrier):
+        self.rank, self.is_main, self.board, self.barrier = rank, rank == 0, board, barrier
+
+    def gathered(self, value):
+        self.board[self.rank] = value
+        self.barrier.wait()
+        values = list(self.board)
+        self.barrier.wait()
+        return values
+
+    def wait(self):
+        self.barrier.wait()
+
+
+def on_ranks(number: int, work: Callable[[SingleProcess], Any]) -> list[Any]:
+    """What `work` returns or raises on each of so many ranks, which are threads."""
+    board, barrier = [None] * number, threading.Barrier(number, timeout=10)
+    results: list[Any] = [None] * number
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(OneOfSeveral(rank, board, barrier))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=[rank]) for rank in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
 
 
 def steps_in(output_dir: Path) -> list[int]:

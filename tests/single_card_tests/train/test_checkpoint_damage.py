@@ -8,16 +8,14 @@ earlier version stays usable; a model's weights are compared when it is loaded, 
 
 import json
 import logging
-import threading
 
 import pytest
 
 from paddle_vl.models.checkpoint.manifest import FileSum, Manifest, shared_out
 from paddle_vl.train.checkpoint import model_folder
-from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.resume import checkpoint_to_resume
 from paddle_vl.train.saving.verify import examine
-from tests.single_card_tests.train.saved import run_config, save_checkpoint
+from tests.single_card_tests.train.saved import on_ranks, run_config, save_checkpoint
 
 
 def resuming(output_dir, source="auto", **changes):
@@ -146,27 +144,9 @@ def test_a_checkpoint_of_an_earlier_version_is_used_and_said_to_be_unverified(tm
     assert checkpoint_to_resume(resuming(tmp_path)) == older
 
 
-class OneOfSeveral(SingleProcess):
-    """A process whose messages go through the memory that it shares with others."""
-
-    def __init__(self, rank, board, barrier):
-        self.rank, self.is_main, self.board, self.barrier = rank, rank == 0, board, barrier
-
-    def gathered(self, value):
-        self.board[self.rank] = value
-        self.barrier.wait()
-        values = list(self.board)
-        self.barrier.wait()
-        return values
-
-    def wait(self):
-        self.barrier.wait()
-
-
 def test_ranks_share_the_reading_and_come_to_one_verdict(tmp_path, monkeypatch):
     folder = save_checkpoint(tmp_path, 2)
     flip(folder / "optimizer.safetensors")
-    board, barrier, verdicts = [None] * 3, threading.Barrier(3, timeout=30), [None] * 3
     read = []
     plain = examine.__globals__["damaged_files"]
 
@@ -176,14 +156,7 @@ def test_ranks_share_the_reading_and_come_to_one_verdict(tmp_path, monkeypatch):
 
     monkeypatch.setitem(examine.__globals__, "damaged_files", damaged_files)
 
-    def look(rank):
-        verdicts[rank] = examine(folder, True, OneOfSeveral(rank, board, barrier))
-
-    threads = [threading.Thread(target=look, args=[rank]) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    verdicts = on_ranks(3, lambda processes: examine(folder, True, processes))
     assert verdicts[0] == verdicts[1] == verdicts[2]
     assert "optimizer.safetensors does not have the checksum" in verdicts[0].problems[0]
     assert sorted(name for names in read for name in names) == sorted(Manifest.read(folder).files)
