@@ -26,6 +26,7 @@ from paddle_vl.train.processes import ONE_PROCESS
 from paddle_vl.train.random_state import seed_everything
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
+from paddle_vl.train.saving.verify import check_pretrained
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,9 @@ def build_trainer(config: RunConfig) -> Trainer:
     if checkpoint is not None:
         for change in changed_settings(checkpoint, config):
             logger.info("changed since %s: %s", checkpoint.name, change)
+    if config.model.pretrained is not None and (checkpoint is None or config.model.lora):
+        folder = Path(config.model.pretrained)
+        check_pretrained(folder, config.train.verify_checkpoint, processes)
     seed_everything(config.train.seed)
     family = model_family(config, checkpoint)
     if several:

@@ -9,7 +9,7 @@ what the run meant to write. Other files in the folder, such as a model card, ar
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -183,20 +183,27 @@ def check_weights(folder: Path) -> None:
     Raises:
         RuntimeError: files are damaged; all are named.
     """
+    if problems := damaged_files(folder, listed_weights(folder)):
+        raise RuntimeError(damage_of_weights(folder, problems))
+
+
+def listed_weights(folder: Path) -> dict[str, FileSum]:
+    """The files that the weights of a model folder are loaded from, as far as its manifest says.
+
+    Raises:
+        RuntimeError: the manifest is damaged.
+    """
     manifest = Manifest.read(folder)
-    if manifest is None:
-        return
-    weights = {name: file for name, file in manifest.files.items() if is_weight_file(name)}
-    if problems := damaged_files(folder, weights):
-        raise RuntimeError(
-            f"{folder} is damaged: {'; '.join(problems)}. Use another checkpoint or fetch the "
-            f"folder again; if you replaced the weights yourself, delete its {MANIFEST_FILE}"
-        )
+    files = {} if manifest is None else manifest.files
+    return {name: file for name, file in files.items() if _fits(name, WEIGHT_FILES)}
 
 
-def is_weight_file(name: str) -> bool:
-    """Whether a model is loaded from a file of that name."""
-    return any(fnmatchcase(name, pattern) for pattern in WEIGHT_FILES)
+def damage_of_weights(folder: Path, problems: Iterable[str]) -> str:
+    """What to say about a model folder whose weights are not those of its manifest."""
+    return (
+        f"{folder} is damaged: {'; '.join(problems)}. Use another checkpoint or fetch the folder "
+        f"again; if you replaced the weights yourself, delete its {MANIFEST_FILE}"
+    )
 
 
 def shared_out(files: Mapping[str, FileSum], rank: int, size: int) -> dict[str, FileSum]:
@@ -211,10 +218,14 @@ def shared_out(files: Mapping[str, FileSum], rank: int, size: int) -> dict[str, 
     return own
 
 
-def files_in(folder: Path, patterns: Iterable[str]) -> list[str]:
+def files_in(folder: Path, patterns: Sequence[str]) -> list[str]:
     """Names of a folder's own files that fit a pattern."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in names if _fits(name, patterns)]
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _entry(file: FileSum) -> dict[str, Any]:

@@ -15,10 +15,12 @@ from paddle_vl.models.checkpoint.manifest import (
     MANIFEST_FILE,
     WEIGHT_FILES,
     Manifest,
+    damage_of_weights,
     damaged_files,
     files_as_json,
     files_from_json,
     files_in,
+    listed_weights,
     shared_out,
 )
 from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers, read_header
@@ -83,8 +85,7 @@ def examine(
     problems, files = list(plan["problems"]), files_from_json(plan["files"])
     if not problems and files:
         own = shared_out(files, processes.rank, len(plans))
-        found = processes.gathered(damaged_files(checkpoint, own, checksums))
-        problems = [problem for of_rank in found for problem in of_rank]
+        problems = _found(damaged_files(checkpoint, own, checksums), processes)
         if processes.is_main and checksums and not problems:
             size = sum(file.size for file in files.values())
             logger.info(
@@ -94,6 +95,35 @@ def examine(
                 time.perf_counter() - begin,
             )
     return Verdict(tuple(problems), plan["nonfinite_updates"], plan["has_manifest"])
+
+
+def check_pretrained(
+    folder: Path, checksums: bool = True, processes: SingleProcess = ONE_PROCESS
+) -> None:
+    """Compare the weights that a run starts from with their manifest, if there is one.
+
+    Called by all processes together, which share the reading.
+
+    Raises:
+        RuntimeError: files are damaged; all are named, on every process.
+    """
+
+    def plan() -> dict[str, Any]:
+        try:
+            return {"files": files_as_json(listed_weights(folder)), "problems": []}
+        except RuntimeError as error:
+            return {"files": {}, "problems": [str(error)]}
+
+    plans = processes.gathered(plan() if processes.is_main else None)
+    own = shared_out(files_from_json(plans[0]["files"]), processes.rank, len(plans))
+    problems = plans[0]["problems"] or _found(damaged_files(folder, own, checksums), processes)
+    if problems:
+        raise RuntimeError(f"model.pretrained {damage_of_weights(folder, problems)}")
+
+
+def _found(own: list[str], processes: SingleProcess) -> list[str]:
+    """What all processes found, the same list on each."""
+    return [problem for of_rank in processes.gathered(own) for problem in of_rank]
 
 
 def _plan(checkpoint: Path) -> dict[str, Any]:

@@ -413,6 +413,18 @@ def test_training_can_start_from_a_pretrained_folder(whole_run, run_file, tmp_pa
     assert next(trainer.data)["image_grid_thw"].tolist() == [[1, 2, 2]] * 2
 
 
+def test_training_does_not_start_from_damaged_weights(whole_run, run_file, tmp_path):
+    shutil.copytree(whole_run / "final", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    settings = ["model.config=null", f"model.pretrained={file.parent}", "data.processor=null"]
+    with pytest.raises(RuntimeError, match=r"model\.pretrained .*model\.safetensors does not have"):
+        build(run_file, tmp_path / "out", *settings)
+    build(run_file, tmp_path / "out", *settings, "train.verify_checkpoint=false")
+
+
 def test_profiled_steps_leave_a_trace_of_these_steps(run_file, tmp_path):
     trainer = build(run_file, tmp_path, "train.profile={start: 2, steps: 2}")
     recorded, plain = [], trainer.train_one_step
