@@ -24,6 +24,9 @@ CHECKSUM = "xxh3_128"
 FORMAT = 1
 # What is written in one piece: between two, other threads run and a write can be given up.
 CHUNK_BYTES = 1 << 23
+# Brought to the disk as it comes: the system's memory does not fill with it, other programs' writes
+# are not held up for long, and a write can be given up soon.
+_FLUSH_BYTES = 1 << 28
 _READ_BYTES = 1 << 23
 # More readers than that do not make a disk faster.
 _MAX_READERS = 4
@@ -47,7 +50,8 @@ class SummedStream:
     """A file that is being written, and the checksum of what went into it."""
 
     def __init__(self, stream: BinaryIO):
-        self._stream, self._hash, self._size = stream, xxhash.xxh3_128(), 0
+        self._stream, self._hash = stream, xxhash.xxh3_128()
+        self._size = self._size_on_disk = 0
 
     def write(self, data: Any, go_on: Callable[[], None] | None = None) -> None:
         """Write the bytes of a contiguous buffer.
@@ -62,13 +66,19 @@ class SummedStream:
             chunk = view[begin : begin + CHUNK_BYTES]
             self._hash.update(chunk)
             self._stream.write(chunk)
-        self._size += len(view)
+            self._size += len(chunk)
+            if self._size - self._size_on_disk >= _FLUSH_BYTES:
+                self._flush()
 
     def to_disk(self) -> FileSum:
         """Have everything on the disk; what is there then."""
+        self._flush()
+        return FileSum(self._size, self._hash.hexdigest())
+
+    def _flush(self) -> None:
         self._stream.flush()
         os.fsync(self._stream.fileno())
-        return FileSum(self._size, self._hash.hexdigest())
+        self._size_on_disk = self._size
 
 
 @contextmanager

@@ -6,6 +6,7 @@ non-finite updates stop the run and leave the last good checkpoint; the output f
 help says.
 """
 
+import errno
 import json
 import logging
 import os
@@ -264,6 +265,21 @@ def test_a_checkpoint_holds_the_step_that_it_was_made_at_however_slow_the_disk(
         for name in ("model.safetensors", "optimizer.safetensors")[: 1 if folder == "final" else 2]:
             one, other = (tmp_path / run / folder / name for run in ("plain", "slow"))
             assert one.read_bytes() == other.read_bytes(), (folder, name)
+
+
+def test_a_write_that_fails_ends_the_run_at_a_step_behind_it(run_file, tmp_path, monkeypatch):
+    """Not as late as the next checkpoint, at the last step."""
+
+    def full(stream):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer = build(run_file, tmp_path, "train.save_steps=10", "train.max_steps=20")
+    monkeypatch.setattr(SummedStream, "to_disk", full)
+    with pytest.raises(RuntimeError, match=r"checkpoint-10 could not be written: .*No space left"):
+        trainer.run()
+    assert 10 < trainer.step < 20
+    (start,) = read_starts(tmp_path)
+    assert start["last_step"] == trainer.step
 
 
 def test_a_process_killed_in_the_middle_of_a_write_loses_nothing(whole_run, run_file, tmp_path):
