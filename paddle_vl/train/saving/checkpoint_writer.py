@@ -213,7 +213,7 @@ class CheckpointWriter:
                     target,
                     "; ".join(doubts),
                 )
-            elif prunes and not nonfinite_updates:
+            elif prunes:
                 self.pruner.prune(target)
 
         return finish
