@@ -117,6 +117,8 @@ class Trainer:
         self.reporter.open(self.step, self.num_steps)
         try:
             with StopSignals() as stop, logging_redirect_tqdm(), self.writer:
+                share = self.optimizer.placement.writers.size
+                self.writer.prepare(self.optimizer.bytes_to_write() // share)
                 while self.step < self.num_steps:
                     if not self.turn(stop.received):
                         return self._stop_early()

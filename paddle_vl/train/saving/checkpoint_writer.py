@@ -18,7 +18,7 @@ from paddle_vl.train.checkpoint import checkpoint_name, partial_of
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.saving.commit import Pruner, collect_parts, commit
 from paddle_vl.train.saving.folder_write import FolderWrite, WriteTimes, failure
-from paddle_vl.train.saving.snapshot import Fill, HostBuffers, HostSnapshot, NoSnapshot
+from paddle_vl.train.saving.snapshot import Fill, HostMemory, HostSnapshot, NoSnapshot
 
 logger = logging.getLogger(__name__)
 FINAL = "final"
@@ -48,10 +48,19 @@ class CheckpointWriter:
         self._is_async = train.async_save
         self._verifies = train.verify_checkpoint
         self._reads_back = self._verifies and train.save_total_limit is not None
-        self._buffers = HostBuffers()
+        self._memory = HostMemory()
         self._ranks: list[int] | None = None
         self._target: Path | None = None
         self._write: FolderWrite | None = None
+
+    def prepare(self, num_bytes: int) -> None:
+        """Have host memory for about so many bytes of this rank ready before the first save.
+
+        Raises:
+            RuntimeError: there is not so much memory.
+        """
+        if self._is_async and self.processes.holds_model:
+            self._memory.prepare(num_bytes)
 
     def save(
         self, step: int, fill: Fill, nonfinite_updates: int = 0, is_last_word: bool = False
@@ -151,7 +160,7 @@ class CheckpointWriter:
                     logger.warning("%s", write.error)
             elif write.times is None and self.processes.is_main:
                 logger.warning("%s was not completed", write.target)
-        self._buffers.clear()
+        self._memory.clear()
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -180,7 +189,7 @@ class CheckpointWriter:
         processes.wait()
         self._target = target
         if processes.holds_model:
-            snapshot = HostSnapshot(self._buffers) if self._is_async else NoSnapshot()
+            snapshot = HostSnapshot(self._memory) if self._is_async else NoSnapshot()
             try:
                 snapshot.take(fill, partial)
             except OSError as error:

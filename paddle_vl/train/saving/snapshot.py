@@ -7,6 +7,7 @@ while training goes on (`HostSnapshot`), or written at once, one in memory at a 
 """
 
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from paddle_vl.models.checkpoint.safetensors_io import (
     write_file,
 )
 
+# What memory is taken in beyond what was known to be needed.
+_BLOCK_BYTES = 1 << 26
+_TOUCHED_BYTES = 1 << 24
 # Fills a folder; files of tensors in it are handed to the writer. Called by all ranks together.
 Fill = Callable[[Path, FileWriter], None]
 
@@ -29,34 +33,77 @@ class AbandonedError(Exception):
     """A write was given up."""
 
 
-class HostBuffers:
-    """Host memory for copies of files, which stays from one save to the next.
+class HostMemory:
+    """Host memory for copies of tensors, which stays from one save to the next.
 
-    Memory that the system has to hand out anew costs several times the copying.
+    Memory that the system hands out anew costs several times the copying, when it is first touched.
+    So it is kept, and what is known to be needed is touched beside training, before the first save.
     """
 
     def __init__(self):
-        self._of_file: dict[str, np.ndarray] = {}
+        # Blocks, and how much of each is taken.
+        self._blocks: list[np.ndarray] = []
+        self._taken: list[int] = []
+        self._touching: threading.Thread | None = None
 
-    def take(self, name: str, size: int) -> np.ndarray:
-        """`[size]` uint8 for a file, with whatever is in it."""
-        buffer = self._of_file.get(name)
-        if buffer is None or buffer.size != size:
-            # The old one goes first.
-            self._of_file.pop(name, None)
-            del buffer
-            try:
-                buffer = self._of_file[name] = np.empty([size], np.uint8)
-            except MemoryError as error:
-                raise RuntimeError(
-                    f"there is no host memory for a copy of {name} of {size / 1e9:.1f} GB: set "
-                    "train.async_save=false, which writes it without one"
-                ) from error
-        return buffer
+    def prepare(self, size: int) -> None:
+        """Have so many bytes ready soon.
+
+        Raises:
+            RuntimeError: there is not so much memory.
+        """
+        if size > 0 and not self._blocks:
+            block = self._new_block(size)
+            self._touching = threading.Thread(target=_touch, args=[block], name="touch memory")
+            self._touching.start()
+
+    def begin(self) -> None:
+        """Take everything anew: nothing of an earlier save is needed any more."""
+        self.settle()
+        self._taken = [0] * len(self._blocks)
+
+    def take(self, size: int) -> np.ndarray:
+        """`[size]` uint8, with whatever is in it.
+
+        Raises:
+            RuntimeError: there is not so much memory.
+        """
+        for number, block in enumerate(self._blocks):
+            begin = self._taken[number]
+            if block.size - begin >= size:
+                self._taken[number] = begin + size
+                return block[begin : begin + size]
+        block = self._new_block(max(size, _BLOCK_BYTES))
+        self._taken[-1] = size
+        return block[:size]
+
+    def settle(self) -> None:
+        """Until no thread works on it."""
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
 
     def clear(self) -> None:
         """Give the memory back."""
-        self._of_file.clear()
+        self.settle()
+        self._blocks, self._taken = [], []
+
+    def _new_block(self, size: int) -> np.ndarray:
+        try:
+            block = np.empty([size], np.uint8)
+        except MemoryError as error:
+            raise RuntimeError(
+                f"there is no host memory of {size / 1e9:.1f} GB for a copy of the checkpoint: set "
+                "train.async_save=false, which writes it without one"
+            ) from error
+        self._blocks.append(block)
+        self._taken.append(0)
+        return block
+
+
+def _touch(block: np.ndarray) -> None:
+    for begin in range(0, block.size, _TOUCHED_BYTES):
+        block[begin : begin + _TOUCHED_BYTES] = 0
 
 
 class Snapshot:
@@ -103,9 +150,10 @@ class Snapshot:
 class HostSnapshot(Snapshot):
     """Tensors as copies in host memory: this rank's share of the checkpoint."""
 
-    def __init__(self, buffers: HostBuffers):
+    def __init__(self, memory: HostMemory):
         super().__init__()
-        self._buffers = buffers
+        self._memory = memory
+        memory.begin()
         self._files: dict[str, list[tuple[TensorToWrite, np.ndarray]]] = {}
 
     def write_to(self, partial: Path, go_on: Callable[[], None]) -> dict[str, FileSum]:
@@ -121,19 +169,12 @@ class HostSnapshot(Snapshot):
         return written
 
     def _take_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
-        buffer = self._buffers.take(name, sum(tensor.num_bytes for tensor in tensors))
-        offset, copies = 0, []
+        copies = []
         for tensor in tensors:
             array = tensor.produce()
-            memory = buffer[offset : offset + array.nbytes]
-            if array.nbytes != tensor.num_bytes or memory.size != array.nbytes:
-                # Of another dtype than the file's, which is small: the buffer has no place for it.
-                copy = array.copy()
-            else:
-                copy = memory.view(array.dtype).reshape(array.shape)
-                np.copyto(copy, array)
+            copy = self._memory.take(array.nbytes).view(array.dtype).reshape(array.shape)
+            np.copyto(copy, array)
             copies.append((tensor, copy))
-            offset += tensor.num_bytes
         self._files[name] = copies
 
 
