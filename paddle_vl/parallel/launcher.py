@@ -29,6 +29,8 @@ from paddle_vl.parallel.stop_requests import STOP_SIGNALS, StopRequest, StopRequ
 logger = logging.getLogger(__name__)
 
 LAUNCHER_VARIABLE = "PADDLE_VL_LAUNCHER_PID"
+# Whoever started this process: read early, as another takes its place when it ends.
+PARENT = os.getppid()
 RANK_LOG_VARIABLE = "PADDLE_VL_RANK_LOG"
 _MAIN = Path(__file__).parents[1] / "__main__.py"
 # For the other ranks to say why they end, before they are killed.
