@@ -53,6 +53,7 @@ setup(
         "safetensors>=0.4",
         "tokenizers>=0.19",
         "tqdm>=4.65",
+        "xxhash>=3.4",
     ],
     extras_require={**EXTRAS, "viz": [MATPLOTLIB, *EXTRAS["visualdl"], *EXTRAS["tensorboard"]]},
     entry_points={"console_scripts": ["paddle-vl = paddle_vl.cli.main:run"]},

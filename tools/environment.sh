@@ -18,7 +18,7 @@ _is_fitting_python() {
 }
 
 _version_of() {
-    "$1" --version 2>&1 || echo "absent"
+    "$1" --version 2>/dev/null || echo "absent"
 }
 
 _find_python() {

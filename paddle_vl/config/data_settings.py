@@ -67,6 +67,18 @@ class DataConfig(Section):
     on_bad_sample: Literal["fail", "skip"] = Field(
         "fail", description="stop at a sample that cannot be used, or skip and count it"
     )
+    allow_outside: bool = Field(
+        True,
+        description="whether images and videos may lie outside the folder of their data file, by "
+        "absolute paths, ../ or symbolic links; false refuses such samples, for data files of "
+        "others",
+    )
+    max_line_bytes: int = Field(
+        1 << 20,
+        ge=1024,
+        description="longest line of a data file; a longer one is a bad sample, refused before it "
+        "is read into memory",
+    )
     min_pixels: int | None = Field(
         None,
         ge=1,

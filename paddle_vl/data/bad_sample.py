@@ -1,5 +1,15 @@
 """The one error of the data path: a sample that cannot be used, where it stands, and why."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# What reading a hostile line can raise beside BadSampleError: numbers beyond their type, brackets
+# nested deeper than the stack, text that is no Unicode, paths that no file system takes.
+# MemoryError is not among them: it says more about the machine than about the sample.
+_HOSTILE = (ValueError, ArithmeticError, RecursionError, OSError)
+# Reasons quote names that lines give, of which there may be a hundred thousand.
+_LONGEST_REASON = 2000
+
 
 class BadSampleError(ValueError):
     """A sample that cannot be used.
@@ -23,6 +33,24 @@ class BadSampleError(ValueError):
     def __str__(self) -> str:
         return f"{self.place}: {self.reason}" if self.place else self.reason
 
-    def at(self, place: str) -> "BadSampleError":
-        """The same fault, with its place."""
-        return BadSampleError(self.kind, self.reason, place)
+
+@contextmanager
+def sample_at(place: str) -> Iterator[None]:
+    """Whatever is wrong with a sample within comes out as a `BadSampleError` with its place.
+
+    The one place where faults that nobody foresaw become bad samples, so that none of them ends a
+    run that skips bad samples. What is wrong with the machine (`RuntimeError`) passes.
+
+    Args:
+        place: `file:line`.
+    """
+    try:
+        yield
+    except BadSampleError as error:
+        reason = error.reason
+        if len(reason) > _LONGEST_REASON:
+            reason = f"{reason[:_LONGEST_REASON]}... ({len(reason)} characters)"
+        raise BadSampleError(error.kind, reason, place) from error
+    except _HOSTILE as error:
+        reason = f"the sample cannot be read: {type(error).__name__}: {str(error)[:200]}"
+        raise BadSampleError("unreadable_sample", reason, place) from error

@@ -1,7 +1,7 @@
 """Batches in a reproducible order, prepared ahead by worker processes; resumable at any batch."""
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from paddle_vl.data.sample_order import SampleOrder
 from paddle_vl.data.waiting import AskedBatch, described_wait
 from paddle_vl.data.worker_pool import (
     Collator,
+    KnowsContents,
     LoadedBatch,
     SampleSource,
     WorkerPool,
@@ -169,19 +170,29 @@ class PrefetchLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position; the batches are those of the run that was not interrupted.
 
+        State of before data had hashes of its contents is compared by the positions of lines.
+
         Raises:
-            ValueError: the data or the settings give another stream; every difference is named.
+            ValueError: the data or the settings give another stream; every difference is named,
+                of edited data by its file.
         """
-        here = self._stream()
-        differing = [
-            f"{name} was {state['stream'].get(name)} and is {value}"
+        was, here = state["stream"], self._stream()
+        contents = here.pop("contents", [])
+        edited = _edited(was.get("contents", []), contents)
+        if contents and "contents" not in was:
+            here["fingerprint"] = self._dataset.positions_fingerprint
+        elif edited:
+            # They say what the fingerprint only shows.
+            del here["fingerprint"]
+        differing = edited + [
+            f"{name} was {was.get(name)} and is {value}"
             for name, value in here.items()
-            if state["stream"].get(name) != value
+            if was.get(name) != value
         ]
         if differing:
             raise ValueError(
-                f"cannot continue in the data: {'; '.join(differing)}. The order of samples would "
-                "differ; restore the data and settings of the run, or start a new one"
+                f"cannot continue in the data: {'; '.join(differing)}. The samples or their order "
+                "would differ; restore the data and settings of the run, or start a new one"
             )
         self._skipped = Counter(state["skipped"])
         self._move_to(state["epoch"], state["batches_consumed"])
@@ -292,11 +303,26 @@ class PrefetchLoader:
         self._has_batch = batches_consumed > 0
 
     def _stream(self) -> dict[str, Any]:
-        """What the order of samples follows from."""
+        """What the order and the content of samples follow from; JSON values."""
+        contents = self._dataset.contents if isinstance(self._dataset, KnowsContents) else ()
         return {
+            **({"contents": [list(each) for each in contents]} if contents else {}),
             "num_samples": len(self._dataset),
             "fingerprint": self._dataset.fingerprint,
             "global_batch_size": self._order.batch_size * self._order.size,
             "seed": self._order.seed,
             **self._order.describe(),
         }
+
+
+def _edited(was: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> list[str]:
+    """What changed in which data file; nothing where there were other files."""
+    if len(was) != len(here):
+        return []
+    found = []
+    for (_, old_lines, old_media), (file, lines, media) in zip(was, here, strict=True):
+        if lines != old_lines:
+            found.append(f"lines of {file} were added, removed or edited")
+        elif media != old_media:
+            found.append(f"images or videos that {file} names have other sizes than they had")
+    return found

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.data.collate import VISUAL_KEYS, pad_rows
-from paddle_vl.data.sft.conversation import Conversation, parse_record
+from paddle_vl.data.sft.conversation import parse_record
 from paddle_vl.data.sft.template import (
     CONTROL_TOKENS,
     END_OF_TEXT,
@@ -25,6 +25,7 @@ from paddle_vl.data.sft.template import (
     ChatTemplate,
     VideoPrompt,
 )
+from paddle_vl.data.sft.turns import Conversation
 from paddle_vl.data.tokenizer import TextTokenizer
 from paddle_vl.data.vision.image_file import ImageSource
 from paddle_vl.data.vision.image_processor import ImageProcessor

@@ -63,6 +63,19 @@ class FromFiles(Protocol):
         """Where a sample stands: `file:line`."""
 
 
+@runtime_checkable
+class KnowsContents(Protocol):
+    """A dataset whose fingerprint covers what stands in its files.
+
+    Attributes:
+        contents: file, hash of its lines and hash of the sizes of its images and videos, of each.
+        positions_fingerprint: without contents, as older checkpoints have it.
+    """
+
+    contents: Sequence[tuple[str, str, str]]
+    positions_fingerprint: int
+
+
 class LoadedBatch(NamedTuple):
     """A collated batch, or None where every sample was left out; and what was skipped, by kind."""
 

@@ -50,6 +50,7 @@ def parse_json_object(text: str | bytes, file: Path, what: str, remedy: str) -> 
         file: where the text is from, for the message.
     """
     try:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
         values = json.loads(text, object_pairs_hook=_without_duplicates)
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} is not UTF-8 text"

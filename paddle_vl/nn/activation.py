@@ -10,6 +10,7 @@ _BY_NAME: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate=True),
     "silu": F.silu,
 }
+ACTIVATIONS = tuple(_BY_NAME)
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:

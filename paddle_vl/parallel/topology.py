@@ -6,13 +6,16 @@ Processes are numbered with mp innermost, then sharding, pp and dp, so that mp p
 neighbours on one machine.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import paddle
 import paddle.distributed as dist
-from paddle.distributed import fleet
+from paddle.distributed import fleet, parallel
 from paddle.distributed.collective import Group
 from paddle.distributed.fleet.base.topology import HybridCommunicateGroup
+from paddle.distributed.fleet.utils import log_util
 
 from paddle_vl.config.load import raise_problems
 from paddle_vl.parallel.collective_check import check_run_if_asked
@@ -122,7 +125,8 @@ def initialize(degrees: ParallelDegrees) -> Topology:
         return Topology.single(degrees)
     install()
     meet()
-    fleet.init(is_collective=True, strategy=_strategy(degrees), log_level="WARNING")
+    with _quiet():
+        fleet.init(is_collective=True, strategy=_strategy(degrees), log_level="WARNING")
     communicators = fleet.get_hybrid_communicate_group()
     rank = dist.get_rank()
     groups, other = {}, []
@@ -158,6 +162,18 @@ def initialize(degrees: ParallelDegrees) -> Topology:
         ends_group=_own_group(ends, rank),
         host_group=None if on_cpu else dist.new_group(backend="gloo"),
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep fleet from telling that it starts, and every rank from listing Paddle's flags."""
+    log_util.set_log_level("WARNING")
+    lists_flags = parallel._print_modified_flags
+    parallel._print_modified_flags = lambda flags: None
+    try:
+        yield
+    finally:
+        parallel._print_modified_flags = lists_flags
 
 
 def _own_group(members: list[list[int]], rank: int) -> Group | None:

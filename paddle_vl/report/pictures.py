@@ -19,6 +19,8 @@ _STYLES = ("-", "--", ":", "-.", (0, (4, 2)))
 _INSIDE = 4
 _SKIPPED = "#c92a2a"
 _LONGEST_NAME = 80
+# Beyond it the distances of ticks are no numbers.
+_LARGEST = 1e150
 
 
 def draw_panels(runs: Sequence[Run], panels: Sequence[Panel], folder: Path) -> list[Path]:
@@ -111,7 +113,8 @@ def _joined(curve: Curve) -> tuple[list[float], list[float]]:
             steps.append(step)
             values.append(float("nan"))
         steps.append(step)
-        values.append(float("nan") if value is None else value)
+        is_drawn = value is not None and abs(value) < _LARGEST
+        values.append(value if is_drawn else float("nan"))
     return steps, values
 
 

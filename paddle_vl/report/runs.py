@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,21 @@ class Run:
     def resumed_steps(self) -> list[int]:
         """Steps that starts went on from."""
         return [start["first_step"] for start in self.starts if start.get("first_step")]
+
+    @property
+    def settings_by_step(self) -> list[tuple[int, int, dict[str, Any]]]:
+        """First step, last step and flat settings of each start that trained and has left these.
+
+        Steps that a later start trained again belong to that one.
+        """
+        found = []
+        ends = [start.get("first_step") for start in self.starts[1:]]
+        for start, end in zip_longest(self.starts, ends):
+            first = (start.get("first_step") or 0) + 1
+            last = self.last_step if end is None else min(end, self.last_step)
+            if first <= last and start.get("settings"):
+                found.append((first, last, flatten(start["settings"])))
+        return found
 
     @property
     def seconds(self) -> float:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from paddle_vl.report.runs import Run
@@ -30,6 +31,7 @@ def tables_of(runs: Sequence[Run]) -> list[Table]:
     tables = [
         Table("Results", _rows(runs, _RESULTS)),
         _differing_settings(runs) if several else _all_settings(runs),
+        _settings_by_step(runs),
         Table("Where the runs come from" if several else "Where the run comes from", _origin(runs)),
         _last_values(runs),
     ]
@@ -145,6 +147,30 @@ def _all_settings(runs: Sequence[Run]) -> Table:
     return Table("All settings", rows, is_folded=True)
 
 
+def _settings_by_step(runs: Sequence[Run]) -> Table:
+    """Which steps were trained under which settings, of runs whose starts had different ones."""
+    rows = []
+    for index, run in enumerate(runs):
+        parts = run.settings_by_step
+        changes = [_changes(old[2], new[2]) for old, new in pairwise(parts)]
+        if not any(changes):
+            continue
+        for (first, last, _), text in zip(parts, ["as at the start", *changes], strict=True):
+            cells = [_ABSENT] * len(runs)
+            cells[index] = text or "no change"
+            rows.append((f"steps {first:,} to {last:,}", cells))
+    return Table("Settings by step", rows, "Changes from the steps before." if rows else "")
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    names = [name for name in dict.fromkeys([*old, *new]) if name not in _NOT_COMPARED]
+    return "; ".join(
+        f"{name}: {before} -> {after}"
+        for name in names
+        if (before := _shown_setting(old, name)) != (after := _shown_setting(new, name))
+    )
+
+
 def _setting(run: Run, name: str) -> str:
     return _ABSENT if run.settings is None else _shown_setting(run.settings, name)
 
@@ -160,14 +186,14 @@ def _origin(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Of each run its newest start."""
     rows = _rows(runs, _ORIGIN)
     packages = dict.fromkeys(
-        name for run in runs for start in run.starts[-1:] for name in start.get("versions", {})
+        name for run in runs for start in run.starts[-1:] for name in (start.get("versions") or {})
     )
     versions = {name: _version(name) for name in packages}
     return rows + _rows(runs, versions)
 
 
 def _version(package: str) -> Callable[[Run], str | None]:
-    return lambda run: run.starts[-1].get("versions", {}).get(package) if run.starts else None
+    return lambda run: (run.starts[-1].get("versions") or {}).get(package) if run.starts else None
 
 
 def _of_start(tell: Callable[[dict[str, Any]], Any]) -> Callable[[Run], str | None]:
@@ -195,15 +221,15 @@ def _processes(start: dict[str, Any]) -> str | None:
         return None
     degrees = [
         f"{name.removesuffix('_degree')} {degree}"
-        for name, degree in start.get("parallel", {}).items()
-        if name.endswith("_degree") and degree > 1
+        for name, degree in (start.get("parallel") or {}).items()
+        if name.endswith("_degree") and degree and degree > 1
     ]
     return f"{number} ({', '.join(degrees)})" if degrees else str(number)
 
 
 def _device(start: dict[str, Any]) -> str | None:
-    name = start.get("device_name")
-    return f"{start['device']} ({name})" if name else start.get("device")
+    device, name = start.get("device"), start.get("device_name")
+    return f"{device} ({name})" if device and name else device or name
 
 
 def _starts(run: Run) -> str | None:
@@ -219,7 +245,7 @@ _ORIGIN: dict[str, Callable[[Run], str | None]] = {
     "starts": _starts,
     "git revision": _revision("git"),
     "git revision of paddle-vl": _revision("paddle_vl_git"),
-    "command": _of_start(lambda start: " ".join(start.get("command", [])) or None),
+    "command": _of_start(lambda start: " ".join(start.get("command") or []) or None),
     "started in": _of_start(lambda start: start.get("folder")),
     "host": _of_start(lambda start: start.get("host")),
     "device": _of_start(_device),

@@ -126,7 +126,7 @@ def greedy_answers(
     batch_size: int,
     max_new_tokens: int,
 ) -> list[Answer]:
-    """Answer every assistant turn anew, given the true turns before it.
+    """Answer every assistant turn that is a target anew, given the true turns before it.
 
     Args:
         processor: a `Qwen3VLProcessor`.
@@ -182,13 +182,12 @@ class FirstSamples:
 
 
 def _questions(dataset: Any) -> Iterator[tuple[str, Any, str]]:
-    """Place, conversation up to an assistant turn, and the text of that turn."""
+    """Place, conversation up to a turn that is a target, and the text of that turn."""
     for number in range(len(dataset)):
         conversation = dataset.conversation(number)
-        for i, turn in enumerate(conversation.turns):
-            if turn.role == "assistant":
-                so_far = replace(conversation, turns=conversation.turns[:i])
-                yield dataset.place(number), so_far, turn.text.strip()
+        for i in conversation.targets:
+            so_far = replace(conversation, turns=conversation.turns[:i])
+            yield dataset.place(number), so_far, conversation.turns[i].text.strip()
 
 
 def evaluation_report(loss: float, num_targets: int, answers: list[Answer]) -> str:

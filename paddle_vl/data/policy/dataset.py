@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from paddle_vl.batch.letterbox import letterbox
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.line_index import LineIndex, OnBadSample
-from paddle_vl.data.policy.moment import Moment, check_files, parse_moment
+from paddle_vl.data.bad_sample import BadSampleError, sample_at
+from paddle_vl.data.line_index import MAX_LINE_BYTES, FileContent, LineIndex, OnBadSample
+from paddle_vl.data.media_path import MediaFolder
+from paddle_vl.data.policy.moment import Moment, file_sizes, parse_moment
 from paddle_vl.data.policy.sample import (
     Demonstration,
     DemonstrationShapes,
@@ -47,6 +48,9 @@ class DemonstrationsDataset:
         fields: Sequence[str] = (),
         group_names: Sequence[str] | None = None,
         on_bad_sample: OnBadSample = "fail",
+        *,
+        allow_outside: bool = True,
+        max_line_bytes: int = MAX_LINE_BYTES,
     ):
         """Open the files and check every line.
 
@@ -56,6 +60,8 @@ class DemonstrationsDataset:
             fields: the optional fields that samples have, whatever a line holds.
             group_names: in the order of `dataset_index`, a policy's `dataset_names`; None for the
                 groups in the order of `files`.
+            allow_outside: whether images may lie outside their data file's folder.
+            max_line_bytes: a longer line is a bad sample.
 
         Raises:
             RuntimeError: a file does not exist.
@@ -75,7 +81,8 @@ class DemonstrationsDataset:
         named = [(Path(file), name) for name, of_group in groups.items() for file in of_group]
         self.files = [file for file, _ in named]
         self._groups = [self.group_names.index(name) for _, name in named]
-        self._lines = LineIndex(self.files, self._check_line, on_bad_sample)
+        self._folders = [MediaFolder(file.parent, allow_outside) for file in self.files]
+        self._lines = LineIndex(self.files, self._check_line, on_bad_sample, max_line_bytes)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -92,8 +99,8 @@ class DemonstrationsDataset:
         Raises:
             BadSampleError: it cannot be used, as `file:line: reason`.
         """
-        try:
-            moment, group = self._moment(number)
+        moment, group = self._moment(number)
+        with sample_at(self.place(number)):
             given = dict(moment.words) | {"state": moment.state, "dataset_index": group}
             if moment.actions is not None:
                 given["actions"] = moment.actions
@@ -103,8 +110,6 @@ class DemonstrationsDataset:
             if self.fields["subgoal"] and with_subgoals:
                 given |= {goal: self._image(goal, path) for goal, path in moment.goals.items()}
             return finished_sample(given, self.shapes, self.fields)
-        except BadSampleError as error:
-            raise error.at(self.place(number)) from error
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Real frames of the state, real steps of the actions, and the group; no images are read.
@@ -126,17 +131,29 @@ class DemonstrationsDataset:
 
     @property
     def fingerprint(self) -> int:
-        """Changes when lines are added, removed, or change their length."""
+        """Changes when samples are added, removed or edited; see `LineIndex`."""
         return self._lines.fingerprint
+
+    @property
+    def positions_fingerprint(self) -> int:
+        """See `LineIndex`."""
+        return self._lines.positions_fingerprint
+
+    @property
+    def contents(self) -> list[FileContent]:
+        """Hashes of what is taken from every file."""
+        return self._lines.contents
 
     def _moment(self, number: int) -> tuple[Moment, int]:
         line, file_number = self._lines.line(number)
-        moment = parse_moment(line, self.files[file_number].parent, self.shapes)
+        with sample_at(self.place(number)):
+            moment = parse_moment(line, self._folders[file_number], self.shapes)
         return moment, self._groups[file_number]
 
-    def _check_line(self, line: bytes, file_number: int) -> None:
-        moment = parse_moment(line, self.files[file_number].parent, self.shapes)
-        check_files(moment, self.fields["subgoal"])
+    def _check_line(self, line: bytes, file_number: int) -> list[int]:
+        """Check what needs no decoding: the sizes of the files that the line names."""
+        moment = parse_moment(line, self._folders[file_number], self.shapes)
+        return file_sizes(moment, self.fields["subgoal"])
 
     def _image(self, name: str, path: str) -> np.ndarray:
         """`[3, H, W]` float32 in [0, 1], fitted into the size that is asked for."""

@@ -10,10 +10,8 @@ outer list out. What a line does not have, or has as null, is absent; `dataset_i
 written, it follows from the file.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ import numpy as np
 from paddle_vl.config.policy_metadata import metadata_problem
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.line_index import parse_object
+from paddle_vl.data.media_path import MediaFolder, file_size
 from paddle_vl.data.policy.sample import NUMBER_TYPES, OPTIONAL_TEXTS, DemonstrationShapes
 
 
@@ -43,45 +42,41 @@ class Moment:
     words: Mapping[str, Any]
 
 
-def parse_moment(line: bytes, directory: Path, shapes: DemonstrationShapes) -> Moment:
+def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) -> Moment:
     """Parse one line of a JSONL file.
 
     Args:
-        directory: where relative paths start; the file's own directory.
+        folder: the file's own, where relative paths start.
 
     Raises:
         BadSampleError: naming the fault.
     """
-    record = parse_object(line, "'state', images, 'actions' and 'prompt'")
+    # Numbers that are not finite are refused below, by the name of their entry.
+    record = parse_object(line, "'state', images, 'actions' and 'prompt'", finite=False)
     record = {name: value for name, value in record.items() if value is not None}
     _check_names(record, shapes)
     state_FS, newest = _rows(record, "state", shapes.state_dim), slice(-shapes.n_obs_steps, None)
-    frames = {
-        name: _paths(record, name, directory, len(state_FS))[newest] for name in shapes.cameras
-    }
+    frames = {name: _paths(record, name, folder, len(state_FS))[newest] for name in shapes.cameras}
     actions_NA = None
     if shapes.chunk_size is not None:
         actions_NA = _rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
     goals = {
-        goal: _paths(record, goal, directory, 1)[0]
-        for goal in shapes.goals.values()
-        if goal in record
+        goal: _paths(record, goal, folder, 1)[0] for goal in shapes.goals.values() if goal in record
     }
     words = {name: _text(record, name) for name in ("prompt", *OPTIONAL_TEXTS) if name in record}
     words |= {name: _number(record, name) for name in NUMBER_TYPES if name in record}
     return Moment(state_FS[newest], actions_NA, frames, goals, words)
 
 
-def check_files(moment: Moment, with_goals: bool) -> None:
-    """Check that the image files exist.
+def file_sizes(moment: Moment, with_goals: bool) -> list[int]:
+    """Bytes of the image files.
 
     Raises:
-        BadSampleError: naming one that does not.
+        BadSampleError: naming one that does not exist.
     """
     paths = [path for of_camera in moment.frames.values() for path in of_camera]
-    for path in paths + (list(moment.goals.values()) if with_goals else []):
-        if not os.path.isfile(path):
-            raise BadSampleError("missing_image", f"image file {path} does not exist")
+    paths += list(moment.goals.values()) if with_goals else []
+    return [file_size(path, "image") for path in paths]
 
 
 def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None:
@@ -132,7 +127,7 @@ def _rows(record: Mapping[str, Any], name: str, width: int) -> np.ndarray:
     return values.astype(np.float32)
 
 
-def _paths(record: Mapping[str, Any], name: str, directory: Path, count: int) -> list[str]:
+def _paths(record: Mapping[str, Any], name: str, folder: MediaFolder, count: int) -> list[str]:
     given = record[name]
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list) or not all(isinstance(path, str) and path for path in given):
@@ -140,7 +135,7 @@ def _paths(record: Mapping[str, Any], name: str, directory: Path, count: int) ->
     if len(given) != count:
         what = "1 is needed" if name.startswith("subgoal") else f"'state' has {count} frames"
         raise BadSampleError("bad_shape", f"{name!r} has {len(given)} images; {what}")
-    return [str(directory / path) for path in given]
+    return [folder.path(path, repr(name)) for path in given]
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:

@@ -104,12 +104,16 @@ class DemonstrationSource(SampleSource, Protocol):
         fields: for each of `OPTIONAL_FIELDS`, whether samples have it.
         group_names: of the groups that `dataset_index` counts.
         files: that they stand in; none of a formula.
+        contents, positions_fingerprint: see `paddle_vl.data.worker_pool.KnowsContents`; no contents
+            of a formula.
     """
 
     shapes: DemonstrationShapes
     fields: Mapping[str, bool]
     group_names: tuple[str, ...]
     files: Sequence[Path]
+    contents: Sequence[tuple[str, str, str]]
+    positions_fingerprint: int
 
     def place(self, number: int) -> str:
         """Where a sample comes from, for messages: `file:line`, or its number."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paddle_vl.data.line_index import FileContent
 from paddle_vl.data.policy.draws import Stream, sample_rng
 from paddle_vl.data.policy.sample import (
     OPTIONAL_FIELDS,
@@ -59,6 +60,7 @@ class SyntheticDemonstrations:
 
     on_bad_sample = "fail"
     files: Sequence[Path] = ()
+    contents: Sequence[FileContent] = ()
 
     def __init__(
         self,
@@ -131,6 +133,11 @@ class SyntheticDemonstrations:
         """Changes with everything that samples follow from."""
         settings = (self.num_samples, self.seed, self.shapes, self.fields, self.group_names)
         return zlib.crc32(repr(settings).encode())
+
+    @property
+    def positions_fingerprint(self) -> int:
+        """The fingerprint: there are no lines whose contents it could leave out."""
+        return self.fingerprint
 
     def _frames(self, number: int) -> np.ndarray:
         """Steps at which the frames of an observation are; fewer at the beginning."""

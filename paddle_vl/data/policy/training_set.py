@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paddle_vl.data.line_index import FileContent
 from paddle_vl.data.policy.draws import FlowDraws, Stream, sample_rng
 from paddle_vl.data.policy.drops import NO_DROPS, DropProbabilities, draw_drops, drop_fields
 from paddle_vl.data.policy.sample import Demonstration, DemonstrationShapes, DemonstrationSource
@@ -99,3 +100,11 @@ class DrawnDemonstrations:
     @property
     def fingerprint(self) -> int:
         return self.source.fingerprint
+
+    @property
+    def positions_fingerprint(self) -> int:
+        return self.source.positions_fingerprint
+
+    @property
+    def contents(self) -> Sequence[FileContent]:
+        return self.source.contents

@@ -10,134 +10,95 @@ Two spellings are read, the JSONL format of PaddleFormers and ms-swift and the m
 
 In the first, `<image>` and `<video>` tags take the entries of `images` and `videos` in order. In
 the second, text is literal (no tags), and a part without a source of its own takes the next entry.
+`record_keys` says which other entries are honoured and which refused.
 """
 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.line_index import parse_object
-from paddle_vl.data.vision.image_file import ImageSource
-from paddle_vl.data.vision.video_reader import VideoFrames, VideoSource
+from paddle_vl.data.media_path import MediaFolder
+from paddle_vl.data.sft.record_keys import (
+    RECORD_KEYS,
+    check_box_tags,
+    check_message_keys,
+    check_record_keys,
+    is_target,
+    listed_targets,
+    refuse_unknown,
+    role_remedy,
+)
+from paddle_vl.data.sft.turns import Conversation, ImagePart, Part, Turn, VideoPart
+from paddle_vl.data.vision.video_reader import VideoFrames
 
 ROLES = ("system", "user", "assistant")
 
 _TAG = re.compile(r"<(image|video)>")
-# Entries of a record that change what the model should see, and that nothing here renders.
-_UNSUPPORTED_KEYS = ("tools", "audios", "objects")
-_MEDIA_KEYS = ("messages", "images", "videos", *_UNSUPPORTED_KEYS)
 # Keys of a part that hold its source; HF and OpenAI spell it in these ways.
 _SOURCE_KEYS = {
     "image": ("image", "path", "url", "image_url"),
     "video": ("video", "path", "url"),
 }
+_PART_KEYS = {kind: ("type", *keys) for kind, keys in _SOURCE_KEYS.items()} | {
+    "text": ("type", "text")
+}
 
-
-class ImagePart(NamedTuple):
-    """An image within a turn."""
-
-    source: ImageSource
-
-
-class VideoPart(NamedTuple):
-    """A video within a turn."""
-
-    source: VideoSource
-
-
-Part = str | ImagePart | VideoPart
 
 _PART_TYPES = {"image": ImagePart, "video": VideoPart}
-# What other readers of messages set for one video. Left out silently, another number of frames
-# would be trained on than its author meant.
-_VIDEO_PART_SETTINGS = (
-    "fps", "nframes", "num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels",
-    "total_pixels", "resized_height", "resized_width", "video_start", "video_end",
-)  # fmt: skip
+# What other readers of messages set for one image or video. Left out silently, another size or
+# number of frames would be trained on than its author meant.
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+_PART_SETTINGS = {
+    "image": _SIZES,
+    "video": (
+        "fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pixels", "video_start",
+        "video_end", *_SIZES,
+    ),
+}  # fmt: skip
+_SETTINGS_FOR_ALL = {
+    "image": "data.max_pixels or data.min_pixels",
+    "video": "data.video_fps, data.video_max_frames or data.video_max_pixels",
+}
 # Sources that are not file names.
 _IN_MEMORY = (Image.Image, np.ndarray, VideoFrames)
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One message: who speaks, and text, images and videos in reading order."""
-
-    role: str
-    parts: tuple[Part, ...]
-
-    @property
-    def text(self) -> str:
-        """The text without images and videos."""
-        return "".join(part for part in self.parts if isinstance(part, str))
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A validated conversation.
-
-    Attributes:
-        turns: in order; a system turn can only be the first.
-        extra: entries of the record that are neither messages nor media, such as `task`.
-    """
-
-    turns: tuple[Turn, ...]
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def images(self) -> list[ImageSource]:
-        """Sources of all images in reading order."""
-        return self._sources(ImagePart)
-
-    @property
-    def videos(self) -> list[VideoSource]:
-        """Sources of all videos in reading order."""
-        return self._sources(VideoPart)
-
-    def _sources(self, kind: type) -> list[Any]:
-        return [part.source for turn in self.turns for part in turn.parts if isinstance(part, kind)]
-
-    def prompt_and_answer(self) -> tuple["Conversation", str]:
-        """Everything before the last assistant turn, and the text of that turn.
-
-        Raises:
-            BadSampleError: there is no assistant turn.
-        """
-        last = max((i for i, t in enumerate(self.turns) if t.role == "assistant"), default=None)
-        if last is None:
-            raise BadSampleError("no_assistant", "the conversation has no assistant turn")
-        return replace(self, turns=self.turns[:last]), self.turns[last].text
-
-
-def parse_line(line: bytes, directory: Path) -> Conversation:
+def parse_line(line: bytes, directory: Path, allow_outside: bool = True) -> Conversation:
     """Parse one line of a JSONL file.
 
     Args:
         directory: where relative paths start; the file's own directory.
+        allow_outside: whether images and videos may lie elsewhere.
 
     Raises:
         BadSampleError: naming the fault.
     """
-    return parse_record(parse_object(line, "'messages'"), directory)
+    return parse_record(parse_object(line, "'messages'"), directory, allow_outside)
 
 
-def parse_record(record: Mapping[str, Any], directory: Path | None = None) -> Conversation:
+def parse_record(
+    record: Mapping[str, Any], directory: Path | None = None, allow_outside: bool = True
+) -> Conversation:
     """Parse a record of messages and media.
 
     Args:
-        record: `messages`, and optionally `images` and `videos`; sources may also be PIL images,
-            arrays or `VideoFrames`.
+        record: `messages`, and optionally `images`, `videos`, `system` and `label`; sources may
+            also be PIL images, arrays or `VideoFrames`.
         directory: where relative paths start; None leaves them as they are.
+        allow_outside: whether paths may lead out of the directory.
 
     Raises:
         BadSampleError: a missing or mistyped entry, an unknown role, an entry that nothing here
-            renders, or a number of tags that differs from the number of images or videos.
+            renders, a number of tags that differs from the number of images or videos, or a path
+            that is none.
     """
     if "messages" not in record:
         raise BadSampleError(
@@ -146,18 +107,42 @@ def parse_record(record: Mapping[str, Any], directory: Path | None = None) -> Co
     messages = record["messages"]
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise BadSampleError("missing_key", "'messages' must be a list with at least one message")
-    for key in _UNSUPPORTED_KEYS:
-        if record.get(key):
-            raise BadSampleError("unsupported", f"{key!r} cannot be used yet; remove the entry")
-
-    turns = [_parse_message(message, number) for number, message in enumerate(messages, start=1)]
+    check_record_keys(record)
+    roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+    learned = listed_targets(record, roles)
+    turns = [
+        _parse_message(message, number, target)
+        for number, (message, target) in enumerate(zip(messages, learned, strict=True), start=1)
+    ]
+    turns = _with_system(turns, record.get("system"))
     listed = {kind: _listed(record, kind, turns) for kind in _PART_TYPES}
+    folder = MediaFolder(directory, allow_outside)
     filled = [
-        replace(turn, parts=tuple(_fill(part, listed, directory) for part in turn.parts))
+        replace(turn, parts=tuple(_fill(part, listed, folder) for part in turn.parts))
         for turn in turns
     ]
-    extra = {key: value for key, value in record.items() if key not in _MEDIA_KEYS}
+    extra = {key: value for key, value in record.items() if key not in RECORD_KEYS}
     return Conversation(tuple(filled), extra)
+
+
+def _with_system(turns: list[Turn], text: Any) -> list[Turn]:
+    """The turns with the record's own system message in front."""
+    if text is None or text == "":
+        return turns
+    if not isinstance(text, str):
+        raise BadSampleError(
+            "missing_key", f"'system' is of type {type(text).__name__}; a text is needed"
+        )
+    check_box_tags(text, "'system'")
+    system = Turn("system", tuple(_split_tags(text)), is_target=False)
+    if turns[0].role != "system":
+        return [system, *turns]
+    if turns[0] != system:
+        raise BadSampleError(
+            "two_systems",
+            "the record has 'system' and another text in its system message: keep one of them",
+        )
+    return turns
 
 
 def _listed(record: Mapping[str, Any], kind: str, turns: Sequence[Turn]) -> Iterator[Any]:
@@ -177,26 +162,34 @@ def _listed(record: Mapping[str, Any], kind: str, turns: Sequence[Turn]) -> Iter
     return iter(sources)
 
 
-def _parse_message(message: Any, number: int) -> Turn:
-    """A turn whose parts have their own source, or None for the next of `images` or `videos`."""
+def _parse_message(message: Any, number: int, listed: bool | None) -> Turn:
+    """A turn whose parts have their own source, or None for the next of `images` or `videos`.
+
+    Args:
+        listed: whether the record's `label` says that it is a target.
+    """
     where = f"message {number}"
     if not isinstance(message, Mapping):
         raise BadSampleError(
             "missing_key", f"{where} is a {type(message).__name__}; an object is needed"
         )
+    check_message_keys(message, where)
     for key in ("role", "content"):
         if message.get(key) is None:
             raise BadSampleError("missing_key", f"{where} has no {key!r}; it has {sorted(message)}")
     role, content = message["role"], message["content"]
     if role not in ROLES:
         raise BadSampleError(
-            "unknown_role", f"{where} has role {role!r}; use one of {', '.join(ROLES)}"
+            "unknown_role",
+            f"{where} has role {str(role)[:80]!r}; use one of {', '.join(ROLES)}"
+            + role_remedy(role),
         )
     if role == "system" and number > 1:
         raise BadSampleError(
             "unknown_role", f"{where} has role 'system', which only the first message may have"
         )
     if isinstance(content, str):
+        check_box_tags(content, where)
         parts = tuple(_split_tags(content))
     elif isinstance(content, Sequence):
         parts = tuple(_parse_part(part, where) for part in content)
@@ -212,7 +205,7 @@ def _parse_message(message: Any, number: int) -> Turn:
             f"{where} is an assistant's and has a part of kind {kinds[0]} (or an <{kinds[0]}> "
             "tag); the model answers in text only: put it into a user or system message",
         )
-    return Turn(role, parts)
+    return Turn(role, parts, is_target(message, where, listed))
 
 
 def _split_tags(content: str) -> Iterator[Part]:
@@ -226,19 +219,13 @@ def _split_tags(content: str) -> Iterator[Part]:
 
 def _parse_part(part: Any, where: str) -> Part:
     kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = "image" if kind == "image_url" else kind
     if kind == "text" and isinstance(part.get("text"), str):
+        _check_part_keys(part, kind, where)
         return part["text"]
-    if kind in ("image", "image_url"):
-        return ImagePart(_own_source(part, "image"))
-    if kind == "video":
-        ignored = [key for key in _VIDEO_PART_SETTINGS if part.get(key) is not None]
-        if ignored:
-            raise BadSampleError(
-                "unsupported",
-                f"{where} has a video part with {', '.join(ignored)}, which cannot be set for one "
-                "video; set data.video_fps, data.video_max_frames or data.video_max_pixels for all",
-            )
-        return VideoPart(_own_source(part, "video"))
+    if isinstance(kind, str) and kind in _PART_TYPES:
+        _check_part_keys(part, kind, where)
+        return _PART_TYPES[kind](_own_source(part, kind))
     raise BadSampleError(
         "missing_key",
         f"{where} has the part {str(part)[:80]}; use {{'type': 'text', 'text': ...}}, "
@@ -246,11 +233,25 @@ def _parse_part(part: Any, where: str) -> Part:
     )
 
 
+def _check_part_keys(part: Mapping[str, Any], kind: str, where: str) -> None:
+    ignored = [key for key in _PART_SETTINGS.get(kind, ()) if part.get(key) is not None]
+    if ignored:
+        raise BadSampleError(
+            "unsupported",
+            f"{where} has a {kind} part with {', '.join(ignored)}, which cannot be set for one "
+            f"{kind}; set {_SETTINGS_FOR_ALL[kind]} for all",
+        )
+    for key, value in part.items():
+        # Tables that are written as JSON give every part the keys of all others, as null.
+        if key not in _PART_KEYS[kind] and value is not None:
+            refuse_unknown(key, f"a part of type {kind} of {where}", _PART_KEYS[kind])
+
+
 def _own_source(part: Mapping[str, Any], kind: str) -> Any:
-    return next((part[key] for key in _SOURCE_KEYS[kind] if key in part), None)
+    return next((part[key] for key in _SOURCE_KEYS[kind] if part.get(key) is not None), None)
 
 
-def _fill(part: Part, listed: Mapping[str, Iterator[Any]], directory: Path | None) -> Part:
+def _fill(part: Part, listed: Mapping[str, Iterator[Any]], folder: MediaFolder) -> Part:
     if isinstance(part, str):
         return part
     kind = _kind(part)
@@ -267,7 +268,7 @@ def _fill(part: Part, listed: Mapping[str, Iterator[Any]], directory: Path | Non
             "unsupported",
             f"{kind} {text[:80]!r} is not a file; save it as one and write its path",
         )
-    return part._replace(source=str(directory / text) if directory else text)
+    return part._replace(source=folder.path(text, kind))
 
 
 def _kind(part: ImagePart | VideoPart) -> str:

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.line_index import LineIndex, OnBadSample
+from paddle_vl.data.bad_sample import sample_at
+from paddle_vl.data.line_index import MAX_LINE_BYTES, FileContent, LineIndex, OnBadSample
+from paddle_vl.data.media_path import file_size
 from paddle_vl.data.processor import Qwen3VLProcessor
-from paddle_vl.data.sft.conversation import Conversation, parse_line
+from paddle_vl.data.sft.conversation import parse_line
 from paddle_vl.data.sft.truncation import truncate_sample
+from paddle_vl.data.sft.turns import Conversation
 
 
 class MessagesDataset:
@@ -36,12 +38,17 @@ class MessagesDataset:
         processor: Qwen3VLProcessor,
         max_length: int | None = None,
         on_bad_sample: OnBadSample = "fail",
+        *,
+        allow_outside: bool = True,
+        max_line_bytes: int = MAX_LINE_BYTES,
     ):
         """Open the files and check every line.
 
         Args:
             max_length: tokens of a sample at most; longer ones are cut at the right, or bad where
                 that would cut an image or video in half or leave nothing to learn. None: no limit.
+            allow_outside: whether images and videos may lie outside their data file's folder.
+            max_line_bytes: a longer line is a bad sample.
 
         Raises:
             RuntimeError: a file does not exist.
@@ -52,7 +59,8 @@ class MessagesDataset:
         self.max_length = max_length
         self.on_bad_sample: OnBadSample = on_bad_sample
         self._processor = processor
-        self._lines = LineIndex(self.files, self._check_line, on_bad_sample)
+        self._allow_outside = allow_outside
+        self._lines = LineIndex(self.files, self._check_line, on_bad_sample, max_line_bytes)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -83,8 +91,9 @@ class MessagesDataset:
     def _encoded(
         self, number: int, encode: Callable[[Conversation], dict[str, np.ndarray]]
     ) -> dict[str, np.ndarray]:
-        try:
-            sample = encode(self.conversation(number))
+        line, file_number = self._lines.line(number)
+        with sample_at(self.place(number)):
+            sample = encode(self._parsed(line, file_number))
             if self.max_length is None:
                 return sample
             return truncate_sample(
@@ -94,13 +103,12 @@ class MessagesDataset:
                 video_token_id=self._processor.video_token_id,
                 merge_size=self._processor.image_processor.merge_size,
             )
-        except BadSampleError as error:
-            raise error.at(self.place(number)) from error
 
     def conversation(self, number: int) -> Conversation:
         """The conversation of a sample; images and videos are paths."""
         line, file_number = self._lines.line(number)
-        return parse_line(line, self.files[file_number].parent)
+        with sample_at(self.place(number)):
+            return self._parsed(line, file_number)
 
     def place(self, number: int) -> str:
         """Where a sample stands: `file:line`."""
@@ -108,25 +116,30 @@ class MessagesDataset:
 
     @property
     def fingerprint(self) -> int:
-        """Changes when lines are added, removed, or change their length."""
+        """Changes when samples are added, removed or edited; see `LineIndex`."""
         return self._lines.fingerprint
+
+    @property
+    def positions_fingerprint(self) -> int:
+        """See `LineIndex`."""
+        return self._lines.positions_fingerprint
+
+    @property
+    def contents(self) -> list[FileContent]:
+        """Hashes of what is taken from every file."""
+        return self._lines.contents
 
     @property
     def skipped(self) -> Counter[str]:
         """Kind of fault to the number of samples left out when opening."""
         return self._lines.skipped
 
-    def _check_line(self, line: bytes, file_number: int) -> None:
-        _check(parse_line(line, self.files[file_number].parent))
+    def _parsed(self, line: bytes, file_number: int) -> Conversation:
+        return parse_line(line, self.files[file_number].parent, self._allow_outside)
 
-
-def _check(conversation: Conversation) -> None:
-    """Check what is cheap and needs no decoding."""
-    if not any(turn.role == "assistant" for turn in conversation.turns):
-        raise BadSampleError(
-            "no_assistant", "the conversation has no assistant turn, so nothing to learn from"
-        )
-    for kind, sources in (("image", conversation.images), ("video", conversation.videos)):
-        for source in sources:
-            if not os.path.isfile(source):
-                raise BadSampleError(f"missing_{kind}", f"{kind} file {source} does not exist")
+    def _check_line(self, line: bytes, file_number: int) -> list[int]:
+        """Check what is cheap and needs no decoding: the sizes of the files that the line names."""
+        conversation = self._parsed(line, file_number)
+        conversation.check_targets()
+        media = {"image": conversation.images, "video": conversation.videos}
+        return [file_size(source, kind) for kind, sources in media.items() for source in sources]

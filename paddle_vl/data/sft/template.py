@@ -8,7 +8,8 @@ In place of a video stands, for every temporal patch, the time it shows and its 
     <0.3 seconds><|vision_start|><|video_pad|>...<|vision_end|><1.4 seconds><|vision_start|>...
 
 Control tokens are placed by id and never parsed out of text, so a user cannot forge one. Only the
-content of assistant turns and its `<|im_end|>` are targets. There is no default system message.
+content of assistant turns and its `<|im_end|>` are targets, of those that are to be learned. There
+is no default system message.
 
 Source: the chat template of the published Qwen3-VL checkpoints, without tools; for videos the
 processor of HF transformers 4.57 (5.x leaves one more pair of vision tokens around all patches).
@@ -22,7 +23,8 @@ from typing import NamedTuple
 
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.collate import IGNORED_LABEL
-from paddle_vl.data.sft.conversation import Conversation, ImagePart, Turn
+from paddle_vl.data.line_index import check_unicode
+from paddle_vl.data.sft.turns import Conversation, ImagePart, Turn
 from paddle_vl.data.tokenizer import TextTokenizer
 from paddle_vl.data.vision.video_frames import timestamp_text
 
@@ -121,7 +123,8 @@ class ChatTemplate:
             self._add(chat, [self.ids[IM_START]])
             if turn.role == "assistant":
                 self._add(chat, self._encode_text("assistant\n"))
-                self._add(chat, [*self._encode_text(turn.text), self.ids[IM_END]], is_target=True)
+                answer = [*self._encode_text(turn.text), self.ids[IM_END]]
+                self._add(chat, answer, turn.is_target)
             else:
                 for run in self._runs(turn, images, videos):
                     self._add(chat, self._encode_text(run) if isinstance(run, str) else run)
@@ -156,10 +159,7 @@ class ChatTemplate:
         return [self.ids[VISION_START], *[self.ids[pad]] * num_tokens, self.ids[VISION_END]]
 
     def _encode_text(self, text: str) -> list[int]:
-        if not _is_unicode(text):
-            raise BadSampleError(
-                "bad_text", "the text contains half of a surrogate pair, which is no character"
-            )
+        check_unicode(text)
         ids = self._tokenizer.encode(text)
         forged = self._forbidden.keys() & set(ids)
         if forged:
@@ -182,8 +182,3 @@ def _add_text(runs: list[str | list[int]], text: str) -> None:
         runs[-1] += text
     else:
         runs.append(text)
-
-
-def _is_unicode(text: str) -> bool:
-    """False for what JSON's escapes can spell and UTF-8 cannot."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)

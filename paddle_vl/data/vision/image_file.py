@@ -1,6 +1,10 @@
-"""Image files and PIL images to 8-bit RGB, upright."""
+"""Image files and PIL images to 8-bit RGB, upright; of an animation the first frame.
+
+Files are opened in the formats of `FORMATS` alone. Transparent pixels are put on white.
+"""
 
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,11 +13,24 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.media_path import shown
 
 ImageSource = str | os.PathLike | Image.Image | np.ndarray
 
+# Not all that Pillow knows: it would run Ghostscript for EPS, and parse formats that nobody keeps
+# pictures in.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+
 # Converting these modes to RGB clips to 255 instead of scaling, which leaves an almost white image.
 _WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+_TRANSPARENT_MODES = ("RGBA", "RGBa", "LA", "PA")
+
+
+# What Pillow's decoders report a broken file by; MemoryError where a size is beyond this machine.
+_BROKEN = (
+    OSError, SyntaxError, ValueError, EOFError, struct.error, ArithmeticError, LookupError,
+    TypeError, MemoryError,
+)  # fmt: skip
 
 
 def image_size(source: ImageSource) -> tuple[int, int]:
@@ -36,7 +53,8 @@ def load_rgb(source: ImageSource) -> Image.Image:
         source: a path, a PIL image, or a uint8 `[H, W, 3]` array.
 
     Raises:
-        BadSampleError: no such file, not an image, or more than 8 bits per channel.
+        BadSampleError: no such file, not an image of `FORMATS`, too large to be decoded, or more
+            than 8 bits per channel.
     """
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3:
@@ -55,23 +73,52 @@ def load_rgb(source: ImageSource) -> Image.Image:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    if not path.is_file():
-        raise BadSampleError("missing_image", f"there is no file {path}")
+    if not os.path.isfile(path):
+        raise BadSampleError("missing_image", f"there is no file {shown(str(path))}")
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             yield image
     except BadSampleError:
         raise
-    # Pillow's decoders report a broken file by any of these.
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError as error:
         raise BadSampleError(
-            "unreadable_image", f"the file cannot be decoded as an image: {error}"
+            "unreadable_image",
+            f"the file cannot be decoded as an image: {error} Shrink it, or cut it into tiles",
         ) from error
+    except _BROKEN as error:
+        if found := _other_format(path):
+            raise BadSampleError(
+                "unreadable_image",
+                f"the file has the format {found}, which is not opened; convert it to one of "
+                f"{', '.join(FORMATS)}",
+            ) from error
+        raise BadSampleError(
+            "unreadable_image",
+            f"the file cannot be decoded as an image ({', '.join(FORMATS)}): {error}",
+        ) from error
+
+
+def _other_format(path: Path) -> str | None:
+    """Pillow's name for what the file is by its first bytes, which is all that is looked at."""
+    with path.open("rb") as file:
+        # Some of the questions read beyond the end of a shorter head.
+        head = file.read(16).ljust(16, b"\0")
+    Image.init()
+    accepting = {name: accept for name, (_, accept) in Image.OPEN.items() if accept}
+    if any(accepting[name](head) for name in FORMATS if name in accepting):
+        return None
+    return next((name for name, accept in accepting.items() if accept(head) is True), None)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     _check_mode(image)
-    return ImageOps.exif_transpose(image).convert("RGB")
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode not in _TRANSPARENT_MODES and "transparency" not in upright.info:
+        return upright.convert("RGB")
+    rgba = upright.convert("RGBA")
+    on_white = Image.new("RGB", rgba.size, "white")
+    on_white.paste(rgba, mask=rgba.getchannel("A"))
+    return on_white
 
 
 def _check_mode(image: Image.Image) -> None:

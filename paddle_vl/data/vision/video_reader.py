@@ -7,6 +7,9 @@ the frame rate varies.
 Differs from HF's PyAV backend: frames are counted where the container does not say how many there
 are (Matroska, WebM, MPEG-TS), frames that an edit list hides are not counted, and a rotation that
 the file states is applied, as for images.
+
+Containers are those of `CONTAINERS` and hold their own streams: playlists (HLS, DASH), scripts and
+patterns that make FFmpeg open other files or the network are refused.
 """
 
 import contextlib
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.media_path import shown
 
 if TYPE_CHECKING:
     import av
@@ -27,6 +31,28 @@ if TYPE_CHECKING:
 # HF's assumption for a video that does not say.
 DEFAULT_FPS = 24.0
 MIN_FRAMES = 2
+
+# FFmpeg's names of the containers that are opened; none of them names other files.
+CONTAINERS = (
+    "mov", "mp4", "3gp", "matroska", "webm", "avi", "mpeg", "mpegts", "mpegvideo", "m4v", "h264",
+    "hevc", "ivf", "flv", "ogg", "gif", "asf", "mxf",
+)  # fmt: skip
+# More is not a video but an attack on the memory: 16384 x 8192.
+_MOST_PIXELS = 1 << 27
+# What the containers that name other files begin with.
+_NESTING = (
+    (b"#EXTM3U", "an HLS playlist"),
+    (b"ffconcat", "a concat script"),
+    (b"v=0", "a session description (SDP)"),
+    (b"<?xml", "XML, as playlists of DASH are"),
+    (b"<MPD", "a DASH playlist"),
+)
+
+# Sound is opened too, to say that it has no picture.
+_OPTIONS = {
+    "protocol_whitelist": "file",
+    "format_whitelist": ",".join((*CONTAINERS, "wav", "mp3", "flac")),
+}
 
 _MOV = "mov,mp4"
 _MATROSKA = "matroska"
@@ -148,8 +174,8 @@ class VideoFile:
 @contextlib.contextmanager
 def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.VideoStream]]":
     """The file and its first video stream; FFmpeg's errors come out as a bad sample."""
-    if not path.is_file():
-        raise BadSampleError("missing_video", f"there is no file {path}")
+    if not os.path.isfile(path):
+        raise BadSampleError("missing_video", f"there is no file {shown(str(path))}")
     # Here, so that whoever has no videos needs no PyAV.
     try:
         import av
@@ -159,7 +185,9 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
             "install it with: pip install 'av>=17' (the extra `video` of this package)"
         ) from error
     try:
-        with av.open(str(path)) as container:
+        # With the protocol, so that no file's name is taken for one; broken letters in titles are
+        # no fault.
+        with av.open(f"file:{path}", options=_OPTIONS, metadata_errors="replace") as container:
             if not container.streams.video:
                 kinds = ", ".join(sorted({stream.type for stream in container.streams}))
                 raise BadSampleError(
@@ -168,12 +196,47 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
                     if kinds
                     else f"the file cannot be decoded as a video (no stream in it); {_REMEDY}",
                 )
-            yield container, container.streams.video[0]
+            stream = container.streams.video[0]
+            _check_stream(stream)
+            # Frames may say another size than the header.
+            stream.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
+            yield container, stream
     except av.FFmpegError as error:
+        if found := _nesting(path):
+            raise BadSampleError(
+                "unreadable_video",
+                f"the file is {found}, which names other files and is not opened; give the video "
+                f"itself, in one of the containers {', '.join(CONTAINERS)}",
+            ) from error
+        # FFmpeg's way of saying that a format is not on the list.
+        is_other = isinstance(error, av.ArgumentError)
+        others = f", or convert it to one of {', '.join(CONTAINERS)}" if is_other else ""
         raise BadSampleError(
             "unreadable_video",
-            f"the file cannot be decoded as a video ({error.strerror}); {_REMEDY}",
+            f"the file cannot be decoded as a video ({error.strerror}); {_REMEDY}{others}",
         ) from error
+
+
+def _nesting(path: Path) -> str | None:
+    """What kind of file that names others it is; None for all else."""
+    with path.open("rb") as file:
+        head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+    return next((name for begin, name in _NESTING if head.startswith(begin)), None)
+
+
+def _check_stream(stream: "av.VideoStream") -> None:
+    if stream.codec_context is None:
+        raise BadSampleError(
+            "unreadable_video",
+            f"the file cannot be decoded as a video (its codec is not known); {_REMEDY}",
+        )
+    if stream.width * stream.height > _MOST_PIXELS:
+        size = f"{stream.width} x {stream.height}"
+        raise BadSampleError(
+            "unreadable_video",
+            f"the file states frames of {size} pixels, and at most {_MOST_PIXELS} are "
+            "decoded: it is damaged, or should be scaled down",
+        )
 
 
 def _stated_frames(container: "av.container.InputContainer", stream: "av.VideoStream") -> int:

@@ -22,6 +22,7 @@ from paddle_vl.models.qwen3_vl.text_config import (
     plain_experts,
     plain_text,
 )
+from paddle_vl.nn.activation import ACTIVATIONS
 
 _MOE_TYPE = "qwen3_vl_moe"
 _VISION_RANGES = {
@@ -64,6 +65,11 @@ class Qwen3VLVisionConfig:
 
     def __post_init__(self):
         check_values(self, "vision_config", _VISION_RANGES)
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"vision_config: hidden_act is {shown(self.hidden_act)}; choose one of "
+                f"{', '.join(ACTIVATIONS)}"
+            )
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 4:
             raise ValueError(
                 f"vision_config: hidden_size {self.hidden_size} over num_heads {self.num_heads} "

@@ -27,7 +27,7 @@ _RANGES = {
     "num_experts": Range(1, 1 << 16),
     "num_experts_per_tok": Range(1),
     "moe_intermediate_size": WIDTH,
-    "decoder_sparse_step": Range(1),
+    "decoder_sparse_step": Range(1, MOST_LAYERS),
     "mlp_only_layers": Range(0),
     "router_aux_loss_coef": Range(0),
 }
@@ -148,10 +148,11 @@ def plain_text(text: dict[str, Any]) -> dict[str, Any]:
             f"text_config: rotary type {kind!r} with mrope_interleaved false or scaled positions "
             "is not Qwen3-VL's; it has rope_type 'default' and mrope_interleaved true"
         )
-    if "rope_theta" in text and rope.get("rope_theta", text["rope_theta"]) != text["rope_theta"]:
+    bases = [part["rope_theta"] for part in (text, rope) if "rope_theta" in part]
+    if len(bases) == 2 and bases[0] != bases[1]:
         raise ValueError(
-            f"text_config: rope_theta is {shown(text['rope_theta'])}, and in the rotary parameters "
-            f"{shown(rope['rope_theta'])}: they are one number; keep the right one"
+            f"text_config: rope_theta is {shown(bases[0])}, and in the rotary parameters "
+            f"{shown(bases[1])}: they are one number; keep the right one"
         )
     return text | rope
 

@@ -146,7 +146,14 @@ class LanguageFamily:
 
     def _dataset(self, files: Sequence[str]) -> MessagesDataset:
         data = self.config.data
-        return MessagesDataset(files, self.processor, data.max_length, data.on_bad_sample)
+        return MessagesDataset(
+            files,
+            self.processor,
+            data.max_length,
+            data.on_bad_sample,
+            allow_outside=data.allow_outside,
+            max_line_bytes=data.max_line_bytes,
+        )
 
     def _collator(self, placement: SingleDevicePlacement) -> VLCollator:
         processor = self.processor

@@ -201,11 +201,19 @@ class PolicyFamily:
             return SyntheticDemonstrations(data.synthetic_samples, shapes, chosen, seed, **groups)
         chosen = data.fields
         if chosen is None:
-            chosen = present_fields(data.train or files, shapes)
+            chosen = present_fields(data.train or files, shapes, data.max_line_bytes)
         of_group: dict[str, list[str]] = {}
         for file in files if data.groups else ():
             of_group.setdefault(data.groups[file], []).append(file)
-        return DemonstrationsDataset(of_group or files, shapes, chosen, names, data.on_bad_sample)
+        return DemonstrationsDataset(
+            of_group or files,
+            shapes,
+            chosen,
+            names,
+            data.on_bad_sample,
+            allow_outside=data.allow_outside,
+            max_line_bytes=data.max_line_bytes,
+        )
 
     def _statistics(self) -> list[Mapping[str, Mapping[str, Any]]] | None:
         """Of every group; None for the checkpoint's."""

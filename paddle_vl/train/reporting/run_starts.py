@@ -85,6 +85,10 @@ def _are_settings(value: Any) -> bool:
     )
 
 
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(section, dict) for section in value.values())
+
+
 # Of each key that an entry may have, what it holds where it is not null.
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("started", "ended"), (_is_time, "a time, as 2026-11-21T10:00:00+00:00,")),
@@ -94,4 +98,5 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("git", "paddle_vl_git"), (_is_revision, "an object with a revision")),
     "versions": (_are_versions, "an object of texts"),
     "parallel": (_are_settings, "an object with degrees"),
+    "settings": (_are_sections, "an object with sections"),
 }

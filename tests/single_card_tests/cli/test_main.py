@@ -247,3 +247,46 @@ def test_stopped_training_exits_with_the_signal(run_file, tmp_path, monkeypatch)
     monkeypatch.setattr(trainer_module, "train_step", step_with_signal)
     assert main(["train", str(run_file), f"train.output_dir={tmp_path}"]) == 143
     assert (tmp_path / "checkpoint-1").is_dir()
+
+
+@pytest.fixture
+def policy_folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"type": "pi07_low_level"}')
+    return tmp_path
+
+
+def test_generate_says_what_a_policy_is(policy_folder, capsys):
+    assert main(["generate", "--model", str(policy_folder), "--prompt", "x"]) == 1
+    message = capsys.readouterr().err
+    assert f"{policy_folder} is a pi07 policy, which acts and answers no questions" in message
+    assert "paddle-vl evaluate" in message
+    assert "PI07LowLevelPolicy" in message
+
+
+def test_evaluate_refuses_options_about_answers_for_a_policy(policy_folder, capsys):
+    arguments = ["evaluate", str(policy_folder), "--data", "d", "--limit", "3", "--show", "1"]
+    assert main(arguments) == 1
+    assert "is a pi07 policy, of which losses are printed: leave --limit, --show out" in (
+        capsys.readouterr().err
+    )
+
+
+def test_train_help_shows_defaults_that_are_made(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert "Undefined" not in text
+    assert "data.drops.subgoal_drop_prob (0.75)" in text
+
+
+@pytest.mark.parametrize("content", [b"42", b"[" * 100_000, b"\xff", b"\0", b'{"a": 1, "a": 1}'])
+def test_damaged_model_folders_are_one_message(tmp_path, content, capsys):
+    (tmp_path / "config.json").write_bytes(content)
+    for arguments in (
+        ["generate", "--model", str(tmp_path), "--prompt", "x"],
+        ["evaluate", str(tmp_path), "--data", "d"],
+    ):
+        assert main(arguments) == 1
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
+        assert str(tmp_path) in message

@@ -1,7 +1,8 @@
 """Tables of a report.
 
 Guarantees: results, settings that differ, origin and last values of all runs, with what is not
-known left open; settings that are the same, or say only where a run writes, are no difference.
+known left open; settings that are the same, or say only where a run writes, are no difference;
+settings that changed between starts are told with the steps that they trained.
 """
 
 import pytest
@@ -65,6 +66,22 @@ def test_origin_is_that_of_the_newest_start(tmp_path):
     assert (origin["host"], origin["numpy"]) == (["second"], ["2.0.0"])
     assert "git revision of paddle-vl" not in origin
     assert found["Results"]["duration"] == ["1 h 05 min, and 1 start without an end"]
+
+
+def test_settings_that_changed_are_told_with_the_steps_that_they_trained(tmp_path):
+    """The second start trained again what the first had after step 20; the third trained none."""
+
+    def start(first_step, rate):
+        settings = {"train": {"learning_rate": rate, "output_dir": f"runs/{rate}"}}
+        return START | {"first_step": first_step, "settings": settings}
+
+    starts = [start(None, 0.002), start(20, 0.1), start(30, 0.5)]
+    changed, same = write_run(tmp_path / "a", starts=starts), write_run(tmp_path / "b")
+    assert tables(changed, same)["Settings by step"] == {
+        "steps 1 to 20": ["as at the start", "-"],
+        "steps 21 to 30": ["train.learning_rate: 0.002 -> 0.1", "-"],
+    }
+    assert "Settings by step" not in tables(same)
 
 
 def test_uncommitted_changes_are_told(tmp_path):

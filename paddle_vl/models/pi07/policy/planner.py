@@ -109,6 +109,8 @@ class PI07HighLevelPlanner(PlacedPolicy):
         try:
             with paddle.LazyGuard():
                 planner = cls(config, tokenizer or folder / TOKENIZER_FILE, statistics, placement)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
         finally:
             paddle.set_default_dtype(default_dtype)
         if takes and config.dataset_names is None:

@@ -149,6 +149,8 @@ class PI07LowLevelPolicy(PlacedPolicy):
         try:
             with paddle.LazyGuard():
                 policy = cls(config, tokenizer, action_tokenizer, statistics, placement)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
         finally:
             paddle.set_default_dtype(default_dtype)
         if takes and config.dataset_names is None:

@@ -235,6 +235,6 @@ def _number(batch: Mapping[str, Any], name: str, batch_size: int, row: int) -> s
 def _token_text(settings: Mapping[str, Any], name: str, file: Path) -> str | None:
     token = settings.get(name)
     text = token.get("content") if isinstance(token, Mapping) else token
-    if text is not None and not isinstance(text, str):
+    if text is not None and not (isinstance(text, str) and text.isprintable()):
         raise RuntimeError(f"{file}: {name} is {shown(token)}; the name of a token is needed")
     return text

@@ -1,0 +1,155 @@
+"""YAML that would take the machine, and settings beyond sense.
+
+Guarantees: aliases that multiply, depth, size and numbers are bounded before anything is made of
+them, in files and overrides; what is no text is refused by file and place; an override is never
+blamed on the file; settings that would take all memory are refused.
+"""
+
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.config.schema import setting_descriptions
+from paddle_vl.config.validate import launch_problems
+from tests.single_card_tests.config.test_load import MINIMAL
+
+
+def bomb(levels: int = 10) -> str:
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    for level in range(1, levels):
+        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]")
+    return "\n".join(lines)
+
+
+def merges() -> str:
+    lines = ["a0: &a0 {x: 1}"]
+    for level in range(1, 12):
+        lines.append(f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 9)}]}}")
+    return "\n".join(lines)
+
+
+HOSTILE = [
+    (bomb().encode(), "stands for more than 50,000 values"),
+    (merges().encode(), "stands for more than 50,000 values"),
+    (b"a: &a [*a]", "an alias stands inside what it names"),
+    (b"a: " + b"[" * 100_000, "nested more than 64 deep"),
+    (b"a: " + b"{a: " * 100_000, "nested more than 64 deep"),
+    (b"\n".join(b" " * i + b"a:" for i in range(500)), "nested more than 64 deep"),
+    (b"x" * 3_000_000, "it has 3,000,000 characters"),
+    (b"a: [" + b"1," * 60_000 + b"1]", "more than 50,000 values"),
+    (b"a: " + b"9" * 5000, "digits"),
+    (b"train: {seed: 0x" + b"f" * 50 + b"}", "train.seed is a number of 200 bits"),
+    (b"a: \0", "not allowed"),
+    (b'train: {output_dir: "a\\0b"}', "train.output_dir is 'a.x00b'"),
+    (b'train: {output_dir: "\\ud800"}', "train.output_dir is"),
+    (b"\xff\xfe", "is not UTF-8 text"),
+    (b"a: 2024-13-45", "month must be in 1..12"),
+    (b"a: !!bool x", "not what it looks like"),
+    (b"a: !!timestamp x", "not what it looks like"),
+    (b"a: !!int ''", "not what it looks like"),
+    (b"a: !!python/object:os.system x", "could not determine a constructor"),
+    (b"1: 2", "has the key 1"),
+    (b"~: 2", "has the key None"),
+    (b"? [a]\n: b", "unhashable"),
+    (b"a: 1\n---\nb: 2", "another document"),
+    (b"a: *x", "undefined alias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "named"), HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_files_are_refused_by_name_at_once(tmp_path, text, named):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(text)
+    begin = time.monotonic()
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=rf"(?s)run\.yaml.*{named}"):
+        load_run_config(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200e6
+    assert time.monotonic() - begin < 30
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def refusal(file: Path, *overrides: str) -> str:
+    with pytest.raises(ValueError, match=r"\w") as error:
+        load_run_config(file, overrides)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.config={" + bomb().replace("\n", ", ") + "}", "more than 50,000 values"),
+        ("model.config=" + "[" * 10_000, "nested more than 64 deep"),
+        ("train.seed=" + "9" * 5000, "digits"),
+        ("train.seed=0x" + "f" * 5000, "number of 20000 bits"),
+        ('train.output_dir="a\\0b"', "no text or path may have"),
+        ("a." * 5000 + "b=1", "has 5001 names"),
+        ("foo.bar=1", "foo is not a setting; the sections are"),
+        ("foo.bar.baz=1", "foo is not a setting"),
+        ("train.seed.x.y=1", 'train.seed is {"x": {"y": 1}}'),
+        ("data.groups.x=1", "data.groups is 1"),
+    ],
+)
+def test_hostile_overrides_are_the_command_lines(file, override, named):
+    message = refusal(file, override)
+    assert message.startswith("command line: ")
+    assert named in message
+    assert "run.yaml" not in message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("data.pad_to_multiple_of=4096", "exceeds the longest row of 2048 tokens"),
+        ("data.pad_to_multiple_of=10000000000", "data.pad_to_multiple_of is 10000000000"),
+        ("data.num_workers=1000000", "data.num_workers is 1000000; it should be less than"),
+        ("data.prefetch_batches=1000000", "data.prefetch_batches is 1000000"),
+        ("data.max_length=1000000000", "data.max_length is 1000000000"),
+        ("train.per_device_train_batch_size=1000000", "train.per_device_train_batch_size is"),
+        ("train.per_device_eval_batch_size=1000000", "train.per_device_eval_batch_size is"),
+        ("parallel.dp_degree=1000000000000", "parallel.dp_degree is"),
+        ("model.lora={target_modules: [a], r: 1000000000}", "model.lora.r is 1000000000"),
+    ],
+)
+def test_settings_beyond_sense_are_refused(file, override, named):
+    assert named in refusal(file, override)
+
+
+def test_padding_up_to_the_longest_row_is_sense(file):
+    config = load_run_config(file, ["data.pad_to_multiple_of=2048"])
+    assert config.data.pad_to_multiple_of == 2048
+
+
+def test_workers_that_the_machine_cannot_hold_are_refused_with_their_memory(file, monkeypatch):
+    config = load_run_config(file, ["data.num_workers=1000"])
+    monkeypatch.setattr("paddle_vl.config.validate._memory_bytes", lambda: 8 * 10**9)
+    assert any(
+        "data.num_workers 1000 would take 20 GB" in problem and "8 GB that this machine" in problem
+        for problem in launch_problems(config, "cpu")
+    )
+
+
+def test_output_that_is_or_lies_in_a_file_is_refused(file):
+    for output in (file, file / "runs"):
+        config = load_run_config(file, [f"train.output_dir={output}"])
+        problems = launch_problems(config, "cpu")
+        assert any(f"{file} is a file, not a folder" in problem for problem in problems)
+
+
+def test_defaults_are_shown_as_they_are():
+    shown = {name: default for name, (default, _) in setting_descriptions().items()}
+    assert "Undefined" not in "".join(shown.values())
+    assert shown["data.drops"] == "its settings below"
+    assert shown["data.drops.subgoal_drop_prob"] == "0.75"

@@ -1,0 +1,61 @@
+"""Whether a model fits a process, before a value of it is made.
+
+Guarantees: weights, gradients and AdamW's numbers are counted as they are divided; what is more
+than the machine has is refused with both numbers, in no time and before any memory is taken.
+"""
+
+import time
+
+import paddle
+import pytest
+
+from paddle_vl.cli.main import main
+from paddle_vl.config.schema import ParallelConfig
+from paddle_vl.train.memory_needed import NeededMemory, available_memory, check_memory
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+
+def parameters(dtype: str = "float32") -> list[paddle.Tensor]:
+    trained, frozen = paddle.zeros([10, 10], dtype), paddle.zeros([100, 3], dtype)
+    trained.stop_gradient = False
+    return [trained, frozen]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "parts", "expected"),
+    [("float32", 1, 1, (1600, 400, 800)), ("bfloat16", 1, 1, (800, 200, 1200)),
+     ("float32", 1, 2, (1600, 400, 400)), ("float32", 2, 2, (1600, 200, 400)),
+     ("float32", 3, 2, (800, 200, 400))],
+)  # fmt: skip
+def test_what_is_held_is_counted_as_it_is_divided(dtype, stage, parts, expected):
+    parallel = ParallelConfig(sharding_degree=parts, sharding_stage=stage)
+    needed = NeededMemory.of(parameters(dtype), parallel)
+    assert (needed.weights, needed.gradients, needed.optimizer) == expected
+    assert (needed.parameters, needed.total) == (400, sum(expected))
+
+
+def test_the_limit_is_what_the_machine_has():
+    have, _ = available_memory()
+    check_memory(NeededMemory(1, have / 2, have / 4, have / 4))
+    with pytest.raises(ValueError, match=r"1 parameters .* need .* GB .*machine has .* GB"):
+        check_memory(NeededMemory(1, have, 1, 1))
+
+
+def test_a_model_beyond_the_machine_is_refused_at_once(tmp_path, capsys):
+    file = write_tiny_run(tmp_path / "run")
+    sizes = {"hidden_size": 65536, "intermediate_size": 1000000, "num_hidden_layers": 1000}
+    settings = [f"model.config.text_config.{name}={size}" for name, size in sizes.items()]
+    settings.append("model.config.vision_config.out_hidden_size=65536")
+    begin = time.monotonic()
+    assert main(["train", str(file), *settings]) == 1
+    assert time.monotonic() - begin < 60
+    message = capsys.readouterr().err
+    assert "GB before any activation" in message
+    assert "choose a smaller model" in message
+
+
+def test_layers_beyond_sense_are_refused_before_they_are_built(tmp_path, capsys):
+    file = write_tiny_run(tmp_path / "run")
+    assert main(["train", str(file), "model.config.text_config.num_hidden_layers=1000000"]) == 1
+    message = capsys.readouterr().err
+    assert "model.config: text_config: num_hidden_layers is 1000000; it must be" in message
