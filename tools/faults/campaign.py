@@ -25,6 +25,7 @@ KINDS: dict[str, Fault] = {
 # Of `--all`.
 FEWEST_OF_ALL = 100
 _SHOWN_LINES = 40
+_SHOWN_REASONS = 5
 
 
 class Planned(NamedTuple):
@@ -123,8 +124,11 @@ def line_of(outcome: Outcome) -> str:
 def failure_lines(outcome: Outcome) -> Iterator[str]:
     """What was wrong, the end of the output, and how to have it again."""
     for kind in ("lost", "left", "problems"):
-        for text in getattr(outcome, kind):
+        texts = getattr(outcome, kind)
+        for text in texts[:_SHOWN_REASONS]:
             yield f"  {kind}: {text}"
+        if len(texts) > _SHOWN_REASONS:
+            yield f"  {kind}: {len(texts) - _SHOWN_REASONS} more"
     for line in outcome.output.splitlines()[-_SHOWN_LINES:]:
         yield f"  | {line}"
     yield (

@@ -69,9 +69,7 @@ def flip(file: Path, rng: random.Random) -> str:
 
 DAMAGES = [
     DamagedCheckpoint("delete", "weights or optimizer state deleted", "*.safetensors", delete),
-    DamagedCheckpoint(
-        "truncate", "weights or optimizer state cut short", "*.safetensors", truncate
-    ),
+    DamagedCheckpoint("truncate", "weights or optimizer cut short", "*.safetensors", truncate),
     DamagedCheckpoint("empty", "weights or optimizer state emptied", "*.safetensors", empty),
     DamagedCheckpoint("flip", "a bit of weights or optimizer state flipped", "*.safetensors", flip),
     DamagedCheckpoint("flip-state", "a bit of trainer_state.json flipped", STATE, flip),
