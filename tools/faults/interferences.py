@@ -62,7 +62,8 @@ class SecondRun(Fault):
                 process.resume()
             raise TooLateError
         begin = time.monotonic()
-        with run.again(run.output.with_suffix(".second")) as second:
+        auto = ["train.resume_from_checkpoint=auto"]
+        with run.again(run.output.with_suffix(".second"), auto) as second:
             ended = second.ended(begin)
         for process in held_up:
             process.resume()
