@@ -46,6 +46,9 @@ def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
             `paddle_vl.train.run_lock` and `paddle_vl.train.resume`; a tokenizer or image processor
             that does not fit the model; data that cannot be used.
     """
+    if writes:
+        # First: what is wrong with a folder that another run is filling says little.
+        RunLock.check(Path(config.train.output_dir))
     raise_problems(launch_problems(config, paddle.get_device()))
     topology = initialize(parallel_degrees(config))
     several = topology.world_size > 1
