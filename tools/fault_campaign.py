@@ -51,7 +51,11 @@ def main() -> int:
     if not planned:
         print("fault_campaign: none of these kinds has one of these starts", file=sys.stderr)
         return 1
-    is_good = run_campaign(planned, args.jobs, args.keep, lambda line: print(line, flush=True))
+    try:
+        is_good = run_campaign(planned, args.jobs, args.keep, lambda line: print(line, flush=True))
+    except RuntimeError as error:
+        print(f"fault_campaign: {error}", file=sys.stderr)
+        return 1
     return 0 if is_good else 1
 
 

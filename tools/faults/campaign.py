@@ -73,6 +73,9 @@ def run_campaign(
 
     Returns:
         Whether nothing was lost, nothing left running and everything identical.
+
+    Raises:
+        RuntimeError: an undisturbed run failed.
     """
     said = threading.Lock()
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
@@ -82,6 +85,7 @@ def run_campaign(
         def work(number: int, item: Planned) -> Outcome:
             own = folder / f"{number}-{item.fault.name}-{item.start}"
             own.mkdir()
+            references.output_dir(item.fault, item.start)
             try:
                 outcome = run_trial(item.fault, item.start, item.seed, references, own)
             except (RuntimeError, OSError) as error:
