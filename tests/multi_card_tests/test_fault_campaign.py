@@ -128,7 +128,7 @@ def test_a_missing_line_of_metrics_is_noticed(finished, copy):
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(lines[:3] + lines[4:]))
     (difference,) = differences_of_runs(copy, finished)
-    assert difference.startswith("metrics.jsonl: step 3 has")
+    assert difference.startswith("metrics.jsonl: step 4 has None")
 
 
 def test_checkpoints_vanish_only_by_the_limit(copy):
