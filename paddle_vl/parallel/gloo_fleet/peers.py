@@ -17,7 +17,7 @@ from paddle.base import core
 from paddle.distributed import collective
 
 from paddle_vl.parallel.store import rendezvous
-from paddle_vl.parallel.store.membership import CONTINUE, ranks_text
+from paddle_vl.parallel.store.membership import CONTINUE, logs_text, ranks_text
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def _gone(seconds: float = _NOTICE_SECONDS) -> list[int]:
 
 
 def _see(ranks: list[int]) -> str:
-    return f"see the log of {ranks_text(ranks)} for the cause, and " if ranks else ""
+    return f"{logs_text(ranks)} for the cause, and " if ranks else ""
 
 
 def _own_rank() -> int:
