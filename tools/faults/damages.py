@@ -1,12 +1,16 @@
 """The newest checkpoint of a run that ended is damaged: the one before it has to be taken."""
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from faults.fault import Damage
 from faults.kills import PowerLoss
+from faults.moments import TooLateError
+from faults.runs import SignalledRun
 from faults.tiny_run import NUM_STEPS, SAVE_STEPS
+from faults.verdict import checkpoint_steps
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
@@ -26,20 +30,25 @@ class DamagedCheckpoint(PowerLoss):
         self.name, self._file, self._alter = f"damage-{name}", file, alter
         self.sentence = f"{sentence} in the newest checkpoint, after a power loss"
 
+    def strike(self, run: SignalledRun, rng: random.Random) -> None:
+        # Checkpoints are written beside training.
+        while len(checkpoint_steps(run.output_dir)) < 2:
+            if run.process.poll() is not None:
+                raise TooLateError
+            time.sleep(0.002)
+        run.kill_all()
+
     def damage(self, output_dir: Path, rng: random.Random) -> Damage:
-        newest = max(output_dir.glob("checkpoint-*"), key=step_of)
+        step = max(checkpoint_steps(output_dir))
+        newest = output_dir / f"checkpoint-{step}"
         files = sorted(path for path in newest.rglob(self._file) if path.stat().st_size)
         file = rng.choice(files)
         said = self._alter(file, rng)
         return Damage(
-            checkpoint=step_of(newest),
+            checkpoint=step,
             what=f"{newest.name}/{file.name} {said}",
             mentioned=(newest.name,),
         )
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def delete(file: Path, rng: random.Random) -> str:
