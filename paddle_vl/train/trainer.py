@@ -139,8 +139,14 @@ class Trainer:
             try:
                 self._begin()
                 self._train()
-            finally:
-                self._close()
+            except BaseException:
+                # What ended the run is to be told, not what a full disk then makes of its end.
+                try:
+                    self._close()
+                except OSError as error:
+                    logger.warning("%s", error)
+                raise
+            self._close()
             # A rank that ends takes the others with it, in a launcher's eyes.
             self.processes.wait()
         return self.stop_signal
@@ -175,15 +181,14 @@ class Trainer:
         logger.info("trained %d steps; the model is in %s", self.step, final)
 
     def _close(self) -> None:
-        self.feed.close()
-        self.trace.close()
-        if self.processes.is_main:
-            self.record.end(self.step)
-        try:
-            self.reporter.close()
-        finally:
+        with ExitStack() as stack:
             if self._lock is not None:
-                self._lock.release()
+                stack.callback(self._lock.release)
+            stack.callback(self.reporter.close)
+            if self.processes.is_main:
+                stack.callback(self.record.end, self.step)
+            stack.callback(self.trace.close)
+            stack.callback(self.feed.close)
 
     def turn(self) -> None:
         """One turn of the loop: a step, and what is due behind it; no step where a rank received a
