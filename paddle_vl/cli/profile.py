@@ -154,7 +154,17 @@ def profile(options: argparse.Namespace) -> int:
         return _matrix(options, out)
     if options.nproc > 1:
         return launch(_arguments(options, out), options.nproc, out / "log")
-    configure_runtime()
+
+    from paddle_vl.train.stop_signals import StopSignals
+
+    with StopSignals() as stop:
+        configure_runtime()
+        stop.set_handlers()
+        _profile_here(options, config, out)
+    return 0
+
+
+def _profile_here(options: argparse.Namespace, config: Any, out: Path) -> None:
     from paddle_vl.profile.run import ProfileSettings, run_profile
 
     settings = ProfileSettings(
@@ -165,7 +175,6 @@ def profile(options: argparse.Namespace) -> int:
         memory_limit_gb=options.memory_limit_gb,
     )
     run_profile(config, settings)
-    return 0
 
 
 def _check_options(options: argparse.Namespace) -> None:

@@ -198,7 +198,20 @@ class TrainConfig(Section):
         500, ge=1, description="steps between checkpoints; null: at the end only"
     )
     save_total_limit: int | None = Field(
-        None, ge=1, description="checkpoints kept, the newest ones; null: all"
+        None,
+        ge=1,
+        description="checkpoints kept, the newest ones that read back as they were written; null: "
+        "all",
+    )
+    async_save: bool = Field(
+        True,
+        description="write checkpoints while training goes on, from a copy in host memory of what "
+        "this process writes, which is kept; false: no copy, and training waits",
+    )
+    verify_checkpoint: bool = Field(
+        True,
+        description="compare checksums of a checkpoint's files before continuing from it, and "
+        "before older ones are deleted; false: compare sizes only",
     )
     stop_grace_s: float | None = Field(
         None,
@@ -219,7 +232,8 @@ class TrainConfig(Section):
         "none",
         min_length=1,
         description="none: a new run in an unused output_dir; auto: from output_dir's newest "
-        "checkpoint, or new when there is none; or the path of a checkpoint",
+        "checkpoint that is not damaged or marked, or new when there is none; or the path of a "
+        "checkpoint",
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import RowPart
@@ -69,6 +70,21 @@ class Writers:
     def arrays_of_stages(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
         """The arrays of every stage, as `of_stages`."""
         return [dict(arrays)]
+
+
+def host_array(tensor: Tensor, copy: bool = True) -> np.ndarray:
+    """A tensor's values on the host; bfloat16 as its bits.
+
+    Args:
+        copy: False: of a tensor that lies on the host the array is its own memory. Paddle's copy
+            goes to new memory, which costs more than the copying.
+    """
+    if copy or not tensor.place.is_cpu_place() or not tensor.size:
+        return tensor.numpy()
+    tensor = tensor.detach()
+    if tensor.dtype == paddle.bfloat16:
+        return np.from_dlpack(tensor.view("int16")).view(np.uint16)
+    return np.from_dlpack(tensor)
 
 
 class SingleDevicePlacement:
@@ -242,12 +258,18 @@ class SingleDevicePlacement:
         """What this rank holds of a whole value in the parameter's layout."""
         return whole
 
-    def whole_value(self, parameter: Tensor, value: Tensor | None = None) -> np.ndarray:
+    def whole_value(
+        self, parameter: Tensor, value: Tensor | None = None, copy: bool = True
+    ) -> np.ndarray:
         """The whole of a parameter, or of a `value` in its trained tensor's layout: a moment.
 
         Where ranks hold parts, all of them call this together.
+
+        Args:
+            copy: False where the array is used up before anything changes the tensor: it may then
+                be the tensor's own memory.
         """
-        return self._local_value(parameter, value).numpy()
+        return host_array(self._local_value(parameter, value), copy)
 
     def trained_tensor(self, parameter: Tensor) -> Tensor:
         """What the optimizer updates for a parameter: itself, its master, or a shard of that."""

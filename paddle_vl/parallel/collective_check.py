@@ -33,6 +33,7 @@ from paddle.distributed import collective
 
 from paddle_vl.parallel import collective_board
 from paddle_vl.parallel.collective_board import receive, send
+from paddle_vl.parallel.gloo_fleet.peers import peer_error
 from paddle_vl.parallel.recorder import Collective, Recording, observed
 from paddle_vl.parallel.store.rendezvous import meet
 
@@ -143,7 +144,7 @@ class _Check:
         send(self._board, {"do": method, **arguments})
         self.problem = receive(self._board)
         if self.problem is not None:
-            raise RuntimeError(self.problem)
+            raise peer_error(self.problem)
 
     def _start_board(self, timeout: float) -> str:
         """Host, port and password of the board."""

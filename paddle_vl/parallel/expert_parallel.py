@@ -123,8 +123,10 @@ class _ExpertParallel(SingleDevicePlacement):
             whole = np.split(whole, self.ep_group.nranks)[self.ep_group.rank]
         return super().own_part(parameter, whole)
 
-    def whole_value(self, parameter: Tensor, value: Tensor | None = None) -> np.ndarray:
-        held = super().whole_value(parameter, value)
+    def whole_value(
+        self, parameter: Tensor, value: Tensor | None = None, copy: bool = True
+    ) -> np.ndarray:
+        held = super().whole_value(parameter, value, copy)
         if not is_expert(parameter):
             return held
         parts: list[Tensor] = []

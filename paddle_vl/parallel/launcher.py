@@ -24,11 +24,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from paddle_vl.parallel.stop_requests import STOP_SIGNALS, StopRequests
+from paddle_vl.parallel.stop_requests import STOP_SIGNALS, StopRequest, StopRequests
 
 logger = logging.getLogger(__name__)
 
 LAUNCHER_VARIABLE = "PADDLE_VL_LAUNCHER_PID"
+# Whoever started this process: read early, as another takes its place when it ends.
+PARENT = os.getppid()
 RANK_LOG_VARIABLE = "PADDLE_VL_RANK_LOG"
 _MAIN = Path(__file__).parents[1] / "__main__.py"
 # For the other ranks to say why they end, before they are killed.
@@ -140,6 +142,9 @@ class _Run:
     def _is_running(self) -> bool:
         """Whether ranks are left, after what is due now was done."""
         requests = self._requests.read()
+        if self._is_orphan() and not self.was_asked_to_stop:
+            requests.append(StopRequest(signal.SIGTERM, is_again=False))
+            self._deadline = time.monotonic() + _STRAGGLER_GRACE_S
         codes = [process.poll() for process in self._ranks]
         is_late = self._deadline is not None and time.monotonic() > self._deadline
         if is_late or any(request.is_again for request in requests):
@@ -149,6 +154,11 @@ class _Run:
             self._pass_on(request.signal)
         self._look_for_a_failure(codes)
         return None in codes
+
+    def _is_orphan(self) -> bool:
+        """Whether another launcher of this package started this one, and has ended."""
+        launcher = os.environ.get(LAUNCHER_VARIABLE)
+        return launcher is not None and os.getppid() != int(launcher)
 
     def _pass_on(self, number: signal.Signals) -> None:
         self.was_asked_to_stop = True

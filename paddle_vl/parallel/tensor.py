@@ -29,6 +29,7 @@ from paddle_vl.nn.placement import (
     Layer,
     SingleDevicePlacement,
     Writers,
+    host_array,
 )
 from paddle_vl.parallel.mp_ops import (
     copy_to_group,
@@ -268,10 +269,12 @@ class FleetPlacement(SingleDevicePlacement):
         blocks = np.split(whole, num_blocks(parameter), axis=axis)
         return np.concatenate([np.split(b, ranks, axis=axis)[rank] for b in blocks], axis=axis)
 
-    def whole_value(self, parameter: Tensor, value: Tensor | None = None) -> np.ndarray:
+    def whole_value(
+        self, parameter: Tensor, value: Tensor | None = None, copy: bool = True
+    ) -> np.ndarray:
         value, axis = self._local_value(parameter, value), split_axis(parameter)
         if axis is None:
-            return value.numpy()
+            return host_array(value, copy)
         parts: list[Tensor] = []
         dist.all_gather(parts, value.detach(), group=self.mp_group)
         blocks = [np.split(part.numpy(), num_blocks(parameter), axis=axis) for part in parts]

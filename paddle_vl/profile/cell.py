@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from paddle_vl.parallel.launcher import LAUNCHER_VARIABLE
 from paddle_vl.profile.last_words import MemoryLimitError, Word, read_words, short_message
 from paddle_vl.profile.memory import resident_bytes
 
@@ -73,7 +74,8 @@ def run_cell(
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **(environment or {})},
+            # It ends when this process does.
+            env={**os.environ, LAUNCHER_VARIABLE: str(os.getpid()), **(environment or {})},
             start_new_session=True,
         )
         watch = _Watch(folder, limits)

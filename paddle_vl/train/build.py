@@ -11,6 +11,7 @@ from paddle_vl.config.load import flatten, raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.models.checkpoint.safetensors_io import FileWriter
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
@@ -28,6 +29,7 @@ from paddle_vl.train.random_state import seed_everything
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
 from paddle_vl.train.run_lock import RunLock
+from paddle_vl.train.saving.verify import check_pretrained
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,9 @@ def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
             `paddle_vl.train.run_lock` and `paddle_vl.train.resume`; a tokenizer or image processor
             that does not fit the model; data that cannot be used.
     """
+    if writes:
+        # First: what is wrong with a folder that another run is filling says little.
+        RunLock.check(Path(config.train.output_dir))
     raise_problems(launch_problems(config, paddle.get_device()))
     topology = initialize(parallel_degrees(config))
     several = topology.world_size > 1
@@ -81,10 +86,13 @@ def _build(
     several = topology.world_size > 1
     if not processes.is_main:
         logging.getLogger("paddle_vl").setLevel(logging.WARNING)
-    checkpoint = checkpoint_to_resume(config)
+    checkpoint = checkpoint_to_resume(config, processes)
     if checkpoint is not None:
         for change in changed_settings(checkpoint, config):
             logger.info("changed since %s: %s", checkpoint.name, change)
+    if config.model.pretrained is not None and (checkpoint is None or config.model.lora):
+        folder = Path(config.model.pretrained)
+        check_pretrained(folder, config.train.verify_checkpoint, processes)
     seed_everything(config.train.seed)
     family = model_family(config, checkpoint)
     if several:
@@ -113,8 +121,8 @@ def _build(
     num_steps = _num_steps(config, loader)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
-    def save_model(folder: Path) -> None:
-        family.save_model(model, folder)
+    def save_model(folder: Path, write: FileWriter) -> None:
+        family.save_model(model, folder, write)
         if processes.is_main:
             family.save_files(model, folder)
 

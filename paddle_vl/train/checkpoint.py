@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written completely or not at all, found, loaded and pruned.
+"""Checkpoints of a run on disk: what they are called and consist of, found and loaded.
 
     output_dir/
       config.yaml                 resolved configuration
@@ -9,12 +9,15 @@
                                   index of them when they are large or several processes write
         trainer_state.json        step, counters, data position
         config.yaml               configuration it was trained with
-      final/                      the trained model, without training state
+        manifest.json             sizes and checksums of all other files
+      final/                      the trained model, without training state, and its manifest.json
 
 With model.lora, `adapter_config.json` and `adapter_model.safetensors` of PEFT stand in place of the
 model's files, in both; they name the base, which is not repeated.
 
-A folder is filled under a name that starts with `.partial-`, flushed to disk, and renamed.
+A folder is filled under a name that starts with `.partial-`, flushed to disk, and renamed: see
+`paddle_vl.train.saving.checkpoint_writer`. Whether its files are still what was written says
+`paddle_vl.train.saving.verify`.
 """
 
 import json
@@ -29,15 +32,15 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.models.checkpoint.adapter_files import CONFIG_FILE
+from paddle_vl.models.checkpoint.manifest import check_weights
 from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 logger = logging.getLogger(__name__)
 
 OPTIMIZER_STEM = "optimizer"
 STATE_FILE = "trainer_state.json"
 # One of them says that a folder is a model, or adapters of one.
-_MODEL_FILES = ("config.json", CONFIG_FILE)
+MODEL_FILES = ("config.json", CONFIG_FILE)
 _PARTIAL = ".partial-"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -46,41 +49,23 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint-{step}"
 
 
-def write_folder(
-    target: Path, fill: Callable[[Path], None], processes: SingleProcess = ONE_PROCESS
-) -> None:
-    """Make `target` hold what `fill` writes into the folder it is given; an older one is replaced.
+def partial_of(target: Path) -> Path:
+    """Where a folder is filled before it gets its name."""
+    return target.with_name(_PARTIAL + target.name)
 
-    Whenever a process ends on the way, `target` is the complete old folder, or absent, or the
-    complete new one. All processes call this, and those that hold one whole model fill it together;
-    the folder must be on a file system that they share.
+
+def remove_folder(folder: Path, then: Callable[[], object] | None = None) -> None:
+    """Delete a folder so that an interruption does not leave a half-empty one under its name.
+
+    Args:
+        then: called when the name is free and before anything is deleted.
     """
-    partial = target.with_name(_PARTIAL + target.name)
-    if processes.is_main:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir()
-    processes.wait()
-    if processes.holds_model:
-        fill(partial)
-    processes.wait()
-    if processes.is_main:
-        for path in [*partial.rglob("*"), partial]:
-            _flush_to_disk(path)
-        if target.exists():
-            remove_folder(target)
-        partial.rename(target)
-        _flush_to_disk(target.parent)
-    processes.wait()
-
-
-def remove_folder(folder: Path) -> None:
-    """Delete a folder so that an interruption does not leave a half-empty one under its name."""
     doomed = folder.with_name(f"{_PARTIAL}removed-{folder.name}")
     if doomed.exists():
         shutil.rmtree(doomed)
     folder.rename(doomed)
+    if then is not None:
+        then()
     shutil.rmtree(doomed)
 
 
@@ -91,22 +76,27 @@ def remove_partial_folders(output_dir: Path) -> None:
         shutil.rmtree(path)
 
 
-def complete_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of the usable checkpoints, oldest first."""
+def checkpoint_folders(output_dir: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of all checkpoints, whatever is in them, oldest first."""
     found = []
     for path in output_dir.glob("checkpoint-*"):
         match = _NAME.fullmatch(path.name)
-        if match and not missing_files(path):
+        if match and path.is_dir():
             found.append((int(match.group(1)), path))
     return sorted(found)
+
+
+def complete_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of the checkpoints that have all kinds of files, oldest first."""
+    return [(s, path) for s, path in checkpoint_folders(output_dir) if not missing_files(path)]
 
 
 def missing_files(checkpoint: Path) -> list[str]:
     """Files without which a checkpoint cannot be resumed from."""
     needed = ["config.yaml", STATE_FILE]
     missing = [name for name in needed if not (checkpoint / name).is_file()]
-    if not any((checkpoint / name).is_file() for name in _MODEL_FILES):
-        missing.append(_MODEL_FILES[0])
+    if not any((checkpoint / name).is_file() for name in MODEL_FILES):
+        missing.append(MODEL_FILES[0])
     single = f"{OPTIMIZER_STEM}.safetensors"
     if not any((checkpoint / name).is_file() for name in (single, f"{single}.index.json")):
         missing.append(single)
@@ -118,25 +108,19 @@ def model_folder(path: Path) -> Path:
     checkpoint's.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is none, or its weights are not those of its manifest.
     """
     candidates = [path, path / "final"]
     candidates += [folder for _, folder in reversed(complete_checkpoints(path))]
     for candidate in candidates:
-        if any((candidate / name).is_file() for name in _MODEL_FILES):
+        if any((candidate / name).is_file() for name in MODEL_FILES):
+            check_weights(candidate)
             return candidate
     raise RuntimeError(
         f"{path} is neither a model folder (it has no config.json) nor one of adapters (no "
         f"{CONFIG_FILE}) nor the output_dir of a run (it has neither final/ nor a complete "
         "checkpoint)"
     )
-
-
-def prune_checkpoints(output_dir: Path, limit: int | None) -> None:
-    """Delete the oldest checkpoints beyond `limit`; the newest complete one always stays."""
-    if limit is not None:
-        for _, path in complete_checkpoints(output_dir)[: -max(limit, 1)]:
-            remove_folder(path)
 
 
 class StoredArrays(Mapping[str, np.ndarray]):
@@ -160,8 +144,8 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the trainer's own state."""
-    text = json.dumps(state, indent=None, allow_nan=False) + "\n"
+    """Write the trainer's own state, and that a manifest is to come with it."""
+    text = json.dumps(state | {"has_manifest": True}, indent=None, allow_nan=False) + "\n"
     (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
 
@@ -173,12 +157,16 @@ def load_state(folder: Path) -> dict[str, Any]:
     """
     path = folder / STATE_FILE
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
         raise RuntimeError(f"{path} cannot be read ({error}); resume from another one") from error
+    return state
 
 
-def _flush_to_disk(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Have what a file or the entries of a folder hold on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,6 +4,7 @@ Paddle names optimizer state after counters that differ from process to process,
 read and written here through the parameter it belongs to.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -182,13 +183,21 @@ class Optimizer:
                 name,
                 self.placement.whole_shape(parameter) if _has_layout(name) else (1,),
                 "F32",
-                partial(self.placement.whole_value, parameter, tensor)
+                partial(self.placement.whole_value, parameter, tensor, copy=False)
                 if _has_layout(name)
                 else tensor.numpy,
             )
             for name, parameter, tensor in self._states()
             if not getattr(parameter, "is_tied_copy", False)
         ]
+
+    def bytes_to_write(self) -> int:
+        """Bytes of all state and of the parameters that it is for, whole."""
+        states = sum(tensor.num_bytes for tensor in self.state_to_write())
+        return states + sum(
+            math.prod(self.placement.whole_shape(tensor)) * tensor.element_size()
+            for _, tensor in self.parameters
+        )
 
     def _keep_powers_on_device(self) -> None:
         """Paddle keeps the powers of beta on the host, which would have to know what is skipped."""

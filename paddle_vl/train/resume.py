@@ -1,11 +1,16 @@
 """Continuing a run: which checkpoint, what may have changed in its configuration, what must not."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.train.checkpoint import complete_checkpoints, missing_files
+from paddle_vl.train.checkpoint import checkpoint_folders, complete_checkpoints, missing_files
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
+from paddle_vl.train.saving.verify import Verdict, examine
+
+logger = logging.getLogger(__name__)
 
 # Settings, or sections of them, that give the saved weights, optimizer state, data position or
 # random state their meaning.
@@ -36,19 +41,76 @@ FIXED = (
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
 
 
-def checkpoint_to_resume(config: RunConfig) -> Path | None:
+def checkpoint_to_resume(config: RunConfig, processes: SingleProcess = ONE_PROCESS) -> Path | None:
     """The checkpoint that train.resume_from_checkpoint asks for; None for a fresh start.
 
+    Its files are compared with its manifest. Called by all processes together, which share that
+    work and come to the same result.
+
     Raises:
-        RuntimeError: the named one is not complete, or output_dir holds newer ones than it.
+        RuntimeError: the named one is damaged or not complete, or output_dir holds newer ones than
+            it; or there are checkpoints, and `auto` can use none of them.
     """
     wanted, output_dir = config.train.resume_from_checkpoint, Path(config.train.output_dir)
     if wanted == "none":
         return None
-    existing = complete_checkpoints(output_dir)
     if wanted == "auto":
-        return existing[-1][1] if existing else None
-    checkpoint = Path(wanted)
+        return _newest_usable(output_dir, config.train.verify_checkpoint, processes)
+    checkpoint = _named(Path(wanted), output_dir)
+    verdict = examine(checkpoint, config.train.verify_checkpoint, processes)
+    if verdict.problems:
+        raise RuntimeError(
+            f"train.resume_from_checkpoint {checkpoint} is damaged: {'; '.join(verdict.problems)}. "
+            "Name another one, or restore it from a copy"
+        )
+    if processes.is_main:
+        for mark in verdict.reasons:
+            logger.warning("%s is marked: %s; continuing as it was named", checkpoint.name, mark)
+    _say_unverified(checkpoint, verdict, processes)
+    return checkpoint
+
+
+def _newest_usable(output_dir: Path, checksums: bool, processes: SingleProcess) -> Path | None:
+    """The newest checkpoint without damage or mark; None where there are no checkpoints."""
+    # What the first process sees counts for all.
+    found = [path.name for _, path in checkpoint_folders(output_dir)]
+    names = processes.gathered(found)[0]
+    passed_over: list[str] = []
+    for name in reversed(names):
+        checkpoint = output_dir / name
+        verdict = examine(checkpoint, checksums, processes)
+        if verdict.reasons:
+            passed_over.append(f"{name}: {'; '.join(verdict.reasons)}")
+            continue
+        if processes.is_main:
+            for text in passed_over:
+                logger.warning("passed over %s", text)
+        _say_unverified(checkpoint, verdict, processes)
+        return checkpoint
+    if passed_over:
+        raise RuntimeError(
+            f"train.resume_from_checkpoint is auto, but none of the checkpoints in {output_dir} "
+            f"can be used. {'. '.join(passed_over)}. Restore one from a copy, name a marked one by "
+            "its path, or begin anew in another train.output_dir"
+        )
+    return None
+
+
+def _say_unverified(checkpoint: Path, verdict: Verdict, processes: SingleProcess) -> None:
+    if processes.is_main and not verdict.has_manifest:
+        logger.warning(
+            "%s is not verified: it has no manifest.json, as checkpoints of earlier versions",
+            checkpoint,
+        )
+
+
+def _named(checkpoint: Path, output_dir: Path) -> Path:
+    """A checkpoint that was named, where continuing it contradicts nothing.
+
+    Raises:
+        RuntimeError: it is not complete, or output_dir holds newer ones.
+    """
+    existing = complete_checkpoints(output_dir)
     if missing := missing_files(checkpoint):
         raise RuntimeError(
             f"train.resume_from_checkpoint {checkpoint} is not a complete checkpoint: it has no "

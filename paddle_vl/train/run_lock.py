@@ -60,6 +60,23 @@ class RunLock:
         lock = _held[path] = cls(path, descriptor)
         return lock
 
+    @staticmethod
+    def check(output_dir: Path) -> None:
+        """Raise what `acquire` would where a process of this machine has the folder."""
+        path = output_dir.resolve() / LOCK_FILE
+        if path in _held or not path.is_file():
+            return
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            # Shared: all ranks of a run may look at once.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(_refusal(path, _read(descriptor))) from None
+        except OSError:
+            return  # No locks on this file system.
+        finally:
+            os.close(descriptor)
+
     def release(self) -> None:
         """Give the folder back."""
         if self._released.is_set():

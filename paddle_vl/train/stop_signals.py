@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paddle_vl.parallel.launcher import LAUNCHER_VARIABLE
+from paddle_vl.parallel.launcher import LAUNCHER_VARIABLE, PARENT
 from paddle_vl.parallel.stop_requests import StopRequests
 
 logger = logging.getLogger(__name__)
@@ -143,13 +143,14 @@ def _launcher() -> int | None:
     own = os.environ.get(LAUNCHER_VARIABLE)
     if own is None and "PADDLE_TRAINER_ID" not in os.environ:
         return None  # Started by a shell, which may end before its jobs.
-    parent = os.getppid()
-    if own is not None and parent != int(own):
-        _end_as_orphan()
+    parent = PARENT if own is None else int(own)
     try:
-        return os.pidfd_open(parent)
+        descriptor = os.pidfd_open(parent)
     except OSError:
-        return None  # Outside of this container, or a kernel before 5.3.
+        descriptor = None  # Outside of this container, or a kernel before 5.3.
+    if os.getppid() != parent:
+        _end_as_orphan()
+    return descriptor
 
 
 def _end_as_orphan() -> None:

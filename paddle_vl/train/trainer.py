@@ -12,6 +12,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.models.checkpoint.pretrained import DEFAULT_SHARD_BYTES
+from paddle_vl.models.checkpoint.safetensors_io import FileWriter
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.evaluate import MeanLosses
@@ -29,6 +30,8 @@ from paddle_vl.train.reporting.metrics import StepMeter, longest_skip
 from paddle_vl.train.reporting.reporter import Reporter
 from paddle_vl.train.reporting.run_record import RunRecord
 from paddle_vl.train.run_lock import RunLock
+from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
+from paddle_vl.train.saving.snapshot import Fill
 from paddle_vl.train.schedule import learning_rate
 from paddle_vl.train.step import (
     StepOutcome,
@@ -41,7 +44,6 @@ from paddle_vl.train.step_trace import StepTrace
 from paddle_vl.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
-FINAL = "final"
 
 
 class DataWaitLeftError(Exception):
@@ -55,7 +57,7 @@ class Trainer:
         runner: the model, or this process's stages of it.
         data: training batches, without end.
         num_steps: updates of the whole run.
-        save_model: writes model and processor files into a folder.
+        save_model: fills a folder with model and processor files, see `saving.snapshot`.
         evaluate: computes the evaluation losses, None where a rank received a stop signal, which
             it asks for; None without evaluation data.
         processes: those of the run; all of them run their trainers in step.
@@ -71,7 +73,7 @@ class Trainer:
         optimizer: Optimizer,
         data: TrainingData,
         num_steps: int,
-        save_model: Callable[[Path], None],
+        save_model: Fill,
         evaluate: Callable[[Callable[[], int | None]], MeanLosses | None] | None = None,
         processes: SingleProcess = ONE_PROCESS,
         peak_flops: float | None = None,
@@ -106,6 +108,7 @@ class Trainer:
         # Behind the last step that was trained, whatever was fetched since.
         self._data_place = DataPlace.of(data)
         self._last_saved: int | None = None
+        self.writer = CheckpointWriter(self.output_dir, config.train, processes)
 
     def restore(self, folder: Path) -> None:
         """Continue where a checkpoint was written; the model has its weights already."""
@@ -136,8 +139,14 @@ class Trainer:
             try:
                 self._begin()
                 self._train()
-            finally:
-                self._close()
+            except BaseException:
+                # What ended the run is to be told, not what a full disk then makes of its end.
+                try:
+                    self._close()
+                except OSError as error:
+                    logger.warning("%s", error)
+                raise
+            self._close()
             # A rank that ends takes the others with it, in a launcher's eyes.
             self.processes.wait()
         return self.stop_signal
@@ -158,26 +167,28 @@ class Trainer:
         self._saved_settings = True
 
     def _train(self) -> None:
-        if self._owes_evaluation:
-            self._evaluate()
-        while self.stop_signal is None and self.step < self.num_steps:
-            self.turn()
-        if self.stop_signal is not None:
-            self._stop_early()
-            return
-        checkpoints.write_folder(self.output_dir / FINAL, self.save_model, self.processes)
-        logger.info("trained %d steps; the model is in %s", self.step, self.output_dir / FINAL)
+        with self.writer:
+            share = self.optimizer.placement.writers.size
+            self.writer.prepare(self.optimizer.bytes_to_write() // share)
+            if self._owes_evaluation:
+                self._evaluate()
+            while self.stop_signal is None and self.step < self.num_steps:
+                self.turn()
+            if self.stop_signal is not None:
+                self._stop_early()
+                return
+            final = self.writer.save_final(self.step, self.save_model)
+        logger.info("trained %d steps; the model is in %s", self.step, final)
 
     def _close(self) -> None:
-        self.feed.close()
-        self.trace.close()
-        if self.processes.is_main:
-            self.record.end(self.step)
-        try:
-            self.reporter.close()
-        finally:
+        with ExitStack() as stack:
             if self._lock is not None:
-                self._lock.release()
+                stack.callback(self._lock.release)
+            stack.callback(self.reporter.close)
+            if self.processes.is_main:
+                stack.callback(self.record.end, self.step)
+            stack.callback(self.trace.close)
+            stack.callback(self.feed.close)
 
     def turn(self) -> None:
         """One turn of the loop: a step, and what is due behind it; no step where a rank received a
@@ -236,13 +247,13 @@ class Trainer:
         """Evaluate, report and save, whatever is due; the report first, so that a checkpoint never
         knows more than metrics.jsonl."""
         train, is_last = self.config.train, self.step == self.num_steps
+        self.writer.poll()
         if is_last or self.step % self.config.logging.logging_steps == 0:
             self._collect_report()
         if self.evaluate and (is_last or _is_due(self.step, train.eval_steps)):
             self._evaluate()
-        if is_last or _is_due(self.step, train.save_steps):
-            self.reporter.write()
-            self._save_checkpoint()
+        if is_last or _is_due(self.step, train.save_steps) or self.writer.is_overdue:
+            self._save_checkpoint(must=is_last)
 
     def _collect_report(self) -> None:
         processes, objective = self.processes, self.runner.objective
@@ -314,24 +325,35 @@ class Trainer:
             line |= {f"eval_{name}": mean for name, mean in losses.terms.items()}
         self.reporter.write(self.step, line)
 
-    def _save_checkpoint(self) -> Path:
+    def _save_checkpoint(self, must: bool, is_last_word: bool = False) -> Path:
+        """Begin to write a checkpoint of this step, unless there is one.
+
+        Args:
+            must: also while updates are being skipped. It is marked then; otherwise it is put off.
+            is_last_word: the run is being stopped.
+        """
         folder = self.output_dir / checkpoints.checkpoint_name(self.step)
-        if self._last_saved != self.step:
-            checkpoints.write_folder(folder, self._fill_checkpoint, self.processes)
-            self._last_saved = self.step
-        # These weights gave no finite step yet: the last checkpoint that did must stay.
-        if self.processes.is_main and self.meter.skipped_in_a_row == 0:
-            checkpoints.prune_checkpoints(self.output_dir, self.config.train.save_total_limit)
+        if self._last_saved == self.step:
+            return folder
+        # The same on all processes.
+        skipped = self.meter.skipped_in_a_row
+        if skipped and not must:
+            self.writer.put_off(self.step, skipped)
+            return folder
+        self.reporter.write()
+        self.writer.save(self.step, self._fill_checkpoint, skipped, is_last_word)
+        self._last_saved = self.step
         return folder
 
-    def _fill_checkpoint(self, folder: Path) -> None:
-        self.save_model(folder)
+    def _fill_checkpoint(self, folder: Path, write: FileWriter) -> None:
+        self.save_model(folder, write)
         write_tensors(
             folder,
             checkpoints.OPTIMIZER_STEM,
             self.optimizer.state_to_write(),
             DEFAULT_SHARD_BYTES,
             self.optimizer.placement.writers,
+            write,
         )
         if not self.processes.is_main:
             return
@@ -340,6 +362,7 @@ class Trainer:
             folder,
             {
                 "step": self.step,
+                "nonfinite_updates": self.meter.skipped_in_a_row,
                 "meter": self.meter.state_dict(),
                 "data": self._data_place.state,
                 "owes_evaluation": self._owes_evaluation,
@@ -348,7 +371,8 @@ class Trainer:
 
     def _stop_early(self) -> None:
         self.reporter.write()
-        folder = self._save_checkpoint()
+        folder = self._save_checkpoint(must=True, is_last_word=True)
+        self.writer.wait()
         logger.warning(
             "stopped after step %d of %d; %s is saved, continue with "
             "train.resume_from_checkpoint=auto",

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.multi_card_tests.stopped_runs import SignalledRun
+from faults.runs import ENDLESS, SignalledRun
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
@@ -35,7 +35,7 @@ def run_file(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("case", SAVED)
 def test_a_request_to_stop_saves_the_step_in_progress(run_file, tmp_path, case):
     start, number, target, times, overrides, code = SAVED[case]
-    with SignalledRun(start, run_file, tmp_path / "out", overrides) as run:
+    with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *overrides]) as run:
         run.wait_for_steps()
         ended = run.signal(number, target, times)
     assert ended.code == code, ended.output
@@ -45,7 +45,7 @@ def test_a_request_to_stop_saves_the_step_in_progress(run_file, tmp_path, case):
 
 @pytest.mark.parametrize("start", ["nproc", "fleetrun"])
 def test_ranks_whose_launcher_is_killed_save_and_end(run_file, tmp_path, start):
-    with SignalledRun(start, run_file, tmp_path / "out", WORKERS) as run:
+    with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *WORKERS]) as run:
         run.wait_for_steps()
         ended = run.signal(KILL)
     assert ended.left == []
@@ -66,7 +66,7 @@ SLOW = ("train.gradient_accumulation_steps=100000", "train.per_device_train_batc
 )
 def test_a_step_that_is_not_waited_for(run_file, tmp_path, start, times, overrides, said):
     """Of a second Ctrl-C, or where the batch system will not wait."""
-    with SignalledRun(start, run_file, tmp_path / "out", [*SLOW, *overrides]) as run:
+    with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *SLOW, *overrides]) as run:
         while not (tmp_path / "out" / "run.json").exists():
             assert run.process.poll() is None
         ended = run.signal(INT, times=times, gap_s=1.0)
@@ -89,7 +89,7 @@ PID_1 = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"]
 
 @pytest.mark.skipif(not can_make_pid_namespaces(), reason="needs unshare and its privileges")
 def test_as_process_1_of_a_container_a_request_saves(run_file, tmp_path):
-    with SignalledRun("nproc", run_file, tmp_path / "out", prefix=PID_1) as run:
+    with SignalledRun("nproc", run_file, tmp_path / "out", ENDLESS, prefix=PID_1) as run:
         run.wait_for_steps()
         (command,) = psutil.Process(run.process.pid).children()
         command.send_signal(TERM)

@@ -21,6 +21,7 @@ from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.files.json_file import read_json_object, shown
 from paddle_vl.files.named_errors import write_text
 from paddle_vl.models.checkpoint.safetensors_io import (
+    FileWriter,
     StoredTensor,
     TensorToWrite,
     encoded,
@@ -217,7 +218,12 @@ def folder_with(file: str, folder: Path, base: str | Path | None = None) -> Path
     return folder if has_it else base_folder(folder, base)
 
 
-def write_adapter(folder: Path, adapter: Adapter, tensors: Iterable[TensorToWrite]) -> None:
+def write_adapter(
+    folder: Path,
+    adapter: Adapter,
+    tensors: Iterable[TensorToWrite],
+    write: FileWriter = write_file,
+) -> None:
     """Write both files; tensors under HF's keys.
 
     Modules are named in full, so that PEFT finds exactly these, whatever the patterns were.
@@ -244,7 +250,7 @@ def write_adapter(folder: Path, adapter: Adapter, tensors: Iterable[TensorToWrit
     }
     text = json.dumps(values, indent=2) + "\n"
     write_text(folder / CONFIG_FILE, text)
-    write_file(folder / TENSOR_FILE, [t._replace(name=PREFIX + t.name) for t in tensors])
+    write(folder / TENSOR_FILE, [t._replace(name=PREFIX + t.name) for t in tensors])
 
 
 def _config_values(folder: Path) -> dict:

@@ -13,9 +13,11 @@ from paddle_vl.models.checkpoint.filling import FillStep
 from paddle_vl.models.checkpoint.rules import StoredParameter
 from paddle_vl.models.checkpoint.safetensors_io import (
     FLOATING,
+    FileWriter,
     StoredTensor,
     TensorToWrite,
     read_checkpoint_headers,
+    write_file,
 )
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.nn.placement import Writers
@@ -121,6 +123,17 @@ def parameter_array(item: StoredParameter) -> np.ndarray:
     return item.layout.to_stored(item.placement.whole_value(item.parameter))
 
 
+def parameter_to_write(item: StoredParameter, name: str) -> TensorToWrite:
+    """A parameter's whole value in the checkpoint's layout, as a tensor of that name."""
+    return TensorToWrite(
+        name,
+        item.stored_shape,
+        STORED_DTYPES[item.parameter.dtype],
+        partial(item.placement.whole_value, item.parameter, copy=False),
+        item.layout.to_stored,
+    )
+
+
 def drawn_values(
     placed: Iterable[StoredParameter], whole: Iterable[StoredParameter] | None = None
 ) -> list[FillStep]:
@@ -157,22 +170,18 @@ def save_parameters(
     placed: Iterable[StoredParameter],
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     writers: Writers | None = None,
+    write: FileWriter = write_file,
 ) -> None:
     """Write the weights of a model folder, in shards when they exceed `max_shard_bytes`.
 
     Where ranks hold parts, all of them call this together and share the writing.
     """
     tensors = [
-        TensorToWrite(
-            item.key,
-            item.stored_shape,
-            STORED_DTYPES[item.parameter.dtype],
-            lambda item=item: parameter_array(item),
-        )
+        parameter_to_write(item, item.key)
         for item in placed
         if not getattr(item.parameter, "is_tied_copy", False)
     ]
-    write_tensors(folder, "model", tensors, max_shard_bytes, writers)
+    write_tensors(folder, "model", tensors, max_shard_bytes, writers, write)
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.files.json_file import parse_json_object, read_json_object, shown
+from paddle_vl.models.checkpoint.manifest import FileSum, SummedStream, naming
 
 _NUMPY_DTYPES = {
     "F64": np.float64,
@@ -244,13 +245,25 @@ def _is_inside(shard: Any) -> bool:
     return not path.is_absolute() and ".." not in path.parts and path.name != ""
 
 
+def _as_it_is(array: np.ndarray) -> np.ndarray:
+    return array
+
+
 class TensorToWrite(NamedTuple):
-    """A tensor whose array is made only when its turn to be written comes."""
+    """A tensor whose array is made only when its turn to be written comes.
+
+    Attributes:
+        shape, dtype: as in the file.
+        produce: makes the array. It may be memory that changes later, such as a parameter's own.
+        arrange: brings it into the layout of the file. That needs no other rank and no device, so
+            it may run later and in another thread.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     produce: Callable[[], np.ndarray]
+    arrange: Callable[[np.ndarray], np.ndarray] = _as_it_is
 
     @property
     def num_bytes(self) -> int:
@@ -266,9 +279,12 @@ def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)
 
 
-def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> None:
-    """Write one file; it appears under its name only when it is complete on disk."""
-    tensors = list(tensors)
+# Writes tensors into a file, at once or later. The arrays are to be produced within the call.
+FileWriter = Callable[[Path, Iterable[TensorToWrite]], object]
+
+
+def file_header(tensors: Iterable[TensorToWrite]) -> bytes:
+    """What a file of these tensors begins with, of a multiple of 8 bytes."""
     header: dict = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -280,15 +296,35 @@ def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> None:
         offset += tensor.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def bytes_of(tensor: TensorToWrite, produced: np.ndarray) -> np.ndarray:
+    """A tensor's bytes in a file, `[n]` uint8, from what it produced; maybe the same memory."""
+    dtype = _NUMPY_DTYPES[tensor.dtype]
+    # Not ascontiguousarray, which gives a tensor without dims one.
+    array = np.asarray(tensor.arrange(produced), dtype=dtype, order="C")
+    if array.shape != tuple(tensor.shape):
+        raise AssertionError(f"{tensor.name}: {array.shape} announced as {tensor.shape}")
+    return array.reshape(-1).view(np.uint8)
+
+
+def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> FileSum:
+    """Write one file; it appears under its name only when it is complete on disk.
+
+    Returns:
+        Its size and checksum.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
+    """
+    tensors = list(tensors)
     partial = file.with_name(file.name + ".partial")
-    with partial.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
+    with naming(file), partial.open("wb") as stream:
+        summed = SummedStream(stream)
+        summed.write(file_header(tensors))
         for tensor in tensors:
-            # Not ascontiguousarray, which gives a tensor without dims one.
-            array = np.asarray(tensor.produce(), dtype=_NUMPY_DTYPES[tensor.dtype], order="C")
-            if array.shape != tuple(tensor.shape):
-                raise AssertionError(f"{tensor.name}: {array.shape} announced as {tensor.shape}")
-            stream.write(array.data if array.size else b"")
-        stream.flush()
-        os.fsync(stream.fileno())
+            summed.write(bytes_of(tensor, tensor.produce()))
+        written = summed.to_disk()
     os.replace(partial, file)
+    return written

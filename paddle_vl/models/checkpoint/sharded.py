@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite, write_file
+from paddle_vl.models.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.nn.placement import Writers
 
 # Below it a file is not worth a rank of its own.
@@ -26,6 +26,7 @@ def write_tensors(
     tensors: Iterable[TensorToWrite],
     max_shard_bytes: int,
     writers: Writers | None = None,
+    write: FileWriter = write_file,
 ) -> None:
     """Write tensors; all ranks that have parts of them, or others of the same model, call this.
 
@@ -35,6 +36,7 @@ def write_tensors(
         stem: `model`, or another name in its place.
         tensors: those of this rank's layers, the same on every rank that has these layers.
         max_shard_bytes: the largest file, unless a single tensor is larger.
+        write: takes a file's name and tensors. It produces their arrays before it returns.
     """
     writers, tensors = writers or Writers(), list(tensors)
     total = sum(tensor.num_bytes for tensor in tensors)
@@ -51,7 +53,7 @@ def write_tensors(
     skipped: list[Callable[[], np.ndarray]] = []
     for number, shard in enumerate(shards):
         if number % writers.size == writers.number:
-            write_file(folder / names[first + number], _after(shard, skipped))
+            write(folder / names[first + number], _after(shard, skipped))
             skipped = []
         else:
             skipped += [tensor.produce for tensor in shard]

@@ -27,7 +27,7 @@ from paddle_vl.models.checkpoint.pretrained import (
     stored_values,
 )
 from paddle_vl.models.checkpoint.rules import PatchKernel, StoredParameter
-from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite
+from paddle_vl.models.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.models.qwen3_vl.checkpoint_map import HEAD_KEY, with_experts_as_here
 from paddle_vl.nn.linear import AdaptableLinear
 from paddle_vl.nn.lora import LowRankSettings, initial_a
@@ -101,7 +101,7 @@ class AdaptableModel(Fillable, nn.Layer):
         held = [item for item in self.stored_parameters() if item.key in tensors]
         self.fill_too(stored_values(held, tensors))
 
-    def save_adapter(self, path: str | Path) -> None:
+    def save_adapter(self, path: str | Path, write: FileWriter = write_file) -> None:
         """Write the adapters in PEFT's format, without the base.
 
         All processes that hold parts of the model call this together.
@@ -126,7 +126,7 @@ class AdaptableModel(Fillable, nn.Layer):
             for arrays_of_stage, dtypes_of_stage in zip(arrays, dtypes, strict=True)
             for key, array in arrays_of_stage.items()
         ]
-        write_adapter(path, adapter, tensors)
+        write_adapter(path, adapter, tensors, write)
 
     def merge_lora(self) -> None:
         """Add the adapters to the weights beside them, in float32, and take them away.

@@ -20,7 +20,7 @@ from paddle_vl.models.checkpoint.pretrained import (
     stored_values,
 )
 from paddle_vl.models.checkpoint.rules import StoredParameter, place_parameters
-from paddle_vl.models.checkpoint.safetensors_io import StoredTensor
+from paddle_vl.models.checkpoint.safetensors_io import FileWriter, StoredTensor, write_file
 from paddle_vl.models.generation.config import FILE_NAME, GenerationConfig
 from paddle_vl.models.qwen3_vl.adapter import AdaptableModel
 from paddle_vl.models.qwen3_vl.checkpoint_map import (
@@ -136,9 +136,17 @@ class PretrainedQwen3VL(AdaptableModel):
         model.name_or_path = str(path.resolve())
         return model
 
-    def save_pretrained(self, path: str | Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+    def save_pretrained(
+        self,
+        path: str | Path,
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+        write: FileWriter = write_file,
+    ) -> None:
         """Write the weights under HF's key names, `config.json` (hub dialect), and
         `generation_config.json` if the model has one.
+
+        Args:
+            write: takes the files of weights.
 
         Raises:
             ValueError: the model has adapters, which these files have no place for.
@@ -155,7 +163,7 @@ class PretrainedQwen3VL(AdaptableModel):
             self.config.save_pretrained(path)
             if self.generation_config is not None:
                 self.generation_config.save_pretrained(path)
-        save_parameters(path, self.stored_parameters(), max_shard_bytes, writers)
+        save_parameters(path, self.stored_parameters(), max_shard_bytes, writers, write)
 
     def stored_parameters(self) -> list[StoredParameter]:
         """Every parameter of this rank once, with its checkpoint key and layout."""

@@ -4,6 +4,7 @@ Gloo names neither. Every rank that waits for more than a moment tells the run's
 thread: Python runs on while the main thread waits in gloo.
 """
 
+import logging
 import re
 import threading
 import time
@@ -16,7 +17,9 @@ from paddle.base import core
 from paddle.distributed import collective
 
 from paddle_vl.parallel.store import rendezvous
-from paddle_vl.parallel.store.membership import CONTINUE, ranks_text
+from paddle_vl.parallel.store.membership import CONTINUE, logs_text, ranks_text
+
+logger = logging.getLogger(__name__)
 
 # A wait is told after this many seconds, and found to be over within as many.
 _TELL_AFTER = 1.0
@@ -114,9 +117,7 @@ def make_group(name: str, create: Callable[[], core.ProcessGroup]) -> core.Proce
 
 def _not_made(name: str, gone: list[int], error: Exception | None = None) -> PeerError:
     problem = f"{ranks_text(gone)} ended meanwhile" if gone else _first_line(error)
-    return _remembered(
-        f"rank {_own_rank()}: {name} could not be made: {problem}; {_see(gone)}{CONTINUE}"
-    )
+    return _lost(f"rank {_own_rank()}: {name} could not be made: {problem}; {_see(gone)}{CONTINUE}")
 
 
 def raise_explained(wait: _Wait, error: RuntimeError) -> NoReturn:
@@ -125,19 +126,21 @@ def raise_explained(wait: _Wait, error: RuntimeError) -> NoReturn:
     seconds = time.monotonic() - wait.begin
     what = f"rank {_own_rank()}: {wait.operation} of ranks {ranks}"
     lost = _PEER.search(text)
-    gone = _gone(_NOTICE_SECONDS if lost else 0.0)
+    # Gloo says TIMEOUT of a closed connection too, and then names the peer.
+    is_late = "TIMEOUT" in text and lost is None
+    gone = _gone(0.0 if is_late else _NOTICE_SECONDS)
     if not gone and lost and int(lost[1]) < len(ranks):
         gone = [ranks[int(lost[1])]]
         problem = f"failed: the connection to {ranks_text(gone)} is lost"
     elif gone:
         has = "have ended, in this order" if len(gone) > 1 else "has ended"
         problem = f"failed: {ranks_text(gone)} {has}"
-    elif "TIMEOUT" in text:
+    elif is_late:
         gone, where = _absent(wait, ranks)
         problem = f"got no answer in {seconds:.0f} s: {where}"
     else:
         problem = f"failed: {_first_line(error)}"
-    raise _remembered(f"{what} {problem}; {_see(gone)}{CONTINUE}") from error
+    raise _lost(f"{what} {problem}; {_see(gone)}{CONTINUE}") from error
 
 
 def unwrapped(paddles_own: Callable) -> Callable:
@@ -200,7 +203,7 @@ def _gone(seconds: float = _NOTICE_SECONDS) -> list[int]:
 
 
 def _see(ranks: list[int]) -> str:
-    return f"see the log of {ranks_text(ranks)} for the cause, and " if ranks else ""
+    return f"{logs_text(ranks)} for the cause, and " if ranks else ""
 
 
 def _own_rank() -> int:
@@ -211,6 +214,13 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _remembered(message: str) -> PeerError:
+def _lost(message: str) -> PeerError:
+    # At once: a launcher that has seen a rank end leaves the others less than a second.
+    logger.error(message)
+    return peer_error(message)
+
+
+def peer_error(message: str) -> PeerError:
+    """The error to raise, which `unwrapped` knows again when Paddle has hidden it."""
     _raised.append(PeerError(message))
     return _raised[-1]

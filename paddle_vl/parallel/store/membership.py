@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
@@ -54,7 +55,7 @@ class Membership:
         except (OSError, ValueError) as error:
             raise RuntimeError(
                 f"rank {self.rank}: the store of this run at {self._place} has ended, or another "
-                f"program answers there ({error}): see the log of rank 0, and {CONTINUE}"
+                f"program answers there ({error}): {logs_text([0])}, and {CONTINUE}"
             ) from None
         if "refused" in answer:
             raise RuntimeError(
@@ -66,12 +67,12 @@ class Membership:
         if gone and missing:
             raise RuntimeError(
                 f"rank {self.rank}: {ranks_text(gone)} ended before {ranks_text(missing)} had "
-                f"come: see the log of {ranks_text(gone)} for the cause, and {CONTINUE}"
+                f"come: {logs_text(gone)} for the cause, and {CONTINUE}"
             )
         if missing:
             raise RuntimeError(
                 f"rank {self.rank} has waited {self._seconds:g} s at {self._place} for "
-                f"{ranks_text(missing)} to come: see the log of {ranks_text(missing)}, and whether "
+                f"{ranks_text(missing)} to come: {logs_text(missing)}, and whether "
                 f"that machine reaches this address; then {CONTINUE}"
             )
 
@@ -108,7 +109,7 @@ class Membership:
                 if time.monotonic() >= self._deadline:
                     raise RuntimeError(
                         f"rank {self.rank} has waited {self._seconds:g} s for rank 0, whose store "
-                        f"is to be at {self._place} ({error}): see the log of rank 0, and whether "
+                        f"is to be at {self._place} ({error}): {logs_text([0])}, and whether "
                         f"this machine reaches that address; then {CONTINUE}"
                     ) from None
                 time.sleep(_RETRY)
@@ -139,3 +140,11 @@ class Membership:
 def ranks_text(ranks: list[int]) -> str:
     """`rank 1`, or `ranks 1, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def logs_text(ranks: list[int]) -> str:
+    """`see the log of rank 1`, or its file where both launchers' variables tell it."""
+    folder = os.environ.get("PADDLE_LOG_DIR")
+    if folder is None or os.environ.get("PADDLE_NNODES", "1") != "1":
+        return f"see the log of {ranks_text(ranks)}"
+    return "see " + ", ".join(f"{folder}/workerlog.{rank}" for rank in ranks)

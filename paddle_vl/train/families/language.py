@@ -13,6 +13,7 @@ from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.sample_lengths import sample_lengths
 from paddle_vl.data.sft.dataset import MessagesDataset
+from paddle_vl.models.checkpoint.safetensors_io import FileWriter
 from paddle_vl.models.flops import FlopCounter
 from paddle_vl.models.qwen3_vl.flops import Qwen3VLFlops
 from paddle_vl.models.qwen3_vl.model import Qwen3VLForConditionalGeneration
@@ -89,9 +90,16 @@ class LanguageFamily:
         ranks = {} if adapter is None else dict.fromkeys(adapter.targets, adapter.config.r)
         return Qwen3VLFlops(model.config, trained, ranks)
 
-    def save_model(self, model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
-        """Write what this process has of the model; all that have some call it together."""
-        (model.save_pretrained if model.adapter is None else model.save_adapter)(folder)
+    def save_model(
+        self, model: Qwen3VLForConditionalGeneration, folder: Path, write: FileWriter
+    ) -> None:
+        """Write what this process has of the model; all that have some call it together.
+
+        Args:
+            write: takes the files of weights, which are in `folder`.
+        """
+        save = model.save_pretrained if model.adapter is None else model.save_adapter
+        save(folder, write=write)
 
     def save_files(self, model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
         """Write what belongs beside a model; one process does."""

@@ -26,6 +26,7 @@ from paddle_vl.data.policy.statistics import demonstration_statistics, read_stat
 from paddle_vl.data.policy.synthetic import SyntheticDemonstrations
 from paddle_vl.data.policy.training_set import DrawnDemonstrations
 from paddle_vl.data.worker_pool import Collator
+from paddle_vl.models.checkpoint.safetensors_io import FileWriter
 from paddle_vl.models.flops import FlopCounter
 from paddle_vl.models.pi07.config import PI07Config
 from paddle_vl.models.pi07.features import PolicyFeature
@@ -144,8 +145,8 @@ class PolicyFamily:
         """See `LanguageFamily.flop_counter`."""
         return self.counter_class(model.config, model.label_ids, trained, self._counted_losses())
 
-    def save_model(self, model: nn.Layer, folder: Path) -> None:
-        self.policy.save_pretrained(folder)
+    def save_model(self, model: nn.Layer, folder: Path, write: FileWriter) -> None:
+        self.policy.save_pretrained(folder, write=write)
 
     def save_files(self, model: nn.Layer, folder: Path) -> None:
         """The policy's folder is complete."""

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.files.named_errors import naming
+
 CURVE_FILE = "loss.png"
 
 
@@ -30,4 +32,5 @@ def draw_loss_curve(lines: list[dict[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3, which="both")
     if axes.lines:
         axes.legend()
-    figure.savefig(path, dpi=160)
+    with naming(path):
+        figure.savefig(path, dpi=160)

@@ -27,6 +27,7 @@ from typing import Any
 import paddle
 
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.files.named_errors import write_text
 from paddle_vl.train.layout import parallel_degrees
 from paddle_vl.train.reporting.run_starts import RUN_FILE, read_starts
 
@@ -69,7 +70,7 @@ class RunRecord:
         path = self.output_dir / RUN_FILE
         partial = path.with_name(path.name + ".partial")
         text = json.dumps({"starts": starts}, indent=2, ensure_ascii=False)
-        partial.write_text(text + "\n", encoding="utf-8")
+        write_text(partial, text + "\n")
         partial.replace(path)
 
 

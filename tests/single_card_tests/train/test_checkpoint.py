@@ -1,10 +1,11 @@
 """Checkpoints on disk, without a model.
 
 Guarantees: a save that is interrupted anywhere leaves the complete earlier checkpoint and nothing
-under the new name; leftovers are cleared; pruning keeps the newest complete checkpoints; random
-states and arrays round-trip; resuming finds the right checkpoint and refuses changed settings.
+under the new name; leftovers are cleared; random states and arrays round-trip; resuming finds the
+right checkpoint and refuses changed settings.
 """
 
+import errno
 import random
 import shutil
 
@@ -12,13 +13,12 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite
-from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.random_state import seed_step
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
+from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
+from tests.single_card_tests.train.saved import save_checkpoint, settings, write_arrays
 
 
 def make_config(output_dir, **changes) -> RunConfig:
@@ -33,21 +33,8 @@ def make_config(output_dir, **changes) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def write_arrays(folder, tensors):
-    listed = [TensorToWrite(k, tuple(v.shape), "F32", v.numpy) for k, v in tensors.items()]
-    write_tensors(folder, checkpoints.OPTIMIZER_STEM, listed, 1 << 30)
-
-
-def fill_completely(folder):
-    (folder / "config.json").write_text("{}")
-    save_run_config(make_config("out"), folder / "config.yaml")
-    write_arrays(folder, {"a": paddle.ones([2])})
-    checkpoints.save_state(folder, {"step": 1})
-
-
 def save(output_dir, step):
-    checkpoints.write_folder(output_dir / f"checkpoint-{step}", fill_completely)
-    return output_dir / f"checkpoint-{step}"
+    return save_checkpoint(output_dir, step, make_config("out"))
 
 
 def names(output_dir):
@@ -57,12 +44,12 @@ def names(output_dir):
 def test_interrupted_save_leaves_the_earlier_checkpoint_only(tmp_path):
     save(tmp_path, 2)
 
-    def fail_midway(folder):
+    def fail_midway(folder, write):
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        checkpoints.write_folder(tmp_path / "checkpoint-4", fail_midway)
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path, settings()) as writer:
+        writer.save(4, fail_midway)
     assert [step for step, _ in checkpoints.complete_checkpoints(tmp_path)] == [2]
     assert not (tmp_path / "checkpoint-4").exists()
     checkpoints.remove_partial_folders(tmp_path)
@@ -71,8 +58,13 @@ def test_interrupted_save_leaves_the_earlier_checkpoint_only(tmp_path):
 
 def test_interruption_before_the_rename_leaves_the_earlier_checkpoint_only(tmp_path, monkeypatch):
     save(tmp_path, 2)
-    monkeypatch.setattr(checkpoints.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk")))
-    with pytest.raises(OSError, match="disk"):
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.os, "fsync", full)
+    message = r"checkpoint-4 could not be written: .*No space left.*partial-checkpoint-4/config"
+    with pytest.raises(RuntimeError, match=message):
         save(tmp_path, 4)
     assert [step for step, _ in checkpoints.complete_checkpoints(tmp_path)] == [2]
 
@@ -88,20 +80,10 @@ def test_interrupted_removal_leaves_no_half_empty_checkpoint(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.shutil, "rmtree", remove_part)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.prune_checkpoints(tmp_path, 1)
+            checkpoints.remove_folder(tmp_path / "checkpoint-2")
     assert not (tmp_path / "checkpoint-2").exists()
     checkpoints.remove_partial_folders(tmp_path)
     assert names(tmp_path) == ["checkpoint-4"]
-
-
-def test_pruning_counts_complete_checkpoints_by_step(tmp_path):
-    for step in (2, 10, 9):
-        save(tmp_path, step)
-    (save(tmp_path, 30) / checkpoints.STATE_FILE).unlink()
-    checkpoints.prune_checkpoints(tmp_path, None)
-    assert len(names(tmp_path)) == 4
-    checkpoints.prune_checkpoints(tmp_path, 1)
-    assert names(tmp_path) == ["checkpoint-10", "checkpoint-30"]
 
 
 def test_folder_of_the_same_name_is_replaced(tmp_path):
@@ -118,7 +100,7 @@ def test_arrays_round_trip(tmp_path):
         "c": np.array([np.nextafter(np.float32(1), np.float32(2))]),
     }
     tensors = {name: paddle.to_tensor(array) for name, array in arrays.items()}
-    write_arrays(tmp_path, tensors)
+    write_arrays(tmp_path, {name: tensor.numpy() for name, tensor in tensors.items()})
     loaded = checkpoints.StoredArrays(tmp_path)
     assert loaded.keys() == arrays.keys()
     for name, array in arrays.items():

@@ -49,6 +49,14 @@ def test_a_second_run_is_refused_with_the_facts_of_the_first(holder, tmp_path):
     assert f"kill {holder.pid}" in str(caught.value)
 
 
+def test_a_look_at_the_folder_says_the_same(holder, tmp_path):
+    with pytest.raises(RuntimeError, match=rf"process {holder.pid} on "):
+        RunLock.check(tmp_path)
+    holder.kill()
+    holder.wait()
+    RunLock.check(tmp_path)
+
+
 def test_the_folder_of_a_killed_process_is_taken_over(holder, tmp_path):
     holder.send_signal(signal.SIGKILL)
     holder.wait()

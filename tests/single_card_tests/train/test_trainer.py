@@ -6,11 +6,14 @@ non-finite updates stop the run and leave the last good checkpoint; the output f
 help says.
 """
 
+import errno
 import json
 import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.models.checkpoint.manifest import SummedStream
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.checkpoint import model_folder
@@ -238,6 +242,107 @@ def test_nonfinite_updates_stop_the_run_and_keep_the_last_good_checkpoint(
     assert start["ended"] is not None
 
 
+def broken_steps(monkeypatch, *broken):
+    """Updates of these steps are skipped, as a loss is not finite."""
+    plain, calls = trainer_module.train_step, []
+
+    def step(model, optimizer, *arguments):
+        calls.append(1)
+        if len(calls) in broken:
+            return outcome(float("nan"), float("inf"), 3, 9, is_good=False)
+        return plain(model, optimizer, *arguments)
+
+    monkeypatch.setattr(trainer_module, "train_step", step)
+
+
+def test_a_checkpoint_that_is_due_while_updates_are_skipped_comes_after_the_next_good_one(
+    run_file, tmp_path, monkeypatch, caplog
+):
+    broken_steps(monkeypatch, 2, 3)
+    build(run_file, tmp_path, "train.max_steps=5", "train.save_steps=2").run()
+    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert names == ["checkpoint-4", "checkpoint-5"]
+    assert "checkpoint-2 is put off: 1 updates in a row were skipped" in caplog.text
+    assert "is marked" not in caplog.text
+
+
+def test_a_checkpoint_at_the_end_is_marked_while_updates_are_skipped(
+    run_file, tmp_path, monkeypatch, caplog
+):
+    with monkeypatch.context() as patch:
+        broken_steps(patch, 3, 4)
+        build(run_file, tmp_path, "train.save_steps=2").run()
+    marked = tmp_path / "checkpoint-4"
+    for name in ("manifest.json", "trainer_state.json"):
+        assert json.loads((marked / name).read_text())["nonfinite_updates"] == 2
+    resume = ["train.save_steps=2", "train.max_steps=6"]
+    again = build(run_file, tmp_path, *resume, "train.resume_from_checkpoint=auto")
+    assert again.step == 2
+    assert "passed over checkpoint-4: the last 2 updates before it were skipped" in caplog.text
+    assert build(run_file, tmp_path, *resume, f"train.resume_from_checkpoint={marked}").step == 4
+    again.run()
+    assert json.loads((marked / "manifest.json").read_text())["nonfinite_updates"] == 0
+
+
+def test_a_checkpoint_holds_the_step_that_it_was_made_at_however_slow_the_disk(
+    run_file, tmp_path, monkeypatch
+):
+    settings = ["train.save_steps=1", "logging.logging_steps=4"]
+    build(run_file, tmp_path / "plain", *settings, "train.async_save=false").run()
+    plain = SummedStream.write
+
+    def slow(stream, *arguments):
+        time.sleep(0.02)
+        plain(stream, *arguments)
+
+    monkeypatch.setattr(SummedStream, "write", slow)
+    build(run_file, tmp_path / "slow", *settings, "train.async_save=true").run()
+    for folder in ("checkpoint-1", "checkpoint-3", "checkpoint-4", "final"):
+        for name in ("model.safetensors", "optimizer.safetensors")[: 1 if folder == "final" else 2]:
+            one, other = (tmp_path / run / folder / name for run in ("plain", "slow"))
+            assert one.read_bytes() == other.read_bytes(), (folder, name)
+
+
+def test_a_write_that_fails_ends_the_run_at_a_step_behind_it(run_file, tmp_path, monkeypatch):
+    """Not as late as the next checkpoint, at the last step."""
+
+    def full(stream):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer = build(run_file, tmp_path, "train.save_steps=10", "train.max_steps=20")
+    monkeypatch.setattr(SummedStream, "to_disk", full)
+    with pytest.raises(RuntimeError, match=r"checkpoint-10 could not be written: .*No space left"):
+        trainer.run()
+    assert 10 < trainer.step < 20
+    (start,) = read_starts(tmp_path)
+    assert start["last_step"] == trainer.step
+
+
+def test_a_process_killed_in_the_middle_of_a_write_loses_nothing(whole_run, run_file, tmp_path):
+    settings = [
+        f"train.output_dir={tmp_path}", *evaluated(run_file.with_name("test.jsonl")),
+        "train.resume_from_checkpoint=auto", "train.max_steps=6", "train.warmup_steps=1",
+        "train.lr_scheduler_type=constant",
+    ]  # fmt: skip
+    root = Path(__file__).parents[3]
+    killed = subprocess.run(
+        [sys.executable, Path(__file__).with_name("killed_save.py"), run_file, *settings],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == [
+        ".partial-checkpoint-4", "checkpoint-2",
+    ]  # fmt: skip
+    trainer = build(run_file, tmp_path, *settings[1:])
+    assert trainer.step == 2
+    trainer.run()
+    build(run_file, tmp_path / "whole", *settings[1:]).run()
+    assert_same_run(tmp_path / "whole", tmp_path)
+
+
 def test_bar_says_when_the_run_evaluates(run_file, tmp_path, monkeypatch):
     shown = []
 
@@ -358,6 +463,18 @@ def test_training_can_start_from_a_pretrained_folder(whole_run, run_file, tmp_pa
     for name, value in trainer.runner.model.hf_state_dict().items():
         np.testing.assert_array_equal(value, start[name], err_msg=name)
     assert next(trainer.data)["image_grid_thw"].tolist() == [[1, 2, 2]] * 2
+
+
+def test_training_does_not_start_from_damaged_weights(whole_run, run_file, tmp_path):
+    shutil.copytree(whole_run / "final", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    settings = ["model.config=null", f"model.pretrained={file.parent}", "data.processor=null"]
+    with pytest.raises(RuntimeError, match=r"model\.pretrained .*model\.safetensors does not have"):
+        build(run_file, tmp_path / "out", *settings)
+    build(run_file, tmp_path / "out", *settings, "train.verify_checkpoint=false")
 
 
 def test_profiled_steps_leave_a_trace_of_these_steps(run_file, tmp_path):

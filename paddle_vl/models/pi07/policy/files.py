@@ -12,13 +12,17 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_vl.models.checkpoint.pretrained import (
-    STORED_DTYPES,
     check_keys,
     checkpoint_tensors,
-    parameter_array,
+    parameter_to_write,
     stored_values,
 )
-from paddle_vl.models.checkpoint.safetensors_io import StoredTensor, TensorToWrite
+from paddle_vl.models.checkpoint.safetensors_io import (
+    FileWriter,
+    StoredTensor,
+    TensorToWrite,
+    write_file,
+)
 from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.models.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
 from paddle_vl.models.pi07.config import PI07Config
@@ -176,19 +180,19 @@ def takes_statistics(
     return False
 
 
-def write_policy(folder: Path, model: PlacedModel, normalizers: Mapping[str, Normalizer]) -> None:
+def write_policy(
+    folder: Path,
+    model: PlacedModel,
+    normalizers: Mapping[str, Normalizer],
+    write: FileWriter = write_file,
+) -> None:
     """Write `model.safetensors`, one file as OpenTau reads it.
 
     Where ranks hold parts, all of them call this together and share the writing, so that a large
     model is in several files, as HF has them.
     """
     tensors = [
-        TensorToWrite(
-            MODEL_PREFIX + item.key,
-            item.stored_shape,
-            STORED_DTYPES[item.parameter.dtype],
-            lambda item=item: parameter_array(item),
-        )
+        parameter_to_write(item, MODEL_PREFIX + item.key)
         for item in model.stored_parameters()
         if not getattr(item.parameter, "is_tied_copy", False)
     ]
@@ -197,7 +201,7 @@ def write_policy(folder: Path, model: PlacedModel, normalizers: Mapping[str, Nor
             TensorToWrite(place.key, place.stored_shape, "F32", lambda place=place: _value(place))
             for place in _statistics_places(normalizers)
         ]
-    write_tensors(folder, "model", tensors, sys.maxsize, model.placement.writers)
+    write_tensors(folder, "model", tensors, sys.maxsize, model.placement.writers, write)
 
 
 def _statistics_places(normalizers: Mapping[str, Normalizer]) -> Iterable[StatisticsPlace]:

@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
+from paddle_vl.models.checkpoint.safetensors_io import FileWriter, write_file
 from paddle_vl.models.pi07.config import CURRENT_CONFIG_VERSION
 from paddle_vl.models.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
@@ -123,17 +124,20 @@ class PI07HighLevelPlanner(PlacedPolicy):
         planner.eval()
         return planner
 
-    def save_pretrained(self, path: str | Path) -> None:
+    def save_pretrained(self, path: str | Path, write: FileWriter = write_file) -> None:
         """Write `config.json`, `model.safetensors` and the tokenizer into a folder.
 
         Where ranks hold parts, all of them call this together.
+
+        Args:
+            write: takes the files of weights.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         version = self.config.config_version
         version = CURRENT_CONFIG_VERSION if version is None else version
         keeps = self.normalizers if self.config.save_normalization_stats else {}
-        write_policy(folder, self.model, keeps)
+        write_policy(folder, self.model, keeps, write)
         if not self.model.placement.writers.is_first:
             return
         replace(self.config, config_version=version).save_pretrained(folder)

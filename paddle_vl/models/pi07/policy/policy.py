@@ -20,6 +20,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
+from paddle_vl.models.checkpoint.safetensors_io import FileWriter, write_file
 from paddle_vl.models.pi07.config import CURRENT_CONFIG_VERSION, PI07Config
 from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
 from paddle_vl.models.pi07.policy.action_queue import ActionQueue
@@ -165,19 +166,21 @@ class PI07LowLevelPolicy(PlacedPolicy):
         policy.eval()
         return policy
 
-    def save_pretrained(self, path: str | Path) -> None:
+    def save_pretrained(self, path: str | Path, write: FileWriter = write_file) -> None:
         """Write `config.json`, `model.safetensors` and the tokenizers into a folder.
 
         Where ranks hold parts, all of them call this together.
+
+        Args:
+            write: takes the files of weights.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         config = self.config
         if config.config_version is None:
             config = config.changed(config_version=CURRENT_CONFIG_VERSION)
-        write_policy(
-            folder, self.model, self.normalizers if config.save_normalization_stats else {}
-        )
+        keeps = self.normalizers if config.save_normalization_stats else {}
+        write_policy(folder, self.model, keeps, write)
         if not self.model.placement.writers.is_first:
             return
         config.save_pretrained(folder)

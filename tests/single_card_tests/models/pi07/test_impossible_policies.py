@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.media_path import MediaFolder
 from paddle_vl.data.policy.moment import parse_moment
 from paddle_vl.data.policy.sample import DemonstrationShapes
 from paddle_vl.data.policy.statistics import read_statistics
@@ -94,9 +95,9 @@ METADATA = [
 def test_metadata_of_a_line_beyond_its_range_is_refused(tmp_path, name, value, named):
     shapes = DemonstrationShapes(("camera0",), (8, 8), 2)
     line = {"state": [[0.0, 1.0]], "camera0": "a.png", "prompt": "go", name: 3}
-    assert parse_moment(json.dumps(line).encode(), tmp_path, shapes).words[name] == 3
+    assert parse_moment(json.dumps(line).encode(), MediaFolder(tmp_path), shapes).words[name] == 3
     with pytest.raises(BadSampleError, match=rf"'{name}' is .*{named}"):
-        parse_moment(json.dumps(line | {name: value}).encode(), tmp_path, shapes)
+        parse_moment(json.dumps(line | {name: value}).encode(), MediaFolder(tmp_path), shapes)
 
 
 @pytest.mark.parametrize(("name", "value", "named"), METADATA)

@@ -1,0 +1,281 @@
+"""`manifest.json` of a checkpoint: which files belong to it, with sizes and checksums.
+
+    {"format": 1, "step": 500, "nonfinite_updates": 0,
+     "files": {"model.safetensors": {"size": 1234, "xxh3_128": "9f.."}, ..}}
+
+Checksums are taken from the bytes on their way to the disk, so a file that equals its entry holds
+what the run meant to write. Other files in the folder, such as a model card, are not looked at.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+import xxhash
+
+MANIFEST_FILE = "manifest.json"
+CHECKSUM = "xxh3_128"
+FORMAT = 1
+# What is written in one piece: between two, other threads run and a write can be given up.
+CHUNK_BYTES = 1 << 23
+# Brought to the disk as it comes: the system's memory does not fill with it, other programs' writes
+# are not held up for long, and a write can be given up soon.
+_FLUSH_BYTES = 1 << 28
+_READ_BYTES = 1 << 23
+# More readers than that do not make a disk faster.
+_MAX_READERS = 4
+# What a model is loaded from. Its other files are text, which people may edit in a model folder.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+)
+
+
+class FileSum(NamedTuple):
+    """Size in bytes and checksum of a file."""
+
+    size: int
+    checksum: str
+
+
+class SummedStream:
+    """A file that is being written, and the checksum of what went into it."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream, self._hash = stream, xxhash.xxh3_128()
+        self._size = self._size_on_disk = 0
+
+    def write(self, data: Any, go_on: Callable[[], None] | None = None) -> None:
+        """Write the bytes of a contiguous buffer.
+
+        Args:
+            go_on: called before every piece; it raises to end the write.
+        """
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), CHUNK_BYTES):
+            if go_on is not None:
+                go_on()
+            chunk = view[begin : begin + CHUNK_BYTES]
+            self._hash.update(chunk)
+            self._stream.write(chunk)
+            self._size += len(chunk)
+            if self._size - self._size_on_disk >= _FLUSH_BYTES:
+                self._flush()
+
+    def to_disk(self) -> FileSum:
+        """Have everything on the disk; what is there then."""
+        self._flush()
+        return FileSum(self._size, self._hash.hexdigest())
+
+    def _flush(self) -> None:
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._size_on_disk = self._size
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let errors of the system that happen inside name the file: a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of a checkpoint.
+
+    Attributes:
+        step: updates behind it.
+        nonfinite_updates: how many updates before it were skipped in a row, as a loss or gradient
+            was not finite; above 0 it is marked, and resuming with `auto` passes it over.
+        files: by path inside the folder, with forward slashes.
+    """
+
+    step: int
+    nonfinite_updates: int
+    files: Mapping[str, FileSum]
+
+    def write(self, folder: Path) -> None:
+        """Write the file, on the disk when this returns."""
+        values = {
+            "format": FORMAT,
+            "step": self.step,
+            "nonfinite_updates": self.nonfinite_updates,
+            "files": dict(sorted(files_as_json(self.files).items())),
+        }
+        with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(values, indent=1))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest | None":
+        """The manifest of a folder; None where it has none, as checkpoints of earlier versions.
+
+        Raises:
+            RuntimeError: the file is damaged.
+        """
+        path = folder / MANIFEST_FILE
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if values["format"] != FORMAT:
+                raise ValueError(f"format {values['format']} is not {FORMAT}")
+            step, nonfinite_updates = values["step"], values["nonfinite_updates"]
+            if type(step) is not int or type(nonfinite_updates) is not int:
+                raise ValueError("step and nonfinite_updates are not whole numbers")
+            files = files_from_json(values["files"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RuntimeError(
+                f"{path} is damaged ({error or type(error).__name__}): fetch the folder again, or "
+                "use another checkpoint"
+            ) from error
+        return cls(step, nonfinite_updates, files)
+
+
+def files_as_json(files: Mapping[str, FileSum]) -> dict[str, dict[str, Any]]:
+    """Sizes and checksums as a JSON object."""
+    return {name: _entry(file) for name, file in files.items()}
+
+
+def files_from_json(values: Mapping[str, Any]) -> dict[str, FileSum]:
+    """What `files_as_json` made an object of.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is another.
+    """
+    return dict(_read_entry(*item) for item in values.items())
+
+
+def damaged_files(
+    folder: Path, files: Mapping[str, FileSum], checksums: bool = True, drop_cache: bool = False
+) -> list[str]:
+    """What is wrong with a folder's files, one line each; empty where they are as they should be.
+
+    Sizes are compared first, so that missing and truncated files cost no reading.
+
+    Args:
+        checksums: read the files; otherwise only their sizes count.
+        drop_cache: read from the disk, where the system lets us, and not what it still has in
+            memory of what was just written.
+    """
+    problems = [_wrong_size(folder / name, name, wanted) for name, wanted in files.items()]
+    found = [problem for problem in problems if problem is not None]
+    if found or not checksums or not files:
+        return found
+    # The largest first, so that no reader is left with it at the end.
+    ordered = sorted(files, key=lambda name: -files[name].size)
+    with ThreadPoolExecutor(min(_MAX_READERS, len(files), os.cpu_count() or 1)) as readers:
+        problems = list(
+            readers.map(lambda name: _wrong_sum(folder, name, files[name], drop_cache), ordered)
+        )
+    return [problem for problem in problems if problem is not None]
+
+
+def check_weights(folder: Path) -> None:
+    """Compare the weights of a model folder with its manifest, if it has one.
+
+    Only the files that weights are loaded from: settings in a model folder are a user's to edit.
+
+    Raises:
+        RuntimeError: files are damaged; all are named.
+    """
+    if problems := damaged_files(folder, listed_weights(folder)):
+        raise RuntimeError(damage_of_weights(folder, problems))
+
+
+def listed_weights(folder: Path) -> dict[str, FileSum]:
+    """The files that the weights of a model folder are loaded from, as far as its manifest says.
+
+    Raises:
+        RuntimeError: the manifest is damaged.
+    """
+    manifest = Manifest.read(folder)
+    files = {} if manifest is None else manifest.files
+    return {name: file for name, file in files.items() if _fits(name, WEIGHT_FILES)}
+
+
+def damage_of_weights(folder: Path, problems: Iterable[str]) -> str:
+    """What to say about a model folder whose weights are not those of its manifest."""
+    return (
+        f"{folder} is damaged: {'; '.join(problems)}. Use another checkpoint or fetch the folder "
+        f"again; if you replaced the weights yourself, delete its {MANIFEST_FILE}"
+    )
+
+
+def shared_out(files: Mapping[str, FileSum], rank: int, size: int) -> dict[str, FileSum]:
+    """The files that one of `size` ranks looks at, of about as many bytes as the others' are."""
+    loads = [0] * size
+    own = {}
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        least = loads.index(min(loads))
+        loads[least] += files[name].size
+        if least == rank:
+            own[name] = files[name]
+    return own
+
+
+def files_in(folder: Path, patterns: Sequence[str]) -> list[str]:
+    """Names of a folder's own files that fit a pattern."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    return [name for name in names if _fits(name, patterns)]
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _entry(file: FileSum) -> dict[str, Any]:
+    return {"size": file.size, CHECKSUM: file.checksum}
+
+
+def _read_entry(name: str, values: Any) -> tuple[str, FileSum]:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not name:
+        raise ValueError(f"file {name!r} lies outside the folder")
+    size, checksum = values["size"], values[CHECKSUM]
+    if type(size) is not int or not isinstance(checksum, str):
+        raise ValueError(f"the entry of {name} has size {size!r} and {CHECKSUM} {checksum!r}")
+    return name, FileSum(size, checksum)
+
+
+def _wrong_size(path: Path, name: str, wanted: FileSum) -> str | None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    if size == wanted.size:
+        return None
+    has = f"has {size} bytes" if size else "is empty"
+    return f"{name} {has}, {wanted.size} were written"
+
+
+def _wrong_sum(folder: Path, name: str, wanted: FileSum, drop_cache: bool) -> str | None:
+    hash_, buffer = xxhash.xxh3_128(), bytearray(min(_READ_BYTES, max(wanted.size, 1)))
+    view = memoryview(buffer)
+    try:
+        with (folder / name).open("rb", buffering=0) as stream:
+            if drop_cache and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while count := stream.readinto(buffer):
+                hash_.update(view[:count])
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    if hash_.hexdigest() == wanted.checksum:
+        return None
+    return f"{name} does not have the checksum that was written, its contents have changed"

@@ -1,0 +1,1 @@
+"""Saving: collecting, writing, committing and verifying checkpoints."""

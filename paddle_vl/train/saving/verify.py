@@ -1,0 +1,172 @@
+"""Whether a checkpoint can be continued from: its files against its manifest.
+
+All ranks of a run come to one verdict: the first looks at what is there and says which files are to
+be read, every rank reads its share of them, and what they find is put together.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paddle_vl.models.checkpoint.adapter_files import TENSOR_FILE
+from paddle_vl.models.checkpoint.manifest import (
+    MANIFEST_FILE,
+    WEIGHT_FILES,
+    Manifest,
+    damage_of_weights,
+    damaged_files,
+    files_as_json,
+    files_from_json,
+    files_in,
+    listed_weights,
+    shared_out,
+)
+from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers, read_header
+from paddle_vl.train.checkpoint import (
+    MODEL_FILES,
+    OPTIMIZER_STEM,
+    STATE_FILE,
+    load_state,
+    missing_files,
+)
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
+
+logger = logging.getLogger(__name__)
+# Files that change what a continued run does.
+_LISTED = (
+    *WEIGHT_FILES,
+    *MODEL_FILES,
+    f"{OPTIMIZER_STEM}*.safetensors*",
+    STATE_FILE,
+    "config.yaml",
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known about a checkpoint.
+
+    Attributes:
+        problems: why it cannot be continued from; empty where it can.
+        nonfinite_updates: updates before it that were skipped in a row; above 0 it is marked.
+        has_manifest: whether its files could be compared; checkpoints of earlier versions have
+            nothing to compare them with.
+    """
+
+    problems: tuple[str, ...] = ()
+    nonfinite_updates: int = 0
+    has_manifest: bool = True
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it is not to be chosen without being asked for."""
+        marks = []
+        if self.nonfinite_updates:
+            marks.append(
+                f"the last {self.nonfinite_updates} updates before it were skipped, as a loss or "
+                "the gradient norm was not finite"
+            )
+        return [*self.problems, *marks]
+
+
+def examine(
+    checkpoint: Path, checksums: bool = True, processes: SingleProcess = ONE_PROCESS
+) -> Verdict:
+    """Look at a checkpoint. Called by all processes together, which get the same verdict.
+
+    Args:
+        checksums: read all of its files; otherwise presence and sizes count.
+    """
+    begin = time.perf_counter()
+    plans = processes.gathered(_plan(checkpoint) if processes.is_main else None)
+    plan = plans[0]
+    problems, files = list(plan["problems"]), files_from_json(plan["files"])
+    if not problems and files:
+        own = shared_out(files, processes.rank, len(plans))
+        problems = _found(damaged_files(checkpoint, own, checksums), processes)
+        if processes.is_main and checksums and not problems:
+            size = sum(file.size for file in files.values())
+            logger.info(
+                "%s is verified: %.2f GB in %.1f s",
+                checkpoint.name,
+                size / 1e9,
+                time.perf_counter() - begin,
+            )
+    return Verdict(tuple(problems), plan["nonfinite_updates"], plan["has_manifest"])
+
+
+def check_pretrained(
+    folder: Path, checksums: bool = True, processes: SingleProcess = ONE_PROCESS
+) -> None:
+    """Compare the weights that a run starts from with their manifest, if there is one.
+
+    Called by all processes together, which share the reading.
+
+    Raises:
+        RuntimeError: files are damaged; all are named, on every process.
+    """
+
+    def plan() -> dict[str, Any]:
+        try:
+            return {"files": files_as_json(listed_weights(folder)), "problems": []}
+        except RuntimeError as error:
+            return {"files": {}, "problems": [str(error)]}
+
+    plans = processes.gathered(plan() if processes.is_main else None)
+    own = shared_out(files_from_json(plans[0]["files"]), processes.rank, len(plans))
+    problems = plans[0]["problems"] or _found(damaged_files(folder, own, checksums), processes)
+    if problems:
+        raise RuntimeError(f"model.pretrained {damage_of_weights(folder, problems)}")
+
+
+def _found(own: list[str], processes: SingleProcess) -> list[str]:
+    """What all processes found, the same list on each."""
+    return [problem for of_rank in processes.gathered(own) for problem in of_rank]
+
+
+def _plan(checkpoint: Path) -> dict[str, Any]:
+    """What the first process finds without reading large files, as a JSON object."""
+    plan: dict[str, Any] = {"problems": [], "files": {}, "nonfinite_updates": 0}
+    plan["has_manifest"] = True
+    try:
+        manifest = Manifest.read(checkpoint)
+        plan["has_manifest"] = manifest is not None
+        if manifest is not None:
+            plan["files"] = files_as_json(manifest.files)
+            plan["nonfinite_updates"] = manifest.nonfinite_updates
+            plan["problems"] = _missing(checkpoint) or _not_fitting(checkpoint, manifest)
+        else:
+            plan["problems"] = _missing(checkpoint) or _damage_without_manifest(checkpoint)
+    except (RuntimeError, OSError, ValueError) as error:
+        plan["problems"] = [str(error)]
+    return plan
+
+
+def _missing(checkpoint: Path) -> list[str]:
+    missing = missing_files(checkpoint)
+    return [f"it has no {', '.join(missing)}"] if missing else []
+
+
+def _not_fitting(checkpoint: Path, manifest: Manifest) -> list[str]:
+    names = [name for name in files_in(checkpoint, _LISTED) if name not in manifest.files]
+    if names:
+        return [f"{MANIFEST_FILE} has no entry of {', '.join(names)}"]
+    state = load_state(checkpoint)
+    own = (manifest.step, manifest.nonfinite_updates)
+    if own != (state.get("step"), state.get("nonfinite_updates")):
+        return [f"{MANIFEST_FILE} and {STATE_FILE} are of different checkpoints"]
+    return []
+
+
+def _damage_without_manifest(checkpoint: Path) -> list[str]:
+    """What an earlier version's checkpoint shows by itself: no JSON, or tensors cut off."""
+    if load_state(checkpoint).get("has_manifest"):
+        return [f"{MANIFEST_FILE} is missing"]
+    read_checkpoint_headers(checkpoint, OPTIMIZER_STEM)
+    if (checkpoint / TENSOR_FILE).is_file():
+        read_header(checkpoint / TENSOR_FILE)
+    else:
+        read_checkpoint_headers(checkpoint)
+    return []

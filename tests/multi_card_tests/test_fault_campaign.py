@@ -1,0 +1,148 @@
+"""The fault campaign: a short one here, and that it notices what it is there to notice.
+
+Guarantees: faults of kinds that no other test has, in runs of one and two processes, lose nothing,
+leave nothing running and are recovered from bit-identically; a process that is left running, a
+checkpoint that is altered or deleted behind a run's back, weights that are altered after the
+recovery, and a line of metrics.jsonl that is gone are told, with another exit code.
+"""
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from faults.campaign import KINDS, plan, run_campaign
+from faults.damages import flip
+from faults.kills import PowerLoss
+from faults.runs import NUM_RANKS, ROOT, STARTS, SignalledRun
+from faults.verdict import (
+    checkpoint_steps,
+    damaged_checkpoints,
+    differences_of_runs,
+    vanished_checkpoints,
+)
+
+SHORT = (
+    "kill-in-write", "power-loss", "damage-flip", "damage-flip-state", "damage-delete",
+    "file-size-limit", "kill-worker", "pause-rank", "second-run", "hostile-lines",
+)  # fmt: skip
+
+
+def campaign(*options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "tools" / "fault_campaign.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The table: kind to injected, recovered, lost, left."""
+    lines = text.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("kind "))
+    return {line.split()[0]: line.split()[1:5] for line in lines[first + 1 :]}
+
+
+def test_a_short_campaign_loses_nothing_and_leaves_nothing():
+    done = campaign("--jobs", "2", "--starts", "one", "nproc", "--kinds", *SHORT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = rows(done.stdout)
+    assert list(table) == [*SHORT, "total"]
+    assert table.pop("total") == ["10", "10", "0", "0"]
+    assert set(map(tuple, table.values())) == {("1", "1", "0", "0")}
+
+
+@pytest.mark.heavy
+def test_every_kind_with_every_start():
+    done = campaign("--all", "--jobs", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Sabotage(PowerLoss):
+    """Leaves a process behind, deletes a checkpoint, alters the trained weights."""
+
+    name = "sabotage"
+    places = ("step",)
+    steps = range(5, 8)
+
+    def strike(self, run: SignalledRun, rng: random.Random) -> None:
+        shutil.rmtree(run.output_dir / "checkpoint-2")
+        (rank,) = [process for process in run.alive() if process.pid == run.process.pid]
+        subprocess.Popen(["sleep", "600"], env=rank.environ(), start_new_session=True)
+        run.send(signal.SIGKILL)
+
+    def before_comparison(self, output_dir: Path) -> None:
+        flip(output_dir / "final" / "model.safetensors", FromTheEnd())
+
+
+class FromTheEnd(random.Random):
+    """Draws the last byte, which is of a tensor."""
+
+    def randrange(self, stop: int) -> int:
+        return stop - 1
+
+
+@pytest.fixture(scope="module")
+def sabotaged() -> tuple[bool, str]:
+    said: list[str] = []
+    is_good = run_campaign(plan([Sabotage()], ["one"], 0, 1), 1, say=said.append)
+    return is_good, "\n".join(said)
+
+
+def test_a_sabotaged_run_is_told(sabotaged):
+    is_good, said = sabotaged
+    assert not is_good
+    assert rows(said)["total"] == ["1", "0", "1", "1"]
+    assert "lost: checkpoint-2 is gone" in said
+    assert "left: sleep 600" in said
+    assert "problems: final/model differs in 1 tensors" in said
+    assert "--kinds sabotage --starts one --seed 0 --faults 1" in said
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    from faults.references import References
+
+    return References(tmp_path_factory.mktemp("reference")).output_dir(PowerLoss(), "one")
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    shutil.copytree(finished, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_an_undisturbed_run_is_like_itself(finished, copy):
+    assert differences_of_runs(copy, finished) == []
+    assert damaged_checkpoints(copy, finished) == {}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
+def test_a_flipped_bit_of_a_checkpoint_is_noticed(finished, copy, file):
+    flip(copy / "checkpoint-4" / file, FromTheEnd())
+    assert list(damaged_checkpoints(copy, finished)) == [4]
+
+
+def test_a_missing_line_of_metrics_is_noticed(finished, copy):
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:3] + lines[4:]))
+    (difference,) = differences_of_runs(copy, finished)
+    assert difference.startswith("metrics.jsonl: step 4 has None")
+
+
+def test_checkpoints_vanish_only_by_the_limit(copy):
+    steps = checkpoint_steps(copy)
+    assert vanished_checkpoints(steps, steps - {1, 2}, None) == [1, 2]
+    assert vanished_checkpoints(steps, steps - {1, 2}, len(steps) - 2) == []
+    assert vanished_checkpoints(steps, steps - {max(steps)}, 1) == [max(steps)]
+
+
+def test_all_has_every_kind_with_every_start_and_all_sizes():
+    planned = plan(list(KINDS.values()), list(STARTS), 0, None)
+    assert len(planned) >= 100
+    assert {(item.fault.name, item.start) for item in planned} >= {
+        (fault.name, start) for fault in KINDS.values() for start in fault.starts
+    }
+    assert {NUM_RANKS[item.start] for item in planned} == {1, 2, 4}
+    assert planned == plan(list(KINDS.values()), list(STARTS), 0, None)

@@ -1,0 +1,143 @@
+"""Checkpoints of several real processes, written beside what they do next.
+
+Pinned here: ranks that share the writing of a model make one complete checkpoint, the same as one
+rank writes; they go on with their own collectives meanwhile; a rank that cannot write ends the save
+on all of them and costs no earlier checkpoint; damage that one rank reads is every rank's verdict.
+"""
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_vl.models.checkpoint import sharded
+from paddle_vl.models.checkpoint.manifest import Manifest, SummedStream
+from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.processes import FleetProcesses
+from paddle_vl.parallel.topology import initialize
+from paddle_vl.parallel.writers import FleetWriters
+from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
+from paddle_vl.train.saving.verify import examine
+from tests.launch import launch, outcome_of, run_checks
+from tests.single_card_tests.train.saved import filled, settings, steps_in
+
+RANKS = 2
+ROWS, COUNT = 1024, 6
+
+
+def whole(number: int) -> np.ndarray:
+    return np.arange(ROWS, dtype=np.float32) + number
+
+
+def parts_of(group) -> list[TensorToWrite]:
+    """Tensors of which every rank has a half, and which all put together."""
+
+    def produce(number: int) -> np.ndarray:
+        parts: list[paddle.Tensor] = []
+        own = np.split(whole(number), RANKS)[group.rank]
+        dist.all_gather(parts, paddle.to_tensor(own), group=group)
+        return np.concatenate([part.numpy() for part in parts])
+
+    return [
+        TensorToWrite(f"t{number}", (ROWS,), "F32", lambda number=number: produce(number))
+        for number in range(COUNT)
+    ]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+class Checks:
+    """What two ranks of one model do in a folder that they share."""
+
+    def __init__(self, folder: str):
+        topology = initialize(ParallelDegrees(mp_degree=RANKS))
+        self.folder, self.processes = Path(folder), FleetProcesses(topology)
+        self.writers, self.group = FleetWriters.of(topology), topology.mp_group
+
+    def fill(self, folder, write) -> None:
+        if self.processes.is_main:
+            filled(2)(folder, lambda *arguments: None)
+        for stem in ("model", "optimizer"):
+            tensors = parts_of(self.group)
+            sharded.write_tensors(folder, stem, tensors, 1 << 30, self.writers, write)
+
+    def save(self, name: str, **changes) -> Path:
+        with CheckpointWriter(self.folder / name, settings(**changes), self.processes) as writer:
+            folder = writer.save(2, self.fill)
+            for _ in range(20):
+                # The main threads' own messages, in one order on all ranks.
+                assert self.processes.totals([1]) == [1]
+                writer.poll()
+        return folder
+
+    def together(self) -> None:
+        folder = self.save("together", save_total_limit=1)
+        for stem in ("model", "optimizer"):
+            assert len(list(folder.glob(f"{stem}-*-of-*.safetensors"))) > 1
+            stored = read_checkpoint_headers(folder, stem)
+            for number in range(COUNT):
+                np.testing.assert_array_equal(stored[f"t{number}"].read(), whole(number))
+        files = Manifest.read(folder).files
+        assert sorted(contents(folder)) == sorted(
+            [*(name for name in files if "/" not in name), "manifest.json"]
+        )
+        assert not examine(folder, True, self.processes).reasons
+
+    def without_a_thread(self) -> None:
+        one, other = self.save("beside"), self.save("plain", async_save=False)
+        assert contents(one) == contents(other)
+
+    def damage(self) -> None:
+        folder = self.save("damage")
+        file = folder / "model-00002-of-00002.safetensors"
+        if self.processes.is_main:
+            file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
+        self.processes.wait()
+        (problem,) = examine(folder, True, self.processes).problems
+        assert problem.startswith(file.name)
+        assert len(set(self.processes.gathered(problem))) == 1
+
+    def full_disk(self) -> None:
+        folder = self.save("full")
+        self.processes.wait()
+        before = contents(folder)
+        plain = SummedStream.to_disk
+
+        def to_disk(stream):
+            if self.processes.rank == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return plain(stream)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SummedStream, "to_disk", to_disk)
+            writer = CheckpointWriter(self.folder / "full", settings(), self.processes)
+            writer.save(4, self.fill)
+            with pytest.raises(RuntimeError, match="No space left on device") as caught:
+                writer.wait()
+            writer.close()
+        assert self.processes.is_main == ("rank 1" in str(caught.value))
+        assert steps_in(self.folder / "full") == [2]
+        assert contents(folder) == before
+
+
+def worker(folder: str) -> dict:
+    sharded.MIN_SHARD_BYTES = 4 * ROWS
+    checks = Checks(folder)
+    names = ("together", "without_a_thread", "damage", "full_disk")
+    return run_checks({name: getattr(checks, name) for name in names})
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return launch(worker, RANKS, arguments=(str(tmp_path_factory.mktemp("saved")),))
+
+
+@pytest.mark.parametrize("name", ["together", "without_a_thread", "damage", "full_disk"])
+def test_ranks_that_save_together(outcomes, name):
+    outcome_of(outcomes, name)

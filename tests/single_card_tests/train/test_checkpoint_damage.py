@@ -1,0 +1,181 @@
+"""Checkpoints that are not what was written, and those that updates without a number ended.
+
+Guarantees: every kind of damage to every file is found before anything is loaded, whichever rank
+reads the file, and is told by its name; `auto` takes the newest checkpoint without damage or mark,
+says which it passed over and why, and refuses to begin anew over damaged ones; a checkpoint of an
+earlier version stays usable; a model's weights are compared when it is loaded, its texts are not.
+"""
+
+import json
+import logging
+
+import pytest
+
+from paddle_vl.models.checkpoint.manifest import FileSum, Manifest, shared_out
+from paddle_vl.train.checkpoint import model_folder
+from paddle_vl.train.resume import checkpoint_to_resume
+from paddle_vl.train.saving.verify import examine
+from tests.single_card_tests.train.saved import on_ranks, run_config, save_checkpoint
+
+
+def resuming(output_dir, source="auto", **changes):
+    values = run_config().model_dump()
+    values["train"] |= {"output_dir": str(output_dir), "resume_from_checkpoint": str(source)}
+    values["train"] |= changes
+    return type(run_config()).model_validate(values)
+
+
+def flip(path, place=-1):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "deleted": lambda path: path.unlink(),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "flipped": flip,
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+}
+FILES = [
+    "model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.yaml",
+    "config.json", "parts/tokenizer.json", "manifest.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_auto_passes_over_every_damage_and_says_what_it_is(tmp_path, caplog, kind, name):
+    good = save_checkpoint(tmp_path, 2)
+    damaged = save_checkpoint(tmp_path, 4)
+    if (kind, name) == ("flipped", "manifest.json"):
+        # Inside a checksum; elsewhere it is not JSON any more.
+        file = damaged / name
+        file.write_text(file.read_text().replace('"xxh3_128": "', '"xxh3_128": "0', 1))
+    else:
+        DAMAGE[kind](damaged / name)
+    with caplog.at_level(logging.WARNING, "paddle_vl"):
+        assert checkpoint_to_resume(resuming(tmp_path)) == good
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("passed over checkpoint-4: ")
+    if name != "manifest.json" or kind == "deleted":
+        assert name in line
+    if kind == "empty" and name.endswith("safetensors"):
+        assert f"{name} is empty" in line
+    with pytest.raises(RuntimeError, match="checkpoint-4 is (damaged: |not a complete ch)"):
+        checkpoint_to_resume(resuming(tmp_path, damaged))
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", "null", '{"format": 1}', '{"format": 2, "files": {}}', "\udcff", "[" * 9999]
+)
+def test_a_manifest_that_is_none_is_damage(tmp_path, text):
+    folder = save_checkpoint(tmp_path, 2)
+    (folder / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    (problem,) = examine(folder).problems
+    assert "manifest.json is damaged" in problem
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other", "a/../../b", ""])
+def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
+    folder = save_checkpoint(tmp_path, 2)
+    values = json.loads((folder / "manifest.json").read_text())
+    values["files"][name] = {"size": 1, "xxh3_128": "0"}
+    (folder / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(RuntimeError, match="lies outside the folder"):
+        Manifest.read(folder)
+
+
+def test_a_file_without_an_entry_is_damage(tmp_path):
+    folder = save_checkpoint(tmp_path, 2)
+    values = json.loads((folder / "manifest.json").read_text())
+    del values["files"]["optimizer.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(values))
+    assert examine(folder).problems == ("manifest.json has no entry of optimizer.safetensors",)
+
+
+def test_other_files_in_the_folder_do_not_matter(tmp_path):
+    folder = save_checkpoint(tmp_path, 2)
+    (folder / "README.md").write_text("a model card")
+    assert not examine(folder).reasons
+
+
+def test_auto_begins_nothing_anew_where_no_checkpoint_can_be_used(tmp_path):
+    (save_checkpoint(tmp_path, 2) / "optimizer.safetensors").unlink()
+    flip(save_checkpoint(tmp_path, 4) / "model.safetensors")
+    save_checkpoint(tmp_path, 6, nonfinite_updates=3)
+    with pytest.raises(RuntimeError, match="none of the checkpoints in") as caught:
+        checkpoint_to_resume(resuming(tmp_path))
+    for part in (
+        "checkpoint-2: it has no optimizer.safetensors",
+        "checkpoint-4: model.safetensors does not have the checksum",
+        "checkpoint-6: the last 3 updates before it were skipped",
+    ):
+        assert part in str(caught.value)
+
+
+def test_a_marked_checkpoint_is_passed_over_but_may_be_named(tmp_path, caplog):
+    good, marked = save_checkpoint(tmp_path, 2), save_checkpoint(tmp_path, 4, nonfinite_updates=2)
+    assert checkpoint_to_resume(resuming(tmp_path)) == good
+    assert "passed over checkpoint-4: the last 2 updates before it were skipped" in caplog.text
+    assert checkpoint_to_resume(resuming(tmp_path, marked)) == marked
+
+
+def test_without_verification_sizes_still_count(tmp_path):
+    good, flipped = save_checkpoint(tmp_path, 2), save_checkpoint(tmp_path, 4)
+    flip(flipped / "model.safetensors")
+    assert checkpoint_to_resume(resuming(tmp_path, verify_checkpoint=False)) == flipped
+    DAMAGE["truncated"](flipped / "model.safetensors")
+    assert checkpoint_to_resume(resuming(tmp_path, verify_checkpoint=False)) == good
+
+
+def as_of_an_earlier_version(folder):
+    (folder / "manifest.json").unlink()
+    (folder / "trainer_state.json").write_text('{"step": 4}')
+    return folder
+
+
+def test_a_checkpoint_of_an_earlier_version_is_used_and_said_to_be_unverified(tmp_path, caplog):
+    older, newer = (as_of_an_earlier_version(save_checkpoint(tmp_path, step)) for step in (2, 4))
+    assert checkpoint_to_resume(resuming(tmp_path)) == newer
+    assert "checkpoint-4 is not verified: it has no manifest.json" in caplog.text
+    DAMAGE["truncated"](newer / "optimizer.safetensors")
+    assert checkpoint_to_resume(resuming(tmp_path)) == older
+
+
+def test_ranks_share_the_reading_and_come_to_one_verdict(tmp_path, monkeypatch):
+    folder = save_checkpoint(tmp_path, 2)
+    flip(folder / "optimizer.safetensors")
+    read = []
+    plain = examine.__globals__["damaged_files"]
+
+    def damaged_files(folder, files, *arguments):
+        read.append(sorted(files))
+        return plain(folder, files, *arguments)
+
+    monkeypatch.setitem(examine.__globals__, "damaged_files", damaged_files)
+
+    verdicts = on_ranks(3, lambda processes: examine(folder, True, processes))
+    assert verdicts[0] == verdicts[1] == verdicts[2]
+    assert "optimizer.safetensors does not have the checksum" in verdicts[0].problems[0]
+    assert sorted(name for names in read for name in names) == sorted(Manifest.read(folder).files)
+    assert all(read)
+
+
+def test_shares_are_of_about_as_many_bytes():
+    files = {f"{number}": FileSum(size, "") for number, size in enumerate((9, 5, 4, 4, 3, 1))}
+    shares = [shared_out(files, rank, 3) for rank in range(3)]
+    assert [sum(file.size for file in share.values()) for share in shares] == [9, 9, 8]
+
+
+def test_damaged_weights_are_refused_by_name_and_edited_texts_are_not(tmp_path):
+    folder = save_checkpoint(tmp_path, 2)
+    (folder / "config.json").write_text('{"edited": true}')
+    flip(folder / "optimizer.safetensors")
+    assert model_folder(folder) == folder
+    flip(folder / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"is damaged: model\.safetensors does not have the che"):
+        model_folder(folder)
+    (folder / "manifest.json").unlink()
+    assert model_folder(folder) == folder

@@ -1,0 +1,327 @@
+"""Writing beside training.
+
+Guarantees: a save returns before its files are written, and what is written is what was there when
+it was called, byte for byte as without a thread; what fails is raised at the next look, names the
+file and costs no earlier checkpoint, on whichever rank it happens; a run that ends by an error lets
+the write end, one that is interrupted gives it up; old checkpoints go only when newer ones have
+been read back, and only good ones count.
+"""
+
+import errno
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from paddle_vl.models.checkpoint.manifest import Manifest, SummedStream
+from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
+from paddle_vl.train.saving import folder_write
+from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
+from tests.single_card_tests.train.saved import (
+    ARRAYS,
+    filled,
+    on_ranks,
+    save_checkpoint,
+    settings,
+    steps_in,
+)
+from tests.single_card_tests.train.test_checkpoint_damage import flip
+
+
+class Gate:
+    """A disk that takes nothing until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.opened, plain = threading.Event(), SummedStream.write
+        self.error: OSError | None = None
+
+        def write(stream, *arguments):
+            assert self.opened.wait(30)
+            if self.error is not None:
+                raise self.error
+            return plain(stream, *arguments)
+
+        monkeypatch.setattr(SummedStream, "write", write)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    return Gate(monkeypatch)
+
+
+def contents(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_a_save_returns_before_its_files_are_written_and_keeps_what_was_there(tmp_path, gate):
+    array = np.arange(6, dtype=np.float32)
+    with CheckpointWriter(tmp_path, settings()) as writer:
+        folder = writer.save(2, filled(2, {"a": array}))
+        array += 1
+        writer.poll()
+        assert not folder.exists()
+        assert not any(thread.daemon for thread in threading.enumerate() if "write" in thread.name)
+        gate.opened.set()
+        writer.wait()
+        assert folder.exists()
+    stored = read_checkpoint_headers(folder)
+    np.testing.assert_array_equal(stored["a"].read(), np.arange(6))
+
+
+def test_the_files_are_the_same_with_and_without_a_thread(tmp_path):
+    one = save_checkpoint(tmp_path / "a", 2)
+    other = save_checkpoint(tmp_path / "b", 2, async_save=False)
+    assert contents(one) == contents(other)
+    assert sorted(Manifest.read(one).files) == [
+        "config.json", "config.yaml", "model.safetensors", "optimizer.safetensors",
+        "parts/tokenizer.json", "trainer_state.json",
+    ]  # fmt: skip
+
+
+def test_layouts_are_changed_behind_the_snapshot(tmp_path):
+    main, arranged_in = threading.current_thread(), []
+
+    def transposed(array):
+        arranged_in.append(threading.current_thread())
+        return np.ascontiguousarray(array.T)
+
+    matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
+    tensor = TensorToWrite("m", (3, 2), "F32", lambda: matrix, transposed)
+    with CheckpointWriter(tmp_path, settings()) as writer:
+        folder = writer.save(2, lambda root, write: write(root / "model.safetensors", [tensor]))
+    np.testing.assert_array_equal(read_checkpoint_headers(folder)["m"].read(), matrix.T)
+    assert main not in arranged_in
+
+
+def test_memory_of_a_copy_is_used_again(tmp_path, monkeypatch):
+    made, plain = [], np.empty
+    monkeypatch.setattr(np, "empty", lambda *args, **kw: made.append(args) or plain(*args, **kw))
+    needed = 2 * ARRAYS["a"].nbytes
+    with CheckpointWriter(tmp_path, settings()) as writer:
+        writer.prepare(needed)
+        for step in (2, 4, 6):
+            writer.save(step, filled(step))
+    assert [args for args in made if args[-1] is np.uint8] == [([needed], np.uint8)]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_full_disk_is_raised_at_the_next_look_and_costs_nothing(tmp_path, gate, is_async):
+    gate.opened.set()
+    earlier = save_checkpoint(tmp_path, 2)
+    before = contents(earlier)
+    gate.error = OSError(errno.ENOSPC, "No space left on device")
+    message = r"checkpoint-4 could not be written: .*No space left.*\.partial-checkpoint-4/\w+"
+
+    def run():
+        with CheckpointWriter(tmp_path, settings(async_save=is_async)) as writer:
+            writer.save(4, filled(4))
+            while True:
+                writer.poll()
+                time.sleep(0.01)
+
+    with pytest.raises(RuntimeError, match=message):
+        run()
+    assert steps_in(tmp_path) == [2]
+    assert contents(earlier) == before
+
+
+def test_a_write_that_failed_is_raised_at_the_next_save(tmp_path, gate):
+    gate.opened.set()
+    gate.error = PermissionError(errno.EACCES, "Permission denied")
+
+    def run():
+        with CheckpointWriter(tmp_path, settings()) as writer:
+            writer.save(2, filled(2))
+            writer.save(4, filled(4))
+
+    with pytest.raises(RuntimeError, match="checkpoint-2 could not be written"):
+        run()
+    assert steps_in(tmp_path) == []
+
+
+def ended_by(error, output_dir, gate):
+    """A run that ends with its write in flight, before the disk takes anything."""
+    timer = threading.Timer(0.2, gate.opened.set)
+    timer.start()
+    with CheckpointWriter(output_dir, settings()) as writer:
+        writer.save(2, filled(2))
+        raise error
+
+
+def test_an_error_of_the_run_lets_the_write_end(tmp_path, gate):
+    with pytest.raises(ValueError, match="of the run"):
+        ended_by(ValueError("of the run"), tmp_path, gate)
+    assert "model.safetensors" in contents(tmp_path / "checkpoint-2")
+
+
+def test_an_interruption_gives_the_write_up(tmp_path, gate):
+    with pytest.raises(KeyboardInterrupt):
+        ended_by(KeyboardInterrupt(), tmp_path, gate)
+    assert [path.name for path in tmp_path.iterdir()] == [".partial-checkpoint-2"]
+
+
+def several(tmp_path, changes=None, last=lambda writer: None):
+    """A save of two ranks, of which the first writes the model and the second a file of its own."""
+
+    def work(processes):
+        def fill(folder, write):
+            if processes.is_main:
+                filled(2)(folder, write)
+            else:
+                tensor = TensorToWrite("b", (6,), "F32", lambda: ARRAYS["a"])
+                write(folder / "other.safetensors", [tensor])
+
+        with CheckpointWriter(tmp_path, settings(**(changes or {})), processes) as writer:
+            writer.save(2, fill)
+            last(writer)
+
+    return on_ranks(2, work)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_the_parts_of_all_ranks_are_one_manifest(tmp_path, is_async):
+    assert several(tmp_path, {"async_save": is_async}) == [None, None]
+    folder = tmp_path / "checkpoint-2"
+    files = Manifest.read(folder).files
+    assert {"model.safetensors", "other.safetensors"} <= files.keys()
+    assert sorted(contents(folder)) == sorted([*files, "manifest.json"])
+
+
+def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path, monkeypatch):
+    plain = SummedStream.to_disk
+
+    def to_disk(stream):
+        if "other" in stream._stream.name:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return plain(stream)
+
+    monkeypatch.setattr(SummedStream, "to_disk", to_disk)
+    first, second = several(tmp_path)
+    assert "other.safetensors" in str(second)
+    assert "Disk quota exceeded" in str(second)
+    assert "rank 1" in str(first)
+    assert "Disk quota exceeded" in str(first)
+    assert steps_in(tmp_path) == []
+
+
+def test_a_rank_that_is_gone_is_not_waited_for_when_the_run_ends_by_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_write, "_PATIENCE_S", 0.2)
+    # The second rank writes, but its part never comes.
+    plain = folder_write.Part.write
+    monkeypatch.setattr(
+        folder_write.Part, "write", lambda part, to, rank: None if rank else plain(part, to, rank)
+    )
+
+    def last(writer):
+        raise ValueError("of the run")
+
+    begin = time.monotonic()
+    assert all(isinstance(error, ValueError) for error in several(tmp_path, last=last))
+    assert time.monotonic() - begin < 20
+    assert steps_in(tmp_path) == []
+
+
+def test_a_folder_that_is_not_shared_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr("paddle_vl.train.saving.commit.VISIBLE_WITHIN_S", 0.1)
+    plain = folder_write.Part.write
+    monkeypatch.setattr(
+        folder_write.Part, "write", lambda part, to, rank: None if rank else plain(part, to, rank)
+    )
+    first, second = several(tmp_path)
+    assert "a file system that all ranks share" in str(first)
+    assert "failed on rank 0" in str(second)
+
+
+def test_old_checkpoints_go_when_a_newer_one_has_been_read_back(tmp_path):
+    with CheckpointWriter(tmp_path, settings(save_total_limit=2)) as writer:
+        for step in (2, 9, 10, 11):
+            writer.save(step, filled(step))
+    assert steps_in(tmp_path) == [10, 11]
+
+
+def test_old_checkpoints_stay_when_a_newer_one_reads_back_differently(
+    tmp_path, monkeypatch, caplog
+):
+    plain = folder_write.damaged_files
+
+    def worn(folder, files, **settings):
+        flip(folder / "model.safetensors")
+        return plain(folder, files, **settings)
+
+    with CheckpointWriter(tmp_path, settings(save_total_limit=1)) as writer:
+        writer.save(2, filled(2))
+        writer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(folder_write, "damaged_files", worn)
+            writer.save(4, filled(4))
+            writer.wait()
+        assert steps_in(tmp_path) == [2, 4]
+        assert "checkpoint-4 was written, but reads back differently: model.safe" in caplog.text
+        # It does not count later either.
+        writer.save(6, filled(6))
+        writer.wait()
+        assert steps_in(tmp_path) == [6]
+
+
+def test_only_good_checkpoints_count(tmp_path):
+    """Damaged ones, marked ones and those without a manifest keep no place from a good one."""
+    for step in (1, 2, 5):
+        save_checkpoint(tmp_path, step)
+    flip(save_checkpoint(tmp_path, 3) / "optimizer.safetensors")
+    save_checkpoint(tmp_path, 4, nonfinite_updates=1)
+    old = save_checkpoint(tmp_path, 6)
+    (old / "manifest.json").unlink()
+    (old / "trainer_state.json").write_text('{"step": 6}')
+    save_checkpoint(tmp_path, 9)
+    save_checkpoint(tmp_path, 7, save_total_limit=3)
+    # 7, 5 and 2 are good; 9 is later than what was saved last, and not this writer's to judge.
+    assert steps_in(tmp_path) == [2, 3, 4, 5, 6, 7, 9]
+
+
+def test_a_marked_checkpoint_deletes_nothing(tmp_path):
+    save_checkpoint(tmp_path, 2)
+    save_checkpoint(tmp_path, 4)
+    save_checkpoint(tmp_path, 6, nonfinite_updates=1, save_total_limit=1)
+    assert steps_in(tmp_path) == [2, 4, 6]
+
+
+def test_without_verification_checkpoints_still_go(tmp_path):
+    for step in (2, 4, 6):
+        save_checkpoint(tmp_path, step, save_total_limit=1, verify_checkpoint=False)
+    assert steps_in(tmp_path) == [6]
+
+
+def test_what_is_written_again_replaces_the_older_one_when_it_is_complete(tmp_path, gate):
+    gate.opened.set()
+    older = save_checkpoint(tmp_path, 2)
+    (older / "old").write_text("x")
+    gate.opened.clear()
+    with CheckpointWriter(tmp_path, settings()) as writer:
+        writer.save(2, filled(2))
+        assert (older / "old").exists()
+        gate.opened.set()
+    assert "old" not in contents(older)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_a_copy_that_does_not_fit_into_memory_names_the_setting(tmp_path, monkeypatch):
+    def empty(*args, **kw):
+        raise MemoryError
+
+    monkeypatch.setattr(np, "empty", empty)
+    with (
+        pytest.raises(RuntimeError, match=r"no host memory .* set train\.async_save=false"),
+        CheckpointWriter(tmp_path, settings()) as writer,
+    ):
+        writer.save(2, filled(2))
+
+
+def test_times_of_a_write_are_known(tmp_path, gate):
+    with CheckpointWriter(tmp_path, settings()) as writer:
+        writer.save(2, filled(2))
+        time.sleep(0.2)
+        gate.opened.set()
+        writer.wait()
+        assert writer.times.write >= 0.2 > writer.times.stall > 0

@@ -1,0 +1,1 @@
+"""Faults that are injected into real training runs, and what becomes of these; see `campaign`."""

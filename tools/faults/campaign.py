@@ -1,0 +1,176 @@
+"""Many faults, one after the other or a few at once, and a table of what became of them."""
+
+import shutil
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from faults.damages import DAMAGES
+from faults.fault import Fault
+from faults.interferences import INTERFERENCES
+from faults.kills import KILLS
+from faults.references import References
+from faults.requests import REQUESTS
+from faults.storage import STORAGE
+from faults.trial import Outcome, run_trial
+
+KINDS: dict[str, Fault] = {
+    fault.name: fault for fault in [*REQUESTS, *KILLS, *DAMAGES, *STORAGE, *INTERFERENCES]
+}
+# Of `--all`.
+FEWEST_OF_ALL = 100
+_SHOWN_LINES = 40
+_SHOWN_REASONS = 5
+
+
+class Planned(NamedTuple):
+    """A fault that is to be injected."""
+
+    fault: Fault
+    start: str
+    seed: int
+
+
+def plan(
+    faults: Sequence[Fault], starts: Sequence[str], seed: int, number: int | None
+) -> list[Planned]:
+    """Which faults are injected: kinds in turn, each with its starts in turn, then all again with
+    the next seed.
+
+    Args:
+        number: how many; None for every kind with every start, and at least 100.
+    """
+    rounds = _pairs(faults, starts)
+    if not rounds:
+        return []
+    if number is None:
+        number = max(len(rounds), FEWEST_OF_ALL)
+    planned: list[Planned] = []
+    for repeat in count():
+        for fault, start in rounds:
+            if len(planned) == number:
+                return planned
+            planned.append(Planned(fault, start, seed + repeat))
+    raise AssertionError
+
+
+def run_campaign(
+    planned: Sequence[Planned],
+    num_jobs: int,
+    keep: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> bool:
+    """Inject the faults, say what becomes of each, and last the table.
+
+    Args:
+        num_jobs: runs at once.
+        keep: a folder for the runs that failed.
+
+    Returns:
+        Whether nothing was lost, nothing left running and everything identical.
+
+    Raises:
+        RuntimeError: an undisturbed run failed.
+    """
+    said = threading.Lock()
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        references = References(folder)
+
+        def work(number: int, item: Planned) -> Outcome:
+            own = folder / f"{number}-{item.fault.name}-{item.start}"
+            own.mkdir()
+            references.output_dir(item.fault, item.start)
+            try:
+                outcome = run_trial(item.fault, item.start, item.seed, references, own)
+            except (RuntimeError, OSError) as error:
+                outcome = Outcome(item.fault.name, item.start, item.seed, "not injected")
+                outcome.problems.append(str(error))
+            with said:
+                say(line_of(outcome))
+                for line in [] if outcome.is_good else failure_lines(outcome):
+                    say(line)
+            if not outcome.is_good and keep is not None:
+                shutil.copytree(own, keep / own.name, dirs_exist_ok=True)
+            shutil.rmtree(own, ignore_errors=True)
+            return outcome
+
+        with ThreadPoolExecutor(num_jobs) as executor:
+            outcomes = list(executor.map(work, range(len(planned)), planned))
+    for line in table(outcomes):
+        say(line)
+    return bool(outcomes) and all(outcome.is_good for outcome in outcomes)
+
+
+def line_of(outcome: Outcome) -> str:
+    """A fault in a line."""
+    seconds = "" if outcome.seconds is None else f", all ended after {outcome.seconds:.1f} s"
+    said = [
+        name
+        for name, is_so in (
+            ("LOST", outcome.lost),
+            ("LEFT RUNNING", outcome.left),
+            ("NOT RECOVERED", outcome.problems),
+        )
+        if is_so
+    ]
+    return (
+        f"{outcome.kind} {outcome.start}, seed {outcome.seed}, {outcome.moment}{seconds}: "
+        f"{', '.join(said) or 'recovered'}"
+    )
+
+
+def failure_lines(outcome: Outcome) -> Iterator[str]:
+    """What was wrong, the end of the output, and how to have it again."""
+    for kind in ("lost", "left", "problems"):
+        texts = getattr(outcome, kind)
+        for text in texts[:_SHOWN_REASONS]:
+            yield f"  {kind}: {text}"
+        if len(texts) > _SHOWN_REASONS:
+            yield f"  {kind}: {len(texts) - _SHOWN_REASONS} more"
+    for line in outcome.output.splitlines()[-_SHOWN_LINES:]:
+        yield f"  | {line}"
+    yield (
+        f"  again: python tools/fault_campaign.py --kinds {outcome.kind} --starts {outcome.start} "
+        f"--seed {outcome.seed} --faults 1"
+    )
+
+
+def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """A line per kind, and a total."""
+    width = max([len(outcome.kind) for outcome in outcomes] + [5])
+    yield (
+        f"{'kind':{width}}  injected  recovered bit-identically  lost  left running  "
+        "seconds to the end: median, max"
+    )
+    kinds = list(dict.fromkeys(outcome.kind for outcome in outcomes))
+    for kind in kinds:
+        yield _row(kind, [each for each in outcomes if each.kind == kind], width)
+    yield _row("total", outcomes, width)
+
+
+def _row(name: str, outcomes: Sequence[Outcome], width: int) -> str:
+    seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
+    ends = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else "goes on"
+    recovered = sum(outcome.is_recovered for outcome in outcomes)
+    lost = sum(bool(outcome.lost) for outcome in outcomes)
+    left = sum(bool(outcome.left) for outcome in outcomes)
+    return f"{name:{width}}  {len(outcomes):8}  {recovered:25}  {lost:4}  {left:12}  {ends:>31}"
+
+
+def _pairs(faults: Sequence[Fault], starts: Sequence[str]) -> list[tuple[Fault, str]]:
+    """Every kind with each of its starts, kinds in turn, and not all with the same start first."""
+    left = []
+    for number, fault in enumerate(faults):
+        own = [start for start in fault.starts if start in starts]
+        turn = number % len(own) if own else 0
+        left.append((fault, own[turn:] + own[:turn]))
+    pairs = []
+    while any(own for _, own in left):
+        pairs += [(fault, own.pop(0)) for fault, own in left if own]
+    return pairs

@@ -1,0 +1,90 @@
+"""What a run has to go on through: a pause, a second run in its folder, hostile data."""
+
+import random
+import signal
+import time
+
+from faults.fault import SEVERAL_RANKS, Fault
+from faults.moments import TooLateError
+from faults.runs import NUM_RANKS, SignalledRun
+from faults.tiny_run import NUM_STEPS
+
+# Lines of training data that nothing good can be made of.
+HOSTILE_LINES = (
+    b"[" * 100_000,
+    b'{"messages": ' * 20_000,
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"messages": [{"role": "user", "content": "\xff\xfe\x00"}]}',
+    b'{"messages": ' + b"9" * 10_000 + b"}",
+    b'{"messages": [{"role": "user", "content": "<image>"}], "images": ["../../../etc/passwd"]}',
+    b'{"messages": [{"role": "user", "content": "' + b"a" * 2_000_000 + b'"}]}',
+    b"\x00\x00\x00",
+)
+
+
+class Pause(Fault):
+    """A rank that the system does not run for a while."""
+
+    name = "pause-rank"
+    sentence = "SIGSTOP to one rank, and SIGCONT one to three seconds later"
+    starts = ("one", *SEVERAL_RANKS)
+    places = ("step", "write")
+    goes_on = True
+    codes = (0,)
+
+    def strike(self, run: SignalledRun, rng: random.Random) -> None:
+        try:
+            rank = run.rank(rng.randrange(NUM_RANKS[run.start]))
+        except AssertionError:
+            raise TooLateError from None
+        rank.send_signal(signal.SIGSTOP)
+        time.sleep(rng.uniform(1, 3))
+        rank.send_signal(signal.SIGCONT)
+
+
+class SecondRun(Fault):
+    """Somebody starts the same command again."""
+
+    name = "second-run"
+    sentence = "the same command is started again while the first is held up, and has to be refused"
+    starts = ("one", "nproc", "fleetrun")
+    places = ("step", "write")
+    goes_on = True
+    codes = (0,)
+
+    def strike(self, run: SignalledRun, rng: random.Random) -> list[str]:
+        held_up = run.alive()
+        for process in held_up:
+            process.suspend()
+        if run.last_step() == NUM_STEPS:
+            # It may have given the folder back.
+            for process in held_up:
+                process.resume()
+            raise TooLateError
+        begin = time.monotonic()
+        auto = ["train.resume_from_checkpoint=auto"]
+        with run.again(run.output.with_suffix(".second"), auto) as second:
+            ended = second.ended(begin)
+        for process in held_up:
+            process.resume()
+        problems = []
+        if ended.code == 0 or "is in use by" not in ended.output:
+            problems.append(f"the second run was not refused: {ended.output[-2000:]}")
+        if ended.left:
+            problems.append(f"the second run left {ended.left}")
+        return problems
+
+
+class HostileLines(Fault):
+    """Data of strangers."""
+
+    name = "hostile-lines"
+    sentence = "eight hostile lines in train.jsonl with on_bad_sample=skip, and a power loss on top"
+    starts = ("one", "nproc")
+    extra_lines = HOSTILE_LINES
+
+    def strike(self, run: SignalledRun, rng: random.Random) -> None:
+        run.kill_all()
+
+
+INTERFERENCES = [Pause(), SecondRun(), HostileLines()]

@@ -1,0 +1,152 @@
+"""One fault in one run, and what becomes of it."""
+
+import json
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from faults.fault import Damage, Fault
+from faults.moments import TooLateError
+from faults.references import References
+from faults.runs import Ended, SignalledRun
+from faults.verdict import (
+    checkpoint_steps,
+    damaged_checkpoints,
+    differences_of_runs,
+    vanished_checkpoints,
+)
+
+_ATTEMPTS = 4
+_RUN_S = 300.0
+_LIMITS = (None, 3)
+
+
+@dataclass
+class Outcome:
+    """What became of one fault.
+
+    Attributes:
+        kind, start: what was injected where.
+        seed: with which it happens again.
+        moment: when, and what was done to the folder afterwards.
+        lost: what was lost, a line each.
+        left: command lines of what was left running.
+        problems: why it was not recovered from bit-identically, or not as promised.
+        seconds: from the fault until nothing was running; None where the run was to go on.
+        output: of the starts, for a fault that was not recovered from.
+    """
+
+    kind: str
+    start: str
+    seed: int
+    moment: str = ""
+    lost: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    seconds: float | None = None
+    output: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return not (self.lost or self.left or self.problems)
+
+    @property
+    def is_recovered(self) -> bool:
+        return not self.problems
+
+
+def run_trial(fault: Fault, start: str, seed: int, references: References, folder: Path) -> Outcome:
+    """Inject a fault into a run in `folder`, and continue the run to its end.
+
+    A moment that comes after the end of the run is drawn anew, a few times.
+    """
+    rng = random.Random(f"{seed} {fault.name} {start}")
+    reference = references.output_dir(fault, start)
+    outcome = Outcome(fault.name, start, seed)
+    for attempt in range(_ATTEMPTS):
+        output_dir = folder / f"out-{attempt}"
+        try:
+            with fault.around(output_dir):
+                _disturb(fault, start, rng, references, reference, output_dir, outcome)
+            return outcome
+        except TooLateError:
+            continue
+    outcome.problems.append(f"the run was over before each of {_ATTEMPTS} moments")
+    return outcome
+
+
+def _disturb(
+    fault: Fault,
+    start: str,
+    rng: random.Random,
+    references: References,
+    reference: Path,
+    output_dir: Path,
+    outcome: Outcome,
+) -> None:
+    limit = rng.choice(_LIMITS)
+    overrides = list(fault.overrides)
+    if limit is not None:
+        overrides.append(f"train.save_total_limit={limit}")
+    moment = fault.moment(rng)
+    output = output_dir.with_name(output_dir.name + ".out")
+    run_file = references.run_file(fault)
+    with SignalledRun(start, run_file, output_dir, overrides, output=output) as run:
+        moment.wait(run)
+        before = checkpoint_steps(output_dir)
+        begin = time.monotonic()
+        outcome.problems += fault.strike(run, rng) or []
+        ended = run.ended(begin, within_s=_RUN_S if fault.goes_on else 90.0)
+    outcome.moment, outcome.output = str(moment), ended.output
+    outcome.seconds = None if fault.goes_on else ended.seconds
+    outcome.left += [" ".join(line)[:200] for line in ended.left]
+    outcome.problems += fault.problems(ended)
+    outcome.lost += _lost(fault, ended, output_dir, reference, before, limit)
+    if ended.code == 0 and (output_dir / "final").is_dir():
+        damage = Damage()
+    else:
+        damage = fault.damage(output_dir, rng)
+        outcome.moment += f"; {damage.what}" if damage.what else ""
+        good = checkpoint_steps(output_dir) - {damage.checkpoint}
+        _continue(run, damage, max(good, default=0), outcome)
+    fault.before_comparison(output_dir)
+    outcome.problems += differences_of_runs(output_dir, reference, damage.metrics)
+
+
+def _lost(
+    fault: Fault,
+    ended: Ended,
+    output_dir: Path,
+    reference: Path,
+    before: set[int],
+    limit: int | None,
+) -> list[str]:
+    """What the run no longer has when it has ended."""
+    steps = checkpoint_steps(output_dir)
+    lost = [f"checkpoint-{step} is gone" for step in vanished_checkpoints(before, steps, limit)]
+    for differences in damaged_checkpoints(output_dir, reference).values():
+        lost += differences
+    if fault.is_request and ended.last_step and ended.last_step not in steps:
+        lost.append(f"step {ended.last_step} was reported and has no checkpoint, only {steps}")
+    return lost
+
+
+def _continue(run: SignalledRun, damage: Damage, newest_good: int, outcome: Outcome) -> None:
+    """Start the run again with train.resume_from_checkpoint=auto, and see it to its end."""
+    output = run.output.with_suffix(".again")
+    with run.again(output, ["train.resume_from_checkpoint=auto"]) as again:
+        ended = again.ended(time.monotonic(), within_s=_RUN_S)
+    outcome.output += f"\n--- started again ---\n{ended.output}"
+    outcome.left += [f"started again: {' '.join(line)[:200]}" for line in ended.left]
+    if ended.code != 0:
+        outcome.problems.append(f"started again it ended with exit code {ended.code}")
+        return
+    first = json.loads((run.output_dir / "run.json").read_text())["starts"][-1]["first_step"]
+    if first < newest_good:
+        outcome.lost.append(f"it went on from step {first}, not from checkpoint-{newest_good}")
+    elif first > newest_good:
+        outcome.problems.append(f"it went on from step {first}, from a checkpoint that is damaged")
+    for text in damage.mentioned:
+        if text not in ended.output:
+            outcome.problems.append(f"it did not say that it passed {text} over")
