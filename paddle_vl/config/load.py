@@ -135,7 +135,7 @@ def _apply_override(values: dict, places: dict[Key, str], override: str) -> list
     if not equals or not all(names):
         return [f"{COMMAND_LINE}: {override[:80]!r} is not an override; write section.name=value"]
     if any("\ud800" <= character <= "\udfff" for character in name):
-        return [f"{COMMAND_LINE}: the name in {override[:80]!r} is not UTF-8 text: no setting has it"]
+        return [f"{COMMAND_LINE}: the name in {override[:80]!r} is not UTF-8 text; write it anew"]
     if len(names) > _MAX_NAMES:
         return [f"{COMMAND_LINE}: {override[:80]!r} has {len(names)} names; no setting is so deep"]
     try:

@@ -96,6 +96,8 @@ def test_unknown_section_lists_the_sections(write):
         ("train.max_steps=0", "train.max_steps is 0; it should be greater than or equal to 1"),
         ("train.max_steps.x=1", "train.max_steps.x lies inside train.max_steps, which is 4"),
         ("max_steps", "'max_steps' is not an override; write section.name=value"),
+        ("train.\udcff=1", r"the name in 'train.\udcff=1' is not UTF-8 text"),
+        ("\ud800=", r"the name in '\ud800=' is not UTF-8 text"),
     ],
 )
 def test_wrong_value_is_named(write, override, part):
