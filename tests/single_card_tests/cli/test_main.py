@@ -41,6 +41,14 @@ def run_module(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
+def test_rank_log_holds_names_of_files_that_are_not_utf8(tmp_path):
+    run = os.fsdecode(b"no-\xff.yaml")
+    result = run_module("train", run, PADDLE_VL_RANK_LOG=str(tmp_path / "log"))
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert r"configuration no-\udcff.yaml cannot be read" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize(
     "command", [[], ["train"], ["evaluate"], ["generate"], ["merge"], ["profile"], ["report"]]
 )
