@@ -89,3 +89,6 @@ def test_what_is_missing_is_named(tmp_path):
     (tmp_path / "t.json").write_text("[1]")
     with pytest.raises(RuntimeError, match="group -> feature -> statistic"):
         read_statistics(tmp_path / "t.json")
+    (tmp_path / "u.json").write_text("{}")
+    with pytest.raises(ValueError, match="u.json has statistics of no group"):
+        read_statistics(tmp_path / "u.json")
