@@ -274,8 +274,8 @@ def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
     """An array of numbers as a file holds them; bfloat16 as its bits, rounded to even."""
     if dtype != "BF16":
         return array.astype(_NUMPY_DTYPES[dtype], copy=False)
-    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    bits = np.asarray(array, dtype=np.float32, order="C").view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)
 
 
