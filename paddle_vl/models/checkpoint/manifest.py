@@ -246,6 +246,8 @@ def _read_entry(name: str, values: Any) -> tuple[str, FileSum]:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not name:
         raise ValueError(f"file {name!r} lies outside the folder")
+    if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
+        raise ValueError(f"file {name!r} has a name that no file can have")
     size, checksum = values["size"], values[CHECKSUM]
     if type(size) is not int or not isinstance(checksum, str):
         raise ValueError(f"the entry of {name} has size {size!r} and {CHECKSUM} {checksum!r}")

@@ -11,7 +11,7 @@ import logging
 
 import pytest
 
-from paddle_vl.models.checkpoint.manifest import FileSum, Manifest, shared_out
+from paddle_vl.models.checkpoint.manifest import FileSum, Manifest, check_weights, shared_out
 from paddle_vl.train.checkpoint import model_folder
 from paddle_vl.train.resume import checkpoint_to_resume
 from paddle_vl.train.saving.verify import examine
@@ -85,6 +85,18 @@ def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
     (folder / "manifest.json").write_text(json.dumps(values))
     with pytest.raises(RuntimeError, match="lies outside the folder"):
         Manifest.read(folder)
+
+
+@pytest.mark.parametrize("name", ["model-\0-of-1.safetensors", "model-\ud800-of-1.safetensors"])
+def test_a_manifest_with_a_name_that_no_file_has_is_damage(tmp_path, name):
+    folder = save_checkpoint(tmp_path, 2)
+    values = json.loads((folder / "manifest.json").read_text())
+    values["files"][name] = {"size": 1, "xxh3_128": "0"}
+    (folder / "manifest.json").write_text(json.dumps(values))
+    (problem,) = examine(folder).problems
+    assert "has a name that no file can have" in problem
+    with pytest.raises(RuntimeError, match="manifest.json is damaged"):
+        check_weights(folder)
 
 
 def test_a_file_without_an_entry_is_damage(tmp_path):
