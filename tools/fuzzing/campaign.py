@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ _START_SECONDS = 180
 _GRACE_SECONDS = 2
 # Deaths of its process after which a parser is given up.
 _MOST_DEATHS = 5
+# Writing an input to a disk that is busy takes longer than parsing it.
+_IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 _OUTSIDE = ("outside.png", "outside.json", "outside.safetensors")
 
 
@@ -96,7 +98,7 @@ def fuzz(name: str, limits: Limits) -> Tally:
     """
     tally, first = Tally(), 0
     inputs = max(1, round(limits.inputs * SHARES.get(name, 1)))
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as place:
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=_IN_MEMORY) as place:
         for _ in range(_MOST_DEATHS):
             folder = _fresh_folder(Path(place))
             task = Task(
@@ -132,23 +134,25 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
         "HYPOTHESIS_STORAGE_DIRECTORY": str(place / "hypothesis"),
     }
     command = [sys.executable, "-m", "fuzzing.child", json.dumps(asdict(task))]
-    begun, is_late, is_shrinking, is_whole, wait = None, False, False, False, _START_SECONDS
-    log = place / "stderr"
+    begun, is_late, is_shrinking, is_whole = None, False, False, False
+    patience = _Patience(_START_SECONDS)
+    log, empty = place / "stderr", place / "empty"
+    empty.mkdir(exist_ok=True)
     with (
         log.open("wb") as errors,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=place
+            command, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=empty
         ) as process,
     ):
-        for message in _messages(process, lambda: wait):
+        for message in _messages(process, patience):
             if message is None:
                 is_late = True
                 process.kill()
             elif "begin" in message:
-                begun, wait = message["begin"], task.seconds + _GRACE_SECONDS
+                begun, patience.seconds = message["begin"], task.seconds + _GRACE_SECONDS
             elif "done" in message:
                 tally.add(message["done"], decoded(message["files"]))
-                begun, wait = None, _START_SECONDS
+                begun, patience.seconds = None, _START_SECONDS
             elif "shrunk" in message:
                 is_shrinking, known = True, tally.escapes[message["shrunk"]]
                 known.details, known.files = message["details"], decoded(message["files"])
@@ -177,14 +181,19 @@ def decoded(files: dict[str, str] | None) -> Files | None:
     return {name: base64.b64decode(content) for name, content in files.items()}
 
 
-def _messages(
-    process: subprocess.Popen, wait: Callable[[], float]
-) -> Iterator[dict[str, Any] | None]:
+@dataclass
+class _Patience:
+    """How long the next line of a process may take."""
+
+    seconds: float
+
+
+def _messages(process: subprocess.Popen, patience: _Patience) -> Iterator[dict[str, Any] | None]:
     """Lines of a process as they come; None where the next one does not come in time."""
     descriptor, buffer = process.stdout.fileno(), b""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
-        end = time.monotonic() + wait()
+        end = time.monotonic() + patience.seconds
         while True:
             if not selector.select(max(0.0, end - time.monotonic())):
                 yield None
@@ -195,4 +204,4 @@ def _messages(
             *lines, buffer = (buffer + part).split(b"\n")
             for line in lines:
                 yield json.loads(line)
-            end = time.monotonic() + wait()
+            end = time.monotonic() + patience.seconds

@@ -18,7 +18,15 @@ _ROOT = PACKAGE.parent
 _LIBRARIES = tuple(
     {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, _ROOT, *sys.path[1:]) if path}
 )
-_SYSTEM = ("/proc/", "/sys/", "/dev/", "/usr/share/zoneinfo", "/usr/lib", "/usr/share/fonts")
+_SYSTEM = (
+    "/proc/",
+    "/sys/",
+    "/dev/null",
+    "/dev/urandom",
+    "/usr/share/zoneinfo",
+    "/usr/lib",
+    "/usr/share/fonts",
+)
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _OPENED = ("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir")
 _STARTED = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "socket.connect")
@@ -64,6 +72,7 @@ class Guard:
 
     def __post_init__(self):
         self._inside = os.path.realpath(self.folder) + os.sep
+        self._directory = os.path.realpath(os.getcwd())
         sys.addaudithook(self._audit)
 
     def limit_memory(self) -> None:
@@ -138,6 +147,9 @@ class Guard:
             path = os.path.realpath(name)
             is_read = event == "open" and not arguments[2] & _WRITING
             is_library = path.startswith((*_LIBRARIES, *_SYSTEM))
+            if event == "os.listdir" and path == self._directory:
+                # Where imports look, too.
+                return
             is_inside = (path + os.sep).startswith(self._inside)
             if not is_inside and not (is_library and (is_read or event.endswith("dir"))):
                 self._touched.append(path)

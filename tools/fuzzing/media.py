@@ -46,8 +46,9 @@ def _pictures() -> list[bytes]:
     exif = Image.Exif()
     exif[0x0112] = 6
     saved = [
-        (rgb, "PNG", {}), (rgba, "PNG", {}), (palette, "PNG", {"transparency": 3}), (grey, "PNG", {}),
-        (rgb, "JPEG", {"exif": exif}), (grey, "JPEG", {"progressive": True}), (rgb, "BMP", {}),
+        (rgb, "PNG", {}), (rgba, "PNG", {}), (palette, "PNG", {"transparency": 3}),
+        (grey, "PNG", {}), (rgb, "JPEG", {"exif": exif}),
+        (grey, "JPEG", {"progressive": True}), (rgb, "BMP", {}),
         (palette, "BMP", {}), (palette, "GIF", {"save_all": True, "append_images": [palette]}),
         (rgb, "TIFF", {"compression": "raw"}), (rgb, "TIFF", {"compression": "tiff_lzw"}),
         (rgb, "WEBP", {}), (rgba, "WEBP", {"lossless": True}), (rgb, "PPM", {}), (grey, "PPM", {}),
@@ -82,16 +83,13 @@ def _damaged_png(draw, seeds: list[bytes]) -> bytes:
 
 def _odd_chunk(draw) -> tuple[bytes, bytes]:
     bomb = zlib.compress(bytes(1 << 22))
-    return draw(
-        st.sampled_from(
-            [
-                (b"tEXt", b"a\0b"), (b"zTXt", b"a\0\0" + bomb), (b"iTXt", b"a\0\1\0\0\0" + bomb),
-                (b"iCCP", b"a\0\0" + bomb), (b"tRNS", b"\0\1"), (b"eXIf", b"MM\0*\0\0\0\x08\0\1"),
-                (b"acTL", struct.pack(">II", 9, 0)), (b"fcTL", bytes(26)), (b"gAMA", b"\0\0"),
-                (b"PLTE", b"abc"), (b"sRGB", b""), (b"pHYs", b"1"), (b"IEND", b""),
-            ]  # fmt: skip
-        )
-    )
+    chunks = [
+        (b"tEXt", b"a\0b"), (b"zTXt", b"a\0\0" + bomb), (b"iTXt", b"a\0\1\0\0\0" + bomb),
+        (b"iCCP", b"a\0\0" + bomb), (b"tRNS", b"\0\1"), (b"eXIf", b"MM\0*\0\0\0\x08\0\1"),
+        (b"acTL", struct.pack(">II", 9, 0)), (b"fcTL", bytes(26)), (b"gAMA", b"\0\0"),
+        (b"PLTE", b"abc"), (b"sRGB", b""), (b"pHYs", b"1"), (b"IEND", b""),
+    ]  # fmt: skip
+    return draw(st.sampled_from(chunks))
 
 
 def write_video(file: Path, codec: str, frames: int = 6) -> Path:

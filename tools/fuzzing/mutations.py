@@ -38,8 +38,9 @@ ODD_VALUES = [
 ]  # fmt: skip
 _TEXT_TOKENS = [
     b"[", b"{", b"}", b"]", b",", b":", b'"', b"null", b"NaN", b"-Infinity", b"1e999", b"-", b"0",
-    b"9" * 5000, b'"\\ud800"', b'"\\u0000"', b"\\", b"\0", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf",
-    b"\r\n", b"\n", b"\t", b'"a":1,', b'"step":1,', b"[" * 2000, b'{"a":' * 2000, b"[" * 200_000,
+    b"9" * 5000, b'"\\ud800"', b'"\\u0000"', b"\\", b"\0", b"\xff", b"\xed\xa0\x80",
+    b"\xef\xbb\xbf", b"\r\n", b"\n", b"\t", b'"a":1,', b'"step":1,', b"[" * 2000, b'{"a":' * 2000,
+    b"[" * 200_000,
     b"/*", b"//", b"'", b" " * 1000,
 ]  # fmt: skip
 
@@ -77,54 +78,56 @@ _CHANGES = ("odd", "near", "near", "drop", "key", "add", "copy")
 _GENTLE = ("near", "near", "near", "number", "number", "drop", "copy")
 
 
-@st.composite
-def neighbours(draw, value: Any) -> Any:
+def _one_of(draw, items: Sequence[Any]) -> Any:
+    """As `sampled_from`, which takes long to make anew for every list."""
+    return items[draw(st.integers(0, len(items) - 1))]
+
+
+def _neighbour(draw, value: Any) -> Any:
     """A value near this one: of its type mostly, and often still allowed."""
     if isinstance(value, bool):
-        return draw(st.sampled_from([not value, int(value), str(value)]))
+        return _one_of(draw, [not value, int(value), str(value)])
     if isinstance(value, int | float):
         near = [value + 1, value - 1, -value, value * 2, str(value), [value], value * 1000]
         # What has no float and no half: numbers beyond its range, NaN.
         near += [float(value), value // 2] if abs(value) < 1e300 else []
-        return draw(st.sampled_from(near))
+        return _one_of(draw, near)
     if isinstance(value, str):
         cut = draw(st.integers(0, len(value)))
         near = [value[:cut], value + value, value.upper(), value[:cut] + "\ud800" + value[cut:]]
-        return draw(st.sampled_from([*near, [value], value[:cut] + "\n" + value[cut:]]))
+        return _one_of(draw, [*near, [value], value[:cut] + "\n" + value[cut:]])
     if isinstance(value, list):
         near = [value[:-1], value + value, value[::-1], [value], value * 20]
-        return draw(st.sampled_from([*near, value[0] if value else None]))
+        return _one_of(draw, [*near, value[0] if value else None])
     return draw(odd_values)
 
 
 @st.composite
 def mutated(draw, seeds: Sequence[Any], most: int = 3, changes: Sequence[str] = _CHANGES) -> Any:
     """One of the documents with up to `most` changes of values, types, keys and nesting."""
-    document = copy.deepcopy(draw(st.sampled_from(seeds)))
+    document = copy.deepcopy(_one_of(draw, seeds))
     for _ in range(draw(st.integers(0, most))):
         places = _places(document)
-        place = places[draw(st.integers(0, len(places) - 1))]
-        change = draw(st.sampled_from(changes))
+        place, change = _one_of(draw, places), _one_of(draw, changes)
         if not place:
             if change == "odd":
                 document = draw(odd_values)
             elif change == "add" and isinstance(document, dict):
-                document[draw(st.sampled_from(ODD_TEXTS))] = draw(odd_values)
+                document[_one_of(draw, ODD_TEXTS)] = draw(odd_values)
             continue
         outer, key = _at(document, place[:-1]), place[-1]
         if change == "odd":
             outer[key] = draw(odd_values)
         elif change == "near":
-            outer[key] = draw(neighbours(outer[key]))
+            outer[key] = _neighbour(draw, outer[key])
         elif change == "number" and type(outer[key]) in (int, float):
-            outer[key] = draw(st.one_of(st.sampled_from(ODD_NUMBERS), st.integers(0, 5000)))
+            outer[key] = _one_of(draw, [*ODD_NUMBERS, draw(st.integers(0, 5000))])
         elif change == "drop":
             del outer[key]
         elif change == "copy":
-            other = places[draw(st.integers(0, len(places) - 1))]
-            outer[key] = copy.deepcopy(_at(document, other))
+            outer[key] = copy.deepcopy(_at(document, _one_of(draw, places)))
         elif change in ("key", "add") and isinstance(outer, dict):
-            named = draw(st.sampled_from([str(p[-1]) for p in places if p] + ODD_TEXTS))
+            named = _one_of(draw, [str(p[-1]) for p in places if p] + ODD_TEXTS)
             value = outer.pop(key) if change == "key" else draw(odd_values)
             outer[named] = value
         elif change == "add":
@@ -137,15 +140,14 @@ def as_json(document: Any, *, is_ascii: bool = True) -> bytes:
     return json.dumps(document, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
 
 
-@st.composite
-def damaged_text(draw, text: bytes, tokens: Sequence[bytes] = _TEXT_TOKENS) -> bytes:
+def damage_text(draw, text: bytes, tokens: Sequence[bytes] = _TEXT_TOKENS) -> bytes:
     """A text with pieces put in, cut out, doubled, or its end missing."""
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(text)))
-        change = draw(st.sampled_from(["put", "put", "cut", "double", "end", "flip"]))
+        change = _one_of(draw, ["put", "put", "cut", "double", "end", "flip"])
         length = draw(st.integers(1, 30))
         if change == "put":
-            text = text[:at] + draw(st.sampled_from(tokens)) + text[at:]
+            text = text[:at] + _one_of(draw, tokens) + text[at:]
         elif change == "cut":
             text = text[:at] + text[at + length :]
         elif change == "double":
@@ -160,19 +162,24 @@ def damaged_text(draw, text: bytes, tokens: Sequence[bytes] = _TEXT_TOKENS) -> b
 
 
 @st.composite
+def damaged_text(draw, texts: Sequence[bytes], tokens: Sequence[bytes] = _TEXT_TOKENS) -> bytes:
+    """One of the texts, see `damage_text`."""
+    return damage_text(draw, _one_of(draw, texts), tokens)
+
+
+@st.composite
 def damaged_bytes(draw, seeds: Sequence[bytes], most: int = 5) -> bytes:
     """A binary file with changed bits, numbers, and stretches; the head is hit most often."""
-    data = bytearray(draw(st.sampled_from(seeds)))
+    data = bytearray(_one_of(draw, seeds))
     for _ in range(draw(st.integers(0, most))):
         end = min(len(data), 96) if draw(st.booleans()) else len(data)
         at, length = draw(st.integers(0, max(end - 1, 0))), draw(st.integers(1, 40))
-        change = draw(st.sampled_from(["flip", "flip", "number", "number", "cut", "double", "end"]))
+        change = _one_of(draw, ["flip", "flip", "number", "number", "cut", "double", "end"])
         if change == "flip" and data:
             data[at] ^= 1 << draw(st.integers(0, 7))
         elif change == "number":
-            size = draw(st.sampled_from([1, 2, 4, 8]))
-            number = draw(st.sampled_from([0, 1, 2, 127, 255, 256, 65535, 2**31 - 1, 2**32 - 1, -1]))
-            order = draw(st.sampled_from(["little", "big"]))
+            size, order = _one_of(draw, [1, 2, 4, 8]), _one_of(draw, ["little", "big"])
+            number = _one_of(draw, [0, 1, 2, 127, 255, 256, 65535, 2**31 - 1, 2**32 - 1, -1])
             data[at : at + size] = (number % 256**size).to_bytes(size, order)
         elif change == "cut":
             del data[at : at + length]
@@ -183,20 +190,27 @@ def damaged_bytes(draw, seeds: Sequence[bytes], most: int = 5) -> bytes:
     return bytes(data)
 
 
-@st.composite
-def json_bytes(draw, seeds: Sequence[Any], most: int = 3) -> bytes:
+def json_bytes(seeds: Sequence[Any], most: int = 3) -> st.SearchStrategy[bytes]:
     """Files of JSON: most are documents with other values, the rest broken texts and raw bytes."""
-    way = draw(st.sampled_from(["gentle"] * 10 + ["wild"] * 6 + ["broken"] * 3 + ["raw"]))
-    if way == "raw":
-        return draw(st.binary(max_size=64))
-    changes = _CHANGES if way == "wild" else _GENTLE
-    text = as_json(draw(mutated(seeds, most, changes)), is_ascii=draw(st.booleans()))
-    return draw(damaged_text(text)) if way == "broken" else text
+    gentle, wild = mutated(seeds, most, _GENTLE), mutated(seeds, most)
+    raw = st.binary(max_size=64)
+
+    @st.composite
+    def files(draw) -> bytes:
+        way = _one_of(draw, ["gentle"] * 10 + ["wild"] * 6 + ["broken"] * 3 + ["raw"])
+        if way == "raw":
+            return draw(raw)
+        text = as_json(draw(wild if way == "wild" else gentle), is_ascii=draw(st.booleans()))
+        return damage_text(draw, text) if way == "broken" else text
+
+    return files()
 
 
-@st.composite
-def json_lines(draw, seeds: Sequence[Any], most_lines: int = 3, most: int = 2) -> bytes:
+def json_lines(
+    seeds: Sequence[Any], most_lines: int = 3, most: int = 2
+) -> st.SearchStrategy[bytes]:
     """Files with a JSON document a line, some lines broken."""
     whole, near = st.sampled_from(seeds).map(as_json), json_bytes(seeds, most)
-    lines = draw(st.lists(st.one_of(near, near, whole), min_size=1, max_size=most_lines))
-    return draw(st.sampled_from([b"\n", b"\n", b"\n", b"\r\n", b"\n\n"])).join(lines)
+    lines = st.lists(st.one_of(near, near, whole), min_size=1, max_size=most_lines)
+    ends = st.sampled_from([b"\n", b"\n", b"\n", b"\r\n", b"\n\n"])
+    return st.builds(lambda end, parts: end.join(parts), ends, lines)

@@ -41,6 +41,7 @@ PARSERS = {
     "safetensors": "fuzzing.weights:safetensors",
     "shard_index": "fuzzing.weights:shard_index",
     "adapter": "fuzzing.weights:adapter",
+    "manifest": "fuzzing.weights:manifest",
     "hf_config": "fuzzing.model_files:hf_config",
     "generation_config": "fuzzing.model_files:generation_config",
     "preprocessor": "fuzzing.model_files:preprocessor",

@@ -7,7 +7,15 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from fuzzing.mutations import ODD_TEXTS, as_json, damaged_text, json_lines, mutated, odd_values
+from fuzzing.mutations import (
+    ODD_TEXTS,
+    as_json,
+    damaged_text,
+    json_bytes,
+    json_lines,
+    mutated,
+    odd_values,
+)
 from fuzzing.parser import Files, Parser
 from paddle_vl.config.load import load_run_config, save_run_config
 from paddle_vl.report.report import write_report
@@ -18,11 +26,12 @@ _SECTIONS = ("model.", "data.", "parallel.", "train.", "logging.")
 _YAML_TOKENS = [
     b"&a ", b"*a", b"<<: *a", b"!!python/object:os.system ", b"!!binary ", b"!!set ", b"!!omap ",
     b"!!timestamp ", b"!!float ", b"!!int ", b"!!null ", b"!!bool ", b"!x ", b"? ", b"- ", b": ",
-    b"|", b">", b"%YAML 9.9\n", b"---\n", b"...\n", b"#", b"\t", b"\n", b"  ", b"'", b'"', b"{", b"[",
-    b"]", b"}", b"\0", b"\xff", b"\xef\xbb\xbf", b"\xf0\x9f\x98\x80", b"0x", b"0o9", b"1e400", b".nan",
+    b"|", b">", b"%YAML 9.9\n", b"---\n", b"...\n", b"#", b"\t", b"\n", b"  ", b"'", b'"', b"{",
+    b"[", b"]", b"}", b"\0", b"\xff", b"\xef\xbb\xbf", b"\xf0\x9f\x98\x80", b"0x", b"0o9", b"1e400",
+    b".nan",
     b"2026-99-99", b"1:99:99", b"[" * 200, b"- " * 200, b"9" * 5000, b"a" * 5000, b"~", b"=", b"@",
     b"a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n",
-    b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 10)) for i in range(1, 9)),
+    b"".join(b"a%d: &a%d [%s]\n" % (i, i, (b"*a%d," % (i - 1)) * 10) for i in range(1, 9)),
 ]  # fmt: skip
 _LINES: list[dict[str, Any]] = [
     {"step": 10, "loss": 4.0, "grad_norm": 2.0, "learning_rate": 1e-3, "epoch": 0.5,
@@ -63,7 +72,7 @@ def yaml_file(folder: Path) -> Parser:
     run.write_bytes(texts[0])
     documents = mutated([yaml.safe_load(text) for text in texts])
     structured = documents.map(_as_yaml)
-    broken = st.sampled_from(texts).flatmap(lambda text: damaged_text(text, _YAML_TOKENS))
+    broken = damaged_text(texts, _YAML_TOKENS)
     raw = st.lists(st.sampled_from(_YAML_TOKENS), max_size=6).map(b"".join)
 
     def parse() -> None:
@@ -86,12 +95,14 @@ def overrides(folder: Path) -> Parser:
     run.write_bytes((_CONFIGS / "qwen3_vl" / "lora.yaml").read_bytes())
     given.write_text('["train.seed=3"]')
     right = [
-        "train.seed=1", "train.learning_rate=1e-4", "data.max_length=512", "logging.logging_steps=5",
-        "model.freeze=[vision]", "model.lora.r=8", "parallel.dp_degree=1", "train.output_dir=runs/a",
-        "data.train=[{path: a, weight: 2}]", "data={train: [a]}", "train.warmup_steps=10",
+        "train.seed=1", "train.learning_rate=1e-4", "data.max_length=512", "train.warmup_steps=1",
+        "model.freeze=[vision]", "model.lora.r=8", "parallel.dp_degree=1", "train.output_dir=a",
+        "logging.logging_steps=5", "data.train=[{path: a, weight: 2}]", "data={train: [a]}",
     ]  # fmt: skip
-    names = [*(text.partition("=")[0] for text in right), "model", "data.train.path", "x.y",
-             "train.seeed", "", ".", "train.", "train..seed", ".".join("a" * 100), "data.train[0]"]  # fmt: skip
+    names = [
+        *(text.partition("=")[0] for text in right), "model", "data.train.path", "x.y", "train.",
+        "train.seeed", "", ".", "train..seed", ".".join("a" * 100), "data.train[0]",
+    ]  # fmt: skip
     name = st.one_of(st.sampled_from(names), st.sampled_from(ODD_TEXTS), st.text(max_size=10))
     tokens = st.sampled_from(_YAML_TOKENS).map(lambda token: token.decode("latin-1"))
     value = st.one_of(
@@ -101,7 +112,9 @@ def overrides(folder: Path) -> Parser:
     equals = st.sampled_from(["=", "=", "=", "=", "=", "", "=="])
     known = st.tuples(st.sampled_from(names), st.just("="), value).map("".join)
     odd = st.tuples(name, equals, value).map("".join)
-    one = st.integers(0, 9).flatmap(lambda n: odd if n < 2 else known if n < 5 else st.sampled_from(right))
+    one = st.integers(0, 9).flatmap(
+        lambda n: odd if n < 2 else known if n < 5 else st.sampled_from(right)
+    )
     many = st.lists(one, min_size=1, max_size=3).map(as_json)
     parse = lambda: load_run_config(run, json.loads(given.read_text()))  # noqa: E731
     return Parser(_in_file("overrides.json", many), parse, ("command line", *_SECTIONS))
@@ -128,11 +141,7 @@ def run_record(folder: Path) -> Parser:
     """run.json and config.yaml of a finished run, up to the page of a report."""
     _write_run(folder)
     seeds = [{"starts": [_START]}, {"starts": [_START, _RESUMED]}, {"starts": []}]
-    record = st.one_of(
-        mutated(seeds).map(as_json),
-        mutated(seeds, 2).map(as_json),
-        st.sampled_from(seeds).map(as_json).flatmap(damaged_text),
-    )
+    record = json_bytes(seeds)
     config = st.one_of(mutated([_SETTINGS]).map(_as_yaml), st.just(_as_yaml(_SETTINGS)))
     inputs = st.fixed_dictionaries({"run.json": record, "config.yaml": config})
     parse = lambda: write_report([folder], folder / "report", with_pictures=False)  # noqa: E731

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from fuzzing.mutations import as_json, json_bytes
+from fuzzing.mutations import json_bytes
 from fuzzing.parser import Parser
 from fuzzing.samples import small_processor
 from paddle_vl.data.tokenizer import TextTokenizer
@@ -45,7 +45,7 @@ def _seeds(folder: Path) -> list[Any]:
         saved,
         plain | {"model": merged, "normalizer": lower, "pre_tokenizer": split},
         plain | {"model": merged | {"merges": ["a b"]}, "post_processor": template},
-        plain | {"model": pieces, "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
+        plain | {"model": pieces, "decoder": {"type": "ByteLevel"}},
         plain | {"model": unigram, "decoder": {"type": "Metaspace", "replacement": "▁"}},
         plain | {"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
                  "truncation": {"max_length": 2, "strategy": "LongestFirst", "stride": 0,
@@ -65,7 +65,7 @@ def text_tokenizer(folder: Path) -> Parser:
         tokenizer = TextTokenizer.from_file(folder)
         for text in _TEXTS:
             tokenizer.decode(tokenizer.encode(text))
-        tokenizer.highest_id, tokenizer.special_tokens, tokenizer.to_json()  # noqa: B018
+        tokenizer.highest_id, tokenizer.special_tokens, tokenizer.to_json()
 
     return Parser(_inputs(folder), parse, (_FILE,))
 
@@ -79,7 +79,9 @@ def prompt_tokenizer(folder: Path) -> Parser:
         tokenizer = PromptTokenizer.from_pretrained(folder)
         tokenizer.padded(_TEXTS, 8, True)
 
-    configs = json_bytes([settings, {"pad_token": {"content": "<pad>"}, "added_tokens_decoder": {}}])
+    configs = json_bytes(
+        [settings, {"pad_token": {"content": "<pad>"}, "added_tokens_decoder": {}}]
+    )
     inputs = st.one_of(
         _inputs(folder), configs.map(lambda content: {"tokenizer_config.json": content})
     )
@@ -89,7 +91,9 @@ def prompt_tokenizer(folder: Path) -> Parser:
 def action_tokenizer(folder: Path) -> Parser:
     """The tokenizer of actions, and its settings."""
     chunks = np.random.default_rng(0).uniform(-1, 1, (8, 4, 2))
-    ActionTokenizer.fit(chunks, vocab_size=200, time_horizon=4, action_dim=2).save_pretrained(folder)
+    ActionTokenizer.fit(chunks, vocab_size=200, time_horizon=4, action_dim=2).save_pretrained(
+        folder
+    )
     settings = json.loads((folder / "processor_config.json").read_text())
 
     def parse() -> None:
@@ -100,6 +104,3 @@ def action_tokenizer(folder: Path) -> Parser:
     return Parser(
         st.one_of(_inputs(folder), configs, configs), parse, (_FILE, "processor_config.json")
     )
-
-
-__all__ = ["action_tokenizer", "as_json", "prompt_tokenizer", "text_tokenizer"]

@@ -2,15 +2,18 @@
 
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from hypothesis import strategies as st
 
-from fuzzing.mutations import as_json, damaged_bytes, damaged_text, json_bytes, mutated
+from fuzzing.mutations import as_json, damaged_bytes, json_bytes
 from fuzzing.parser import Parser
 from paddle_vl.models.checkpoint.adapter_files import StoredAdapter
+from paddle_vl.models.checkpoint.manifest import FileSum, Manifest, check_weights
 from paddle_vl.models.checkpoint.safetensors_io import (
     TensorToWrite,
     read_checkpoint_headers,
@@ -32,22 +35,26 @@ def write_tensors(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "
     return file.read_bytes()
 
 
-@st.composite
-def tensor_files(draw, seeds: list[bytes]) -> bytes:
+def tensor_files(seeds: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     """Files with other headers, before the right or another number of bytes."""
-    seed = draw(st.sampled_from(seeds))
-    (length,) = struct.unpack("<Q", seed[:8])
-    header, data = json.loads(seed[8 : 8 + length]), seed[8 + length :]
-    way = draw(st.sampled_from(["header", "header", "header", "values", "values", "text", "bytes"]))
-    if way == "bytes":
-        return draw(damaged_bytes([seed]))
-    if way == "values":
-        return seed[: 8 + length] + draw(damaged_bytes([data], 3))
-    text = as_json(draw(mutated([header], 3)))
-    if way == "text":
-        text = draw(damaged_text(text))
-    size = draw(st.sampled_from([len(text)] * 6 + [0, 1, len(text) + 1, 2**40, 2**63, 2**64 - 1]))
-    return struct.pack("<Q", size) + text + data
+    parts = [(seed[8:], *struct.unpack("<Q", seed[:8])) for seed in seeds]
+    headers, bodies = [rest[:length] for rest, length in parts], [r[n:] for r, n in parts]
+    texts = json_bytes([json.loads(header) for header in headers])
+    values, whole = damaged_bytes(bodies, 3), damaged_bytes(seeds)
+    ways = st.sampled_from(["header", "header", "header", "values", "values", "bytes"])
+
+    @st.composite
+    def files(draw) -> bytes:
+        way, which = draw(ways), draw(st.integers(0, len(seeds) - 1))
+        if way == "bytes":
+            return draw(whole)
+        text = headers[which] if way == "values" else draw(texts)
+        data = draw(values) if way == "values" else bodies[which]
+        odd = [0, 1, len(text) + 1, 2**40, 2**63, 2**64 - 1]
+        size = draw(st.integers(0, 40))
+        return struct.pack("<Q", odd[size] if size < len(odd) else len(text)) + text + data
+
+    return files()
 
 
 def safetensors(folder: Path) -> Parser:
@@ -120,3 +127,33 @@ def adapter(folder: Path) -> Parser:
         tensor_files([seed]).map(lambda content: {file.name: content}),
     )
     return Parser(inputs, parse, (file.name, config.name, str(folder)))
+
+
+def manifest(folder: Path) -> Parser:
+    """A checkpoint's manifest.json and trainer_state.json, compared with its files."""
+    from paddle_vl.train.checkpoint import load_state
+    from paddle_vl.train.saving.verify import examine
+
+    state = {"step": 5, "nonfinite_updates": 0, "has_manifest": True, "position": {"epoch": 0}}
+    texts = {"config.yaml": b"{}", "config.json": b"{}", "trainer_state.json": as_json(state)}
+    for name, content in texts.items():
+        (folder / name).write_bytes(content)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        write_tensors(folder / name, {"a": (2,)})
+    sums = {
+        path.name: FileSum(path.stat().st_size, xxhash.xxh3_128(path.read_bytes()).hexdigest())
+        for path in folder.iterdir()
+    }
+    Manifest(5, 0, sums).write(folder)
+    seed = json.loads((folder / "manifest.json").read_text())
+
+    def parse() -> None:
+        # Its problems are told in the verdict.
+        examine(folder)
+        load_state(folder)
+        Manifest.read(folder)
+        check_weights(folder)
+
+    manifests = json_bytes([seed]).map(lambda content: {"manifest.json": content})
+    states = json_bytes([state]).map(lambda content: {"trainer_state.json": content})
+    return Parser(st.one_of(manifests, manifests, states), parse, (str(folder),))

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from fuzzing.parser import Parser
 from hypothesis import strategies as st
 
+from fuzzing.parser import Parser
 
-def _of_numbers(folder: Path, fault: Callable[[int], object], named: tuple[str, ...] = ()) -> Parser:
+
+def _of_numbers(
+    folder: Path, fault: Callable[[int], object], named: tuple[str, ...] = ()
+) -> Parser:
     file = folder / "number.json"
     file.write_text("0")
 

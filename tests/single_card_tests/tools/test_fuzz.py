@@ -6,6 +6,7 @@ same again with the same seed.
 """
 
 import pytest
+
 from fuzzing.campaign import Limits, Tally, fuzz
 from fuzzing.parser import PARSERS
 from fuzzing.table import described, run_all
