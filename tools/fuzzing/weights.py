@@ -1,6 +1,7 @@
 """Weights: safetensors files, shard indexes, adapters in PEFT's files."""
 
 import json
+import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,24 +36,43 @@ def write_tensors(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "
     return file.read_bytes()
 
 
+_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1, "X": 3}
+
+
+@st.composite
+def _sound_files(draw) -> bytes:
+    """Files that fit together, of any names, types and shapes."""
+    shapes = st.lists(st.integers(0, 5), max_size=3)
+    names = st.one_of(st.text(max_size=8), st.sampled_from(["a.weight", "a.bias"]))
+    entry = st.tuples(st.sampled_from(list(_WIDTHS)), shapes)
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, (dtype, shape) in draw(st.dictionaries(names, entry, max_size=3)).items():
+        end = offset + _WIDTHS[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text, pattern = as_json(header), draw(st.binary(min_size=1, max_size=8))
+    return struct.pack("<Q", len(text)) + text + (pattern * offset)[:offset]
+
+
 def tensor_files(seeds: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     """Files with other headers, before the right or another number of bytes."""
     parts = [(seed[8:], *struct.unpack("<Q", seed[:8])) for seed in seeds]
     headers, bodies = [rest[:length] for rest, length in parts], [r[n:] for r, n in parts]
     texts = json_bytes([json.loads(header) for header in headers])
-    values, whole = damaged_bytes(bodies, 3), damaged_bytes(seeds)
-    ways = st.sampled_from(["header", "header", "header", "values", "values", "bytes"])
+    values, whole, sound = damaged_bytes(bodies, 3), damaged_bytes(seeds), _sound_files()
+    sizes = st.sampled_from([None] * 30 + [0, 1, 2**40, 2**63, 2**64 - 1])
+    ways = st.sampled_from(["header", "header", "values", "values", "sound", "bytes"])
 
     @st.composite
     def files(draw) -> bytes:
         way, which = draw(ways), draw(st.integers(0, len(seeds) - 1))
-        if way == "bytes":
-            return draw(whole)
+        if way in ("bytes", "sound"):
+            return draw(whole if way == "bytes" else sound)
         text = headers[which] if way == "values" else draw(texts)
         data = draw(values) if way == "values" else bodies[which]
-        odd = [0, 1, len(text) + 1, 2**40, 2**63, 2**64 - 1]
-        size = draw(st.integers(0, 40))
-        return struct.pack("<Q", odd[size] if size < len(odd) else len(text)) + text + data
+        size = draw(sizes)
+        return struct.pack("<Q", len(text) if size is None else size) + text + data
 
     return files()
 
