@@ -4,9 +4,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paddle_vl.files.json_file import parse_json_object, read_text
+from paddle_vl.files.json_file import parse_json_object, read_text, shown
 
 TOKENIZER_FILE = "tokenizer.json"
+# Writing a file, and its fingerprint, take time and memory for every id up to the highest.
+_MOST_IDS = 1 << 24
+# Characters that hardly any vocabulary has: what stands for unknown ones is needed.
+_UNKNOWN = "a \u0378\U000e0080\n"
 _WHAT, _REMEDY = "a tokenizer file", "fetch or save it again"
 
 
@@ -14,7 +18,8 @@ def read_tokenizer(file: Path) -> Tokenizer:
     """The tokenizer of a `tokenizer.json`, which neither cuts nor fills texts by itself.
 
     Raises:
-        RuntimeError: the file is not there, or not a tokenizer.
+        RuntimeError: the file is not there, or not a tokenizer, or one that cannot encode every
+            text, or has ids beyond sense.
     """
     text = read_text(file, _WHAT, _REMEDY)
     if "model" not in parse_json_object(text, file, _WHAT, _REMEDY):
@@ -23,6 +28,8 @@ def read_tokenizer(file: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        # Otherwise the first text with an unknown character would tell, far from the file.
+        tokenizer.decode(tokenizer.encode(_UNKNOWN).ids)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -32,6 +39,12 @@ def read_tokenizer(file: Path) -> Tokenizer:
             reason = str(error)[:200]
             raise RuntimeError(f"{file} is not {_WHAT}: {reason}; {_REMEDY}") from error
         raise
+    if (highest := highest_id(tokenizer)) >= _MOST_IDS:
+        token = tokenizer.id_to_token(highest)
+        raise RuntimeError(
+            f"{file} is not {_WHAT}: the id of {shown(token)} is {highest}; at most "
+            f"{_MOST_IDS - 1} is supported; {_REMEDY}"
+        )
     return tokenizer
 
 
