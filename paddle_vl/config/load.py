@@ -21,6 +21,9 @@ from paddle_vl.files.named_errors import write_text
 
 COMMAND_LINE = "command line"
 _MAX_NAMES = 64
+# Of a file that is no configuration, thousands of keys would be told, each compared with all names.
+_MOST_TOLD = 100
+_LONGEST_NAME = 200
 Key = tuple[str | int, ...]
 
 
@@ -172,7 +175,11 @@ def _schema_problems(error: ValidationError, places: dict[Key, str], path: str) 
         if is_inner and not all(isinstance(part, int) for part in key[len(known) :]):
             key = known
         by_key.setdefault(key, []).append(item)
-    return [_message(key, items, places, path) for key, items in by_key.items()]
+    told = list(by_key.items())[:_MOST_TOLD]
+    messages = [_message(key, items, places, path) for key, items in told]
+    if len(by_key) > len(told):
+        messages.append(f"{path}: {len(by_key) - len(told)} more settings are wrong")
+    return messages
 
 
 def _message(key: Key, items: list[dict], places: dict[Key, str], path: str) -> str:
@@ -195,7 +202,7 @@ def _message(key: Key, items: list[dict], places: dict[Key, str], path: str) -> 
 def _nearest(key: Key) -> str:
     if len(key) == 1:
         return f"the sections are {', '.join(RunConfig.model_fields)}"
-    section, leaf = ".".join(map(str, key[:-1])), str(key[-1])
+    section, leaf = ".".join(map(str, key[:-1])), str(key[-1])[:_LONGEST_NAME]
 
     def closeness(name: str) -> tuple[float, bool]:
         other_section, _, other = name.rpartition(".")
@@ -209,7 +216,8 @@ def _nearest(key: Key) -> str:
 
 
 def _dotted(key: Key) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).lstrip(".")
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).lstrip(".")
+    return name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "..."
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,7 @@ the file; what is saved reads back equal; every setting is described and read by
 """
 
 import ast
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,24 @@ def test_all_problems_are_reported_together(write):
     assert message.startswith("4 problems in the configuration:")
     for part in ("train.sed", "train.warmup_steps", "train.max_steps is set a second", "a is not"):
         assert part in message
+
+
+def test_thousands_of_unknown_keys_are_told_in_short_and_at_once(write):
+    keys = "".join(f"  key_number_{number}: 1\n" for number in range(20_000))
+    begin = time.process_time()
+    message = problems(write(MINIMAL + keys))
+    assert time.process_time() - begin < 5
+    assert message.startswith("101 problems in the configuration:")
+    assert message.endswith("run.yaml: 19900 more settings are wrong")
+
+
+def test_long_name_is_told_in_short_and_at_once(write):
+    begin = time.process_time()
+    message = problems(write(MINIMAL), "train." + "max_steps" * 10_000 + "=1")
+    assert time.process_time() - begin < 2
+    assert message.startswith("command line: train.max_stepsmax_steps")
+    assert "... is not a setting; " in message
+    assert len(message) < 2000
 
 
 def test_last_override_of_a_name_holds(write):
