@@ -110,7 +110,7 @@ def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
             fill = Fillable.fill
             patch.setattr(Fillable, "fill", lambda model: list(fill(model)))
         host_memory_stat_reset_peak_value("Allocated", 0)
-        model = run_building.build_trainer(config).runner.model
+        model = run_building.build_trainer(config, writes=False).runner.model
     elements = ModelElements.of(model.parameters(), units_of(model), 4)
     held = between_steps(elements, 3, 2)
     whole = max(parameter.size for parameter in model.parameters())

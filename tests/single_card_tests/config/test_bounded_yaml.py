@@ -5,7 +5,6 @@ them, in files and overrides; what is no text is refused by file and place; an o
 blamed on the file; settings that would take all memory are refused.
 """
 
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -60,17 +59,15 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("text", "named"), HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_files_are_refused_by_name_at_once(tmp_path, text, named):
+def test_hostile_files_are_refused_by_name_in_little_memory(tmp_path, text, named):
     file = tmp_path / "run.yaml"
     file.write_bytes(text)
-    begin = time.monotonic()
     tracemalloc.start()
     with pytest.raises(ValueError, match=rf"(?s)run\.yaml.*{named}"):
         load_run_config(file)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200e6
-    assert time.monotonic() - begin < 30
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ FOLDER = Path(paddle_vl.parallel.__file__).parent
 # the making of groups.
 SILENT = {
     "ReduceOp", "ParallelEnv", "get_rank", "get_world_size", "new_group", "stream", "fleet",
-    "collective", "communication",
+    "collective", "communication", "launch", "parallel",
 }  # fmt: skip
 # What sends inside of these is not ours to record.
 MODULES = ("fleet", "collective")

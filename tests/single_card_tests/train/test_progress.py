@@ -46,6 +46,16 @@ def on_screen(monkeypatch) -> Screen:
     return screen
 
 
+@pytest.fixture
+def told(monkeypatch, caplog):
+    """What is told in lines, by no other handler than the test's."""
+    monkeypatch.setattr(progress.logger, "propagate", False)
+    progress.logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, progress.logger.name):
+        yield caplog
+    progress.logger.removeHandler(caplog.handler)
+
+
 def in_pipe(monkeypatch) -> io.StringIO:
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stderr", pipe)
@@ -91,21 +101,20 @@ def test_log_message_stands_whole_above_the_bar(monkeypatch):
 
 @pytest.mark.parametrize(("open_stream", "has_bar"), [(in_pipe, True), (on_screen, False)])
 def test_every_report_is_a_whole_line_where_there_is_no_bar(
-    open_stream, has_bar, monkeypatch, caplog
+    open_stream, has_bar, monkeypatch, told
 ):
     stream = open_stream(monkeypatch)
     seconds = 0.0
     bar = ProgressBar(100, 20, True, has_bar, clock=lambda: seconds)
-    with caplog.at_level(logging.INFO):
-        for step in (40, 60):
-            for _ in range(20):
-                seconds += 1.5
-                with bar.evaluating():
-                    bar.advance()
-            bar.show({**LINE, "step": step})
-            bar.show({"step": step, "eval_loss": 0.5})
+    for step in (40, 60):
+        for _ in range(20):
+            seconds += 1.5
+            with bar.evaluating():
+                bar.advance()
+        bar.show({**LINE, "step": step})
+        bar.show({"step": step, "eval_loss": 0.5})
     bar.close()
-    assert caplog.messages == [
+    assert told.messages == [
         "step 40 of 100, loss 0.1234, lr 1.00e-03, 4321 tokens/s, 01:30 left",
         "step 60 of 100, loss 0.1234, eval 0.5000, lr 1.00e-03, 4321 tokens/s, 01:00 left",
     ]
@@ -122,13 +131,12 @@ def test_policies_tell_samples_and_a_skipped_loss_is_left_out(monkeypatch):
 
 
 @pytest.mark.parametrize("open_stream", [on_screen, in_pipe])
-def test_other_processes_show_nothing(open_stream, monkeypatch, caplog):
+def test_other_processes_show_nothing(open_stream, monkeypatch, told):
     stream = open_stream(monkeypatch)
     bar = ProgressBar(10, 0, False, clock=lambda: 1e9)
-    with caplog.at_level(logging.INFO):
-        bar.show(LINE)
-        with bar.evaluating():
-            bar.advance()
+    bar.show(LINE)
+    with bar.evaluating():
+        bar.advance()
     bar.close()
     assert stream.getvalue() == ""
-    assert caplog.messages == []
+    assert told.messages == []
