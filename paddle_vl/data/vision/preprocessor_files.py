@@ -16,7 +16,8 @@ NESTED_CONFIG_FILE = "processor_config.json"
 
 _REMEDY = "copy it from the checkpoint"
 _RANGES = {
-    "min_pixels": Range(1, 1 << 40),
+    # What is smaller is enlarged to it: 4096 x 4096 pixels.
+    "min_pixels": Range(1, 1 << 24),
     "max_pixels": Range(1, 1 << 40),
     "patch_size": Range(1, 256),
     "temporal_patch_size": Range(1, 64),
@@ -28,6 +29,8 @@ _RANGES = {
     "min_frames": Range(1, 1 << 20),
     "max_frames": Range(1, 1 << 20),
 }
+# Of a visual token, which the smallest image is enlarged to.
+_MOST_TOKEN_PIXELS = 1 << 24
 _REQUIRED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
@@ -146,3 +149,10 @@ def check_settings(settings: Any, where: str) -> None:
         ValueError: naming every setting, its value and what is needed.
     """
     check_values(settings, where, _RANGES)
+    side = settings.patch_size * settings.merge_size
+    if settings.temporal_patch_size * side**2 > _MOST_TOKEN_PIXELS:
+        raise ValueError(
+            f"{where + ': ' if where else ''}patch_size {settings.patch_size}, merge_size "
+            f"{settings.merge_size} and temporal_patch_size {settings.temporal_patch_size} give a "
+            f"token more than {_MOST_TOKEN_PIXELS:,} pixels; correct them"
+        )

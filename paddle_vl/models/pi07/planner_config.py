@@ -147,6 +147,8 @@ class PI07PlannerConfig:
         if vlm and "model_type" in vlm:
             values, vlm = without_defaults(values, _SHARED), without_defaults(vlm, _SHARED)
         own = known_values(cls, values, PLANNER_TYPE)
+        # null stands for the default, as in the policy's.
+        own.pop("vlm_config", None)
         if vlm is not None:
             own["vlm_config"] = Gemma3WithExpertConfig.from_dict(
                 {"disable_action_expert": True} | dict(vlm)

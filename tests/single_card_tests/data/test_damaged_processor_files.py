@@ -43,7 +43,8 @@ SETTINGS = [
     ("image_std", [True, 1, 1]), ("image_mean", [NAN, 0, 0]), ("image_mean", [0.5] * 4),
     ("image_mean", [10**30, 0, 0]), ("image_mean", "0.5"), ("patch_size", 0), ("patch_size", 2.0),
     ("patch_size", True), ("patch_size", 10**9), ("temporal_patch_size", -1), ("merge_size", "2"),
-    ("min_pixels", 0), ("max_pixels", -5), ("max_pixels", "many"), ("rescale_factor", 0),
+    ("min_pixels", 0), ("min_pixels", 10**9),
+    ("max_pixels", -5), ("max_pixels", "many"), ("rescale_factor", 0),
     ("rescale_factor", "x"), ("rescale_factor", NAN), ("resample", [3]), ("do_resize", "yes"),
     ("do_normalize", 0), ("size", [1, 2]),
 ]  # fmt: skip
@@ -62,6 +63,16 @@ def test_settings_of_images_and_videos_are_refused_by_name(processor, name, valu
         change(processor / file, name, value)
         with pytest.raises(ValueError, match=rf"/{file}.*{name}"):
             read(processor)
+
+
+def test_token_that_every_image_is_enlarged_to_beyond_sense_is_refused(processor):
+    file = processor / "preprocessor_config.json"
+    change(file, "patch_size", 256)
+    change(file, "merge_size", 32)
+    with pytest.raises(
+        ValueError, match=r"patch_size 256, merge_size 32 and temporal_patch_size 2"
+    ):
+        ImageProcessor.from_pretrained(processor)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ read and written here: `processor_config.json` and `tokenizer.json`.
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,6 +25,8 @@ CONFIG_FILE = "processor_config.json"
 _SUBFOLDER = "bpe_tokenizer"
 # Fewer merges than this make the tokenizer little better than none.
 _FEW_MERGES = 100
+# Codes that are no characters.
+_SURROGATES = 0xD800, 0xDFFF
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,10 @@ class _Settings:
             self,
             "",
             {
-                "scale": Range(0, is_above=True),
+                # Beyond, one coefficient of normalised actions has no character.
+                "scale": Range(0, 10_000, is_above=True),
                 "vocab_size": Range(1, 1 << 24),
-                "min_token": Range(-(1 << 20), 1 << 20),
+                "min_token": Range(-(1 << 15), 1 << 20),
                 "time_horizon": Range(1, 10_000),
                 "action_dim": Range(1, 1 << 16),
             },
@@ -266,5 +270,18 @@ def _transform(name: str) -> Callable:
 
 
 def _characters(coefficients: np.ndarray, min_token: int) -> str:
-    """One character for each coefficient; those below the least have its."""
-    return "".join(map(chr, np.maximum(coefficients.flatten() - min_token, 0).astype(int)))
+    """One character for each coefficient; those below the least have its.
+
+    Raises:
+        ValueError: a coefficient that has none: NaN, or far beyond those of normalised actions.
+    """
+    codes = np.maximum(coefficients.flatten() - min_token, 0)
+    has_character = (codes < _SURROGATES[0]) | (
+        (codes > _SURROGATES[1]) & (codes <= sys.maxunicode)
+    )
+    if not has_character.all():
+        raise ValueError(
+            f"a coefficient of the actions is {coefficients.flatten()[~has_character][0]:g}, which "
+            "has no character: normalise the actions, or lower the action tokenizer's scale"
+        )
+    return "".join(map(chr, codes.astype(int)))

@@ -128,7 +128,8 @@ def action_tokenizer(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value", "named"),
-    [("scale", 0, "scale is 0"), ("scale", -1, "scale is -1"), ("scale", "x", "scale is 'x'"),
+    [("scale", 0, "scale is 0"), ("scale", 2**53, "scale is 9007199254740992"),
+     ("scale", -1, "scale is -1"), ("scale", "x", "scale is 'x'"),
      ("vocab_size", 1.5, "vocab_size is 1.5"), ("vocab_size", 10**12, "vocab_size is 10000"),
      ("vocab_size", 1, "has the id"), ("min_token", None, "min_token is None"),
      ("time_horizon", 0, "time_horizon is 0"), ("action_dim", True, "action_dim is True")],

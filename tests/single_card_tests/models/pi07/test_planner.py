@@ -157,6 +157,10 @@ def test_gradients_reach_all_trained_parameters():
     assert all(p.grad is not None for p in model.parameters() if not p.stop_gradient)
 
 
+def test_no_engine_settings_are_the_default_ones():
+    assert PI07PlannerConfig.from_dict({"vlm_config": None}) == PI07PlannerConfig()
+
+
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="subtask_indicator_max_length is 3, but the tokenizer"):
         make_model(subtask_indicator_max_length=3)

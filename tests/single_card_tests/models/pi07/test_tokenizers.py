@@ -136,6 +136,14 @@ def test_action_tokenizer_refuses_what_does_not_fit(tmp_path):
         ActionTokenizer.fit(chunks(), vocab_size=300)(np.zeros(8))
 
 
+@pytest.mark.parametrize("value", [1e9, 55_296 / np.sqrt(8) / 10, np.nan, np.inf])
+def test_actions_whose_coefficients_have_no_character_are_refused(value):
+    tokenizer = ActionTokenizer.fit(chunks(), vocab_size=300)
+    tokenizer.min_token = 0
+    with pytest.raises(ValueError, match="has no character: normalise the actions, or lower the "):
+        tokenizer(np.full((8, 3), value))
+
+
 def test_without_scipy_its_extra_is_named(monkeypatch):
     tokenizer = ActionTokenizer.fit(chunks(), vocab_size=300)
     monkeypatch.setitem(sys.modules, "scipy", None)
