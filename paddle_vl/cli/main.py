@@ -17,6 +17,7 @@ from typing import NoReturn
 from paddle_vl.cli import commands
 from paddle_vl.cli.profile import add_profile
 from paddle_vl.cli.report import add_report
+from paddle_vl.cli.train import add_train
 from paddle_vl.parallel.launcher import RANK_LOG_VARIABLE
 
 logger = logging.getLogger("paddle_vl")
@@ -115,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    commands.add_train(subparsers)
+    add_train(subparsers)
     commands.add_evaluate(subparsers)
     commands.add_generate(subparsers)
     commands.add_merge(subparsers)

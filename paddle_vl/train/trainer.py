@@ -1,4 +1,7 @@
-"""The training loop: steps, and what happens between them."""
+"""The training loop: steps, and what happens between them.
+
+A little over 350 lines: what begins, stops and ends a run is told in one place.
+"""
 
 import logging
 import time

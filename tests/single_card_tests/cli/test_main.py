@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from paddle_vl.cli import commands
+from paddle_vl.cli import train as train_command
 from paddle_vl.cli.main import main
 from paddle_vl.config.schema import setting_descriptions
 from tests.single_card_tests.train.tiny_run import write_tiny_run
@@ -113,7 +113,7 @@ def test_faults_of_the_program_keep_their_traceback(monkeypatch):
     def fault(options):
         json.loads("{")
 
-    monkeypatch.setattr(commands, "train", fault)
+    monkeypatch.setattr(train_command, "train", fault)
     with pytest.raises(json.JSONDecodeError):
         main(["train", "x.yaml"])
 
@@ -122,7 +122,7 @@ def test_interrupt_outside_training_exits_with_130(monkeypatch, capsys):
     def interrupt(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "train", interrupt)
+    monkeypatch.setattr(train_command, "train", interrupt)
     assert main(["train", "x.yaml"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
