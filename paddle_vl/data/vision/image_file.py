@@ -21,6 +21,9 @@ ImageSource = str | os.PathLike | Image.Image | np.ndarray
 # pictures in.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
+# Up to 13 bytes a pixel are in memory at a time, 1 GB.
+_MOST_PIXELS = 80_000_000
+
 # Converting these modes to RGB clips to 255 instead of scaling, which leaves an almost white image.
 _WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 _TRANSPARENT_MODES = ("RGBA", "RGBa", "LA", "PA")
@@ -65,9 +68,13 @@ def load_rgb(source: ImageSource) -> Image.Image:
             )
         return Image.fromarray(source)
     if isinstance(source, Image.Image):
-        return _to_rgb(source)
+        _check_mode(source)
+        return _to_rgb(ImageOps.exif_transpose(source))
     with _opened(Path(source)) as image:
         image.load()
+        _check_mode(image)
+        # In place, as of what is returned: large images fit into memory few times.
+        ImageOps.exif_transpose(image, in_place=True)
         return _to_rgb(image)
 
 
@@ -77,6 +84,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         raise BadSampleError("missing_image", f"there is no file {shown(str(path))}")
     try:
         with Image.open(path, formats=FORMATS) as image:
+            _check_size(image)
             yield image
     except BadSampleError:
         raise
@@ -110,12 +118,20 @@ def _other_format(path: Path) -> str | None:
     return next((name for name, accept in accepting.items() if accept(head) is True), None)
 
 
+def _check_size(image: Image.Image) -> None:
+    if image.width * image.height > _MOST_PIXELS:
+        raise BadSampleError(
+            "unreadable_image",
+            f"the file states {image.width} x {image.height} pixels, and at most {_MOST_PIXELS} "
+            "are decoded. Shrink it, or cut it into tiles",
+        )
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
-    _check_mode(image)
-    upright = ImageOps.exif_transpose(image)
-    if upright.mode not in _TRANSPARENT_MODES and "transparency" not in upright.info:
-        return upright.convert("RGB")
-    rgba = upright.convert("RGBA")
+    """The image as RGB, maybe itself."""
+    if image.mode not in _TRANSPARENT_MODES and "transparency" not in image.info:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    rgba = image if image.mode == "RGBA" else image.convert("RGBA")
     on_white = Image.new("RGB", rgba.size, "white")
     on_white.paste(rgba, mask=rgba.getchannel("A"))
     return on_white

@@ -122,6 +122,25 @@ def test_an_image_of_absurd_size_is_refused_by_its_header(tmp_path, read, size):
         read(tmp_path / "a.png")
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("read", [load_rgb, image_size])
+def test_an_image_that_memory_would_hold_several_times_is_refused_by_its_header(tmp_path, read):
+    (tmp_path / "a.png").write_bytes(png_header(10_000, 9_000))
+    with pytest.raises(
+        BadSampleError, match="states 10000 x 9000 pixels, and at most 80000000 are"
+    ):
+        read(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(png_header(10_000, 8_000))
+    assert image_size(tmp_path / "a.png") == (10_000, 8_000)
+
+
+def test_an_image_that_is_given_is_left_as_it_is():
+    image = Image.new("RGB", (2, 1), "black")
+    image.getexif()[0x0112] = 6
+    assert load_rgb(image).size == (1, 2)
+    assert image.size == (2, 1)
+
+
 @pytest.mark.parametrize("content", [b"", b"\0", b"BM", png_header(0, 5), png_header(8, 8)])
 def test_broken_files_are_refused(tmp_path, content):
     (tmp_path / "a.png").write_bytes(content)
