@@ -51,7 +51,9 @@ def test_parser_gives_a_result_or_a_refusal_in_the_long_mode(name):
     ],
 )
 def test_planted_fault_is_reported(fault, what):
-    tally = fuzz(PLANTED + fault, Limits(EVERY_NUMBER, seconds=0.2, mebibytes=32))
+    # A machine that is busy may hold up any input for a moment.
+    seconds = 0.2 if fault == "sleeping" else 5
+    tally = fuzz(PLANTED + fault, Limits(EVERY_NUMBER, seconds=seconds, mebibytes=32))
     assert len(tally.escapes) == 1, all_escapes(tally)
     assert what in next(iter(tally.escapes))
 
@@ -65,9 +67,9 @@ def test_smallest_input_of_a_fault_is_shown():
 
 
 def test_hanging_parser_is_ended_and_the_other_inputs_are_tried():
-    tally = fuzz(PLANTED + "hanging", Limits(EVERY_NUMBER, seconds=0.2))
+    tally = fuzz(PLANTED + "hanging", Limits(EVERY_NUMBER, seconds=2))
     (escape,) = tally.escapes.values()
-    assert (escape.what, escape.files) == ("slow: over 0.2 s", {"number.json": b"1"})
+    assert (escape.what, escape.files) == ("slow: over 2 s", {"number.json": b"1"})
     assert tally.is_whole
     assert (tally.inputs, tally.accepted) == (1001, 1000)
 
