@@ -76,15 +76,14 @@ def host_array(tensor: Tensor, copy: bool = True) -> np.ndarray:
     """A tensor's values on the host; bfloat16 as its bits.
 
     Args:
-        copy: False: of a tensor that lies on the host the array is its own memory. Paddle's copy
-            goes to new memory, which costs more than the copying.
+        copy: False: of a tensor that lies on the host the array is its own memory, bfloat16 apart.
+            Paddle's copy goes to new memory, which costs more than the copying.
     """
-    if copy or not tensor.place.is_cpu_place() or not tensor.size:
+    # Of bfloat16 a view as int16 is not to be had without stride kernels.
+    is_on_host = tensor.place.is_cpu_place() and tensor.dtype != paddle.bfloat16
+    if copy or not is_on_host or not tensor.size:
         return tensor.numpy()
-    tensor = tensor.detach()
-    if tensor.dtype == paddle.bfloat16:
-        return np.from_dlpack(tensor.view("int16")).view(np.uint16)
-    return np.from_dlpack(tensor)
+    return np.from_dlpack(tensor.detach())
 
 
 class SingleDevicePlacement:
