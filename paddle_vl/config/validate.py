@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from paddle_vl.config.machine import machine_memory
 from paddle_vl.config.schema import RunConfig
 
 Problems = Iterator[str]
@@ -205,7 +206,7 @@ def output_can_be_written(config: RunConfig, device: str) -> Problems:
 
 def workers_fit(config: RunConfig, device: str) -> Problems:
     workers = config.data.num_workers
-    needed, have = workers * _WORKER_BYTES, _memory_bytes()
+    needed, have = workers * _WORKER_BYTES, machine_memory()
     if needed > have:
         yield (
             f"data.num_workers {workers} would take {needed / 1e9:.0f} GB on each process of the "
@@ -224,10 +225,6 @@ def output_is_unused(config: RunConfig, device: str) -> Problems:
             f"train.output_dir {output} already holds a run ({', '.join(found)}): continue it with "
             "train.resume_from_checkpoint=auto, or choose another folder"
         )
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _absent(name: str, path: str, kind: str) -> str:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import paddle
@@ -58,12 +59,12 @@ def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
     if several:
         check_settings_agree(flatten(config.model_dump(mode="json")), topology.describe())
     lock = _lock_output(config, processes) if writes else None
-    try:
-        return _build(config, topology, processes, lock)
-    except BaseException:
+    with ExitStack() as on_failure:
         if lock is not None:
-            lock.release()
-        raise
+            on_failure.callback(lock.release)
+        trainer = _build(config, topology, processes, lock)
+        on_failure.pop_all()
+    return trainer
 
 
 def _lock_output(config: RunConfig, processes: SingleProcess) -> RunLock | None:

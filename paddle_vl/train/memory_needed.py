@@ -3,18 +3,17 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import paddle
 from paddle import Tensor
 
+from paddle_vl.config.machine import machine_memory
 from paddle_vl.config.schema import ParallelConfig
 
 GB = 10**9
 _BYTES = {paddle.float64: 8, paddle.float32: 4, paddle.bfloat16: 2, paddle.float16: 2}
 # AdamW's two moments; beside narrower weights it keeps float32 ones.
 _MOMENTS, _MASTER = 8, 4
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,4 @@ def available_memory() -> tuple[int, str]:
     if not paddle.get_device().startswith("cpu"):
         properties = paddle.device.cuda.get_device_properties()
         return int(properties.total_memory), f"the {properties.name}"
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if " kB" in line}
-    total = sizes["MemTotal"] + sizes.get("SwapTotal", 0)
-    for file in map(Path, _CGROUP_LIMITS):
-        if file.is_file() and (text := file.read_text(encoding="ascii").strip()).isdigit():
-            total = min(total, int(text) + sizes.get("SwapTotal", 0))
-    return total, "this machine"
+    return machine_memory(), "this machine"

@@ -56,9 +56,12 @@ class Restarts:
             fewer = degrees_with_fewer_ranks(self._config, self._num_ranks, self._fewest_ranks)
             if fewer is None:
                 logger.warning(
-                    "the settings allow no run of %d to %d ranks", self._fewest_ranks,
+                    "no %d to %d ranks divide the samples of a micro-batch as before, so there are "
+                    "%d again; parallel.dp_degree and sharding_degree may shrink to divisors",
+                    self._fewest_ranks,
                     self._num_ranks - 1,
-                )  # fmt: skip
+                    self._num_ranks,
+                )
             else:
                 self._num_ranks, changes = fewer
                 self._config = _with_changes(self._config, changes)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,11 @@ class RunLock:
         if path in _held:
             return _held[path]
         descriptor, is_locked = _opened(path)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(os.close, descriptor)
             _check_not_alive(path, descriptor, is_locked)
             _write(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
+            on_failure.pop_all()
         lock = _held[path] = cls(path, descriptor)
         return lock
 

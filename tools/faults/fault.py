@@ -1,6 +1,7 @@
 """What a kind of fault is."""
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Damage:
     mentioned: Sequence[str] = field(default_factory=tuple)
 
 
-class Fault:
+class Fault(ABC):
     """A kind of fault: subclasses say when and how it strikes, and what is expected of the run.
 
     Attributes:
@@ -70,13 +71,13 @@ class Fault:
         """Entered before the first start and left when the outcome is known."""
         yield
 
+    @abstractmethod
     def strike(self, run: SignalledRun, rng: random.Random) -> list[str] | None:
         """Inject it, now; what went wrong with that, if anything did.
 
         Raises:
             TooLateError: the run was over before.
         """
-        raise NotImplementedError
 
     def problems(self, ended: Ended) -> list[str]:
         """What is not as it should be about how the run ended."""
@@ -90,3 +91,4 @@ class Fault:
 
     def before_comparison(self, output_dir: Path) -> None:
         """Called when the run has been continued to its end."""
+        return

@@ -9,9 +9,8 @@ what the run meant to write. Other files in the folder, such as a model card, ar
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -79,17 +78,6 @@ class SummedStream:
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._size_on_disk = self._size
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let errors of the system that happen inside name the file: a full disk does not."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.files.json_file import parse_json_object, read_json_object, shown
-from paddle_vl.models.checkpoint.manifest import FileSum, SummedStream, naming
+from paddle_vl.files.named_errors import naming
+from paddle_vl.models.checkpoint.manifest import FileSum, SummedStream
 
 _NUMPY_DTYPES = {
     "F64": np.float64,

@@ -8,12 +8,14 @@ while training goes on (`HostSnapshot`), or written at once, one in memory at a 
 
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
-from paddle_vl.models.checkpoint.manifest import FileSum, SummedStream, naming
+from paddle_vl.files.named_errors import naming
+from paddle_vl.models.checkpoint.manifest import FileSum, SummedStream
 from paddle_vl.models.checkpoint.safetensors_io import (
     FileWriter,
     TensorToWrite,
@@ -106,7 +108,7 @@ def _touch(block: np.ndarray) -> None:
         block[begin : begin + _TOUCHED_BYTES] = 0
 
 
-class Snapshot:
+class Snapshot(ABC):
     """What this rank writes into a folder; made by `take`, written by `write_to`."""
 
     def __init__(self):
@@ -143,8 +145,9 @@ class Snapshot:
             for name, text in self._texts.items()
         }
 
+    @abstractmethod
     def _take_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
-        raise NotImplementedError
+        """Take the tensors of one file."""
 
 
 class HostSnapshot(Snapshot):

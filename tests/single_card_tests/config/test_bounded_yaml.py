@@ -131,7 +131,7 @@ def test_padding_up_to_the_longest_row_is_sense(file):
 
 def test_workers_that_the_machine_cannot_hold_are_refused_with_their_memory(file, monkeypatch):
     config = load_run_config(file, ["data.num_workers=1000"])
-    monkeypatch.setattr("paddle_vl.config.validate._memory_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr("paddle_vl.config.validate.machine_memory", lambda: 8 * 10**9)
     assert any(
         "data.num_workers 1000 would take 20 GB" in problem and "8 GB that this machine" in problem
         for problem in launch_problems(config, "cpu")

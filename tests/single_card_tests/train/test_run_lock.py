@@ -102,7 +102,9 @@ def test_another_machines_run_that_renews_its_file_is_refused(tmp_path, monkeypa
 def test_another_machines_run_that_renews_nothing_is_taken_over(tmp_path):
     path = of_another_machine(tmp_path)
     os.utime(path, (time.time() - 60, time.time() - 60))
-    RunLock.acquire(tmp_path).release()
+    lock = RunLock.acquire(tmp_path)
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    lock.release()
 
 
 def test_the_file_is_renewed_while_the_folder_is_held(tmp_path, monkeypatch):
@@ -118,4 +120,6 @@ def test_the_file_is_renewed_while_the_folder_is_held(tmp_path, monkeypatch):
 
 def test_a_damaged_file_is_nobodys(tmp_path):
     (tmp_path / LOCK_FILE).write_text('{"host": ')
-    RunLock.acquire(tmp_path).release()
+    lock = RunLock.acquire(tmp_path)
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    lock.release()
