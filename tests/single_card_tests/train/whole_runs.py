@@ -1,0 +1,45 @@
+"""Runs of the tiny model, and comparing them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.train.build import build_trainer
+from tests.finished_runs import lasting
+from tests.finished_runs import metrics_of as run_metrics
+
+
+def build(run_file: Path, output_dir: Path, *overrides: str):
+    config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
+    return build_trainer(config)
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return lasting(run_metrics(folder))
+
+
+def assert_same_run(one: Path, other: Path, begun_anew: str | None = None) -> None:
+    """Every parameter, state and line; but for keys that a run that continues begins anew."""
+    checkpoint = "checkpoint-4"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        expected, found = load_file(one / checkpoint / name), load_file(other / checkpoint / name)
+        assert expected.keys() == found.keys()
+        for key, array in expected.items():
+            np.testing.assert_array_equal(found[key], array, err_msg=key)
+    state, other_state = (
+        json.loads((folder / checkpoint / "trainer_state.json").read_text())
+        for folder in (one, other)
+    )
+    assert state == other_state
+    lines, others = (
+        [{k: v for k, v in line.items() if not begun_anew or begun_anew not in k} for line in run]
+        for run in (metrics_of(one), metrics_of(other))
+    )
+    assert lines == others
+
+
+def evaluated(data: Path) -> list[str]:
+    return [f"data.eval=[{data}]", "train.eval_steps=2", "train.save_steps=2"]
