@@ -68,23 +68,12 @@ def mean_losses(
     """
     objective, model = runner.objective, runner.model
     sums, counts = no_terms(objective).astype("float64"), [0] * len(objective.terms)
-    if model.placement.layers_are_collective:
-        batches = in_step(batches, runner, processes)
     was_training = model.training
     model.eval()
     try:
-        # A loader begins anew when it is asked behind its end; a chain does not.
-        stream = chain(batches)
-        while True:
-            group = list(islice(stream, runner.batches_at_once))
-            # Ranks may have different numbers of batches; all go on until the last one is done.
-            (num_left,), signal = processes.agree([len(group)], received())
-            if signal is not None:
+        for group in _groups(batches, runner, processes, received):
+            if group is None:
                 return None
-            if num_left == 0:
-                break
-            if not group:
-                continue
             sums += runner.loss_sums(group).astype("float64")
             for batch in group:
                 counts = [a + b for a, b in zip(counts, objective.counts(batch), strict=True)]
@@ -104,16 +93,50 @@ def mean_losses(
     )
 
 
+def _groups(
+    batches: Iterable[Batch],
+    runner: WholeModel,
+    processes: SingleProcess,
+    received: Callable[[], int | None],
+) -> Iterator[list[Batch] | None]:
+    """The batches, as many together as the runner takes; None where any rank received a stop
+    signal. One message before each, on all ranks until the last of them is done."""
+    size = runner.batches_at_once
+    if runner.model.placement.layers_are_collective:
+        stream = in_step(batches, runner, processes, received)
+        while group := list(islice(stream, size)):
+            yield None if group[-1] is None else group
+        return
+    # A loader begins anew when it is asked behind its end; a chain does not.
+    stream = chain(batches)
+    while True:
+        group = list(islice(stream, size))
+        (num_left,), signal = processes.agree([len(group)], received())
+        if signal is not None:
+            yield None
+        if num_left == 0 or signal is not None:
+            return
+        if group:
+            yield group
+
+
 def in_step(
-    batches: Iterable[Batch], runner: WholeModel, processes: SingleProcess
-) -> Iterator[Batch]:
-    """As many batches as the process with the most has, each in step with those of the others."""
+    batches: Iterable[Batch],
+    runner: WholeModel,
+    processes: SingleProcess,
+    received: Callable[[], int | None] = lambda: None,
+) -> Iterator[Batch | None]:
+    """As many batches as the process with the most has, each in step with those of the others;
+    None, the last one, where any rank received a stop signal."""
     objective, idle = runner.objective, runner.objective.idle_batch(runner.model)
     for batch in chain(batches, repeat(None)):
         is_there = batch is not None
         own = batch if is_there else idle
-        left, *asked = processes.totals([is_there, *map(int, objective.asks(own))])
-        if left == 0:
+        counts = [is_there, *map(int, objective.asks(own))]
+        (left, *asked), signal = processes.agree(counts, received())
+        if signal is not None:
+            yield None
+        if left == 0 or signal is not None:
             return
         yield objective.settled(own, asked, runner.model)
 

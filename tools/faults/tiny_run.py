@@ -16,7 +16,7 @@ from paddle_vl.data.vision.image_processor import ImageProcessor
 NUM_STEPS = 12
 SAVE_STEPS = 2
 _NUM_SAMPLES = 12
-_COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
 _MODEL = {
     "text_config": {
         "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -42,14 +42,8 @@ def write_tiny_run(folder: Path, extra_lines: Sequence[bytes] = ()) -> Path:
     Returns:
         The settings, `run.yaml`.
     """
-    (folder / "images").mkdir(parents=True)
-    rng = np.random.default_rng(0)
     lines = []
-    for number in range(_NUM_SAMPLES):
-        name = list(_COLOURS)[number % 3]
-        pixels = np.array(_COLOURS[name]) + rng.integers(-20, 20, (12, 12, 3))
-        file = f"images/{number}.png"
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / file)
+    for number, (name, file) in enumerate(write_pictures(folder, _NUM_SAMPLES)):
         question = "<image>Which colour?" + " Please." * (number % 4)
         messages = [
             {"role": "user", "content": question},
@@ -58,12 +52,7 @@ def write_tiny_run(folder: Path, extra_lines: Sequence[bytes] = ()) -> Path:
         lines.append(json.dumps({"messages": messages, "images": [file]}).encode())
     (folder / "test.jsonl").write_bytes(b"\n".join(lines[:5]) + b"\n")
     (folder / "train.jsonl").write_bytes(b"\n".join([*lines[:3], *extra_lines, *lines[3:]]) + b"\n")
-    images = ImageProcessor(
-        min_pixels=64, max_pixels=256, patch_size=4, temporal_patch_size=2, merge_size=2,
-        image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5),
-    )  # fmt: skip
-    tokenizer = train_bpe(["Which colour? red green blue"], 280, CONTROL_TOKENS)
-    Qwen3VLProcessor(tokenizer, images).save_pretrained(folder / "processor")
+    write_processor(folder / "processor", "Which colour? red green blue")
     settings = {
         "model": {"config": _MODEL},
         "data": {
@@ -89,3 +78,26 @@ def write_tiny_run(folder: Path, extra_lines: Sequence[bytes] = ()) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return path
+
+
+def write_pictures(folder: Path, count: int) -> list[tuple[str, str]]:
+    """Write pictures of one colour each into `folder`/images; their colours and relative paths."""
+    (folder / "images").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    written = []
+    for number in range(count):
+        name = list(COLOURS)[number % 3]
+        pixels = np.array(COLOURS[name]) + rng.integers(-20, 20, (12, 12, 3))
+        file = f"images/{number}.png"
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / file)
+        written.append((name, file))
+    return written
+
+
+def write_processor(folder: Path, text: str) -> None:
+    """Write a processor of tiny images and of a tokenizer for the words of the text."""
+    images = ImageProcessor(
+        min_pixels=64, max_pixels=256, patch_size=4, temporal_patch_size=2, merge_size=2,
+        image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5),
+    )  # fmt: skip
+    Qwen3VLProcessor(train_bpe([text], 280, CONTROL_TOKENS), images).save_pretrained(folder)

@@ -3,16 +3,10 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import yaml
-from PIL import Image
 
-from paddle_vl.data.processor import Qwen3VLProcessor
-from paddle_vl.data.sft.template import CONTROL_TOKENS
-from paddle_vl.data.tokenizer import train_bpe
-from paddle_vl.data.vision.image_processor import ImageProcessor
+from faults.tiny_run import write_pictures, write_processor
 
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
 MODEL = {
     "text_config": {
         "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -31,14 +25,8 @@ MODEL = {
 
 def write_tiny_run(folder: Path, num_samples: int = 12, model: dict = MODEL) -> Path:
     """Write pictures, train.jsonl, test.jsonl, processor/ and run.yaml; return the last."""
-    (folder / "images").mkdir(parents=True)
-    rng = np.random.default_rng(0)
     records = []
-    for number in range(num_samples):
-        name = list(COLOURS)[number % 3]
-        pixels = np.array(COLOURS[name]) + rng.integers(-20, 20, (12, 12, 3))
-        file = f"images/{number}.png"
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / file)
+    for number, (name, file) in enumerate(write_pictures(folder, num_samples)):
         question = "<image>Which colour?" + " Please." * (number % 4)
         messages = [
             {"role": "user", "content": question},
@@ -53,12 +41,7 @@ def write_tiny_run(folder: Path, num_samples: int = 12, model: dict = MODEL) -> 
         records.append({"messages": messages, "images": [file], "task": task})
     write_records(folder / "train.jsonl", records)
     write_records(folder / "test.jsonl", records[:5])
-    images = ImageProcessor(
-        min_pixels=64, max_pixels=256, patch_size=4, temporal_patch_size=2, merge_size=2,
-        image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5),
-    )  # fmt: skip
-    tokenizer = train_bpe(["Which colour? red green blue yes"], 280, CONTROL_TOKENS)
-    Qwen3VLProcessor(tokenizer, images).save_pretrained(folder / "processor")
+    write_processor(folder / "processor", "Which colour? red green blue yes")
     settings = {
         "model": {"config": model},
         "data": {
