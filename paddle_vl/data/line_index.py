@@ -132,6 +132,42 @@ class LineIndex:
         return zlib.crc32(self.positions_N3.tobytes())
 
 
+class SamplesOfLines:
+    """What a dataset says of the lines that its samples stand in.
+
+    Subclasses set `_lines`.
+    """
+
+    _lines: LineIndex
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def place(self, number: int) -> str:
+        """Where a sample stands: `file:line`."""
+        return self._lines.place(number)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Kind of fault to the number of samples left out when opening."""
+        return self._lines.skipped
+
+    @property
+    def fingerprint(self) -> int:
+        """Changes when samples are added, removed or edited; see `LineIndex`."""
+        return self._lines.fingerprint
+
+    @property
+    def positions_fingerprint(self) -> int:
+        """See `LineIndex`."""
+        return self._lines.positions_fingerprint
+
+    @property
+    def contents(self) -> list[FileContent]:
+        """Hashes of what is taken from every file."""
+        return self._lines.contents
+
+
 def bounded_lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
     """Number, offset and bytes of the lines of a file that are not empty.
 

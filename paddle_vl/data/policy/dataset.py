@@ -5,7 +5,6 @@ when a sample is taken.
 """
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +12,12 @@ import numpy as np
 
 from paddle_vl.batch.letterbox import letterbox
 from paddle_vl.data.bad_sample import BadSampleError, sample_at
-from paddle_vl.data.line_index import MAX_LINE_BYTES, FileContent, LineIndex, OnBadSample
+from paddle_vl.data.line_index import (
+    MAX_LINE_BYTES,
+    LineIndex,
+    OnBadSample,
+    SamplesOfLines,
+)
 from paddle_vl.data.media_path import MediaFolder
 from paddle_vl.data.policy.moment import Moment, file_sizes, parse_moment
 from paddle_vl.data.policy.sample import (
@@ -30,7 +34,7 @@ UNNAMED_GROUP = "all"
 Files = Sequence[str | os.PathLike]
 
 
-class DemonstrationsDataset:
+class DemonstrationsDataset(SamplesOfLines):
     """Demonstrations from one or several JSONL files, numbered in file order.
 
     Cheap to pickle: it holds positions of lines, not lines.
@@ -84,9 +88,6 @@ class DemonstrationsDataset:
         self._folders = [MediaFolder(file.parent, allow_outside) for file in self.files]
         self._lines = LineIndex(self.files, self._check_line, on_bad_sample, max_line_bytes)
 
-    def __len__(self) -> int:
-        return len(self._lines)
-
     def __getitem__(self, number: int) -> Demonstration:
         """A whole sample; see `demonstration`."""
         return self.demonstration(number)
@@ -119,30 +120,6 @@ class DemonstrationsDataset:
         """
         moment, group = self._moment(number)
         return moment.state, moment.actions, group
-
-    def place(self, number: int) -> str:
-        """Where a sample stands: `file:line`."""
-        return self._lines.place(number)
-
-    @property
-    def skipped(self) -> Counter[str]:
-        """Kind of fault to the number of samples left out when opening."""
-        return self._lines.skipped
-
-    @property
-    def fingerprint(self) -> int:
-        """Changes when samples are added, removed or edited; see `LineIndex`."""
-        return self._lines.fingerprint
-
-    @property
-    def positions_fingerprint(self) -> int:
-        """See `LineIndex`."""
-        return self._lines.positions_fingerprint
-
-    @property
-    def contents(self) -> list[FileContent]:
-        """Hashes of what is taken from every file."""
-        return self._lines.contents
 
     def _moment(self, number: int) -> tuple[Moment, int]:
         line, file_number = self._lines.line(number)

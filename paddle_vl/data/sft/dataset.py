@@ -7,14 +7,18 @@ shows when a sample is taken.
 
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from paddle_vl.data.bad_sample import sample_at
-from paddle_vl.data.line_index import MAX_LINE_BYTES, FileContent, LineIndex, OnBadSample
+from paddle_vl.data.line_index import (
+    MAX_LINE_BYTES,
+    LineIndex,
+    OnBadSample,
+    SamplesOfLines,
+)
 from paddle_vl.data.media_path import file_size
 from paddle_vl.data.processor import Qwen3VLProcessor
 from paddle_vl.data.sft.conversation import parse_line
@@ -22,7 +26,7 @@ from paddle_vl.data.sft.truncation import truncate_sample
 from paddle_vl.data.sft.turns import Conversation
 
 
-class MessagesDataset:
+class MessagesDataset(SamplesOfLines):
     """Training or evaluation samples from one or several JSONL files.
 
     Samples are numbered in file order. Cheap to pickle: it holds positions of lines, not lines.
@@ -61,9 +65,6 @@ class MessagesDataset:
         self._processor = processor
         self._allow_outside = allow_outside
         self._lines = LineIndex(self.files, self._check_line, on_bad_sample, max_line_bytes)
-
-    def __len__(self) -> int:
-        return len(self._lines)
 
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
         """A sample, as `Qwen3VLProcessor.encode_sample` gives it, cut to `max_length`.
@@ -109,30 +110,6 @@ class MessagesDataset:
         line, file_number = self._lines.line(number)
         with sample_at(self.place(number)):
             return self._parsed(line, file_number)
-
-    def place(self, number: int) -> str:
-        """Where a sample stands: `file:line`."""
-        return self._lines.place(number)
-
-    @property
-    def fingerprint(self) -> int:
-        """Changes when samples are added, removed or edited; see `LineIndex`."""
-        return self._lines.fingerprint
-
-    @property
-    def positions_fingerprint(self) -> int:
-        """See `LineIndex`."""
-        return self._lines.positions_fingerprint
-
-    @property
-    def contents(self) -> list[FileContent]:
-        """Hashes of what is taken from every file."""
-        return self._lines.contents
-
-    @property
-    def skipped(self) -> Counter[str]:
-        """Kind of fault to the number of samples left out when opening."""
-        return self._lines.skipped
 
     def _parsed(self, line: bytes, file_number: int) -> Conversation:
         return parse_line(line, self.files[file_number].parent, self._allow_outside)
