@@ -6,10 +6,13 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import connection
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,6 +26,8 @@ MAX_BAD_IN_A_ROW = 1000
 
 # For workers to end the sample that they are at.
 _CLOSE_S = 2.0
+# Between two looks at whether all workers are there; most deaths the executor notices itself.
+_LOOK_S = 1.0
 _LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # What this process is at; a worker writes it where the main process sees it.
@@ -173,16 +178,26 @@ class WorkerPool:
         context = multiprocessing.get_context("spawn")
         self.num_jobs = 0
         self._board = WorkBoard(num_workers, context)
+        self._changing, self._is_broken = threading.Lock(), False
         self._executor = ProcessPoolExecutor(
             num_workers,
             mp_context=context,
             initializer=_start_worker,
             initargs=(dataset, collator, self._board),
         )
+        # Kept here: the executor forgets them when it is shut down.
+        self._results, self._processes = self._executor._result_queue, self._executor._processes
+        threading.Thread(target=_look_after, args=(weakref.ref(self),), daemon=True).start()
 
     def submit(self, load: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        """Have a worker run `load(dataset, collator, *arguments)`."""
-        with _main_script_hidden(), _signals_held_back():
+        """Have a worker run `load(dataset, collator, *arguments)`.
+
+        Raises:
+            BrokenProcessPool: a worker died.
+        """
+        with self._changing, _main_script_hidden(), _signals_held_back():
+            if self._is_broken:
+                raise BrokenProcessPool("a worker died")
             future = self._executor.submit(_load_in_worker, self.num_jobs, load, *arguments)
         self.num_jobs += 1
         return future
@@ -193,14 +208,47 @@ class WorkerPool:
 
     def close(self) -> None:
         """Drop what is not begun, and end the workers; one that is stuck does not hold this up."""
-        processes = list((self._executor._processes or {}).values())
+        # The executor forgets its thread too.
+        processes, thread = list(self._processes.values()), self._executor._executor_manager_thread
         self._executor.shutdown(wait=False, cancel_futures=True)
         deadline = time.monotonic() + _CLOSE_S
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.terminate()
-        self._executor.shutdown(wait=True)
+        while processes and (left := deadline - time.monotonic()) > 0:
+            gone = connection.wait([process.sentinel for process in processes], left)
+            processes = [process for process in processes if process.sentinel not in gone]
+        self._break()
+        if thread is not None:
+            thread.join()
+
+    def _has_lost_a_worker(self) -> bool:
+        return bool(connection.wait([each.sentinel for each in list(self._processes.values())], 0))
+
+    def _break(self) -> None:
+        """End all workers, and the wait for what they send.
+
+        A worker that is killed while it writes a result leaves half of one, and the lock that the
+        others need for writing theirs. The executor then waits for the other half for ever, since
+        the end to write to is open in this process too.
+        """
+        with self._changing:
+            self._is_broken = True
+            for process in list(self._processes.values()):
+                process.kill()
+            self._results._writer.close()
+
+
+def _look_after(pool: "weakref.ref[WorkerPool]") -> None:
+    """Break a pool that has lost a worker, unless the executor does."""
+    was_lost = False
+    while True:
+        time.sleep(_LOOK_S)
+        alive = pool()
+        if alive is None or alive._is_broken:
+            return
+        is_lost = alive._has_lost_a_worker()
+        if is_lost and was_lost:
+            alive._break()
+        was_lost = is_lost
+        del alive
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """Datasets that show what a loader does with them; importable by worker processes."""
 
 import os
+import signal
 import sys
 from collections import Counter
+from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -87,3 +89,17 @@ def token_rows(samples: list) -> dict:
     """A collator of what training counts: each number as a token."""
     ids = np.stack([sample["number"] for sample in samples])
     return {"input_ids": ids, "attention_mask": np.ones_like(ids), "num_target_tokens": 1}
+
+
+def die_halfway(dataset: NumberDataset, collator: object) -> bytes:
+    """A result of which the process writes the first half, and is killed."""
+    whole = Connection._send
+
+    def half(self: Connection, buffer: memoryview, *more: object) -> None:
+        if len(buffer) > 1000:
+            os.write(self.fileno(), buffer[: len(buffer) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(self, buffer, *more)
+
+    Connection._send = half
+    return bytes(100_000)

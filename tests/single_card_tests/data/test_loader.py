@@ -14,7 +14,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.collate import VLCollator
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.sft.dataset import MessagesDataset
+from paddle_vl.data.worker_pool import WorkerPool
 from tests.single_card_tests.data.chat_builders import (
     question,
     random_image,
@@ -34,6 +37,7 @@ from tests.single_card_tests.data.probe_datasets import (
     DyingDataset,
     HeldDataset,
     NumberDataset,
+    die_halfway,
     stack_numbers,
 )
 
@@ -156,6 +160,30 @@ def test_dead_worker_is_reported():
         pytest.raises(RuntimeError, match=r"worker process died.*data\.num_workers"),
     ):
         take(batches, None)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_worker_killed_while_it_sends_a_result_breaks_the_pool(num_workers):
+    pool = WorkerPool(NumberDataset(6), None, num_workers)
+    futures = [pool.submit(die_halfway) for _ in range(4)]
+    for future in futures:
+        with pytest.raises(BrokenProcessPool):
+            future.result(timeout=30)
+    with pytest.raises(BrokenProcessPool):
+        pool.submit(die_halfway)
+    pool.close()
+
+
+def test_closing_does_not_wait_for_the_rest_of_a_result():
+    pool = WorkerPool(NumberDataset(6), None, 1)
+    future = pool.submit(die_halfway)
+    while not pool._has_lost_a_worker():
+        time.sleep(0.01)
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    closing.join(timeout=30)
+    assert not closing.is_alive()
+    assert future.done()
 
 
 def test_workers_load_neither_paddle_nor_the_main_script(tmp_path):
