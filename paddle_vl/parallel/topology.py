@@ -100,6 +100,11 @@ class Topology:
     def data_size(self) -> int:
         return self.degrees.dp_degree * self.degrees.sharding_degree
 
+    @property
+    def is_sharded_by_fleet(self) -> bool:
+        """Whether stage 1 divides the optimizer."""
+        return self.degrees.sharding_degree > 1 and self.degrees.sharding_stage == 1
+
     def describe(self) -> str:
         """This rank's coordinates on the axes that are on, e.g. `rank 3 (dp 1, mp 1)`."""
         coordinates = [
@@ -189,6 +194,11 @@ def _own_group(members: list[list[int]], rank: int) -> Group | None:
 def _strategy(degrees: ParallelDegrees) -> fleet.DistributedStrategy:
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {key: degrees.degree(axis) for axis, (key, _) in _FLEET_AXES.items()}
+    sharding = strategy.hybrid_configs["sharding_configs"]
+    # Its other optimizer gives whole parameters to ranks, and their learning rates to others.
+    sharding.split_param = True
+    # Read with `comm_overlap` alone.
+    sharding.accumulate_steps = degrees.num_micro_batches
     # Otherwise fleet seeds Paddle from NumPy's generator, differently on every rank and run.
     strategy.tensor_parallel_configs = {"tensor_init_seed": 1}
     return strategy

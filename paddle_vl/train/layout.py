@@ -13,7 +13,7 @@ from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_p
 from paddle_vl.parallel.expert_parallel import ExpertPlacement, FleetExpertPlacement
 from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
 from paddle_vl.parallel.pipeline.split import split_layers
-from paddle_vl.parallel.sharding import Sharding
+from paddle_vl.parallel.sharding import FleetSharding, Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.parallel.writers import FleetWriters
@@ -91,6 +91,8 @@ class Layout:
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
         if group.nranks == 1:
             model.placement.trained = MasterWeights(model.fill())
+        elif stage == 1:
+            model.placement.trained = FleetSharding(model.fill(), self.topology)
         else:
             units = [*model.vision_blocks, *model.decoder_layers]
             model.placement.trained = Sharding(model.fill(), group, stage, units)

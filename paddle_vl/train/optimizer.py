@@ -5,7 +5,7 @@ read and written here through the parameter it belongs to.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,12 +16,12 @@ from paddle.base import framework
 from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite
+from paddle_vl.nn.adamw import STATES, AdamW
+from paddle_vl.nn.master_weights import gradient_of
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.freeze import NamedParameters, matching_names
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
-# Paddle's names of the state it keeps for a parameter; the powers of beta advance with its updates.
-_STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 _MASTER = "master_weight"
 
 
@@ -60,10 +60,8 @@ class Optimizer:
         for name, tensor in zip(names, self.tensors, strict=True):
             # What AdamW multiplies its rate with; its lr_ratio does the same on GPUs only.
             tensor.optimize_attr = {"learning_rate": (rate_factors or {}).get(name, 1.0)}
-        with_decay = {
-            tensor.name for name, tensor in zip(names, self.tensors, strict=True) if name in decayed
-        }
-        self._adamw = paddle.optimizer.AdamW(
+        with_decay: set[str] = set()
+        self._adamw = AdamW(
             learning_rate=train.learning_rate,
             beta1=train.adam_beta1,
             beta2=train.adam_beta2,
@@ -72,6 +70,16 @@ class Optimizer:
             weight_decay=train.weight_decay,
             apply_decay_param_fun=with_decay.__contains__,
         )
+        # At stage 1 fleet takes whole parameters, and gives slices of them in their place.
+        self._fleet = self.placement.trained if self.placement.trained.stage == 1 else None
+        if self._fleet is not None:
+            self._fleet.distribute(self._adamw)
+            of_all = [self.placement.trained_tensor(p) for _, p in parameters]
+            self.tensors = [tensor for tensor in of_all if tensor is not None]
+        for name, parameter in parameters:
+            tensor = self.placement.trained_tensor(parameter)
+            if name in decayed and tensor is not None:
+                with_decay.add(tensor.name)
         # Paddle makes state at the first step; a checkpoint is loaded before that.
         block = framework.default_main_program().global_block()
         self._adamw._create_accumulators(block, self.tensors)
@@ -98,33 +106,34 @@ class Optimizer:
             )
         total = paddle.zeros([])
         for tensor in self.tensors:
-            if tensor.grad is not None and processes.counts_here(tensor):
-                total = total + tensor.grad.astype("float32").square().sum()
+            grad = gradient_of(tensor)
+            if grad is not None and processes.counts_here(tensor):
+                total = total + grad.astype("float32").square().sum()
         return total
 
     @paddle.no_grad()
-    def update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> bool:
+    def update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
         """Clip to max_grad_norm, and update every parameter that has a gradient; or change nothing.
+
+        Parameters that are copies or gathered of what was updated follow it.
 
         Args:
             learning_rate: times a parameter's own factor.
             norm: of all gradients of the run, on the device.
             is_good: bool, on the device; where it is False all stays as it is, bit for bit.
-
-        Returns:
-            Whether parameters may have changed.
         """
         # A stage of a pipeline may have nothing to train, and Paddle's optimizer then fails.
         if not self.tensors:
-            return True
+            return
         if self.masks_updates:
-            self._masked_update(learning_rate, norm, is_good)
-            return True
-        if not bool(is_good):
-            return False
-        self.clip_gradients(norm.item())
-        self.step(learning_rate)
-        return True
+            factor = paddle.ones([])
+            if self.max_grad_norm:
+                factor = paddle.clip(self.max_grad_norm / (norm + 1e-6), max=1.0)
+            self._adamw.mask(learning_rate, factor, is_good)
+            self._step()
+        elif bool(is_good):
+            self.clip_gradients(norm.item())
+            self.step(learning_rate)
 
     @paddle.no_grad()
     def clip_gradients(self, norm: float) -> None:
@@ -139,57 +148,47 @@ class Optimizer:
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, at the rate times the parameter's factor."""
-        self._adamw.set_lr(learning_rate)
-        self._adamw.step()
+        self._adamw.unmask(learning_rate)
+        self._step()
 
-    def _masked_update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
-        """The update without asking whether it counts: what it did is taken back where not.
-
-        AdamW's kernel takes no flag that lies on the device. With a rate of zero it leaves a
-        parameter as it is; its moments and powers of beta are put back from copies, of one
-        parameter at a time.
-        """
-        adamw, block = self._adamw, framework.default_main_program().global_block()
-        factor = paddle.ones([])
-        if self.max_grad_norm:
-            factor = paddle.clip(self.max_grad_norm / (norm + 1e-6), max=1.0)
-        adamw.set_lr(learning_rate)
-        adamw._create_global_learning_rate()
-        rate = adamw._global_learning_rate()
-        paddle.assign(rate * is_good.astype(rate.dtype), rate)
-        for tensor in self.tensors:
-            if tensor.grad is None:
-                continue
-            grad = paddle.where(is_good, tensor.grad * factor, paddle.zeros([]))
-            states = [adamw._get_accumulator_master(state, tensor) for state in _STATES]
-            before = [state.clone() for state in states]
-            adamw._append_optimize_op(block, (tensor, grad))
-            for state, old in zip(states, before, strict=True):
-                paddle.assign(paddle.where(is_good, state, old), state)
+    def _step(self) -> None:
+        if self._fleet is not None:
+            self._fleet.step()
+        else:
+            self._adamw.step()
+            self.placement.trained.spread_parameters()
 
     def clear_gradients(self) -> None:
         """Drop the gradients, without the zero fill that Paddle's default makes."""
-        if self.tensors:
+        if self._fleet is not None:
+            self._fleet.clear()
+        elif self.tensors:
             self._adamw.clear_grad(set_to_zero=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All state by `HF name/state`, the live tensors; moments as the trained tensor."""
-        return {name: tensor for name, _, tensor in self._states()}
+        return {name: tensor for name, _, tensor in self._states() if tensor is not None}
 
     def state_to_write(self) -> list[TensorToWrite]:
         """All state, whole; where ranks hold parts, all of them produce the arrays together."""
+        states = [state for state in self._states() if not getattr(state[1], "is_tied_copy", False)]
+        powers = {name: tensor for name, _, tensor in states if not _has_layout(name)}
+        power = powers.__getitem__
+        if self._fleet is not None:
+            power = self._fleet.numbers_of_all(powers)
         return [
             TensorToWrite(
-                name,
-                self.placement.whole_shape(parameter) if _has_layout(name) else (1,),
-                "F32",
-                partial(self.placement.whole_value, parameter, tensor, copy=False)
-                if _has_layout(name)
-                else tensor.numpy,
+                name, self.placement.whole_shape(parameter), "F32", self._whole(parameter, tensor)
             )
-            for name, parameter, tensor in self._states()
-            if not getattr(parameter, "is_tied_copy", False)
+            if _has_layout(name)
+            else TensorToWrite(name, (1,), "F32", partial(_host_value, power, name))
+            for name, parameter, tensor in states
         ]
+
+    def _whole(self, parameter: Tensor, tensor: Tensor | None) -> Callable[[], np.ndarray]:
+        """Makes a state's whole array; of what this rank has nothing of, from the others'."""
+        own = paddle.zeros([0]) if tensor is None else tensor
+        return partial(self.placement.whole_value, parameter, own, copy=False)
 
     def bytes_to_write(self) -> int:
         """Bytes of all state and of the parameters that it is for, whole."""
@@ -206,13 +205,19 @@ class Optimizer:
             for name, value in powers.items():
                 powers[name] = value.to(paddle.get_device())
 
-    def _states(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, parameter and live tensor of every state."""
-        for (name, parameter), trained in zip(self.parameters, self.tensors, strict=True):
-            for state in _STATES:
-                tensor = self._adamw._get_accumulator_master(state, trained)
+    def _states(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Name, parameter and live tensor of every state, None where this rank has nothing of it.
+
+        The states of each parameter follow each other.
+        """
+        for name, parameter in self.parameters:
+            trained = self.placement.trained_tensor(parameter)
+            for state in STATES:
+                tensor = None
+                if trained is not None:
+                    tensor = self._adamw._get_accumulator_master(state, trained)
                 yield f"{name}/{state}", parameter, tensor
-            if parameter.dtype != trained.dtype:
+            if parameter.dtype != paddle.float32:
                 yield f"{name}/{_MASTER}", parameter, trained
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -230,12 +235,13 @@ class Optimizer:
         if not problems:
             for name, parameter, tensor in self._states():
                 array = arrays[name]
-                if _has_layout(name) and array.shape == self.placement.whole_shape(parameter):
-                    array = self.placement.trained_part(parameter, array)
-                if list(array.shape) == list(tensor.shape):
+                wanted = self.placement.whole_shape(parameter) if _has_layout(name) else (1,)
+                if array.shape != wanted:
+                    problems.append(f"{name} is {list(array.shape)}, not {list(wanted)}")
+                elif tensor is not None:
+                    if _has_layout(name):
+                        array = self.placement.trained_part(parameter, array)
                     tensor.set_value(array)
-                else:
-                    problems.append(f"{name} is {list(array.shape)}, not {list(tensor.shape)}")
         if problems:
             raise ValueError(
                 "the saved optimizer state belongs to other trained parameters: "
@@ -243,7 +249,12 @@ class Optimizer:
             )
 
     def _gradients(self) -> list[Tensor]:
-        return [tensor.grad for tensor in self.tensors if tensor.grad is not None]
+        grads = map(gradient_of, self.tensors)
+        return [grad for grad in grads if grad is not None]
+
+
+def _host_value(find: Callable[[str], Tensor], name: str) -> np.ndarray:
+    return find(name).numpy()
 
 
 def _has_layout(state: str) -> bool:
