@@ -23,12 +23,12 @@ import paddle.distributed as dist
 from paddle import Tensor, nn
 from paddle.distributed import fleet
 
+from paddle_vl.nn.adamw import AdamW
 from paddle_vl.nn.master_weights import copy_marks, master_copy
 from paddle_vl.parallel.expert_parallel import is_expert
 from paddle_vl.parallel.sharding import fleet_names
 from paddle_vl.parallel.sharding.fleet_overlap import FinishedGathers, OrderedReductions
 from paddle_vl.parallel.topology import Topology
-from paddle_vl.nn.adamw import AdamW
 
 
 class FleetSharding:
