@@ -21,7 +21,7 @@ from paddle_vl.train.objective import Objective
 from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import WholeModel
 
-_NOT_DEGREES = {"vision", "pp_split", "branch_sync", "fleet"}
+_NOT_DEGREES = {"vision", "pp_split", "branch_sync", "fleet", "sharding_gather_overlap"}
 
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
@@ -89,12 +89,13 @@ class Layout:
         is known. Units of sharding are what recomputation works on, and recomputed already.
         """
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
+        units = [*model.vision_blocks, *model.decoder_layers]
         if group.nranks == 1:
             model.placement.trained = MasterWeights(model.fill())
         elif stage == 1:
-            model.placement.trained = FleetSharding(model.fill(), self.topology)
+            overlaps = self.config.parallel.sharding_gather_overlap
+            model.placement.trained = FleetSharding(model.fill(), self.topology, units, overlaps)
         else:
-            units = [*model.vision_blocks, *model.decoder_layers]
             model.placement.trained = Sharding(model.fill(), group, stage, units)
 
     def runner(
