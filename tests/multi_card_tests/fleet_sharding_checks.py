@@ -22,7 +22,7 @@ from tests.multi_card_tests.sharding_models import HalfModel, sample, toy
 
 STEPS, MICRO_BATCHES, RATE = 3, 2, 0.02
 TRAIN = TrainConfig(output_dir="unused", learning_rate=RATE, weight_decay=0.1, max_grad_norm=0.5)
-# By name fleet's options, and whether gathers overlap. Without a size, each has a buffer of its own.
+# By name fleet's options, and whether gathers overlap. Of size 0, each parameter has a buffer.
 OPTIONS = {
     "plain": ({}, False),
     "a buffer each": ({"comm_buffer_size_MB": 0}, False),

@@ -1,12 +1,12 @@
 """Sharding stage 1: fleet's DygraphShardingOptimizerV2 over 2, 3 and 2 x 2 real processes.
 
-Guarantees, on a model with frozen parameters, sizes that no group divides, other data on every rank,
-a parameter that only one rank uses in one micro-batch, rates and decay of single parameters: losses,
-norms, gradients, and after three clipped steps of two micro-batches every parameter and moment equal
-one process's; so with reductions beside the backward pass, gathers beside the forward pass and fused
-states; what was saved continues bit by bit; a step that is not finite changes nothing, whether its
-flag is read or masked; bfloat16 gradients are added up, and masters updated, in float32; fleet's
-class is what trains; wrong use is refused.
+Guarantees, on a model with frozen parameters, sizes that no group divides, other data on every
+rank, a parameter that only one rank uses in one micro-batch, rates and decay of single parameters:
+losses, norms, gradients, and after three clipped steps of two micro-batches every parameter and
+moment equal one process's; so with reductions beside the backward pass, gathers beside the forward
+pass and fused states; what was saved continues bit by bit; a step that is not finite changes
+nothing, whether its flag is read or masked; bfloat16 gradients are added up, and masters updated,
+in float32; fleet's class is what trains; wrong use is refused.
 
 The oracle is the same model on one process, on all the data. Checks are in `fleet_sharding_checks`.
 """
