@@ -14,11 +14,13 @@ from paddle_vl.nn.master_weights import MasterWeights, gradient_of
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.processes import FleetProcesses
+from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.optimizer import Optimizer
 from tests.launch import run_checks
-from tests.multi_card_tests.sharding_models import HalfModel, sample, toy
+from tests.multi_card_tests import sharding_models
+from tests.multi_card_tests.sharding_models import HalfModel, toy
 
 STEPS, MICRO_BATCHES, RATE = 3, 2, 0.02
 TRAIN = TrainConfig(output_dir="unused", learning_rate=RATE, weight_decay=0.1, max_grad_norm=0.5)
@@ -41,6 +43,12 @@ DEFAULTS = {
     "comm_overlap": False,
     "enable_fuse_optimizer_states": False,
 }
+
+
+def sample(step: int, micro: int, rank: int) -> tuple:
+    """Only the first rank uses the rare parameter, in all of its micro-batches."""
+    ids_T, pixels_TD, _ = sharding_models.sample(step, micro, rank)
+    return ids_T, pixels_TD, rank == 0
 
 
 def set_options(options: dict[str, Any]) -> None:
@@ -70,10 +78,7 @@ class Run:
         factors = {name: 0.5 for name, _ in named if "up" in name}
         self.optimizer = Optimizer(named, TRAIN, decayed, placement, rate_factors=factors)
 
-    def backward(self, losses: list[Tensor]) -> None:
-        self.sum_gradients([loss.backward() for loss in losses])
-
-    def sum_gradients(self, _) -> None:
+    def sum_gradients(self) -> None:
         self.trained.end_backward()
         if self.processes is not None:
             self.processes.sum_gradients(self.optimizer.tensors)
@@ -98,7 +103,7 @@ class Run:
             loss.backward()
             self.trained.end_micro_batch()
             total += loss.item()
-        self.sum_gradients(None)
+        self.sum_gradients()
         gradients, norm = self.gradients(), self.norm()
         self.optimizer.update(RATE, norm, paddle.isfinite(norm))
         self.optimizer.clear_gradients()
@@ -164,6 +169,24 @@ def continued(topology: Topology, options: str) -> list[str]:
     return [name for name, value in wanted.items() if not np.array_equal(value, found[name])]
 
 
+def collectives(topology: Topology, options: str) -> list[Collective]:
+    """Those of the second step."""
+    run = Run(toy(), topology, options)
+    run.train_step(run.micro_batches(0))
+    with record_collectives() as recording:
+        for batch in run.micro_batches(1):
+            recording.phase = "forward"
+            loss = run.model(*batch)
+            recording.phase = "backward"
+            loss.backward()
+        recording.phase = "end"
+        run.sum_gradients()
+        recording.phase = "update"
+        run.optimizer.step(RATE)
+        run.optimizer.clear_gradients()
+    return recording.calls
+
+
 def skipped(topology: Topology, masks: bool) -> list[str]:
     """What a step changes whose norm is not finite, and a later one that differs from none."""
     run, plain = (Run(toy(), topology) for _ in range(2))
@@ -223,7 +246,7 @@ def half_gradients(topology: Topology, options: str) -> tuple[set[str], set[floa
         run.trained.begin_step(4)
     for value in (256.0, 1.0, 1.0, 1.0):
         model(paddle.full([1, 3], value)).backward()
-    run.sum_gradients(None)
+    run.sum_gradients()
     weight = model.units[0].weight
     dtypes = {str(t.dtype) for t in run.trained.gradient_sums()} | {str(weight.dtype)}
     values = run.gradients()["gradient of units.0.weight"]
@@ -241,7 +264,7 @@ def half_steps(topology: Topology | None, num_ranks: int) -> dict[str, np.ndarra
             x_TD = paddle.to_tensor(rng.normal(size=(4, 3)).astype(np.float32))
             (run.model(x_TD) ** 2).sum().backward()
             run.trained.end_micro_batch()
-        run.sum_gradients(None)
+        run.sum_gradients()
         run.optimizer.step(RATE)
         run.optimizer.clear_gradients()
     return run.values()
@@ -296,6 +319,7 @@ def worker(degrees: dict[str, int]) -> dict:
     size = topology.data_size
     checks: dict[str, Any] = {"single": partial(single, size)}
     checks |= {f"train {name}": partial(train, topology, name) for name in OPTIONS}
+    checks |= {f"collectives {name}": partial(collectives, topology, name) for name in OPTIONS}
     for name in ("plain", "fused states", "all"):
         checks[f"continued {name}"] = partial(continued, topology, name)
     for masks in (False, True):

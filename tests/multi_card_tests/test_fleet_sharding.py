@@ -1,23 +1,29 @@
 """Sharding stage 1: fleet's DygraphShardingOptimizerV2 over 2, 3 and 2 x 2 real processes.
 
 Guarantees, on a model with frozen parameters, sizes that no group divides, other data on every
-rank, a parameter that only one rank uses in one micro-batch, rates and decay of single parameters:
+rank, a parameter that only one rank uses, rates and decay of single parameters:
 losses, norms, gradients, and after three clipped steps of two micro-batches every parameter and
 moment equal one process's; so with reductions beside the backward pass, gathers beside the forward
 pass and fused states; what was saved continues bit by bit; a step that is not finite changes
 nothing, whether its flag is read or masked; bfloat16 gradients are added up, and masters updated,
-in float32; fleet's class is what trains; wrong use is refused.
+in float32; every rank sends the same collectives, as many as stated here; fleet's class is what
+trains; wrong use is refused.
 
 The oracle is the same model on one process, on all the data. Checks are in `fleet_sharding_checks`.
 """
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
+from paddle_vl.parallel.recorder import first_difference
 from tests.launch import launch, outcome_of
 from tests.multi_card_tests.fleet_sharding_checks import OPTIONS, worker
+from tests.multi_card_tests.sharding_models import toy, trained
 
 TOLERANCE = 1e-5
+NUM_TRAINED = len(trained(toy()))
 TOPOLOGIES = {
     "2": (2, {"sharding_degree": 2}),
     # Averages over three ranks round.
@@ -61,6 +67,32 @@ def test_overlap_and_fused_states_change_no_bit(outcomes, options):
     ):
         for key, value in wanted.items():
             np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_rank_sends_the_stated_collectives(outcomes, options):
+    ranks = outcome_of(outcomes, f"collectives {options}")
+    assert first_difference([[c._replace(phase="") for c in of_rank] for of_rank in ranks]) is None
+    fleets, _ = OPTIONS[options]
+    found = {
+        phase: Counter(call.kind for call in ranks[-1] if call.phase == phase)
+        for phase in ("forward", "backward", "end", "update")
+    }
+    num_buffers = NUM_TRAINED if "comm_buffer_size_MB" in fleets else 1
+    reduced = Counter(reduce_scatter=num_buffers)
+    # Not that of the parameter which this rank does not use, and what follows it.
+    early = found["backward"]["reduce_scatter"]
+    assert found["forward"] == Counter()
+    if "comm_overlap" in fleets and num_buffers > 1:
+        assert 0 < early < num_buffers
+    else:
+        assert early == 0
+    sums = Counter(all_reduce=1) if len(ranks) == 4 else Counter()
+    assert found["backward"] + found["end"] == reduced + sums
+    assert found["update"] == Counter(all_gather=num_buffers)
+    gathered = sum(call.num_bytes for call in ranks[0] if call.kind == "all_gather")
+    scattered = sum(call.num_bytes for call in ranks[0] if call.kind == "reduce_scatter")
+    assert scattered == gathered * ranks[0][-1].num_ranks
 
 
 @pytest.mark.parametrize("options", ["plain", "fused states", "all"])

@@ -11,9 +11,6 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import (
     HybridParallelOptimizer,
 )
-from paddle.distributed.fleet.utils.hybrid_parallel_util import (
-    fused_allreduce_gradients_with_group,
-)
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer, ShardingGradView
 
@@ -91,5 +88,4 @@ __all__ = [
     "MixPrecisionLayer",
     "check_attributes",
     "check_functions",
-    "fused_allreduce_gradients_with_group",
 ]

@@ -89,9 +89,12 @@ class FleetSharding:
         if not parameters:
             return
         for parameter in parameters:
+            # Fleet gives each color buffers of its own.
             if getattr(parameter, "is_tied", False):
-                # In a buffer of its own, it is cut alike on both ends of a pipeline.
+                # So it is cut alike on both ends of a pipeline.
                 parameter.color = "tied"
+            elif is_expert(parameter):
+                parameter.color = "expert"
         fleet_names.MixPrecisionLayer(nn.ParameterList(parameters), dtype="bfloat16")
         self._hybrid = fleet.distributed_optimizer(adamw)
         self.optimizer = self._hybrid._inner_opt
@@ -156,16 +159,20 @@ class FleetSharding:
             self._reductions.finish()
         shared = [p for p in self._trained.values() if not is_expert(p)]
         self._hybrid._hybrid_sync_grad(shared)
-        for parameter in self._trained.values():
-            updated = self._updated[id(parameter)]
-            if updated is not None:
-                parts = 1 if is_expert(parameter) else self.topology.degrees.dp_degree
-                updated.main_grad.scale_(float(self.group.nranks * parts))
+        for buffer in self._buffers:
+            parts = 1 if is_expert(buffer.params[0]) else self.topology.degrees.dp_degree
+            length = buffer.grad_storage.size // self.group.nranks
+            begin = self.group.rank * length
+            own = buffer.grad_storage._slice(begin, begin + length)
+            own.scale_(float(self.group.nranks * parts))
 
     def step(self) -> None:
         """Update the slices, and have whole parameters from them on all ranks."""
         if self.optimizer is None:
             return
+        if self._overlaps_gathers:
+            # Those of layers that have not run.
+            self._gathers.finish()
         self.optimizer.step()
         if self._overlaps_gathers:
             self._gathers.start()
@@ -181,6 +188,8 @@ class FleetSharding:
         """What was written to slices or copies reaches the whole parameters; `step` does it."""
         if self.optimizer is None:
             return
+        if self._overlaps_gathers:
+            self._gathers.finish()
         for name, master in self._masters.items():
             part = self.optimizer._slice_params[name]
             paddle.assign(master.astype(part.dtype), part)
