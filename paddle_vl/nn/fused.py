@@ -15,10 +15,12 @@ class Columns(NamedTuple):
 
     Attributes:
         width: of the whole linear, where ranks hold parts of it.
+        num_heads: so many equal pieces that ranks do not cut; 0 where every feature stands alone.
     """
 
     name: str
     width: int
+    num_heads: int = 0
 
 
 def fused_columns(parameter: Tensor) -> tuple[Columns, ...]:
