@@ -95,7 +95,9 @@ def fresh_weights_and_files(folder: str, group) -> list[str]:
     dist.barrier()
     saved = Qwen3VLForConditionalGeneration.from_pretrained(f"{folder}/saved").hf_state_dict()
     doubled = {
-        item.key: item.layout.to_stored(placement.whole_value(item.parameter, 2 * item.parameter))
+        item.key: item.layout.to_stored(
+            item.of_whole(placement.whole_value(item.parameter, 2 * item.parameter))
+        )
         for item in model.stored_parameters()
     }
     return [
