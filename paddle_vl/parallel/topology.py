@@ -9,6 +9,7 @@ neighbours on one machine.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import paddle
 import paddle.distributed as dist
@@ -21,6 +22,7 @@ from paddle_vl.config.load import raise_problems
 from paddle_vl.parallel.collective_check import check_run_if_asked
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.gloo_fleet import install
+from paddle_vl.parallel.pipeline.schedule import fleet_settings
 from paddle_vl.parallel.store.rendezvous import meet
 
 # Our axis names and fleet's: the key in its hybrid_configs, and where it keeps the group.
@@ -145,7 +147,8 @@ def initialize(degrees: ParallelDegrees) -> Topology:
     check_run_if_asked()
     lines = communicators.topology().get_comm_list
     ends = []
-    if degrees.pp_degree > 1:
+    # In a V the first stage has both ends.
+    if degrees.pp_degree > 1 and degrees.pp_schedule != "dualpipev":
         ends = [[line[0], line[-1]] for line in lines("pipe")]
     sharers, holders = [], []
     if (size := degrees.ep_degree) > 1:
@@ -188,7 +191,14 @@ def _own_group(members: list[list[int]], rank: int) -> Group | None:
 
 def _strategy(degrees: ParallelDegrees) -> fleet.DistributedStrategy:
     strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {key: degrees.degree(axis) for axis, (key, _) in _FLEET_AXES.items()}
+    hybrid_configs: dict[str, Any] = {
+        key: degrees.degree(axis) for axis, (key, _) in _FLEET_AXES.items()
+    }
+    if degrees.pp_degree > 1:
+        on_cpu = paddle.get_device().startswith("cpu")
+        pp_configs, strategy.pipeline_configs = fleet_settings(degrees, on_cpu)
+        hybrid_configs["pp_configs"] = pp_configs
+    strategy.hybrid_configs = hybrid_configs
     # Otherwise fleet seeds Paddle from NumPy's generator, differently on every rank and run.
     strategy.tensor_parallel_configs = {"tensor_init_seed": 1}
     return strategy

@@ -34,6 +34,9 @@ from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
 SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
 PP = ("parallel.pp_degree=2",)
 SHARDING = ("parallel.sharding_degree=2",)
+VIRTUAL = ("parallel.num_virtual_stages=2",)
+# As many samples in twice as many micro-batches.
+HALVES = ("train.gradient_accumulation_steps=8", "train.per_device_train_batch_size=2")
 TOPOLOGIES = {
     "dp2": (2, ["parallel.dp_degree=2"]),
     "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
@@ -43,7 +46,7 @@ TOPOLOGIES = {
     "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
     "sharding2 stage 3": (2, [*SHARDING, "parallel.sharding_stage=3"]),
-    "pp4 interleaved": (4, ["parallel.pp_degree=4", "parallel.num_virtual_stages=2"]),
+    "pp4 interleaved": (4, ["parallel.pp_degree=4", *VIRTUAL, *HALVES]),
     "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
     "sharding2 mp2": (
         4,
@@ -54,7 +57,15 @@ TOPOLOGIES = {
 # More than two cores should run every time.
 HEAVY = {
     "pp4": (4, ["parallel.pp_degree=4", "parallel.pp_split=cost"]),
-    "pp3 interleaved": (3, ["parallel.pp_degree=3", "parallel.num_virtual_stages=2"]),
+    "pp3 interleaved": (3, ["parallel.pp_degree=3", *VIRTUAL, *HALVES]),
+    "pp2 dynamic": (2, [*PP, "parallel.pp_shapes=dynamic"]),
+    "pp2 reserved": (2, [*PP, "parallel.pp_visual_rows=64"]),
+    "pp4 fthenb": (4, ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=fthenb"]),
+    "pp4 balanced memory": (
+        4,
+        ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=balanced_memory"],
+    ),
+    "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 pp2": (4, [*SHARDING, *PP]),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),
