@@ -23,7 +23,7 @@ from paddle_vl.train.objective import Objective
 from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import WholeModel
 
-_NOT_DEGREES = {"vision", "pp_split", "pp_token_rows", "pp_visual_rows", "branch_sync"}
+_NOT_DEGREES = {"vision", "pp_split", "pp_token_rows", "pp_visual_rows", "branch_sync", "fleet"}
 
 
 @dataclass(frozen=True)

@@ -40,26 +40,28 @@ def evaluated_batches(degrees: ParallelDegrees, num_batches: int) -> int:
     return num_batches
 
 
-def fleet_settings(degrees: ParallelDegrees, on_cpu: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`pp_configs` and `pipeline_configs` of fleet's strategy, by which it chooses the class."""
-    stages, schedule = degrees.pp_degree, degrees.pp_schedule
-    pp_configs = {
+def pp_configs(degrees: ParallelDegrees, on_cpu: bool) -> dict[str, Any]:
+    """Options of fleet's strategy that this package sets."""
+    return {
         # The losses of the micro-batches are parts of one mean already.
         "delay_scale_loss": True,
-        # Batched messages are one operation of NCCL; gloo has none.
+        # Gloo has no batches of messages.
         "use_batch_p2p_comm": not on_cpu,
         "enable_dynamic_shape": degrees.pp_shapes == "dynamic",
-        "best_unbalanced_scheduler": schedule == "balanced_memory",
-        "use_dualpipev": schedule == "dualpipev",
+        "best_unbalanced_scheduler": degrees.pp_schedule == "balanced_memory",
+        "use_dualpipev": degrees.pp_schedule == "dualpipev",
     }
-    # Below 2 x stages fleet takes a forward-then-backward class, at and above the interleaved one.
-    # The classes themselves take other numbers too: the runner says how many there are.
-    forward_first = schedule in ("fthenb", "balanced_memory")
-    pipeline_configs = {
-        "accumulate_steps": stages if forward_first else max(degrees.num_micro_batches, stages),
+
+
+def pipeline_configs(degrees: ParallelDegrees) -> dict[str, Any]:
+    """More of them. By the number of micro-batches fleet chooses among the interleaved classes:
+    below 2 x stages one that goes forward first. They take other numbers too, which the runner
+    tells them."""
+    forward_first = degrees.pp_schedule in ("fthenb", "balanced_memory")
+    stages, num_batches = degrees.pp_degree, degrees.num_micro_batches
+    return {
+        "accumulate_steps": stages if forward_first else max(num_batches, stages),
         "micro_batch_size": 1,
-        # With it the mp processes of a stage send a part each of what they take to be the same
-        # rows; under sequence parallelism each has its own.
+        # The default sends parts of different rows under sequence parallelism, and nothing raises.
         "enable_partial_send_recv": False,
     }
-    return pp_configs, pipeline_configs
