@@ -9,7 +9,6 @@ neighbours on one machine.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import paddle
 import paddle.distributed as dist

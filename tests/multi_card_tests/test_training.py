@@ -165,9 +165,13 @@ def test_a_resumed_run_is_bit_identical(several):
         np.testing.assert_array_equal(found[key], array, err_msg=key)
 
 
-def test_one_process_continues_what_several_saved(several, one_device, run_file, tmp_path):
+def test_one_process_continues_what_several_saved(
+    several, one_device, run_file, tmp_path, request
+):
     shutil.copytree(several / "checkpoint-2", tmp_path / "checkpoint-2")
-    overrides = [*common(run_file), *settings(1), "train.resume_from_checkpoint=auto"]
+    _, topology = (TOPOLOGIES | HEAVY)[request.node.callspec.params["several"]]
+    batches = [override for override in topology if override in HALVES]
+    overrides = [*common(run_file), *settings(1), *batches, "train.resume_from_checkpoint=auto"]
     train(str(run_file), str(tmp_path), overrides)
     assert_close(arrays_of(tmp_path / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
 

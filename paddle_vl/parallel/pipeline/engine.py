@@ -11,9 +11,9 @@ from itertools import repeat
 from typing import Any
 
 import paddle
+import paddle.distributed as dist
 from paddle import Tensor
 from paddle.distributed import fleet
-from paddle.distributed.communication.batch_isend_irecv import batch_isend_irecv
 from paddle.distributed.fleet.meta_parallel import (
     DualPipeVParallel,
     PipelineLayer,
@@ -180,7 +180,7 @@ def _complete_dualpipev(engine: DualPipeVParallel, end_micro_batch: Callable[[],
 
     def commit_and_wait(*_: Any, **__: Any) -> None:
         for operations in (engine.comm_forward_ops, engine.comm_backward_ops):
-            for request in batch_isend_irecv(operations) if operations else ():
+            for request in dist.batch_isend_irecv(operations) if operations else ():
                 request.wait()
         engine.comm_forward_ops, engine.comm_backward_ops = [], []
         engine._free_tensors()
