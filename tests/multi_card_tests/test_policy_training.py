@@ -183,7 +183,8 @@ FLOW_ALONE = ["train.loss_weighting={CE: 0.0}"]
 def test_longer_pipelines_equal_one_device(processes, overrides, losses, model, tmp_path):
     vlm = deepcopy(MODEL["vlm_config"])
     for decoder in (vlm["gemma3_config"]["text_config"], vlm["gemma_expert_config"]):
-        decoder["num_hidden_layers"] = 6
+        # Gradients of this small model grow with its depth, through norms of small rows.
+        decoder.update(num_hidden_layers=6, rms_norm_eps=1e-2)
     run_file = str(write_tiny_policy_run(tmp_path, 40, vlm_config=vlm, **model))
     settings = [*common(Path(run_file)), *batches(1, 6), *losses]
     assert_pipeline_equals_one_device(run_file, tmp_path, settings, overrides, processes)

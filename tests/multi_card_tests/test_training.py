@@ -43,6 +43,8 @@ TOPOLOGIES = {
     # Recomputation repeats the collectives of a layer in the backward pass.
     "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP, "train.recompute=full"]),
     "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
+    "pp2 dynamic": (2, [*PP, "parallel.pp_shapes=dynamic"]),
+    "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
     "sharding2 stage 3": (2, [*SHARDING, "parallel.sharding_stage=3"]),
@@ -58,14 +60,12 @@ TOPOLOGIES = {
 HEAVY = {
     "pp4": (4, ["parallel.pp_degree=4", "parallel.pp_split=cost"]),
     "pp3 interleaved": (3, ["parallel.pp_degree=3", *VIRTUAL, *HALVES]),
-    "pp2 dynamic": (2, [*PP, "parallel.pp_shapes=dynamic"]),
     "pp2 reserved": (2, [*PP, "parallel.pp_visual_rows=64"]),
     "pp4 fthenb": (4, ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=fthenb"]),
     "pp4 balanced memory": (
         4,
         ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=balanced_memory"],
     ),
-    "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 pp2": (4, [*SHARDING, *PP]),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),

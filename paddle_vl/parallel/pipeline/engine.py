@@ -83,7 +83,8 @@ class Engine:
         is_v = degrees.pp_schedule == "dualpipev"
         parts = PipelineLayer(
             [self._function(number) for number in range(num_parts(degrees))],
-            loss_fn=lambda output, _: loss(output),
+            # DualPipeV has a single tensor in a list.
+            loss_fn=lambda output, _: loss(output[0] if isinstance(output, list) else output),
             seg_method="layer:part",
             topology=fleet.get_hybrid_communicate_group().topology(),
             num_virtual_pipeline_stages=degrees.num_virtual_stages,
