@@ -165,9 +165,7 @@ def test_a_resumed_run_is_bit_identical(several):
         np.testing.assert_array_equal(found[key], array, err_msg=key)
 
 
-def test_one_process_continues_what_several_saved(
-    several, one_device, run_file, tmp_path, request
-):
+def test_one_process_continues_what_several_saved(several, one_device, run_file, tmp_path, request):
     shutil.copytree(several / "checkpoint-2", tmp_path / "checkpoint-2")
     _, topology = (TOPOLOGIES | HEAVY)[request.node.callspec.params["several"]]
     batches = [override for override in topology if override in HALVES]
