@@ -69,7 +69,7 @@ def released_gradients_with_dp() -> str:
     optimizer.step()
     optimizer.clear_grad(set_to_zero=False)
     loss_of(model).backward()
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(AssertionError) as raised:
         optimizer.step()
     return type(raised.value).__name__
 
