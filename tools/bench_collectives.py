@@ -122,7 +122,8 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
         calls["backward"].update(alltoall_single=2 * LAYERS)
     if degrees.get("pp_degree", 1) > 1:
         virtual = degrees.get("num_virtual_stages", 1)
-        messages = (2 * virtual - 1) * MICRO_BATCHES
+        is_v = degrees.get("pp_schedule") == "dualpipev"
+        messages = (2 if is_v else 2 * virtual - 1) * MICRO_BATCHES
         calls["pipeline"].update(send=messages, recv=messages)
     if degrees.get("sharding_degree", 1) > 1:
         stage, units = degrees.get("sharding_stage", 1), LAYERS + DEPTH
