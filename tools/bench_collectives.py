@@ -10,7 +10,7 @@ visual rows of G + 1 levels:
 - every topology: before the forward pass one message between hosts, with what all of them count;
   behind the gradients' sums one sum of the loss and the squared gradient norm; nothing else for
   metrics, but for one gather on logging steps (`bench_step_overhead.py`).
-- mp: forward one sum of [T, D] for the embedding and two per layer, two of [T] for the loss, one
+- mp: forward one sum of [T, D] for the embedding and two per layer, three of [T] for the loss, one
   gather of the visual rows; backward one sum per place where a split product begins (two per layer
   and the head); one sum of the gradients that come in parts.
 - with sequence parallelism each of those sums is a reduce-scatter and a gather of the same rows,
@@ -106,7 +106,7 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
     if degrees.get("mp_degree", 1) > 1:
         forward, backward = calls["forward"], calls["backward"]
         # The embedding and the loss; the visual rows.
-        forward.update(all_reduce=3, all_gather=1)
+        forward.update(all_reduce=4, all_gather=1)
         begins, ends = 2 * LAYERS + 1, 2 * LAYERS
         if sequence_parallel:
             forward.update(all_gather=begins, reduce_scatter=ends)
