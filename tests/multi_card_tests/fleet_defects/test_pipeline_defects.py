@@ -87,10 +87,14 @@ def frozen_first_stage() -> bool:
         for parameter in engine.parameters():
             parameter.stop_gradient = True
     engine._broadcast_final_loss = lambda *_: None
-    run = threading.Thread(target=engine.forward_backward_pipeline, args=(data(),), daemon=True)
-    run.start()
-    run.join(WAIT_SECONDS)
-    return not run.is_alive()
+    done = threading.Event()
+
+    def run() -> None:
+        engine.forward_backward_pipeline(data())
+        done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.wait(WAIT_SECONDS)
 
 
 def shared_hooks() -> bool:
