@@ -15,6 +15,7 @@ from paddle_vl.parallel.expert_parallel import ExpertPlacement, FleetExpertPlace
 from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import num_parts, parts_of_stage
 from paddle_vl.parallel.pipeline.split import split_layers
+from paddle_vl.parallel.pipeline.split_backward import split_backward
 from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
@@ -143,6 +144,8 @@ class Layout:
         """What computes losses and gradients: the model, or this process's parts of it."""
         if self.topology.degrees.pp_degree == 1:
             return WholeModel(model, processes, objective)
+        if self.topology.degrees.pp_schedule == "dualpipev":
+            split_backward(model.decoder_layers)
         return PipelineRunner(
             model,
             [make_part(model, layers) for layers in self.all_parts],

@@ -191,6 +191,16 @@ def test_longer_pipelines_equal_one_device(processes, overrides, losses, model, 
 
 
 @pytest.mark.heavy
+def test_a_planner_whose_ends_are_on_one_process_equals_one_device(run_file, tmp_path):
+    planner = deepcopy(PLANNER)
+    text = planner["vlm_config"]["gemma3_config"]["text_config"]
+    text.update(num_hidden_layers=4, rms_norm_eps=1e-2)
+    settings = [*common(run_file), *batches(2, 4), f"model.config={json.dumps(planner)}"]
+    overrides = [PP, "parallel.pp_schedule=dualpipev"]
+    assert_pipeline_equals_one_device(str(run_file), tmp_path, settings, overrides)
+
+
+@pytest.mark.heavy
 def test_what_stages_drop_depends_on_the_seed_alone(tmp_path):
     run_file = write_tiny_policy_run(tmp_path, 40, dropout=0.2)
     overrides = [*common(run_file), *batches(2, 2), PP, "parallel.mp_degree=2", SP]

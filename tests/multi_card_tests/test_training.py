@@ -66,6 +66,10 @@ HEAVY = {
         4,
         ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=balanced_memory"],
     ),
+    "mp2 pp2 dualpipev": (
+        4,
+        ["parallel.mp_degree=2", *PP, *SP, "parallel.pp_schedule=dualpipev"],
+    ),
     "sharding2 pp2": (4, [*SHARDING, *PP]),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),
