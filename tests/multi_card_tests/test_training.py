@@ -66,6 +66,16 @@ HEAVY = {
         4,
         ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=balanced_memory"],
     ),
+    # As on GPUs.
+    "mp2 pp2 with batched messages": (
+        4,
+        [
+            "parallel.mp_degree=2",
+            *PP,
+            *SP,
+            "parallel.fleet.pp_configs={use_batch_p2p_comm: true}",
+        ],
+    ),
     "mp2 pp2 dualpipev": (
         4,
         ["parallel.mp_degree=2", *PP, *SP, "parallel.pp_schedule=dualpipev"],
