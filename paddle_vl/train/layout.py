@@ -21,7 +21,7 @@ from paddle_vl.train.objective import Objective
 from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import WholeModel
 
-_NOT_DEGREES = {"vision", "pp_split", "branch_sync", "fleet"}
+_NOT_DEGREES = {"vision", "pp_split", "branch_sync", "fleet", "timeout_s"}
 
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
