@@ -99,6 +99,11 @@ def gone_ranks() -> list[int]:
     return _met[0].gone() if _met else []
 
 
+def membership() -> Membership | None:
+    """This process among the others; None before they have met."""
+    return _met[0].membership if _met else None
+
+
 def store_of(name: str) -> Any:
     """The run's store, with keys of their own for those that give the same name."""
     store = _client_of(meet().addresses)
