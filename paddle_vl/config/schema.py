@@ -157,6 +157,13 @@ class ParallelConfig(Section):
         description="policies: each process lays out the optional parts that its own samples have, "
         "or, as OpenTau does, those that any process has in this micro-batch",
     )
+    timeout_s: float = Field(
+        1800,
+        ge=1,
+        le=7 * 24 * 3600,
+        description="seconds that a process waits for others, at the start and in any operation, "
+        "before the run ends and names who is missing",
+    )
     fleet: FleetConfig = Field(
         FleetConfig(), description="options of fleet's own, which its strategy must know"
     )

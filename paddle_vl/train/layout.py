@@ -1,7 +1,7 @@
 """How a model lies over the processes of a run: what each of them holds, and what runs it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from paddle import nn
@@ -23,8 +23,6 @@ from paddle_vl.parallel.writers import FleetWriters
 from paddle_vl.train.objective import Objective
 from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import WholeModel
-
-_NOT_DEGREES = {"vision", "pp_split", "pp_token_rows", "pp_visual_rows", "branch_sync", "fleet"}
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,13 @@ class ReservedRows:
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
     """The `parallel` section as the parallel code has it."""
-    settings = config.parallel.model_dump(exclude=_NOT_DEGREES)
-    return ParallelDegrees(**settings, num_micro_batches=config.train.gradient_accumulation_steps)
+    settings = config.parallel.model_dump()
+    of_parallel = {
+        item.name: settings[item.name] for item in fields(ParallelDegrees) if item.name in settings
+    }
+    return ParallelDegrees(
+        **of_parallel, num_micro_batches=config.train.gradient_accumulation_steps
+    )
 
 
 class Layout:
