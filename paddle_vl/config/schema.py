@@ -103,6 +103,10 @@ class ParallelConfig(Section):
     sharding_stage: Literal[1, 2, 3] = Field(
         1, description="1 shares optimizer state, 2 gradients too, 3 parameters too (as ZeRO)"
     )
+    sharding_gather_overlap: bool = Field(
+        False,
+        description="at stage 1 updated parameters come back beside the next step's forward pass",
+    )
     ep_degree: int = Field(
         1,
         ge=1,

@@ -53,6 +53,10 @@ _REFUSED = {
         "release_gradients": "crashes in paddlepaddle 3.3.1 together with dp, and allows one "
         "micro-batch only",
         "free_grads_in_comm": "needs release_gradients, which is refused",
+        "fuse_optimizer": "belongs to fleet's first sharding optimizer, and has no effect here; "
+        "use enable_fuse_optimizer_states",
+        "offload_opt_buffer_size": "marks parameters for an optimizer that this Paddle has not "
+        "got, and has no effect",
     },
 }
 _NO_MESSAGES = "is a message of NCCL's settings; set NCCL's environment variables in its place"
@@ -80,6 +84,8 @@ def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
                 f"{degrees.sharding_stage}: fleet shards at stage 1 only; remove it, or set "
                 "sharding_stage=1"
             )
+        if axis == "sharding":
+            yield from _sharding_problems(values, degrees)
         forward_first = degrees.pp_schedule in ("fthenb", "balanced_memory")
         if "best_unbalanced_scheduler" in values and forward_first:
             yield (
@@ -90,6 +96,19 @@ def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
         for name, value in values.items():
             if (problem := _option_problem(section, name, value)) is not None:
                 yield f"parallel.fleet.{section}.{name} {problem}"
+
+
+def _sharding_problems(values: dict[str, Any], degrees: ParallelDegrees) -> Problems:
+    if values.get("comm_overlap") is True and degrees.pp_degree > 1:
+        yield (
+            f"parallel.fleet.sharding_configs.comm_overlap with parallel.pp_degree "
+            f"{degrees.pp_degree}: fleet refuses both together; remove one of them"
+        )
+    size = values.get("comm_buffer_size_MB")
+    if isinstance(size, int) and size < 1:
+        yield (
+            f"parallel.fleet.sharding_configs.comm_buffer_size_MB is {size}: it must be at least 1"
+        )
 
 
 def _option_problem(section: str, name: str, value: Any) -> str | None:

@@ -16,7 +16,7 @@ from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import num_parts, parts_of_stage
 from paddle_vl.parallel.pipeline.split import split_layers
 from paddle_vl.parallel.pipeline.split_backward import split_backward
-from paddle_vl.parallel.sharding import Sharding
+from paddle_vl.parallel.sharding import FleetSharding, Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.parallel.writers import FleetWriters
@@ -131,10 +131,13 @@ class Layout:
         is known. Units of sharding are what recomputation works on, and recomputed already.
         """
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
+        units = [*model.vision_blocks, *model.decoder_layers]
         if group.nranks == 1:
             model.placement.trained = MasterWeights(model.fill())
+        elif stage == 1:
+            overlaps = self.config.parallel.sharding_gather_overlap
+            model.placement.trained = FleetSharding(model.fill(), self.topology, units, overlaps)
         else:
-            units = [*model.vision_blocks, *model.decoder_layers]
             model.placement.trained = Sharding(model.fill(), group, stage, units)
 
     def runner(

@@ -18,13 +18,13 @@ from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite
 from paddle_vl.models.checkpoint.shared_array import SharedArray
+from paddle_vl.nn.adamw import STATES, AdamW
 from paddle_vl.nn.fused import fused_columns, names_by_parameter, whole_slices
+from paddle_vl.nn.master_weights import gradient_of
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.freeze import NamedParameters, matching_names
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
-# Paddle's names of the state it keeps for a parameter; the powers of beta advance with its updates.
-_STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 _MASTER = "master_weight"
 
 
@@ -66,14 +66,12 @@ class Optimizer:
         self._named = names_by_parameter(parameters)
         self.tensors = [self.placement.trained_tensor(p) for p, _ in self._named]
         factors = rate_factors or {}
-        with_decay = set()
         for (_, names), tensor in zip(self._named, self.tensors, strict=True):
             # What AdamW multiplies its rate with; its lr_ratio does the same on GPUs only.
             factor = _of_all(names, lambda name: factors.get(name, 1.0), "learning rate")
             tensor.optimize_attr = {"learning_rate": factor}
-            if _of_all(names, decayed.__contains__, "weight decay"):
-                with_decay.add(tensor.name)
-        self._adamw = paddle.optimizer.AdamW(
+        with_decay: set[str] = set()
+        self._adamw = AdamW(
             learning_rate=train.learning_rate,
             beta1=train.adam_beta1,
             beta2=train.adam_beta2,
@@ -82,6 +80,18 @@ class Optimizer:
             weight_decay=train.weight_decay,
             apply_decay_param_fun=with_decay.__contains__,
         )
+        # At stage 1 fleet takes whole parameters, and gives slices of them in their place.
+        self._fleet = self.placement.trained if self.placement.trained.stage == 1 else None
+        if self._fleet is not None:
+            self._fleet.distribute(self._adamw)
+        trained = [(self.placement.trained_tensor(p), names) for p, names in self._named]
+        # Some of a parameter may be on other ranks, and none of it here.
+        self.tensors = [tensor for tensor, _ in trained if tensor is not None]
+        with_decay |= {
+            tensor.name
+            for tensor, names in trained
+            if _of_all(names, decayed.__contains__, "weight decay") and tensor is not None
+        }
         # Paddle makes state at the first step; a checkpoint is loaded before that.
         block = framework.default_main_program().global_block()
         self._adamw._create_accumulators(block, self.tensors)
@@ -108,33 +118,34 @@ class Optimizer:
             )
         total = paddle.zeros([])
         for tensor in self.tensors:
-            if tensor.grad is not None and processes.counts_here(tensor):
-                total = total + tensor.grad.astype("float32").square().sum()
+            grad = gradient_of(tensor)
+            if grad is not None and processes.counts_here(tensor):
+                total = total + grad.astype("float32").square().sum()
         return total
 
     @paddle.no_grad()
-    def update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> bool:
+    def update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
         """Clip to max_grad_norm, and update every parameter that has a gradient; or change nothing.
+
+        Parameters that are copies or gathered of what was updated follow it.
 
         Args:
             learning_rate: times a parameter's own factor.
             norm: of all gradients of the run, on the device.
             is_good: bool, on the device; where it is False all stays as it is, bit for bit.
-
-        Returns:
-            Whether parameters may have changed.
         """
         # A stage of a pipeline may have nothing to train, and Paddle's optimizer then fails.
         if not self.tensors:
-            return True
+            return
         if self.masks_updates:
-            self._masked_update(learning_rate, norm, is_good)
-            return True
-        if not bool(is_good):
-            return False
-        self.clip_gradients(norm.item())
-        self.step(learning_rate)
-        return True
+            factor = paddle.ones([])
+            if self.max_grad_norm:
+                factor = paddle.clip(self.max_grad_norm / (norm + 1e-6), max=1.0)
+            self._adamw.mask(learning_rate, factor, is_good)
+            self._step()
+        elif bool(is_good):
+            self.clip_gradients(norm.item())
+            self.step(learning_rate)
 
     @paddle.no_grad()
     def clip_gradients(self, norm: float) -> None:
@@ -149,37 +160,21 @@ class Optimizer:
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, at the rate times the parameter's factor."""
-        self._adamw.set_lr(learning_rate)
-        self._adamw.step()
+        self._adamw.unmask(learning_rate)
+        self._step()
 
-    def _masked_update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
-        """The update without asking whether it counts: what it did is taken back where not.
-
-        AdamW's kernel takes no flag that lies on the device. With a rate of zero it leaves a
-        parameter as it is; its moments and powers of beta are put back from copies, of one
-        parameter at a time.
-        """
-        adamw, block = self._adamw, framework.default_main_program().global_block()
-        factor = paddle.ones([])
-        if self.max_grad_norm:
-            factor = paddle.clip(self.max_grad_norm / (norm + 1e-6), max=1.0)
-        adamw.set_lr(learning_rate)
-        adamw._create_global_learning_rate()
-        rate = adamw._global_learning_rate()
-        paddle.assign(rate * is_good.astype(rate.dtype), rate)
-        for tensor in self.tensors:
-            if tensor.grad is None:
-                continue
-            grad = paddle.where(is_good, tensor.grad * factor, paddle.zeros([]))
-            states = [adamw._get_accumulator_master(state, tensor) for state in _STATES]
-            before = [state.clone() for state in states]
-            adamw._append_optimize_op(block, (tensor, grad))
-            for state, old in zip(states, before, strict=True):
-                paddle.assign(paddle.where(is_good, state, old), state)
+    def _step(self) -> None:
+        if self._fleet is not None:
+            self._fleet.step()
+        else:
+            self._adamw.step()
+            self.placement.trained.spread_parameters()
 
     def clear_gradients(self) -> None:
         """Drop the gradients, without the zero fill that Paddle's default makes."""
-        if self.tensors:
+        if self._fleet is not None:
+            self._fleet.clear()
+        elif self.tensors:
             self._adamw.clear_grad(set_to_zero=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -190,22 +185,30 @@ class Optimizer:
         return {
             f"{name}/{state}": tensor
             for names, state, _, tensor in self._states()
+            if tensor is not None
             for name in names
         }
 
     def state_to_write(self) -> list[TensorToWrite]:
         """All state, whole; where ranks hold parts, all of them produce the arrays together."""
+        states = [state for state in self._states() if not getattr(state[2], "is_tied_copy", False)]
+        powers = {(id(p), state): t for _, state, p, t in states if not _has_layout(state)}
+        power = powers.__getitem__
+        if self._fleet is not None:
+            power = self._fleet.numbers_of_all(powers)
         tensors = []
-        for names, state, parameter, tensor in self._states():
-            if getattr(parameter, "is_tied_copy", False):
-                continue
-            shapes, produce = [(1,)] * len(names), [tensor.numpy] * len(names)
+        for names, state, parameter, tensor in states:
             if _has_layout(state):
                 shapes = self._shapes(parameter, names)
-                whole = partial(self.placement.whole_value, parameter, tensor, copy=False)
+                # Of what this rank has nothing of, the others have all.
+                own = paddle.zeros([0]) if tensor is None else tensor
+                whole = partial(self.placement.whole_value, parameter, own, copy=False)
                 produce = [whole]
                 if len(names) > 1:
                     produce = SharedArray(whole, whole_slices(parameter)).parts()
+            else:
+                shapes = [(1,)] * len(names)
+                produce = [partial(_host_value, power, (id(parameter), state))] * len(names)
             tensors += [
                 TensorToWrite(f"{name}/{state}", shape, "F32", make)
                 for name, shape, make in zip(names, shapes, produce, strict=True)
@@ -227,13 +230,19 @@ class Optimizer:
             for name, value in powers.items():
                 powers[name] = value.to(paddle.get_device())
 
-    def _states(self) -> Iterator[tuple[list[str], str, Tensor, Tensor]]:
-        """HF names of a parameter, name of a state, the parameter and the live tensor, of all."""
-        for (parameter, names), trained in zip(self._named, self.tensors, strict=True):
-            for state in _STATES:
-                tensor = self._adamw._get_accumulator_master(state, trained)
+    def _states(self) -> Iterator[tuple[list[str], str, Tensor, Tensor | None]]:
+        """HF names of a parameter, name of a state, the parameter and the live tensor, of all.
+
+        The tensor is None where this rank has nothing of it.
+        """
+        for parameter, names in self._named:
+            trained = self.placement.trained_tensor(parameter)
+            for state in STATES:
+                tensor = None
+                if trained is not None:
+                    tensor = self._adamw._get_accumulator_master(state, trained)
                 yield names, state, parameter, tensor
-            if parameter.dtype != trained.dtype:
+            if parameter.dtype != paddle.float32:
                 yield names, _MASTER, parameter, trained
 
     def _shapes(self, parameter: Tensor, names: list[str]) -> list[tuple[int, ...]]:
@@ -269,34 +278,36 @@ class Optimizer:
         names: list[str],
         state: str,
         parameter: Tensor,
-        tensor: Tensor,
+        tensor: Tensor | None,
         arrays: Mapping[str, np.ndarray],
     ) -> list[str]:
         """Set one state from the arrays of all of the parameter's names; returns what is wrong."""
         found = {f"{name}/{state}": arrays[f"{name}/{state}"] for name in names}
-        if not _has_layout(state):
-            if len({array.tobytes() for array in found.values()}) > 1:
-                return [f"{', '.join(found)} differ, of linears that are trained as one"]
-            found = dict([next(iter(found.items()))])
-        elif [array.shape for array in found.values()] == self._shapes(parameter, names):
-            whole = [*found.values()]
-            whole = whole[0] if len(whole) == 1 else np.concatenate(whole, axis=1)
-            found = {next(iter(found)): self.placement.trained_part(parameter, whole)}
-        elif len(names) > 1:
-            shapes = zip(found.items(), self._shapes(parameter, names), strict=True)
-            return [
-                f"{name} is {list(array.shape)}, not {list(shape)}"
-                for (name, array), shape in shapes
-                if array.shape != shape
-            ]
-        ((name, array),) = found.items()
-        if list(array.shape) != list(tensor.shape):
-            return [f"{name} is {list(array.shape)}, not {list(tensor.shape)}"]
+        shapes = self._shapes(parameter, names) if _has_layout(state) else [(1,)] * len(names)
+        problems = [
+            f"{name} is {list(array.shape)}, not {list(shape)}"
+            for (name, array), shape in zip(found.items(), shapes, strict=True)
+            if array.shape != shape
+        ]
+        parts = [*found.values()]
+        if not _has_layout(state) and len({array.tobytes() for array in parts}) > 1:
+            problems.append(f"{', '.join(found)} differ, of linears that are trained as one")
+        if problems or tensor is None:
+            return problems
+        array = parts[0]
+        if _has_layout(state):
+            whole = array if len(parts) == 1 else np.concatenate(parts, axis=1)
+            array = self.placement.trained_part(parameter, whole)
         tensor.set_value(array)
         return []
 
     def _gradients(self) -> list[Tensor]:
-        return [tensor.grad for tensor in self.tensors if tensor.grad is not None]
+        grads = map(gradient_of, self.tensors)
+        return [grad for grad in grads if grad is not None]
+
+
+def _host_value(find: Callable[[tuple], Tensor], key: tuple) -> np.ndarray:
+    return find(key).numpy()
 
 
 def _has_layout(state: str) -> bool:

@@ -34,6 +34,11 @@ from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
 SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
 PP = ("parallel.pp_degree=2",)
 SHARDING = ("parallel.sharding_degree=2",)
+OVERLAP = (
+    "parallel.fleet.sharding_configs={comm_overlap: true, enable_fuse_optimizer_states: true}",
+    "parallel.sharding_gather_overlap=true",
+    "train.recompute=full",
+)
 VIRTUAL = ("parallel.num_virtual_stages=2",)
 # As many samples in twice as many micro-batches.
 HALVES = ("train.gradient_accumulation_steps=8", "train.per_device_train_batch_size=2")
@@ -46,6 +51,7 @@ TOPOLOGIES = {
     "pp2 dynamic": (2, [*PP, "parallel.pp_shapes=dynamic"]),
     "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
+    "sharding2 stage 1 with overlap": (2, [*SHARDING, *OVERLAP]),
     "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
     "sharding2 stage 3": (2, [*SHARDING, "parallel.sharding_stage=3"]),
     "pp4 interleaved": (4, ["parallel.pp_degree=4", *VIRTUAL, *HALVES]),
@@ -81,6 +87,8 @@ HEAVY = {
         ["parallel.mp_degree=2", *PP, *SP, "parallel.pp_schedule=dualpipev"],
     ),
     "sharding2 pp2": (4, [*SHARDING, *PP]),
+    "sharding2 mp2 stage 1": (4, ["parallel.mp_degree=2", *SHARDING, *SP, *OVERLAP]),
+    "dp2 sharding2 stage 1": (4, ["parallel.dp_degree=2", *SHARDING]),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),
 }
