@@ -13,7 +13,7 @@ from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_p
 from paddle_vl.parallel.expert_parallel import ExpertPlacement, FleetExpertPlacement
 from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
 from paddle_vl.parallel.pipeline.split import split_layers
-from paddle_vl.parallel.sharding import Sharding
+from paddle_vl.parallel.sharding import Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.parallel.writers import FleetWriters
@@ -21,7 +21,14 @@ from paddle_vl.train.objective import Objective
 from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import WholeModel
 
-_NOT_DEGREES = {"vision", "pp_split", "branch_sync"}
+_NOT_DEGREES = {
+    "vision",
+    "pp_split",
+    "branch_sync",
+    "reshard_after_forward",
+    "reduce_dtype",
+    "reduce_once_per_step",
+}
 
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
@@ -92,8 +99,16 @@ class Layout:
         if group.nranks == 1:
             model.placement.trained = MasterWeights(model.fill())
         else:
-            units = [*model.vision_blocks, *model.decoder_layers]
-            model.placement.trained = Sharding(model.fill(), group, stage, units)
+            parallel = self.config.parallel
+            options = ShardingOptions(
+                parallel.reshard_after_forward,
+                parallel.reduce_dtype,
+                parallel.reduce_once_per_step,
+            )
+            chains = [model.vision_blocks, model.decoder_layers]
+            model.placement.trained = Sharding(
+                model.fill(), group, stage, chains, model.tables, options
+            )
 
     def runner(
         self,

@@ -97,6 +97,7 @@ class WholeModel:
         """
         terms = no_terms(self.objective)
         num_batches = len(batches) * self.processes.data_size
+        self.model.placement.trained.begin_step(len(batches))
         for batch in batches:
             with phase(Phase.FORWARD):
                 output = self.objective.output(self.model, batch)

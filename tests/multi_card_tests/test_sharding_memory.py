@@ -66,7 +66,7 @@ class Run:
         self.placement = model.placement
         parameters = model.fill() if hasattr(model, "fill") else model.parameters()
         self.trained = (
-            Sharding(parameters, group, stage, units) if stage else MasterWeights(parameters)
+            Sharding(parameters, group, stage, [units]) if stage else MasterWeights(parameters)
         )
         self.placement.trained = self.trained
         named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]

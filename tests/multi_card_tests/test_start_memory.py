@@ -83,7 +83,7 @@ def start(
     parameters: Iterable[Tensor] = model.fill()
     if is_old:
         parameters = list(parameters)
-    trained = Sharding(parameters, group, stage, units) if stage else MasterWeights(parameters)
+    trained = Sharding(parameters, group, stage, [units]) if stage else MasterWeights(parameters)
     peak = host_memory_stat_peak_value("Allocated", 0) - before
     held = between_steps(elements, stage, group.nranks)
     assert trained.stage == stage
@@ -126,7 +126,7 @@ def differing(build: Callable[[], nn.Layer], group) -> list[str]:
     wanted = build()
     wanted.fill_all()
     model = build()
-    sharding = Sharding(model.fill(), group, 3, units_of(model))
+    sharding = Sharding(model.fill(), group, 3, [units_of(model)])
     values = dict(wanted.named_parameters())
     return [
         name
