@@ -179,6 +179,11 @@ def sharding_settings_have_an_effect(config: RunConfig) -> Problems:
             f"parallel.reduce_once_per_step is true but {found}: stage 1 does so in any case, and "
             "stage 3 holds no whole gradients; set parallel.sharding_stage=2, or remove it"
         )
+    if parallel.reduce_once_per_step and config.train.gradient_accumulation_steps == 1:
+        yield (
+            "parallel.reduce_once_per_step is true but train.gradient_accumulation_steps is 1, so "
+            "every step reduces once: remove it, or set train.gradient_accumulation_steps above 1"
+        )
     if parallel.reduce_dtype == "bfloat16":
         if stage < 2:
             yield (
