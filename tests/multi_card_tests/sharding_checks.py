@@ -56,9 +56,7 @@ MODES = {
 }
 HALVES = {
     "2 bfloat16": Mode(2, ShardingOptions(reduce_dtype="bfloat16")),
-    "2 once bfloat16": Mode(
-        2, ShardingOptions(reduce_dtype="bfloat16", reduce_once_per_step=True)
-    ),
+    "2 once bfloat16": Mode(2, ShardingOptions(reduce_dtype="bfloat16", reduce_once_per_step=True)),
     "3 bfloat16": Mode(3, ShardingOptions(reduce_dtype="bfloat16")),
 }
 

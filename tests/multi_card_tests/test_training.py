@@ -45,8 +45,9 @@ TOPOLOGIES = {
     "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
     "sharding2 stage 3, kept": (
-        2, [*SHARDING, STAGE_3, "parallel.reshard_after_forward=false", "train.recompute=full"],
-    ),  # fmt: skip
+        2,
+        [*SHARDING, STAGE_3, "parallel.reshard_after_forward=false", "train.recompute=full"],
+    ),
     "pp4 interleaved": (4, ["parallel.pp_degree=4", "parallel.num_virtual_stages=2"]),
     "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
     "sharding2 mp2": (
@@ -58,8 +59,9 @@ TOPOLOGIES = {
 # More than two cores should run every time.
 HEAVY = {
     "sharding2 stage 2, reduced once": (
-        2, [*SHARDING, "parallel.sharding_stage=2", "parallel.reduce_once_per_step=true"],
-    ),  # fmt: skip
+        2,
+        [*SHARDING, "parallel.sharding_stage=2", "parallel.reduce_once_per_step=true"],
+    ),
     "dp2 sharding2 stage 3, kept": (
         4,
         ["parallel.dp_degree=2", *SHARDING, STAGE_3, "parallel.reshard_after_forward=false"],

@@ -182,9 +182,7 @@ def at_peak(
     return HeldBytes(parameters, held.masters, gradients, held.moments)
 
 
-def passing_bytes(
-    model: ModelElements, stage: int, options: ShardingOptions = _PLAIN
-) -> int:
+def passing_bytes(model: ModelElements, stage: int, options: ShardingOptions = _PLAIN) -> int:
     """What is needed beyond that for a moment, the most at any time.
 
     Of a unit its whole gradients beside the same packed to be sent, or beside those of the unit
@@ -206,9 +204,7 @@ def passing_bytes(
     if not options.reshard_after_forward:
         return max(packing, computing, table, width * unit.total)
     tables = width * max(model.table.total, head.total + head.trained)
-    return max(
-        packing + width * unit.total, computing + 2 * width * unit.total, table, tables
-    )
+    return max(packing + width * unit.total, computing + 2 * width * unit.total, table, tables)
 
 
 def _frozen_parts(model: ModelElements, num_ranks: int) -> float:

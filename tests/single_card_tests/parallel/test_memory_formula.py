@@ -1,8 +1,8 @@
 """The formula of a rank's memory, and the table of docs/sharding.md that it makes.
 
 Guarantees: by hand, every stage divides what it should; gradients of several micro-batches are
-counted, and what each option keeps; a model is counted without storage; the documented figures for pi07's published size are
-the formula's.
+counted, and what each option keeps; a model is counted without storage; the documented figures for
+pi07's published size are the formula's.
 """
 
 from dataclasses import replace
