@@ -6,6 +6,7 @@ kept apart and run by a backward pass of its own, as recomputation does, inside 
 have storage and behind which gradients are reduced, at the same places on every rank.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -155,5 +156,5 @@ def needs_gradient(value: Any) -> bool:
 
 def chained(units: Sequence[UnitForward]) -> None:
     """Tell units that run one behind the other of each other."""
-    for one, two in zip(units, units[1:], strict=False):
+    for one, two in itertools.pairwise(units):
         one.following, two.previous = two, one
