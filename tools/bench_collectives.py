@@ -126,7 +126,7 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
     if degrees.get("pp_degree", 1) > 1:
         virtual = degrees.get("num_virtual_stages", 1)
         messages = (2 * virtual - 1) * MICRO_BATCHES
-        calls["pipeline"].update(isend=messages, irecv=messages)
+        calls["pipeline"].update(send=messages, recv=messages)
     if degrees.get("sharding_degree", 1) > 1:
         stage, units = degrees.get("sharding_stage", 1), LAYERS + DEPTH
         # Micro-batches that reduce, and those that gather in each pass.

@@ -70,6 +70,20 @@ class ModelConfig(Section):
     )
 
 
+class FleetConfig(Section):
+    """Options of paddle.distributed.fleet's own, by the names of its DistributedStrategy."""
+
+    mp_configs: dict[str, bool | int | float | str] = Field(
+        {}, description="of tensor parallelism, e.g. {mp_async_allreduce: true}"
+    )
+    pp_configs: dict[str, bool | int | float | str] = Field(
+        {}, description="of the pipeline, e.g. {overlap_p2p_comm: true}"
+    )
+    sharding_configs: dict[str, bool | int | float | str] = Field(
+        {}, description="of sharding at stage 1, e.g. {comm_overlap: true}"
+    )
+
+
 class ParallelConfig(Section):
     """How many processes share the work along each axis; 1 is off."""
 
@@ -131,6 +145,9 @@ class ParallelConfig(Section):
         "hoisted",
         description="policies: each process lays out the optional parts that its own samples have, "
         "or, as OpenTau does, those that any process has in this micro-batch",
+    )
+    fleet: FleetConfig = Field(
+        FleetConfig(), description="options of fleet's own, which its strategy must know"
     )
 
 

@@ -34,8 +34,9 @@ from paddle.distributed import collective
 from paddle_vl.parallel import collective_board
 from paddle_vl.parallel.collective_board import receive, send
 from paddle_vl.parallel.gloo_fleet.peers import peer_error
-from paddle_vl.parallel.recorder import Collective, Recording, observed
+from paddle_vl.parallel.recorder import Recording
 from paddle_vl.parallel.store.rendezvous import meet
+from paddle_vl.parallel.traffic import Collective, observed
 
 VARIABLE = "PADDLE_VL_CHECK_COLLECTIVES"
 # Files whose frames tell nothing about a program; `<string>` is code without one.

@@ -1,78 +1,16 @@
-"""What a rank sends: every collective of this package while recording, in order.
+"""What a rank sends: every collective and message of this process while recording, in order.
 
-For counts that hold on any machine, and for comparing the order of ranks; `collective_check` stops
-a run at the first one that ranks do not agree on.
+Fleet's own traffic and this package's, for counts that hold on any machine, and for comparing the
+order of ranks; `collective_check` stops a run at the first one that ranks do not agree on.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
-import paddle.distributed as dist
+from paddle_vl.parallel.traffic import Collective, observed
 
-# Where this package calls each collective, and the argument that holds what a rank contributes.
-SITES = (
-    (dist, "all_reduce", "tensor"),
-    (dist, "all_gather", "tensor"),
-    (dist.stream, "all_gather", "tensor"),
-    (dist.stream, "reduce_scatter", "tensor_or_tensor_list"),
-    (dist, "alltoall_single", "in_tensor"),
-    (dist, "broadcast", "tensor"),
-    (dist, "barrier", None),
-    (dist, "all_gather_object", None),
-    (dist, "isend", "tensor"),
-    (dist, "irecv", "tensor"),
-)
-_MESSAGES = ("isend", "irecv")
-# Ranks may contribute different numbers of rows to one, and objects of any size to the other.
-_UNEVEN = ("alltoall_single", "all_gather_object")
-
-
-class Collective(NamedTuple):
-    """One call on one rank.
-
-    Attributes:
-        phase: what the recording was told it is in.
-        kind: the function's name; isend and irecv are messages to and from one rank.
-        ranks: of the group, in its order; sender and receiver of a message.
-        num_bytes: what this rank contributes, or receives in a message; 0 for objects.
-        dtype, shape: of that; empty for objects and barriers.
-    """
-
-    phase: str
-    kind: str
-    ranks: tuple[int, ...]
-    num_bytes: int
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def is_message(self) -> bool:
-        return self.kind in _MESSAGES
-
-    @property
-    def line(self) -> tuple[bool, tuple[int, ...]]:
-        """Whose order counts: all collectives of these ranks, or messages from one to another."""
-        return self.is_message, self.ranks
-
-    @property
-    def agreed(self) -> tuple:
-        """What must be the same on every rank of a line."""
-        if self.is_message:
-            return self.dtype, self.shape
-        return (self.kind, self.dtype, () if self.kind in _UNEVEN else self.shape)
-
-    def describe(self) -> str:
-        """E.g. `all_gather of float32 [12, 4] in backward`."""
-        what = f"{self.kind} of {self.dtype} {list(self.shape)}" if self.dtype else self.kind
-        return f"{what} in {self.phase}" if self.phase else what
+__all__ = ["Collective", "Recording", "first_difference", "record_collectives"]
 
 
 @dataclass
@@ -96,58 +34,6 @@ def record_collectives() -> Iterator[Recording]:
 
     with observed(record):
         yield recording
-
-
-@contextmanager
-def observed(observe: Callable[[Collective], object]) -> Iterator[None]:
-    """Call `observe` on this rank right before each of its collectives."""
-    kept = [(module, name, getattr(module, name)) for module, name, _ in SITES]
-    # Some of Paddle's are made of others.
-    running: list[str] = []
-    try:
-        for module, name, argument in SITES:
-            function = getattr(module, name)
-            setattr(module, name, _observed(observe, running, name, argument, function))
-        yield
-    finally:
-        for module, name, function in kept:
-            setattr(module, name, function)
-
-
-def _observed(
-    observe: Callable[[Collective], object],
-    running: list[str],
-    kind: str,
-    argument: str | None,
-    function: Callable[..., Any],
-) -> Callable[..., Any]:
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def observing(*args: Any, **kwargs: Any) -> Any:
-        if running:
-            return function(*args, **kwargs)
-        observe(_call(kind, argument, signature.bind(*args, **kwargs).arguments))
-        running.append(kind)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            running.pop()
-
-    return observing
-
-
-def _call(kind: str, argument: str | None, given: dict[str, Any]) -> Collective:
-    group, own = given.get("group"), dist.get_rank()
-    ranks = tuple(range(dist.get_world_size()) if group is None else group.ranks)
-    if kind in _MESSAGES:
-        ranks = (own, given["dst"]) if kind == "isend" else (given["src"], own)
-    if argument is None:
-        return Collective("", kind, ranks, 0)
-    sent = given[argument]
-    dtype = str(sent.dtype).removeprefix("paddle.")
-    num_bytes = sent.size * sent.element_size()
-    return Collective("", kind, ranks, num_bytes, dtype, tuple(sent.shape))
 
 
 def first_difference(calls_of_ranks: Sequence[Sequence[Collective]]) -> str | None:

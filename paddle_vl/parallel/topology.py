@@ -18,8 +18,10 @@ from paddle.distributed.fleet.base.topology import HybridCommunicateGroup
 from paddle.distributed.fleet.utils import log_util
 
 from paddle_vl.config.load import raise_problems
+from paddle_vl.config.schema import FleetConfig
 from paddle_vl.parallel.collective_check import check_run_if_asked
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.fleet_strategy import fleet_problems, fleet_strategy
 from paddle_vl.parallel.gloo_fleet import install
 from paddle_vl.parallel.store.rendezvous import meet
 
@@ -110,8 +112,11 @@ class Topology:
         return f"rank {self.rank}" + (f" ({', '.join(coordinates)})" if coordinates else "")
 
 
-def initialize(degrees: ParallelDegrees) -> Topology:
+def initialize(degrees: ParallelDegrees, options: FleetConfig | None = None) -> Topology:
     """Start fleet with these degrees, on every rank together; one process needs none.
+
+    Args:
+        options: of fleet's own, see `paddle_vl.parallel.fleet_strategy`.
 
     Fleet seeds Paddle's generators when there are mp processes: seed a run's own afterwards.
 
@@ -120,13 +125,15 @@ def initialize(degrees: ParallelDegrees) -> Topology:
             `paddle_vl.parallel.collective_check`.
         RuntimeError: fleet was started with other degrees before.
     """
-    raise_problems(plan_problems(Plan(degrees, dist.get_world_size())))
+    problems = plan_problems(Plan(degrees, dist.get_world_size()))
+    raise_problems([*problems, *fleet_problems(options or FleetConfig(), degrees)])
     if degrees.num_processes == 1:
         return Topology.single(degrees)
     install()
     meet()
     with _quiet():
-        fleet.init(is_collective=True, strategy=_strategy(degrees), log_level="WARNING")
+        strategy = fleet_strategy(degrees, options)
+        fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
     communicators = fleet.get_hybrid_communicate_group()
     rank = dist.get_rank()
     groups, other = {}, []
@@ -184,11 +191,3 @@ def _own_group(members: list[list[int]], rank: int) -> Group | None:
         if rank in ranks:
             own = group or _group_of_one(rank)
     return own
-
-
-def _strategy(degrees: ParallelDegrees) -> fleet.DistributedStrategy:
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {key: degrees.degree(axis) for axis, (key, _) in _FLEET_AXES.items()}
-    # Otherwise fleet seeds Paddle from NumPy's generator, differently on every rank and run.
-    strategy.tensor_parallel_configs = {"tensor_init_seed": 1}
-    return strategy

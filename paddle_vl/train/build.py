@@ -53,7 +53,7 @@ def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
         # First: what is wrong with a folder that another run is filling says little.
         RunLock.check(Path(config.train.output_dir))
     raise_problems(launch_problems(config, paddle.get_device()))
-    topology = initialize(parallel_degrees(config))
+    topology = initialize(parallel_degrees(config), config.parallel.fleet)
     several = topology.world_size > 1
     processes = FleetProcesses(topology) if several else ONE_PROCESS
     if several:

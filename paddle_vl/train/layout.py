@@ -25,6 +25,7 @@ _NOT_DEGREES = {
     "vision",
     "pp_split",
     "branch_sync",
+    "fleet",
     "reshard_after_forward",
     "reduce_dtype",
     "reduce_once_per_step",

@@ -20,10 +20,11 @@ from paddle.base.core import (
 
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.parallel.recorder import Collective, observed, record_collectives
+from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.sharding import Sharding, ShardingOptions, buckets
 from paddle_vl.parallel.sharding.pending import Pending
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.parallel.traffic import observed
 from tests.launch import run_checks
 from tests.multi_card_tests.sharding_models import (
     DIM,

@@ -8,6 +8,7 @@ variable of the environment checks a whole run, which stays what it is.
 """
 
 import json
+import pickle
 import re
 import time
 from functools import partial
@@ -29,6 +30,7 @@ from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 
 # Far below gloo's own time-out, far above what a check takes.
 SECONDS = 20.0
+OBJECT_BYTES = len(pickle.dumps({"rank": 0}))
 
 
 def send_everything(group) -> list:
@@ -167,8 +169,10 @@ def test_every_kind_is_recorded_once(outcomes):
             ("alltoall_single", everyone, own, "float32"),
             ("all_reduce", everyone, own, "float32"),
             ("broadcast", everyone, row, "float32"),
-            ("all_gather_object", everyone, 0, ""),
-            ("isend" if rank % 2 == 0 else "irecv", pair, own, "float32"),
+            # An object's size, and then the object.
+            ("all_gather", everyone, 8, "int64"),
+            ("all_gather", everyone, OBJECT_BYTES, "uint8"),
+            ("send" if rank % 2 == 0 else "recv", pair, own, "float32"),
             ("barrier", everyone, 0, ""),
         ]
         assert {call.phase for call in calls} == {"forward"}

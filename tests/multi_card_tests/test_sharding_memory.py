@@ -2,12 +2,12 @@
 
 Guarantees, with every option of the stages: bytes of parameters, float32 copies, gradients and
 Adam's moments are those of the formula within 5 %, after building, at the end of a backward pass
-and after a step, float32 and (but for gradients) bfloat16, with a frozen part too; at every stage parameters of a bfloat16 model are
-bfloat16, and copies, moments and the gradients that the optimizer sees float32, of every trained
-value once over all ranks, and checkpoints have these dtypes; three steps from bfloat16 gradients
-give every stage the same copies, moments and parameters; at stage 3 losses and gradients of
-recomputed units equal one process's, and so do those of one of pi07's losses alone, which leaves
-parameters without a gradient.
+and after a step, float32 and (but for gradients) bfloat16, with a frozen part too; at every stage
+parameters of a bfloat16 model are bfloat16, and copies, moments and the gradients that the
+optimizer sees float32, of every trained value once over all ranks, and checkpoints have these
+dtypes; three steps from bfloat16 gradients give every stage the same copies, moments and
+parameters; at stage 3 losses and gradients of recomputed units equal one process's, and so do those
+of one of pi07's losses alone, which leaves parameters without a gradient.
 """
 
 import gc

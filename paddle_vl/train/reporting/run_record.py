@@ -28,6 +28,7 @@ import paddle
 
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.files.named_errors import write_text
+from paddle_vl.parallel.fleet_strategy import effective_options, fleet_strategy
 from paddle_vl.train.layout import parallel_degrees
 from paddle_vl.train.reporting.run_starts import RUN_FILE, read_starts
 
@@ -76,7 +77,10 @@ class RunRecord:
 
 def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
     """What run.json says of a start now, in this process."""
-    device = paddle.get_device()
+    device, degrees = paddle.get_device(), parallel_degrees(config)
+    fleet_options = None
+    if degrees.num_processes > 1:
+        fleet_options = effective_options(fleet_strategy(degrees, config.parallel.fleet))
     name = paddle.device.cuda.get_device_name() if device.startswith("gpu") else _processor_name()
     return {
         "started": _now(),
@@ -93,7 +97,8 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
         "platform": platform.platform(),
         "device": device,
         "device_name": name,
-        "num_processes": parallel_degrees(config).num_processes,
+        "num_processes": degrees.num_processes,
+        "fleet": fleet_options,
         "parallel": config.parallel.model_dump(),
         "settings": config.model_dump(),
     }

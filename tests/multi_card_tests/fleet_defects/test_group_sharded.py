@@ -28,6 +28,7 @@ from paddle.distributed.fleet.meta_parallel.sharding import (
 from paddle.distributed.sharding import group_sharded_parallel
 
 from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.topology import initialize
 from tests.launch import launch, outcome_of, run_checks
 
@@ -94,21 +95,13 @@ def stage_2_error(group, has_option: bool) -> float:
 
 def stage_3_collectives(group, has_option: bool) -> int:
     """How many a step sends where all ranks agree."""
-    model, sent = Branched(), []
-    kinds = ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "reduce")
-    with runs_on_cpu(), pytest.MonkeyPatch.context() as patch:
+    model = Branched()
+    with runs_on_cpu(), record_collectives() as recording:
         sgd = paddle.optimizer.SGD(1.0, model.parameters())
         sharded, _, _ = group_sharded_parallel(model, sgd, "p_g_os", group=group, segment_size=64)
-        for kind in kinds:
-            method = getattr(core.ProcessGroupGloo, kind)
-
-            def told(*args, _method=method, **settings):
-                sent.append(_method)
-                return _method(*args, **settings)
-
-            patch.setattr(core.ProcessGroupGloo, kind, told)
+        recording.phase = "step"
         sharded(data(group.rank), has_option).backward()
-    return len(sent)
+    return len(recording.of("step"))
 
 
 def worker() -> dict:

@@ -18,8 +18,6 @@ SERIALIZERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal",
 OBJECT_FUNCTIONS = {
     "all_gather_object", "broadcast_object_list", "scatter_object_list", "gather_object",
 }  # fmt: skip
-# Where the recorder looks whether a user's code calls them.
-WATCHES = {"parallel/recorder.py"}
 # Multiprocessing between a process and its own workers.
 OWN_WORKERS = {"data/worker_pool.py", "data/work_board.py"}
 
@@ -54,8 +52,7 @@ def test_no_module_lets_paddle_send_objects(module):
     names = {node.attr for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)}
     names |= {name.rpartition(".")[2] for name in imported(module)}
     assert not names & OBJECT_FUNCTIONS
-    if module not in WATCHES:
-        assert not any(name in (PACKAGE / module).read_text() for name in OBJECT_FUNCTIONS)
+    assert not any(name in (PACKAGE / module).read_text() for name in OBJECT_FUNCTIONS)
 
 
 @pytest.mark.parametrize("module", MODULES)

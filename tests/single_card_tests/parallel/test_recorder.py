@@ -1,82 +1,54 @@
 """What the recorder knows, and how recordings of ranks are compared.
 
-Guarantees: every function of paddle.distributed that parallel/ calls is either one that the
-recorder watches or known to send nothing; the first difference of recordings is found on each
-line of ranks, in order, whatever other lines hold; messages are compared with those at their other
-end.
+Guarantees: every method of Paddle's process groups, and every operator that fleet calls, is either
+one that the recorder watches or known to send nothing; the first difference of recordings is found
+on each line of ranks, in order, whatever other lines hold; messages are compared with those at
+their other end.
 """
 
-import ast
+import re
 from pathlib import Path
 
-import paddle_vl.parallel
-from paddle_vl.parallel.recorder import SITES, Collective, first_difference
+import paddle.distributed as dist
+import pytest
+from paddle.base import core
 
-FOLDER = Path(paddle_vl.parallel.__file__).parent
-# Names of paddle.distributed that send nothing over a group of tensors: questions, types, modules,
-# the making of groups.
-SILENT = {
-    "ReduceOp", "ParallelEnv", "get_rank", "get_world_size", "new_group", "stream", "fleet",
-    "collective", "communication", "launch", "parallel",
+from paddle_vl.parallel import traffic
+from paddle_vl.parallel.recorder import Collective, first_difference
+from paddle_vl.parallel.traffic import observed
+
+DISTRIBUTED = Path(dist.__file__).parent
+# Where Paddle's own code sends under dynamic graphs.
+FOLDERS = (
+    "communication", "fleet/base", "fleet/layers", "fleet/meta_optimizers/dygraph_optimizer",
+    "fleet/meta_parallel", "fleet/recompute", "fleet/utils",
+)  # fmt: skip
+# Operators that send nothing.
+LOCAL = {
+    "bitwise_or", "c_embedding", "c_identity", "c_split", "check_finite_and_unscale", "dropout",
+    "fused_gemm_epilogue", "fused_linear_param_grad_add", "linear", "matmul", "sync_calc_stream",
+    "sync_comm_stream",
 }  # fmt: skip
-# What sends inside of these is not ours to record.
-MODULES = ("fleet", "collective")
+# Those of static graphs and of other devices, and a loss that nothing here uses.
+ELSEWHERE = {"reduce", "barrier", "c_softmax_with_multi_label_cross_entropy"}
 
 
-def used_names(path: Path) -> set[str]:
-    """What a file uses of paddle.distributed, dotted, e.g. `stream.all_gather`."""
-    aliases, names = {}, set()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name == "paddle.distributed" and alias.asname:
-                    aliases[alias.asname] = ""
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            module = f"{node.module}.".removeprefix("paddle.distributed.")
-            if node.module.startswith("paddle.distributed"):
-                names |= {f"{module}{alias.name}" for alias in node.names}
-            elif node.module == "paddle":
-                aliases |= {a.asname or a.name: "" for a in node.names if a.name == "distributed"}
-    for node in ast.walk(tree):
-        dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        for alias in (*aliases, "paddle.distributed"):
-            if dotted.startswith(f"{alias}."):
-                names.add(dotted.removeprefix(f"{alias}."))
-    return names
+def test_all_operators_of_fleet_that_send_are_watched():
+    used = set()
+    for folder in FOLDERS:
+        for path in (DISTRIBUTED / folder).rglob("*.py"):
+            used |= set(re.findall(r"_C_ops\.(\w+)\(", path.read_text(encoding="utf-8")))
+    assert used - LOCAL - ELSEWHERE
+    unknown = used - LOCAL - ELSEWHERE - set(traffic._OPERATORS)
+    assert not unknown, "add it to traffic._OPERATORS, or to LOCAL here if it sends nothing"
 
 
-def test_all_that_is_sent_is_watched():
-    watched = {
-        f"stream.{name}" if "stream" in module.__name__ else name for module, name, _ in SITES
-    }
-    unknown = {}
-    for path in sorted(FOLDER.rglob("*.py")):
-        if path.name == "recorder.py":
-            continue
-        names = {
-            name
-            for name in used_names(path)
-            if name.split(".")[0] not in MODULES
-            and name not in watched
-            and name.split("(")[0].split(".")[0] not in SILENT - {"stream"}
-            and name != "stream"
-        }
-        if names:
-            unknown[path.name] = names
-    assert not unknown, "add it to recorder.SITES, or to SILENT here if it sends nothing"
-
-
-def test_a_call_that_is_not_known_is_found(tmp_path):
-    path = tmp_path / "new.py"
-    path.write_text(
-        "import paddle.distributed as dist\n"
-        "from paddle.distributed import scatter\n"
-        "dist.reduce(x)\ndist.stream.broadcast(x)\ndist.ReduceOp.MAX\n",
-        encoding="utf-8",
-    )
-    found = used_names(path)
-    assert {"scatter", "reduce", "stream.broadcast", "ReduceOp.MAX"} <= found
+def test_a_method_of_groups_that_is_not_known_is_refused(monkeypatch):
+    monkeypatch.setattr(core.ProcessGroup, "all_to_some", lambda group: None, raising=False)
+    before = core.ProcessGroup.all_reduce
+    with pytest.raises(RuntimeError, match="a method all_to_some"), observed(print):
+        pass
+    assert core.ProcessGroup.all_reduce is before
 
 
 def sums(*sizes: int, ranks=(0, 1), phase="forward") -> list[Collective]:
@@ -113,11 +85,17 @@ def test_uneven_collectives_may_differ_in_rows():
     assert first_difference([exchange(3), sums(3, phase="")]) is not None
 
 
+def test_a_number_is_the_same_with_and_without_an_axis():
+    bare = Collective("", "broadcast", (0, 1), 4, "float32", ())
+    assert first_difference([[bare], [bare._replace(shape=(1,))]]) is None
+    assert first_difference([[bare], [bare._replace(shape=(2,), num_bytes=8)]]) is not None
+
+
 def test_messages_are_compared_with_their_other_end():
     def message(kind, ranks, size):
         return Collective(kind, kind, ranks, 4 * size, "float32", (size,))
 
-    sent, back = message("isend", (0, 1), 3), message("isend", (1, 0), 4)
-    received, returned = message("irecv", (0, 1), 3), message("irecv", (1, 0), 4)
+    sent, back = message("send", (0, 1), 3), message("send", (1, 0), 4)
+    received, returned = message("recv", (0, 1), 3), message("recv", (1, 0), 4)
     assert first_difference([[sent, returned], [back, received]]) is None
-    assert "message 1 of ranks [0, 1]" in first_difference([[sent], [message("irecv", (0, 1), 2)]])
+    assert "message 1 of ranks [0, 1]" in first_difference([[sent], [message("recv", (0, 1), 2)]])

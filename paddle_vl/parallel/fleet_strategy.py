@@ -1,0 +1,165 @@
+"""Fleet's strategy of a run: degrees, what this package needs, and what the user sets beside it.
+
+`parallel.fleet` hands options of fleet's own through, by the names of this Paddle's
+`DistributedStrategy`: `mp_configs`, `pp_configs`, `sharding_configs`. An option that a setting of
+this package decides, or that is known to be wrong here, is refused with the reason.
+"""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+import paddle
+from google.protobuf.descriptor import FieldDescriptor
+from paddle.distributed import fleet
+from paddle.distributed.fleet.utils import log_util
+
+from paddle_vl.config.schema import FleetConfig
+from paddle_vl.parallel.degrees import ParallelDegrees, Problems
+
+_DEGREES = {"dp": "dp_degree", "mp": "mp_degree", "pp": "pp_degree", "sharding": "sharding_degree"}
+_SECTIONS = {"mp_configs": "mp", "pp_configs": "pp", "sharding_configs": "sharding"}
+
+_NOT_RUN = (
+    "belongs to HybridParallelOptimizer.step, which does not run here: replicated parameters stay "
+    "equal because their gradients are summed"
+)
+_OUTSIDE = (
+    "overlaps the sums of parameters that the PipelineLayer registers, and the model stays outside "
+    "of it; use sharding_configs.comm_overlap"
+)
+_REFUSED = {
+    "mp_configs": {
+        **dict.fromkeys(("sync_param", "sync_grad", "sync_moment", "sync_mode"), _NOT_RUN),
+        "need_broadcast_data": "is off here: every rank reads its own batches",
+    },
+    "pp_configs": {
+        **dict.fromkeys(("sync_param", "sync_moment", "sync_mode"), _NOT_RUN),
+        **dict.fromkeys(("dp_comm_overlap", "sharding_comm_overlap"), _OUTSIDE),
+        "delay_scale_loss": "is on here: losses are divided by what the whole step counts",
+        "release_gradients": "crashes in paddlepaddle 3.3.1 when a parameter has no gradient",
+        "enable_dynamic_shape": "is decided by parallel.pp_shapes",
+        "use_dualpipev": "is decided by parallel.pp_schedule",
+    },
+    "sharding_configs": {
+        "split_param": "is on here, which is DygraphShardingOptimizerV2: without it rates and "
+        "decay of single parameters are ignored as soon as gradients are fused",
+        "tensor_fusion": "belongs to fleet's first sharding optimizer, which ignores the rates of "
+        "single parameters; the second one fuses always",
+        "accumulate_steps": "is train.gradient_accumulation_steps",
+        "release_gradients": "crashes in paddlepaddle 3.3.1 together with dp, and allows one "
+        "micro-batch only",
+        "free_grads_in_comm": "needs release_gradients, which is refused",
+    },
+}
+_NO_MESSAGES = "is a message of NCCL's settings; set NCCL's environment variables in its place"
+_KINDS = {
+    FieldDescriptor.CPPTYPE_BOOL: bool,
+    FieldDescriptor.CPPTYPE_INT32: int,
+    FieldDescriptor.CPPTYPE_INT64: int,
+    FieldDescriptor.CPPTYPE_FLOAT: float,
+    FieldDescriptor.CPPTYPE_STRING: str,
+}
+
+
+def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
+    """What keeps `parallel.fleet` from being used: unknown, refused, or without effect."""
+    for section, values in _given(options).items():
+        axis = _SECTIONS[section]
+        if values and degrees.degree(axis) == 1:
+            yield (
+                f"parallel.fleet.{section} has {', '.join(values)} but parallel.{_DEGREES[axis]} "
+                f"is 1: it has no effect; remove it, or set {_DEGREES[axis]}"
+            )
+        if values and axis == "sharding" and degrees.sharding_stage > 1:
+            yield (
+                f"parallel.fleet.{section} has {', '.join(values)} but parallel.sharding_stage is "
+                f"{degrees.sharding_stage}: fleet shards at stage 1 only; remove it, or set "
+                "sharding_stage=1"
+            )
+        for name, value in values.items():
+            if (problem := _option_problem(section, name, value)) is not None:
+                yield f"parallel.fleet.{section}.{name} {problem}"
+
+
+def _option_problem(section: str, name: str, value: Any) -> str | None:
+    fields = _message(_new_strategy(), section).DESCRIPTOR.fields_by_name
+    refused = _REFUSED[section]
+    if name not in fields:
+        known = [each for each in fields if each not in refused]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        return f"is not known to fleet of paddlepaddle {paddle.__version__}; the nearest is {near}"
+    if name in refused:
+        return refused[name]
+    if fields[name].cpp_type not in _KINDS:
+        return _NO_MESSAGES
+    kind = _KINDS[fields[name].cpp_type]
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        return f"is {value!r}; its type is {kind.__name__}"
+    return None
+
+
+def fleet_strategy(degrees: ParallelDegrees, options: FleetConfig | None = None) -> Any:
+    """The `DistributedStrategy` of a run on this device.
+
+    Args:
+        options: of `parallel.fleet`; they go before this package's defaults.
+    """
+    strategy = _new_strategy()
+    strategy.hybrid_configs = {key: degrees.degree(axis) for axis, key in _DEGREES.items()}
+    given = _given(options or FleetConfig())
+    for section, defaults in _defaults(degrees, paddle.get_device()).items():
+        message = _message(strategy, section)
+        for name, value in {**defaults, **given[section]}.items():
+            setattr(message, name, value)
+    # The default sends parts of different rows under sequence parallelism, and nothing raises.
+    strategy.pipeline_configs = {"enable_partial_send_recv": False}
+    # Otherwise fleet seeds Paddle from NumPy's generator, differently on every rank and run.
+    strategy.tensor_parallel_configs = {"tensor_init_seed": 1}
+    return strategy
+
+
+def effective_options(strategy: Any) -> dict[str, dict[str, Any]]:
+    """All options of the three sections as they are, for the record of a run."""
+    return {section: dict(_values(_message(strategy, section))) for section in _SECTIONS}
+
+
+def _defaults(degrees: ParallelDegrees, device: str) -> dict[str, dict[str, Any]]:
+    """What this package sets, by section."""
+    on_cpu = device.startswith("cpu")
+    return {
+        "mp_configs": {"sync_param": False, "need_broadcast_data": False},
+        "pp_configs": {
+            "delay_scale_loss": True,
+            # Gloo has no batches of messages.
+            "use_batch_p2p_comm": not on_cpu,
+        },
+        "sharding_configs": {
+            "split_param": True,
+            "accumulate_steps": degrees.num_micro_batches,
+        },
+    }
+
+
+def _given(options: FleetConfig) -> dict[str, dict[str, Any]]:
+    return {
+        "mp_configs": options.mp_configs,
+        "pp_configs": options.pp_configs,
+        "sharding_configs": options.sharding_configs,
+    }
+
+
+def _new_strategy() -> Any:
+    # It says that it exists.
+    log_util.set_log_level("WARNING")
+    return fleet.DistributedStrategy()
+
+
+def _message(strategy: Any, section: str) -> Any:
+    return getattr(strategy.strategy.hybrid_configs, section)
+
+
+def _values(message: Any) -> Iterator[tuple[str, Any]]:
+    for field in message.DESCRIPTOR.fields:
+        if field.cpp_type in _KINDS:
+            yield field.name, getattr(message, field.name)

@@ -1,0 +1,263 @@
+"""Sees every collective and message of this process where it leaves Python, whoever starts it.
+
+Functions of paddle.distributed and fleet's layers, pipeline and sharding all end in a method of a
+process group, which fleet often calls directly; a few operators send by themselves. Both are
+replaced while somebody observes, for every backend. What a call is made of counts as that call: the
+methods of gloo's groups, for example, are made of others.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import paddle
+import paddle.distributed as dist
+from paddle import Tensor
+from paddle.base import core
+from paddle.distributed import collective
+
+from paddle_vl.parallel.gloo_fleet import peers
+
+_MESSAGES = ("send", "recv")
+# Ranks may contribute different numbers of rows.
+_UNEVEN = ("alltoall", "alltoall_single")
+
+
+class Collective(NamedTuple):
+    """One call on one rank.
+
+    Attributes:
+        phase: what the recording was told it is in.
+        kind: send and recv are messages to and from one rank.
+        ranks: of the group, in its order; sender and receiver of a message.
+        num_bytes: what this rank contributes, or receives in a message or a scatter.
+        dtype, shape: of that; empty for barriers. Several tensors have their number as first axis.
+    """
+
+    phase: str
+    kind: str
+    ranks: tuple[int, ...]
+    num_bytes: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in _MESSAGES
+
+    @property
+    def line(self) -> tuple[bool, tuple[int, ...]]:
+        """Whose order counts: all collectives of these ranks, or messages from one to another."""
+        return self.is_message, self.ranks
+
+    @property
+    def agreed(self) -> tuple:
+        """What must be the same on every rank of a line."""
+        # Fleet sends a number as [] and receives it as [1].
+        shape = self.shape or (1,)
+        if self.is_message:
+            return self.dtype, shape
+        return (self.kind, self.dtype, () if self.kind in _UNEVEN else shape)
+
+    def describe(self) -> str:
+        """E.g. `all_gather of float32 [12, 4] in backward`."""
+        what = f"{self.kind} of {self.dtype} {list(self.shape)}" if self.dtype else self.kind
+        return f"{what} in {self.phase}" if self.phase else what
+
+
+class _Method(NamedTuple):
+    """A method of process groups.
+
+    Attributes:
+        kind: of the collective.
+        tensor: which of its arguments this rank contributes or receives; None for none.
+        peer: which is the other end of a message, by its rank in the group.
+        num_parts: which is the number of parts, of which the tensor gives one.
+        swapped: with fewer arguments than this it is Paddle's older overload, whose first two are
+            the other way round.
+    """
+
+    kind: str
+    tensor: int | None
+    peer: int | None = None
+    num_parts: int | None = None
+    swapped: int = 0
+
+
+_METHODS = {
+    "all_reduce": _Method("all_reduce", 0),
+    "allreduce": _Method("all_reduce", 0),
+    "reduce": _Method("reduce", 0),
+    "broadcast": _Method("broadcast", 0),
+    "all_gather": _Method("all_gather", 1, swapped=3),
+    "all_gather_into_tensor": _Method("all_gather", 1),
+    "all_gather_partial": _Method("all_gather", 1, num_parts=2),
+    "reduce_scatter": _Method("reduce_scatter", 1),
+    "reduce_scatter_tensor": _Method("reduce_scatter", 1),
+    "all_to_all": _Method("alltoall", 1),
+    "all_to_all_tensor": _Method("alltoall", 1),
+    "alltoall": _Method("alltoall", 0),
+    "all_to_all_single": _Method("alltoall_single", 1),
+    "alltoall_single": _Method("alltoall_single", 0),
+    "scatter": _Method("scatter", 0, swapped=4),
+    "scatter_tensor": _Method("scatter", 0),
+    "gather": _Method("gather", 0),
+    "send": _Method("send", 0, peer=1),
+    "send_partial": _Method("send", 0, peer=1, num_parts=2),
+    "recv": _Method("recv", 0, peer=1),
+    "recv_partial": _Method("recv", 0, peer=1, num_parts=2),
+    "barrier": _Method("barrier", None),
+}
+_ON_CALC_STREAM = "_on_calc_stream"
+# Methods that send nothing, or whose messages are seen one by one.
+SILENT_METHODS = {
+    "rank", "size", "name", "_start_coalescing", "_end_coalescing", "eager_connect",
+    "eager_connect_ring_exchange", "create", "create_default_device", "get_comm_name",
+    "_pybind11_conduit_v1_",
+}  # fmt: skip
+
+
+class _Operator(NamedTuple):
+    """An operator that sends without a method of a group.
+
+    Attributes:
+        kind: of each of its collectives.
+        group: which argument is the group's number.
+        times: how many collectives it is made of.
+        rows: they are of one element a row.
+    """
+
+    kind: str
+    group: int
+    times: int = 1
+    rows: bool = False
+
+
+# Those that fleet calls under dynamic graphs; the first argument is the tensor.
+_OPERATORS = {
+    "c_concat": _Operator("all_gather", 3),
+    "all_gather": _Operator("all_gather", 1),
+    "all_reduce": _Operator("all_reduce", 1),
+    "all_reduce_": _Operator("all_reduce", 1),
+    "mp_allreduce_sum": _Operator("all_reduce", 1),
+    # The greatest logit, the target's, and the sum of the exponentials.
+    "c_softmax_with_cross_entropy": _Operator("all_reduce", 3, times=3, rows=True),
+}
+
+Observe = Callable[[Collective], object]
+
+
+@contextmanager
+def observed(observe: Observe) -> Iterator[None]:
+    """Call `observe` on this rank right before each of its collectives and messages.
+
+    Raises:
+        RuntimeError: this Paddle's process groups have methods that are not known here.
+    """
+    running = threading.local()
+    kept = []
+    try:
+        for owner, name, see in _sites():
+            own = vars(owner)[name]
+            kept.append((owner, name, own))
+            setattr(owner, name, _observing(observe, running, getattr(owner, name), see))
+        yield
+    finally:
+        for owner, name, own in reversed(kept):
+            setattr(owner, name, own)
+
+
+def _sites() -> Iterator[tuple[Any, str, Callable[..., list[Collective]]]]:
+    """Owner, name, and what makes collectives of the arguments of a call."""
+    for owner in _group_classes():
+        for name in list(vars(owner)):
+            method = _METHODS.get(name.removesuffix(_ON_CALC_STREAM))
+            if method is not None:
+                is_older = method.swapped > 0 and not name.endswith(_ON_CALC_STREAM)
+                own = method if is_older else method._replace(swapped=0)
+                yield owner, name, functools.partial(_of_method, own)
+            elif not name.startswith("__") and name not in SILENT_METHODS:
+                raise RuntimeError(
+                    f"paddlepaddle {paddle.__version__} has process groups with a method {name}, "
+                    "which the recorder does not know: add it to paddle_vl/parallel/traffic.py"
+                )
+    for name, operator in _OPERATORS.items():
+        if name in vars(paddle._C_ops):
+            yield paddle._C_ops, name, functools.partial(_of_operator, operator)
+
+
+def _group_classes() -> list[type]:
+    return [core.ProcessGroup, *core.ProcessGroup.__subclasses__()]
+
+
+def _observing(
+    observe: Observe, running: threading.local, own: Callable, see: Callable[..., list[Collective]]
+) -> Callable:
+    @functools.wraps(own, assigned=("__name__", "__doc__"))
+    def observing(*args: Any, **kwargs: Any) -> Any:
+        if getattr(running, "is_inside", False):
+            return own(*args, **kwargs)
+        for call in see(args, kwargs):
+            observe(call)
+        running.is_inside = True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            running.is_inside = False
+
+    return observing
+
+
+def _of_method(method: _Method, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Collective]:
+    group, *given = args
+    # Paddle passes tensors by position; options may be named.
+    position = method.tensor
+    if position is not None and len(given) + len(kwargs) < method.swapped:
+        position = 1 - position
+    ranks = ranks_of(group)
+    if method.peer is not None:
+        own, peer = dist.get_rank(), ranks[given[method.peer]]
+        ranks = (own, peer) if method.kind == "send" else (peer, own)
+    parts = 1 if method.num_parts is None else given[method.num_parts]
+    if position is None:
+        return [Collective("", method.kind, ranks, 0)]
+    return [_collective(method.kind, ranks, given[position], parts)]
+
+
+def _of_operator(
+    operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Collective]:
+    ranks = tuple(collective._get_group_map()[args[operator.group]].ranks)
+    tensor = args[0]
+    if operator.rows:
+        tensor = tensor[..., :1]
+    return [_collective(operator.kind, ranks, tensor)] * operator.times
+
+
+def _collective(
+    kind: str, ranks: tuple[int, ...], sent: Tensor | Sequence[Tensor], parts: int = 1
+) -> Collective:
+    tensors = [sent] if isinstance(sent, Tensor) else list(sent)
+    dtype = str(tensors[0].dtype).removeprefix("paddle.")
+    size = sum(tensor.size for tensor in tensors) // parts
+    shape = tuple(tensors[0].shape)
+    if not isinstance(sent, Tensor):
+        alike = all(tensor.shape == tensors[0].shape for tensor in tensors)
+        shape = (len(tensors), *shape) if alike else (size,)
+    elif parts > 1:
+        shape = (size,)
+    return Collective("", kind, ranks, size * tensors[0].element_size(), dtype, shape)
+
+
+def ranks_of(group: core.ProcessGroup) -> tuple[int, ...]:
+    """The ranks of the run that are in a process group, in its order."""
+    for known in collective._get_group_map().values():
+        if known.process_group is group:
+            return tuple(known.ranks)
+    return tuple(peers.ranks_of(group))

@@ -1,0 +1,63 @@
+"""Options of fleet's own: what is handed through, and what is refused before fleet is started."""
+
+import re
+
+import pytest
+
+from paddle_vl.config.schema import FleetConfig
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.fleet_strategy import effective_options, fleet_problems, fleet_strategy
+
+ALL = ParallelDegrees(mp_degree=2, pp_degree=2, sharding_degree=2, num_micro_batches=4)
+
+
+def problems(degrees=ALL, **options) -> list[str]:
+    return list(fleet_problems(FleetConfig(**options), degrees))
+
+
+def test_an_option_reaches_fleets_strategy_before_the_default_of_this_package():
+    options = {
+        "mp_configs": {"sp_async_reduce_scatter": True},
+        "pp_configs": {"use_batch_p2p_comm": True, "overlap_p2p_comm": True},
+        "sharding_configs": {"comm_overlap": True, "comm_buffer_size_MB": 64},
+    }
+    assert problems(**options) == []
+    found = effective_options(fleet_strategy(ALL, FleetConfig(**options)))
+    for section, values in options.items():
+        assert values.items() <= found[section].items()
+
+
+def test_defaults_are_those_that_are_right_here():
+    found = effective_options(fleet_strategy(ALL))
+    assert found["pp_configs"]["delay_scale_loss"]
+    assert not found["pp_configs"]["use_batch_p2p_comm"]
+    assert found["sharding_configs"]["split_param"]
+    assert found["sharding_configs"]["accumulate_steps"] == 4
+    assert not fleet_strategy(ALL).pipeline_configs["enable_partial_send_recv"]
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "value", "message"),
+    [
+        ("mp_configs", "mp_async_alreduce", True, "not known.*nearest is mp_async_allreduce"),
+        ("mp_configs", "sync_grad", True, "gradients are summed"),
+        ("mp_configs", "recompute_allgather", 1, "is 1; its type is bool"),
+        ("mp_configs", "nccl_config", "x", "environment variables"),
+        ("pp_configs", "enable_dynamic_shape", True, r"parallel\.pp_shapes"),
+        ("pp_configs", "release_gradients", True, "crashes"),
+        ("sharding_configs", "tensor_fusion", True, "ignores the rates"),
+        ("sharding_configs", "comm_buffer_size_MB", 2.5, "type is int"),
+    ],
+)
+def test_what_is_unknown_mistyped_or_wrong_here_is_refused(section, option, value, message):
+    (problem,) = problems(**{section: {option: value}})
+    assert problem.startswith(f"parallel.fleet.{section}.{option} ")
+    assert re.search(message, problem), problem
+
+
+def test_an_option_of_an_axis_that_is_off_is_refused():
+    (problem,) = problems(ParallelDegrees(), mp_configs={"mp_async_allreduce": True})
+    assert "mp_degree is 1" in problem
+    stage_2 = ParallelDegrees(sharding_degree=2, sharding_stage=2)
+    (problem,) = problems(stage_2, sharding_configs={"comm_overlap": True})
+    assert "sharding_stage is 2" in problem
