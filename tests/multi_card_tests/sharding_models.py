@@ -82,9 +82,10 @@ class Toy(nn.Layer):
     def tables(self) -> list[nn.Layer]:
         return [self.embedding, self.head]
 
-    def forward(self, ids_T: Tensor, pixels_TD: Tensor, uses_rare: bool) -> Tensor:
-        side_TD = pixels_TD
-        for block in self.blocks:
+    def forward(self, ids_T: Tensor, pixels_TD: Tensor | None, uses_rare: bool) -> Tensor:
+        """Without pixels, as in a batch of text, no block runs."""
+        side_TD = paddle.zeros([ROWS, DIM]) if pixels_TD is None else pixels_TD
+        for block in self.blocks if pixels_TD is not None else ():
             side_TD = block(side_TD)
         x_TD = self.embedding(ids_T) * self.fixed
         if uses_rare:

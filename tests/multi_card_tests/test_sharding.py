@@ -9,7 +9,8 @@ the same collectives, as many as stated here; the next unit's gather is sent bef
 and a reduction is waited for behind the next unit's backward pass; at stage 3 parameters of units
 and tables have no storage between steps and evaluation works; memory for gradients, parameters and
 moments is what each stage promises, and no more than two units are whole at a time; two forwards
-may come before two backwards; bfloat16 gradients are added up in float32, and half as many bytes
+may come before two backwards; units that do not run are neither gathered nor left out of a sum;
+bfloat16 gradients are added up in float32, and half as many bytes
 travel where they travel as bfloat16; shards are read, written and gathered for checkpoints; wrong
 use is refused.
 
@@ -178,6 +179,22 @@ def test_a_step_of_unknown_length_is_reduced_at_its_end(outcomes):
 def test_a_head_may_be_the_token_table(outcomes, mode):
     for errors in outcome_of(outcomes, f"tied {mode}"):
         assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_units_that_do_not_run_in_a_micro_batch_are_not_gathered_for_it(outcomes, mode):
+    tables = len(TABLES)
+    sent = {
+        "1": (0, 1),
+        "2": (0, NUM_LAYERS + 1),
+        # The blocks' of the first one too.
+        "2 once": (0, UNITS + 1),
+        "3": (2 * NUM_LAYERS + tables, NUM_LAYERS + tables + 1),
+        "3 kept": (0, NUM_LAYERS + tables + 1),
+    }[mode]
+    for error, kinds in outcome_of(outcomes, f"text_last {mode}"):
+        assert error <= TOLERANCE
+        assert (kinds.count(GATHER), kinds.count(REDUCE)) == sent
 
 
 @pytest.mark.parametrize("mode", HALVES)

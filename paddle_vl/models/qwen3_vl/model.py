@@ -329,7 +329,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
     @property
     def tables(self) -> list[nn.Layer]:
         """The token embedding and the head, those this rank has; tied ones share their `weight`."""
-        layers = [self.language_model.embedding.embed_tokens] if self.visual else []
+        held = self.placement.held.embedding
+        layers = [self.language_model.embedding.embed_tokens] if held else []
         return layers if self.lm_head is None else [*layers, self.lm_head]
 
 
