@@ -3,6 +3,8 @@
 Weights are `[in, out]`, as everywhere in Paddle; checkpoints hold them transposed.
 """
 
+from typing import Any
+
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
@@ -56,8 +58,12 @@ class AdaptableLinear(nn.Layer):
 
     input_axis = 0
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, *args: Any, **kwargs: Any):
+        """
+        Args:
+            args, kwargs: of the layer that this is mixed into.
+        """
+        super().__init__(*args, **kwargs)
         self.lora: LowRank | None = None
 
     def add_low_rank(self, settings: LowRankSettings) -> None:

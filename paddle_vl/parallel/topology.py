@@ -152,7 +152,8 @@ def initialize(degrees: ParallelDegrees, options: FleetConfig | None = None) -> 
     check_run_if_asked()
     lines = communicators.topology().get_comm_list
     ends = []
-    if degrees.pp_degree > 1:
+    # In a V the first stage has both ends.
+    if degrees.pp_degree > 1 and degrees.pp_schedule != "dualpipev":
         ends = [[line[0], line[-1]] for line in lines("pipe")]
     sharers, holders = [], []
     if (size := degrees.ep_degree) > 1:

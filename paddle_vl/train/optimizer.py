@@ -5,8 +5,9 @@ read and written here through the parameter it belongs to.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import paddle
@@ -16,6 +17,8 @@ from paddle.base import framework
 from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite
+from paddle_vl.models.checkpoint.shared_array import SharedArray
+from paddle_vl.nn.fused import fused_columns, names_by_parameter, whole_slices
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.freeze import NamedParameters, matching_names
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
@@ -33,13 +36,17 @@ class Optimizer:
             on the host; on a CPU it is read.
 
     Args:
-        parameters: HF names and parameters to train. Updates go to what the placement says is
-            trained for them, all of it float32.
+        parameters: HF names and parameters to train, a fused one once for each of its linears.
+            Updates go to what the placement says is trained for them, all of it float32.
         train: the optimizer's settings.
         decayed: names with weight decay, see `decayed_names`.
         placement: says what this rank holds of each parameter.
         trained_names: HF names that the whole run trains, where this rank has some of them only.
         rate_factors: by HF name the factor on the learning rate, 1 for those left out.
+
+    Raises:
+        ValueError: linears of a fused parameter that are not all trained, with the same rate and
+            decay.
     """
 
     def __init__(
@@ -55,14 +62,17 @@ class Optimizer:
         self.trained_names = set(trained_names or (name for name, _ in parameters))
         self.placement = placement or SingleDevicePlacement()
         self.max_grad_norm = train.max_grad_norm
-        self.tensors = [self.placement.trained_tensor(p) for _, p in parameters]
-        names = [name for name, _ in parameters]
-        for name, tensor in zip(names, self.tensors, strict=True):
+        # Each parameter once, and its HF names.
+        self._named = names_by_parameter(parameters)
+        self.tensors = [self.placement.trained_tensor(p) for p, _ in self._named]
+        factors = rate_factors or {}
+        with_decay = set()
+        for (_, names), tensor in zip(self._named, self.tensors, strict=True):
             # What AdamW multiplies its rate with; its lr_ratio does the same on GPUs only.
-            tensor.optimize_attr = {"learning_rate": (rate_factors or {}).get(name, 1.0)}
-        with_decay = {
-            tensor.name for name, tensor in zip(names, self.tensors, strict=True) if name in decayed
-        }
+            factor = _of_all(names, lambda name: factors.get(name, 1.0), "learning rate")
+            tensor.optimize_attr = {"learning_rate": factor}
+            if _of_all(names, decayed.__contains__, "weight decay"):
+                with_decay.add(tensor.name)
         self._adamw = paddle.optimizer.AdamW(
             learning_rate=train.learning_rate,
             beta1=train.adam_beta1,
@@ -173,30 +183,41 @@ class Optimizer:
             self._adamw.clear_grad(set_to_zero=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All state by `HF name/state`, the live tensors; moments as the trained tensor."""
-        return {name: tensor for name, _, tensor in self._states()}
+        """All state by `HF name/state`, the live tensors; moments as the trained tensor.
+
+        That of a fused parameter stands under each of its names.
+        """
+        return {
+            f"{name}/{state}": tensor
+            for names, state, _, tensor in self._states()
+            for name in names
+        }
 
     def state_to_write(self) -> list[TensorToWrite]:
         """All state, whole; where ranks hold parts, all of them produce the arrays together."""
-        return [
-            TensorToWrite(
-                name,
-                self.placement.whole_shape(parameter) if _has_layout(name) else (1,),
-                "F32",
-                partial(self.placement.whole_value, parameter, tensor, copy=False)
-                if _has_layout(name)
-                else tensor.numpy,
-            )
-            for name, parameter, tensor in self._states()
-            if not getattr(parameter, "is_tied_copy", False)
-        ]
+        tensors = []
+        for names, state, parameter, tensor in self._states():
+            if getattr(parameter, "is_tied_copy", False):
+                continue
+            shapes, produce = [(1,)] * len(names), [tensor.numpy] * len(names)
+            if _has_layout(state):
+                shapes = self._shapes(parameter, names)
+                whole = partial(self.placement.whole_value, parameter, tensor, copy=False)
+                produce = [whole]
+                if len(names) > 1:
+                    produce = SharedArray(whole, whole_slices(parameter)).parts()
+            tensors += [
+                TensorToWrite(f"{name}/{state}", shape, "F32", make)
+                for name, shape, make in zip(names, shapes, produce, strict=True)
+            ]
+        return tensors
 
     def bytes_to_write(self) -> int:
         """Bytes of all state and of the parameters that it is for, whole."""
         states = sum(tensor.num_bytes for tensor in self.state_to_write())
         return states + sum(
-            math.prod(self.placement.whole_shape(tensor)) * tensor.element_size()
-            for _, tensor in self.parameters
+            math.prod(self.placement.whole_shape(parameter)) * parameter.element_size()
+            for parameter, _ in self._named
         )
 
     def _keep_powers_on_device(self) -> None:
@@ -206,14 +227,21 @@ class Optimizer:
             for name, value in powers.items():
                 powers[name] = value.to(paddle.get_device())
 
-    def _states(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, parameter and live tensor of every state."""
-        for (name, parameter), trained in zip(self.parameters, self.tensors, strict=True):
+    def _states(self) -> Iterator[tuple[list[str], str, Tensor, Tensor]]:
+        """HF names of a parameter, name of a state, the parameter and the live tensor, of all."""
+        for (parameter, names), trained in zip(self._named, self.tensors, strict=True):
             for state in _STATES:
                 tensor = self._adamw._get_accumulator_master(state, trained)
-                yield f"{name}/{state}", parameter, tensor
+                yield names, state, parameter, tensor
             if parameter.dtype != trained.dtype:
-                yield f"{name}/{_MASTER}", parameter, trained
+                yield names, _MASTER, parameter, trained
+
+    def _shapes(self, parameter: Tensor, names: list[str]) -> list[tuple[int, ...]]:
+        """Of the whole parameter under each of its names."""
+        whole = self.placement.whole_shape(parameter)
+        if len(names) == 1:
+            return [whole]
+        return [(whole[0], columns.width) for columns in fused_columns(parameter)]
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Set all state, bit for bit; every array is asked for once, when its turn comes.
@@ -221,26 +249,51 @@ class Optimizer:
         Raises:
             ValueError: every missing and unexpected entry, or every misshapen one.
         """
-        names = {name for name, _, _ in self._states()}
+        names = {f"{name}/{state}" for names, state, _, _ in self._states() for name in names}
         elsewhere = {
             name for name in arrays if name.rpartition("/")[0] in self.trained_names - self._names
         }
         problems = [f"missing {name}" for name in sorted(names - arrays.keys())]
         problems += [f"unexpected {name}" for name in sorted(arrays.keys() - names - elsewhere)]
         if not problems:
-            for name, parameter, tensor in self._states():
-                array = arrays[name]
-                if _has_layout(name) and array.shape == self.placement.whole_shape(parameter):
-                    array = self.placement.trained_part(parameter, array)
-                if list(array.shape) == list(tensor.shape):
-                    tensor.set_value(array)
-                else:
-                    problems.append(f"{name} is {list(array.shape)}, not {list(tensor.shape)}")
+            for names_of_one, state, parameter, tensor in self._states():
+                problems += self._load(names_of_one, state, parameter, tensor, arrays)
         if problems:
             raise ValueError(
                 "the saved optimizer state belongs to other trained parameters: "
                 + "; ".join(problems)
             )
+
+    def _load(
+        self,
+        names: list[str],
+        state: str,
+        parameter: Tensor,
+        tensor: Tensor,
+        arrays: Mapping[str, np.ndarray],
+    ) -> list[str]:
+        """Set one state from the arrays of all of the parameter's names; returns what is wrong."""
+        found = {f"{name}/{state}": arrays[f"{name}/{state}"] for name in names}
+        if not _has_layout(state):
+            if len({array.tobytes() for array in found.values()}) > 1:
+                return [f"{', '.join(found)} differ, of linears that are trained as one"]
+            found = dict([next(iter(found.items()))])
+        elif [array.shape for array in found.values()] == self._shapes(parameter, names):
+            whole = [*found.values()]
+            whole = whole[0] if len(whole) == 1 else np.concatenate(whole, axis=1)
+            found = {next(iter(found)): self.placement.trained_part(parameter, whole)}
+        elif len(names) > 1:
+            shapes = zip(found.items(), self._shapes(parameter, names), strict=True)
+            return [
+                f"{name} is {list(array.shape)}, not {list(shape)}"
+                for (name, array), shape in shapes
+                if array.shape != shape
+            ]
+        ((name, array),) = found.items()
+        if list(array.shape) != list(tensor.shape):
+            return [f"{name} is {list(array.shape)}, not {list(tensor.shape)}"]
+        tensor.set_value(array)
+        return []
 
     def _gradients(self) -> list[Tensor]:
         return [tensor.grad for tensor in self.tensors if tensor.grad is not None]
@@ -249,6 +302,21 @@ class Optimizer:
 def _has_layout(state: str) -> bool:
     """Whether a state has its parameter's layout; the powers of beta are single numbers."""
     return not state.endswith("_pow_acc")
+
+
+def _of_all(names: list[str], value_of: Callable[[str], Any], what: str) -> Any:
+    """The one value of all names of a parameter.
+
+    Raises:
+        ValueError: they have several.
+    """
+    values = {name: value_of(name) for name in names}
+    if len(set(values.values())) > 1:
+        raise ValueError(
+            f"{', '.join(names)} are trained as one weight but have different settings of their "
+            f"{what}: {values}; separate the layer's projections first"
+        )
+    return values[names[0]]
 
 
 def decayed_names(

@@ -35,12 +35,17 @@ SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
 PP = ("parallel.pp_degree=2",)
 SHARDING = ("parallel.sharding_degree=2",)
 STAGE_3 = "parallel.sharding_stage=3"
+VIRTUAL = ("parallel.num_virtual_stages=2",)
+# As many samples in twice as many micro-batches.
+HALVES = ("train.gradient_accumulation_steps=8", "train.per_device_train_batch_size=2")
 TOPOLOGIES = {
     "dp2": (2, ["parallel.dp_degree=2"]),
     "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
     # Recomputation repeats the collectives of a layer in the backward pass.
     "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP, "train.recompute=full"]),
     "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
+    "pp2 dynamic": (2, [*PP, "parallel.pp_shapes=dynamic"]),
+    "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
@@ -48,7 +53,7 @@ TOPOLOGIES = {
         2,
         [*SHARDING, STAGE_3, "parallel.reshard_after_forward=false", "train.recompute=full"],
     ),
-    "pp4 interleaved": (4, ["parallel.pp_degree=4", "parallel.num_virtual_stages=2"]),
+    "pp4 interleaved": (4, ["parallel.pp_degree=4", *VIRTUAL, *HALVES]),
     "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
     "sharding2 mp2": (
         4,
@@ -67,7 +72,13 @@ HEAVY = {
         ["parallel.dp_degree=2", *SHARDING, STAGE_3, "parallel.reshard_after_forward=false"],
     ),
     "pp4": (4, ["parallel.pp_degree=4", "parallel.pp_split=cost"]),
-    "pp3 interleaved": (3, ["parallel.pp_degree=3", "parallel.num_virtual_stages=2"]),
+    "pp3 interleaved": (3, ["parallel.pp_degree=3", *VIRTUAL, *HALVES]),
+    "pp2 reserved": (2, [*PP, "parallel.pp_visual_rows=64"]),
+    "pp4 fthenb": (4, ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=fthenb"]),
+    "pp4 balanced memory": (
+        4,
+        ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=balanced_memory"],
+    ),
     "sharding2 pp2": (4, [*SHARDING, *PP]),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),
@@ -167,9 +178,11 @@ def test_a_resumed_run_is_bit_identical(several):
         np.testing.assert_array_equal(found[key], array, err_msg=key)
 
 
-def test_one_process_continues_what_several_saved(several, one_device, run_file, tmp_path):
+def test_one_process_continues_what_several_saved(several, one_device, run_file, tmp_path, request):
     shutil.copytree(several / "checkpoint-2", tmp_path / "checkpoint-2")
-    overrides = [*common(run_file), *settings(1), "train.resume_from_checkpoint=auto"]
+    _, topology = (TOPOLOGIES | HEAVY)[request.node.callspec.params["several"]]
+    batches = [override for override in topology if override in HALVES]
+    overrides = [*common(run_file), *settings(1), *batches, "train.resume_from_checkpoint=auto"]
     train(str(run_file), str(tmp_path), overrides)
     assert_close(arrays_of(tmp_path / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
 
