@@ -28,7 +28,7 @@ from paddle import nn
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.models.checkpoint.manifest import Manifest, damaged_files
-from paddle_vl.models.checkpoint.pretrained import parameter_to_write
+from paddle_vl.models.checkpoint.pretrained import parameters_to_write
 from paddle_vl.models.checkpoint.rules import LinearWeights, StoredParameter
 from paddle_vl.models.checkpoint.safetensors_io import FileWriter
 from paddle_vl.models.checkpoint.sharded import write_tensors
@@ -69,7 +69,7 @@ class Training:
 
     def fill(self, folder: Path, write: FileWriter) -> None:
         """What a checkpoint consists of."""
-        tensors = [parameter_to_write(item, item.key) for item in self.stored]
+        tensors = parameters_to_write(self.stored)
         write_tensors(folder, "model", tensors, SHARD_BYTES, write=write)
         states = self.optimizer.state_to_write()
         write_tensors(folder, checkpoints.OPTIMIZER_STEM, states, SHARD_BYTES, write=write)

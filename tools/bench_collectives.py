@@ -10,14 +10,15 @@ visual rows of G + 1 levels:
 - every topology: before the forward pass one message between hosts, with what all of them count;
   behind the gradients' sums one sum of the loss and the squared gradient norm; nothing else for
   metrics, but for one gather on logging steps (`bench_step_overhead.py`).
-- mp: forward one sum of [T, D] for the embedding and two per layer, two of [T] for the loss, one
+- mp: forward one sum of [T, D] for the embedding and two per layer, three of [T] for the loss, one
   gather of the visual rows; backward one sum per place where a split product begins (two per layer
   and the head); one sum of the gradients that come in parts.
 - with sequence parallelism each of those sums is a reduce-scatter and a gather of the same rows,
   gradients are gathered once more behind the embedding, and that of the visual rows is one sum.
 - dp: one sum of all gradients, bucket by bucket, and nothing in forward or backward.
 - pp: one message of token rows, and level rows as long as a later layer adds them, per micro-batch
-  and boundary, and one back; a first stage sends V forward and V - 1 backward with V virtual parts.
+  and boundary, and one back; a first stage sends V forward and V - 1 backward with V virtual parts,
+  in a V (dualpipev) one each way. No message has shapes: every stage knows them.
 - sharding, U units (decoder layers and vision blocks): stage 1 one reduce-scatter of all gradients
   and one gather of all parameters; stage 2 a reduce-scatter per unit in the backward pass and one
   for the rest, and as many gathers after the update; stage 3 gathers each unit in the forward and
@@ -44,6 +45,13 @@ TOPOLOGIES = {
     "mp2 with sequence parallelism": {"mp_degree": 2, "sequence_parallel": True},
     "pp2": {"pp_degree": 2},
     "pp4 interleaved": {"pp_degree": 4, "num_virtual_stages": 2},
+    "pp4 fthenb": {"pp_degree": 4, "num_virtual_stages": 2, "pp_schedule": "fthenb"},
+    "pp4 balanced memory": {
+        "pp_degree": 4,
+        "num_virtual_stages": 2,
+        "pp_schedule": "balanced_memory",
+    },
+    "pp4 dualpipev": {"pp_degree": 4, "pp_schedule": "dualpipev"},
     "sharding2 stage 1": {"sharding_degree": 2},
     "sharding2 stage 2": {"sharding_degree": 2, "sharding_stage": 2},
     "sharding2 stage 3": {"sharding_degree": 2, "sharding_stage": 3},
@@ -66,7 +74,8 @@ PHASES = {
     "optim_step": "update",
 }
 LAYERS, DEPTH, WIDTH, LEVELS, ROWS, VISUAL = 8, 2, 64, 2, 2 * 64, 2 * 16
-IMAGE, MICRO_BATCHES = 500, 4
+# Of a pipeline twice its longest.
+IMAGE, MICRO_BATCHES = 500, 8
 
 
 def model_settings(degrees: dict) -> dict:
@@ -97,7 +106,7 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
     if degrees.get("mp_degree", 1) > 1:
         forward, backward = calls["forward"], calls["backward"]
         # The embedding and the loss; the visual rows.
-        forward.update(all_reduce=3, all_gather=1)
+        forward.update(all_reduce=4, all_gather=1)
         begins, ends = 2 * LAYERS + 1, 2 * LAYERS
         if sequence_parallel:
             forward.update(all_gather=begins, reduce_scatter=ends)
@@ -113,7 +122,8 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
         calls["backward"].update(alltoall_single=2 * LAYERS)
     if degrees.get("pp_degree", 1) > 1:
         virtual = degrees.get("num_virtual_stages", 1)
-        messages = (2 * virtual - 1) * MICRO_BATCHES
+        is_v = degrees.get("pp_schedule") == "dualpipev"
+        messages = (2 if is_v else 2 * virtual - 1) * MICRO_BATCHES
         calls["pipeline"].update(send=messages, recv=messages)
     if degrees.get("sharding_degree", 1) > 1:
         stage, units = degrees.get("sharding_stage", 1), LAYERS + DEPTH

@@ -103,6 +103,10 @@ class ParallelConfig(Section):
     sharding_stage: Literal[1, 2, 3] = Field(
         1, description="1 shares optimizer state, 2 gradients too, 3 parameters too (as ZeRO)"
     )
+    sharding_gather_overlap: bool = Field(
+        False,
+        description="at stage 1 updated parameters come back beside the next step's forward pass",
+    )
     ep_degree: int = Field(
         1,
         ge=1,
@@ -116,7 +120,33 @@ class ParallelConfig(Section):
         1,
         ge=1,
         le=1024,
-        description="parts of the layers on each pipeline process (interleaved 1F1B)",
+        description="parts of the layers on each pipeline process (interleaved schedules)",
+    )
+    pp_schedule: Literal["1f1b", "fthenb", "balanced_memory", "dualpipev"] = Field(
+        "1f1b",
+        description="order of a pipeline's work: 1f1b, interleaved with num_virtual_stages; with "
+        "these also fthenb (all forward passes first), or balanced_memory (the same with less "
+        "memory at its peak); dualpipev (two parts on each process, in a V)",
+    )
+    pp_shapes: Literal["static", "dynamic"] = Field(
+        "static",
+        description="messages between stages: all of a step as large as its largest micro-batch "
+        "needs, or each of its own size, which fleet sends before it (1f1b without "
+        "num_virtual_stages)",
+    )
+    pp_token_rows: int | None = Field(
+        None,
+        ge=1,
+        description="with static pp_shapes: tokens of a micro-batch that messages have room for, "
+        "padding included, the same in all steps; a larger one is refused; default: each step's own"
+        ", or, with pp_visual_rows, what data.max_length and the batch size allow",
+    )
+    pp_visual_rows: int | None = Field(
+        None,
+        ge=0,
+        description="with static pp_shapes: visual tokens of a micro-batch that messages have room "
+        "for, in all steps; default: each step's own, or, with pp_token_rows, "
+        "data.max_vision_tokens_per_row of each row or all tokens",
     )
     pp_split: Literal["count", "cost"] = Field(
         "count",

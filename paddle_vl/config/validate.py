@@ -157,6 +157,23 @@ def part_rates_have_a_whole(config: RunConfig) -> Problems:
         )
 
 
+def reserved_rows_have_messages(config: RunConfig) -> Problems:
+    parallel = config.parallel
+    for name in ("pp_token_rows", "pp_visual_rows"):
+        if (rows := getattr(parallel, name)) is None:
+            continue
+        if parallel.pp_degree == 1:
+            yield (
+                f"parallel.{name} is {rows} but parallel.pp_degree is 1, so there are no messages "
+                f"between stages: remove parallel.{name}, or set pp_degree to 2 or more"
+            )
+        elif parallel.pp_shapes == "dynamic":
+            yield (
+                f"parallel.{name} is {rows} but parallel.pp_shapes is dynamic, where each message "
+                f"has its own size: remove parallel.{name}, or set pp_shapes to static"
+            )
+
+
 def visual_bounds_are_ordered(config: RunConfig) -> Problems:
     for name in ("{}_pixels", "video_{}_pixels", "video_{}_frames"):
         lowest, highest = name.format("min"), name.format("max")
@@ -245,6 +262,7 @@ CONFIG_RULES = (
     evaluation_has_data,
     adapters_have_a_base,
     part_rates_have_a_whole,
+    reserved_rows_have_messages,
     visual_bounds_are_ordered,
 )
 LAUNCH_RULES = (

@@ -3,6 +3,9 @@
 Weights are `[in, out]`, as everywhere in Paddle; checkpoints hold them transposed.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
@@ -19,11 +22,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     On the CPU the bias is added in place and its gradient is a product with ones: Paddle's own sum
     over rows takes longer than the matrix product beside it.
     """
+    product = getattr(weight, "product", None)
+    if product is not None:
+        return product(x, weight, bias)
     if bias is None:
         return paddle.matmul(x, weight)
     if is_eager_cpu(x):
         return _BiasedLinear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def use_product(weight: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
+    """Compute `linear` with this weight in another way from now on."""
+    weight.product = product
 
 
 class _BiasedLinear(PyLayer):
@@ -56,8 +67,12 @@ class AdaptableLinear(nn.Layer):
 
     input_axis = 0
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, *args: Any, **kwargs: Any):
+        """
+        Args:
+            args, kwargs: of the layer that this is mixed into.
+        """
+        super().__init__(*args, **kwargs)
         self.lora: LowRank | None = None
 
     def add_low_rank(self, settings: LowRankSettings) -> None:

@@ -24,10 +24,21 @@ def master_copy(parameter: Tensor, value: Tensor) -> Tensor:
         value: its storage is taken over if it is float32.
     """
     copy = EagerParamBase.from_tensor(value.astype("float32"), trainable=True)
+    copy_marks(parameter, copy)
+    return copy
+
+
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """What the optimizer takes as a tensor's gradient: fleet's float32 `main_grad`, or its own."""
+    main = getattr(tensor, "main_grad", None)
+    return tensor.grad if main is None else main
+
+
+def copy_marks(parameter: Tensor, copy: Tensor) -> None:
+    """Have a copy or a part of a parameter say of itself what the parameter says."""
     for mark in MARKS:
         if hasattr(parameter, mark):
             setattr(copy, mark, getattr(parameter, mark))
-    return copy
 
 
 class WideGradients:

@@ -5,7 +5,7 @@ rows enter the region that sequence parallelism cuts and where a product over al
 It knows no rank beyond that.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,10 +16,12 @@ from paddle import Tensor, nn
 from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.dropout import RowDropout
 from paddle_vl.nn.experts import Experts
+from paddle_vl.nn.fused import Columns, whole_slices
 from paddle_vl.nn.linear import AdaptableLinear, Embedding, Linear, VocabHead
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.loss import token_loss
 from paddle_vl.nn.master_weights import MasterWeights
+from paddle_vl.nn.projections import FusedLinear, SeparateLinears
 
 # Pixels and grid of some items to merged rows `[M, D]` and levels, G times `[M, D]`.
 Encoder = Callable[[Tensor, np.ndarray], tuple[Tensor, list[Tensor]]]
@@ -122,10 +124,30 @@ class SingleDevicePlacement:
             return RowPart()
         return RowPart(self.mp_group.rank, self.mp_group.nranks)
 
+    def projections(
+        self, in_features: int, columns: Sequence[Columns], init_std: float = 0.02
+    ) -> nn.Layer:
+        """Linears of one input whose output features may be split over ranks, heads kept whole.
+
+        Takes this rank's token rows, and the `num_rows` of `enter_columns` if there are any; gives
+        a list of what each linear makes of all rows.
+        """
+        return FusedLinear(in_features, columns, init_std)
+
+    def separate_projections(
+        self, in_features: int, columns: Sequence[Columns], init_std: float = 0.02
+    ) -> SeparateLinears:
+        """`projections` with a weight each, which may be treated differently in training."""
+        return SeparateLinears(
+            columns,
+            self.enter_columns,
+            lambda one: self.column_linear(in_features, one.width, init_std, one.num_heads),
+        )
+
     def column_linear(
         self, in_features: int, out_features: int, init_std: float = 0.02, num_heads: int = 0
     ) -> nn.Layer:
-        """A linear whose output features may be split over ranks, heads kept whole."""
+        """One of `separate_projections`, behind `enter_columns`."""
         return Linear(in_features, out_features, False, init_std)
 
     def row_linear(self, in_features: int, out_features: int, init_std: float = 0.02) -> nn.Layer:
@@ -256,6 +278,14 @@ class SingleDevicePlacement:
     def own_part(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
         """What this rank holds of a whole value in the parameter's layout."""
         return whole
+
+    def own_columns(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
+        """What this rank holds of the whole value of one of the linears of a fused parameter."""
+        return whole
+
+    def column_slices(self, parameter: Tensor) -> list[slice]:
+        """Where the linears of a fused parameter lie in what this rank holds of it."""
+        return whole_slices(parameter)
 
     def whole_value(
         self, parameter: Tensor, value: Tensor | None = None, copy: bool = True

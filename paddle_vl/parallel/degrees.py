@@ -26,6 +26,7 @@ class ParallelDegrees:
         num_micro_batches: micro-batches of a step (train.gradient_accumulation_steps), which go
             through the pipeline one behind the other.
         num_virtual_stages: pieces of the layers on each pipeline process.
+        pp_schedule, pp_shapes: see `paddle_vl.config.schema.ParallelConfig`.
 
     Raises:
         ValueError: a number below 1, or a sharding stage above 3.
@@ -40,6 +41,8 @@ class ParallelDegrees:
     ep_degree: int = 1
     num_micro_batches: int = 1
     num_virtual_stages: int = 1
+    pp_schedule: str = "1f1b"
+    pp_shapes: str = "static"
 
     def __post_init__(self):
         problems = [
@@ -152,11 +155,72 @@ def micro_batches_fill_pipeline(plan: Plan) -> Problems:
 
 def virtual_stages_have_pipeline(plan: Plan) -> Problems:
     degrees = plan.degrees
-    if degrees.num_virtual_stages > 1 and degrees.pp_degree == 1:
+    if degrees.num_virtual_stages > 1 and degrees.pp_degree < 3:
         yield (
             f"parallel.num_virtual_stages is {degrees.num_virtual_stages} but parallel.pp_degree "
-            "is 1: virtual stages are parts of a pipeline process's layers; set pp_degree to 2 or "
-            "more, or num_virtual_stages to 1"
+            f"is {degrees.pp_degree}: virtual stages are parts of the layers of a pipeline of 3 "
+            "processes or more; set pp_degree to 3 or more, or num_virtual_stages to 1"
+        )
+
+
+def schedule_has_virtual_stages(plan: Plan) -> Problems:
+    degrees = plan.degrees
+    schedule, virtual = degrees.pp_schedule, degrees.num_virtual_stages
+    if schedule in ("fthenb", "balanced_memory") and virtual == 1:
+        yield (
+            f"parallel.pp_schedule is {schedule} but parallel.num_virtual_stages is 1: it is a "
+            "schedule of virtual stages; set num_virtual_stages to 2 or more, or pp_schedule to "
+            "1f1b"
+        )
+    if schedule == "dualpipev" and degrees.pp_degree == 1:
+        yield (
+            "parallel.pp_schedule is dualpipev but parallel.pp_degree is 1: set pp_degree to 2 or "
+            "more, or remove pp_schedule"
+        )
+    if schedule == "dualpipev" and virtual > 1:
+        yield (
+            f"parallel.pp_schedule is dualpipev and parallel.num_virtual_stages is {virtual}: it "
+            "has two parts of the layers on each process anyway; set num_virtual_stages to 1"
+        )
+
+
+def micro_batches_suit_schedule(plan: Plan) -> Problems:
+    degrees = plan.degrees
+    stages, micro_batches = degrees.pp_degree, degrees.num_micro_batches
+    schedule, interleaves = degrees.pp_schedule, degrees.num_virtual_stages > 1
+    if stages == 1 or micro_batches < stages:
+        return
+    setting = f"train.gradient_accumulation_steps {micro_batches}"
+    pipeline = f"parallel.pp_degree {stages}"
+    if schedule == "dualpipev" and micro_batches < 2 * stages:
+        yield (
+            f"{setting} is less than twice {pipeline}: dualpipev has as many micro-batches on "
+            f"their way; set train.gradient_accumulation_steps to {2 * stages} or more"
+        )
+    if schedule == "1f1b" and interleaves and micro_batches < 2 * stages:
+        yield (
+            f"{setting} is less than twice {pipeline}: interleaved 1f1b has as many micro-batches "
+            f"on their way; set train.gradient_accumulation_steps to {2 * stages} or more, or "
+            f"parallel.pp_schedule to fthenb with {stages} of them"
+        )
+    if schedule in ("fthenb", "balanced_memory") and micro_batches % stages:
+        more = -(-micro_batches // stages) * stages
+        yield (
+            f"{setting} is no multiple of {pipeline}: {schedule} takes the micro-batches in groups "
+            f"of as many as there are stages; set train.gradient_accumulation_steps to {more}"
+        )
+
+
+def shapes_suit_schedule(plan: Plan) -> Problems:
+    degrees = plan.degrees
+    if degrees.pp_shapes == "static":
+        return
+    if degrees.pp_schedule != "1f1b" or degrees.num_virtual_stages > 1:
+        yield (
+            f"parallel.pp_shapes is {degrees.pp_shapes} with parallel.pp_schedule "
+            f"{degrees.pp_schedule} and num_virtual_stages {degrees.num_virtual_stages}: only 1f1b "
+            "without virtual stages takes messages of changing size; set pp_shapes to static, "
+            "which fills up the smaller micro-batches of a step"
         )
 
 
@@ -164,12 +228,15 @@ def layers_fill_stages(plan: Plan) -> Problems:
     if plan.model is None:
         return
     degrees, layers = plan.degrees, plan.model.num_hidden_layers
-    pieces = degrees.pp_degree * degrees.num_virtual_stages
+    if degrees.pp_schedule == "dualpipev":
+        each, what = 2, "2 parts of dualpipev"
+    else:
+        each, what = degrees.num_virtual_stages, f"num_virtual_stages {degrees.num_virtual_stages}"
+    pieces = degrees.pp_degree * each
     if layers < pieces:
         yield (
             f"num_hidden_layers is {layers} but parallel.pp_degree {degrees.pp_degree} x "
-            f"num_virtual_stages {degrees.num_virtual_stages} = {pieces}: every stage needs a "
-            "layer; lower one of them"
+            f"{what} = {pieces}: every stage needs a layer; lower one of them"
         )
 
 
@@ -256,6 +323,9 @@ RULES = (
     sharding_stage_suits_pipeline,
     micro_batches_fill_pipeline,
     virtual_stages_have_pipeline,
+    schedule_has_virtual_stages,
+    micro_batches_suit_schedule,
+    shapes_suit_schedule,
     layers_fill_stages,
     query_heads_divide,
     kv_heads_divide,

@@ -16,6 +16,7 @@ from paddle.distributed.fleet.utils import log_util
 
 from paddle_vl.config.schema import FleetConfig
 from paddle_vl.parallel.degrees import ParallelDegrees, Problems
+from paddle_vl.parallel.pipeline import schedule
 
 _DEGREES = {"dp": "dp_degree", "mp": "mp_degree", "pp": "pp_degree", "sharding": "sharding_degree"}
 _SECTIONS = {"mp_configs": "mp", "pp_configs": "pp", "sharding_configs": "sharding"}
@@ -40,6 +41,8 @@ _REFUSED = {
         "release_gradients": "crashes in paddlepaddle 3.3.1 when a parameter has no gradient",
         "enable_dynamic_shape": "is decided by parallel.pp_shapes",
         "use_dualpipev": "is decided by parallel.pp_schedule",
+        "forward_backward_overlap_scheduler": "needs layers that fleet can run node by node, which "
+        "those of this package are not",
     },
     "sharding_configs": {
         "split_param": "is on here, which is DygraphShardingOptimizerV2: without it rates and "
@@ -50,6 +53,10 @@ _REFUSED = {
         "release_gradients": "crashes in paddlepaddle 3.3.1 together with dp, and allows one "
         "micro-batch only",
         "free_grads_in_comm": "needs release_gradients, which is refused",
+        "fuse_optimizer": "belongs to fleet's first sharding optimizer, and has no effect here; "
+        "use enable_fuse_optimizer_states",
+        "offload_opt_buffer_size": "marks parameters for an optimizer that this Paddle has not "
+        "got, and has no effect",
     },
 }
 _NO_MESSAGES = "is a message of NCCL's settings; set NCCL's environment variables in its place"
@@ -77,9 +84,31 @@ def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
                 f"{degrees.sharding_stage}: fleet shards at stage 1 only; remove it, or set "
                 "sharding_stage=1"
             )
+        if axis == "sharding":
+            yield from _sharding_problems(values, degrees)
+        forward_first = degrees.pp_schedule in ("fthenb", "balanced_memory")
+        if "best_unbalanced_scheduler" in values and forward_first:
+            yield (
+                f"parallel.fleet.{section}.best_unbalanced_scheduler decides between fthenb and "
+                "balanced_memory, as parallel.pp_schedule does: remove it, it is for interleaved "
+                "1f1b"
+            )
         for name, value in values.items():
             if (problem := _option_problem(section, name, value)) is not None:
                 yield f"parallel.fleet.{section}.{name} {problem}"
+
+
+def _sharding_problems(values: dict[str, Any], degrees: ParallelDegrees) -> Problems:
+    if values.get("comm_overlap") is True and degrees.pp_degree > 1:
+        yield (
+            f"parallel.fleet.sharding_configs.comm_overlap with parallel.pp_degree "
+            f"{degrees.pp_degree}: fleet refuses both together; remove one of them"
+        )
+    size = values.get("comm_buffer_size_MB")
+    if isinstance(size, int) and size < 1:
+        yield (
+            f"parallel.fleet.sharding_configs.comm_buffer_size_MB is {size}: it must be at least 1"
+        )
 
 
 def _option_problem(section: str, name: str, value: Any) -> str | None:
@@ -112,8 +141,7 @@ def fleet_strategy(degrees: ParallelDegrees, options: FleetConfig | None = None)
         message = _message(strategy, section)
         for name, value in {**defaults, **given[section]}.items():
             setattr(message, name, value)
-    # The default sends parts of different rows under sequence parallelism, and nothing raises.
-    strategy.pipeline_configs = {"enable_partial_send_recv": False}
+    strategy.pipeline_configs = schedule.pipeline_configs(degrees)
     # Otherwise fleet seeds Paddle from NumPy's generator, differently on every rank and run.
     strategy.tensor_parallel_configs = {"tensor_init_seed": 1}
     return strategy
@@ -129,11 +157,7 @@ def _defaults(degrees: ParallelDegrees, device: str) -> dict[str, dict[str, Any]
     on_cpu = device.startswith("cpu")
     return {
         "mp_configs": {"sync_param": False, "need_broadcast_data": False},
-        "pp_configs": {
-            "delay_scale_loss": True,
-            # Gloo has no batches of messages.
-            "use_batch_p2p_comm": not on_cpu,
-        },
+        "pp_configs": schedule.pp_configs(degrees, on_cpu),
         "sharding_configs": {
             "split_param": True,
             "accumulate_steps": degrees.num_micro_batches,

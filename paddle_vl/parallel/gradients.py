@@ -1,10 +1,14 @@
 """Gradients made whole: over the ranks of one model, and over the parts of the data."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import paddle
-import paddle.distributed as dist
 from paddle import Tensor
+from paddle.distributed.fleet.utils.hybrid_parallel_util import (
+    fused_allreduce_gradients_with_group,
+)
+
+from paddle_vl.nn.master_weights import gradient_of
 
 # Elements that travel in one collective: large enough to hide latency, small beside a model.
 BUCKET_ELEMENTS = 1 << 25
@@ -18,33 +22,14 @@ def sum_partial_gradients(parameters: Sequence[Tensor], group) -> None:
 
 @paddle.no_grad()
 def sum_gradients(parameters: Sequence[Tensor], group) -> None:
-    """Add up gradients over a group, in few collectives, the same ones on every rank.
+    """Add up gradients over a group, in fleet's buckets, the same ones on every rank.
 
     A rank without a gradient for a parameter takes part with zeros; where no rank has one, as for
-    the vision tower in a text-only step, all of them end with zeros.
+    the vision tower in a text-only step, all of them end with zeros. Fleet leaves missing ones out,
+    and ranks that miss different ones would add up what does not belong together.
     """
     trained = [parameter for parameter in parameters if not parameter.stop_gradient]
     for parameter in trained:
-        if parameter.grad is None:
+        if gradient_of(parameter) is None:
             parameter.grad = paddle.zeros_like(parameter)
-    for bucket in _buckets(trained):
-        flat = paddle.concat([p.grad.astype("float32").reshape([-1]) for p in bucket])
-        dist.all_reduce(flat, group=group)
-        totals = paddle.split(flat, [p.size for p in bucket])
-        for parameter, total in zip(bucket, totals, strict=True):
-            paddle.assign(
-                total.reshape(parameter.shape).astype(parameter.grad.dtype), parameter.grad
-            )
-
-
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    filled = 0
-    for parameter in parameters:
-        if bucket and filled + parameter.size > BUCKET_ELEMENTS:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(parameter)
-        filled += parameter.size
-    if bucket:
-        yield bucket
+    fused_allreduce_gradients_with_group(trained, group, 4 * BUCKET_ELEMENTS, scale=1.0)

@@ -86,7 +86,8 @@ class FleetProcesses:
         if topology.ends_group is not None:
             tied = [tensor for tensor in parameters if getattr(tensor, "is_tied", False)]
             sum_gradients(tied, topology.ends_group)
-        if topology.dp_group.nranks > 1:
+        # Fleet's sharding has done it, see `paddle_vl.parallel.sharding.fleet_optimizer`.
+        if topology.dp_group.nranks > 1 and not topology.is_sharded_by_fleet:
             whole = [tensor for tensor in parameters if not is_expert(tensor)]
             sum_gradients(whole, topology.dp_group)
         experts = topology.expert_dp_group

@@ -1,17 +1,28 @@
-"""Layers that hold one model-parallel rank's part, and the marks of what is split.
+"""Fleet's layers with what this package adds to them, and those that fleet has not.
 
-See `paddle_vl.parallel.tensor`; what the ranks exchange stands in `mp_ops`.
+Fleet's hold one model-parallel rank's part. Added here: several linears in one column layer, low
+rank adapters, and overlaps that stand back where they would fail. See `paddle_vl.parallel.tensor`.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import paddle
-import paddle.distributed as dist
-from paddle import Tensor, nn
-from paddle.autograd import PyLayer
+from paddle import Tensor
+from paddle.distributed.fleet.layers.mpu import mp_ops as fleet_ops
+from paddle.distributed.fleet.meta_parallel import ColumnParallelLinear, RowParallelLinear
+from paddle.distributed.fleet.utils.sequence_parallel_utils import (
+    ColumnSequenceParallelLinear,
+    ReduceScatterOp,
+    RowSequenceParallelLinear,
+)
+from paddle.nn.initializer import Normal
 
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.linear import AdaptableLinear, Embedding, Linear, linear
-from paddle_vl.nn.loss import IGNORE_INDEX
-from paddle_vl.parallel.mp_ops import sum_over_group, sum_scatter_rows, summed
+from paddle_vl.nn.fused import Columns, fused_columns, mark_fused
+from paddle_vl.nn.linear import AdaptableLinear, Linear, linear
+from paddle_vl.nn.part import part
 
 
 def split_axis(parameter: Tensor) -> int | None:
@@ -19,30 +30,113 @@ def split_axis(parameter: Tensor) -> int | None:
     return getattr(parameter, "split_axis", None) if parameter.is_distributed else None
 
 
-def num_blocks(parameter: Tensor) -> int:
-    return getattr(parameter, "split_blocks", 1)
-
-
 def mark_split(parameter: Tensor, axis: int, blocks: int = 1) -> None:
     """Ranks have parts along that axis, of each of several equal blocks that lie behind each other:
     gate and up in one tensor."""
-    # Fleet's clipping and its checkpoints read the first of these.
+    # Fleet's clipping and its checkpoints read the first of these, its layers set both.
     parameter.is_distributed = True
     parameter.split_axis = axis
     parameter.split_blocks = blocks
 
 
-class RowLinear(AdaptableLinear):
-    def __init__(self, in_features, out_features, init_std, group, sequence_parallel):
-        super().__init__()
-        self.weight = Linear(in_features, out_features, False, init_std).weight
-        mark_split(self.weight, axis=0)
-        self.group = group
-        self.leave = sum_scatter_rows if sequence_parallel else sum_over_group
+def split_blocks(parameter: Tensor, value: np.ndarray, of_ranks: int) -> list[np.ndarray]:
+    """The blocks of a value along the split axis, of each of which ranks have an equal part.
+
+    Args:
+        of_ranks: the value is one rank's of so many; 1 for the whole.
+    """
+    cuts: Any = getattr(parameter, "split_blocks", 1)
+    if columns := fused_columns(parameter):
+        cuts = np.cumsum([one.width // of_ranks for one in columns])[:-1]
+    return np.split(value, cuts, axis=parameter.split_axis)
+
+
+class _FusedColumns:
+    """Several linears in one of fleet's column layers, of which a rank has `[q | k | v]`.
+
+    Fleet's overlapped products return gradients of both factors whether or not both are wanted, and
+    Paddle refuses that of a frozen one: there the plain product runs.
+    """
+
+    _OVERLAPS = ("mp_async_allreduce", "sp_async_reduce_scatter")
+
+    def __init__(self, in_features: int, columns: Sequence[Columns], init_std: float, group):
+        super().__init__(
+            in_features,
+            sum(one.width for one in columns),
+            weight_attr=Normal(std=init_std),
+            has_bias=False,
+            gather_output=False,
+            mp_group=group,
+        )
+        mark_fused(self.weight, columns)
+        self.own_widths = [one.width // group.nranks for one in columns]
+        self._asked = [name for name in self._OVERLAPS if getattr(self, name, False)]
+
+    def forward(self, x: Tensor, num_rows: int | None = None) -> list[Tensor]:
+        for name in self._asked:
+            setattr(self, name, not (x.stop_gradient or self.weight.stop_gradient))
+        y = super().forward(x)
+        if num_rows is not None:
+            y = part(y, 0, num_rows)
+        return paddle.split(y, self.own_widths, axis=-1)
+
+
+class FusedColumns(_FusedColumns, ColumnParallelLinear):
+    """Of all token rows."""
+
+
+class FusedColumnsOfRows(_FusedColumns, ColumnSequenceParallelLinear):
+    """Of this rank's token rows, which are gathered first."""
+
+
+class Column(AdaptableLinear, ColumnParallelLinear):
+    """One linear of several that stand apart: its input has been entered once for all of them."""
+
+    def __init__(self, in_features: int, out_features: int, init_std: float, group):
+        super().__init__(
+            in_features,
+            out_features,
+            weight_attr=Normal(std=init_std),
+            has_bias=False,
+            gather_output=False,
+            mp_group=group,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.adapted(linear(x, self.weight), x)
+
+
+class _Row(AdaptableLinear):
+    def __init__(self, in_features: int, out_features: int, init_std: float, group):
+        super().__init__(
+            in_features,
+            out_features,
+            weight_attr=Normal(std=init_std),
+            has_bias=False,
+            input_is_parallel=True,
+            mp_group=group,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.lora is None:
+            return super().forward(x)
         # The adapter's product is a part of the same sum.
-        return self.leave(self.adapted(linear(x, self.weight), x), self.group)
+        return self.leave(self.adapted(linear(x, self.weight), x))
+
+
+class Row(_Row, RowParallelLinear):
+    """To all token rows, summed over the ranks."""
+
+    def leave(self, parts_TD: Tensor) -> Tensor:
+        return fleet_ops._mp_allreduce(parts_TD, group=self.model_parallel_group)
+
+
+class RowToRows(_Row, RowSequenceParallelLinear):
+    """To this rank's token rows of the sum."""
+
+    def leave(self, parts_TD: Tensor) -> Tensor:
+        return ReduceScatterOp.apply(parts_TD)
 
 
 class SplitExperts(Experts):
@@ -52,11 +146,13 @@ class SplitExperts(Experts):
         super().__init__(num_experts, width, inner, init_std)
         mark_split(self.gate_up_proj, axis=2, blocks=2)
         mark_split(self.down_proj, axis=1)
-        self.group = group
-        self.leave = sum_scatter_rows if sequence_parallel else sum_over_group
+        self.group, self.sequence_parallel = group, sequence_parallel
 
     def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return self.leave(super().forward(x_TD, indices_TK, weights_TK), self.group)
+        parts_TD = super().forward(x_TD, indices_TK, weights_TK)
+        if self.sequence_parallel:
+            return ReduceScatterOp.apply(parts_TD)
+        return fleet_ops._mp_allreduce(parts_TD, group=self.group)
 
 
 class SharedHeadLinear(AdaptableLinear):
@@ -71,55 +167,3 @@ class SharedHeadLinear(AdaptableLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.adapted(linear(x, self.weight[:, self.own]), x, self.own)
-
-
-class VocabParallelEmbedding(nn.Layer):
-    """Rows of this rank; ids of others contribute zero, and the sum is the embedding."""
-
-    def __init__(self, num_own, dim, init_std, group):
-        super().__init__()
-        self.weight = Embedding(num_own, dim, init_std).weight
-        mark_split(self.weight, axis=0)
-        self.first, self.num_own, self.group = group.rank * num_own, num_own, group
-
-    def forward(self, ids: Tensor) -> Tensor:
-        local = ids - self.first
-        is_own = (local >= 0) & (local < self.num_own)
-        rows = paddle.nn.functional.embedding(local * is_own.astype(local.dtype), self.weight)
-        return sum_over_group(rows * is_own.astype(rows.dtype).unsqueeze(-1), self.group)
-
-
-class ParallelCrossEntropy(PyLayer):
-    """Cross entropy over a split vocabulary: `[T]`, 0 where the target is ignored."""
-
-    @staticmethod
-    def forward(ctx, logits_TV, targets_T, group):
-        num_own = logits_TV.shape[1]
-        largest_T1 = logits_TV.max(axis=1, keepdim=True)
-        dist.all_reduce(largest_T1, op=dist.ReduceOp.MAX, group=group)
-        shifted_TV = logits_TV - largest_T1
-        local_T = targets_T - group.rank * num_own
-        is_own_T = (local_T >= 0) & (local_T < num_own)
-        index_T1 = (local_T * is_own_T.astype("int64")).unsqueeze(1)
-        own_T = paddle.take_along_axis(shifted_TV, index_T1, axis=1).squeeze(1)
-        exponent_TV = shifted_TV.exp()
-        # One sum for both: the partition function, and the target's logit from whoever holds it.
-        total_2T = paddle.stack([exponent_TV.sum(axis=1), own_T * is_own_T.astype("float32")])
-        partition_T, target_T = summed(total_2T, group)
-        is_target_T = (targets_T != IGNORE_INDEX).astype("float32")
-        ctx.save_for_backward(
-            exponent_TV / partition_T.unsqueeze(1), index_T1, is_own_T, is_target_T
-        )
-        return (partition_T.log() - target_T) * is_target_T
-
-    @staticmethod
-    def backward(ctx, grad_T):
-        softmax_TV, index_T1, is_own_T, is_target_T = ctx.saved_tensor()
-        chosen = paddle.put_along_axis(
-            paddle.zeros_like(softmax_TV),
-            index_T1,
-            is_own_T.astype("float32").unsqueeze(1),
-            axis=1,
-            broadcast=False,
-        )
-        return (softmax_TV - chosen) * (grad_T * is_target_T).unsqueeze(1), None

@@ -1,24 +1,36 @@
-"""Tensor and sequence parallelism: a placement whose layers hold one rank's part.
+"""Tensor and sequence parallelism: a placement whose layers are fleet's.
 
 Column layers hold some output features (whole attention heads), row layers the matching input
-features (`split_layers`); what the ranks exchange stands in `mp_ops`. With sequence parallelism
-each rank keeps `T / mp` of the token rows between those layers.
+features (`split_layers`). With sequence parallelism each rank keeps `T / mp` of the token rows
+between those layers. Ours, on fleet's operations: fewer key heads than ranks, experts, adapters'
+factors, the spread tower, and the head `[vocab, dim]` that may be the embedding's.
 
 Gradients that come out as one rank's part although the parameter is whole on every rank are marked
 `is_partial`, and summed over the group before they are used, see `parallel.gradients`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import Tensor, nn
+from paddle.distributed import fleet
+from paddle.distributed.fleet.layers.mpu import mp_ops as fleet_ops
+from paddle.distributed.fleet.meta_parallel import ParallelCrossEntropy, VocabParallelEmbedding
+from paddle.distributed.fleet.utils.sequence_parallel_utils import (
+    AllGatherOp,
+    GatherOp,
+    ScatterOp,
+)
+from paddle.nn.initializer import Normal
 
 from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.dropout import RowDropout
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.linear import AdaptableLinear, Linear, VocabHead
+from paddle_vl.nn.fused import Columns, column_slices, fused_columns
+from paddle_vl.nn.linear import AdaptableLinear, VocabHead
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.loss import IGNORE_INDEX
 from paddle_vl.nn.part import part
@@ -31,23 +43,19 @@ from paddle_vl.nn.placement import (
     Writers,
     host_array,
 )
-from paddle_vl.parallel.mp_ops import (
-    copy_to_group,
-    divide_gradient,
-    gather_rows,
-    replicate_rows,
-    scatter_rows,
-)
+from paddle_vl.parallel.mp_ops import divide_gradient
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.split_layers import (
-    ParallelCrossEntropy,
-    RowLinear,
+    Column,
+    FusedColumns,
+    FusedColumnsOfRows,
+    Row,
+    RowToRows,
     SharedHeadLinear,
     SplitExperts,
-    VocabParallelEmbedding,
     mark_split,
-    num_blocks,
     split_axis,
+    split_blocks,
 )
 from paddle_vl.parallel.vision_spread import encode_spread, spread_items
 
@@ -78,10 +86,27 @@ class FleetPlacement(SingleDevicePlacement):
             raise ValueError(f"parallel.vision is {vision!r}; use 'spread' or 'replicate'")
         self.mp_group, self.sequence_parallel, self.vision = mp_group, sequence_parallel, vision
         self.tower_parameters: list[Tensor] = []
+        self._cross_entropy = ParallelCrossEntropy(mp_group, ignore_index=IGNORE_INDEX)
+        if sequence_parallel:
+            _check_is_fleets(mp_group)
 
     @property
     def row_part(self) -> RowPart:
         return super().row_part if self.sequence_parallel else RowPart()
+
+    def projections(
+        self, in_features: int, columns: Sequence[Columns], init_std: float = 0.02
+    ) -> nn.Layer:
+        """See `SingleDevicePlacement`; fewer heads than ranks are never in a fused weight.
+
+        Raises:
+            ValueError: see `column_linear`.
+        """
+        size = self.mp_group.nranks
+        if any((one.num_heads or one.width) % size for one in columns):
+            return self.separate_projections(in_features, columns, init_std)
+        layer = FusedColumnsOfRows if self.sequence_parallel else FusedColumns
+        return layer(in_features, columns, init_std, self.mp_group)
 
     def column_linear(
         self, in_features: int, out_features: int, init_std: float = 0.02, num_heads: int = 0
@@ -93,9 +118,7 @@ class FleetPlacement(SingleDevicePlacement):
         """
         size, units = self.mp_group.nranks, num_heads or out_features
         if units % size == 0:
-            layer = Linear(in_features, out_features // size, False, init_std)
-            mark_split(layer.weight, axis=1)
-            return layer
+            return Column(in_features, out_features, init_std, self.mp_group)
         if size % units:
             raise ValueError(
                 f"{units} heads or features over {size} model-parallel ranks: neither divides the "
@@ -111,12 +134,14 @@ class FleetPlacement(SingleDevicePlacement):
             raise ValueError(
                 f"{in_features} input features do not divide by the model-parallel degree {size}"
             )
-        return RowLinear(
-            in_features // size, out_features, init_std, self.mp_group, self.sequence_parallel
-        )
+        layer = RowToRows if self.sequence_parallel else Row
+        return layer(in_features, out_features, init_std, self.mp_group)
 
     def vocab_embedding(self, vocab_size: int, dim: int, init_std: float = 0.02) -> nn.Layer:
-        return VocabParallelEmbedding(self._vocab_part(vocab_size), dim, init_std, self.mp_group)
+        self._vocab_part(vocab_size)
+        return VocabParallelEmbedding(
+            vocab_size, dim, weight_attr=Normal(std=init_std), mp_group=self.mp_group
+        )
 
     def vocab_head(
         self, dim: int, vocab_size: int, init_std: float = 0.02, tied_weight: Tensor | None = None
@@ -170,21 +195,21 @@ class FleetPlacement(SingleDevicePlacement):
         return paddle.concat([x_TD, paddle.zeros([missing, *x_TD.shape[1:]], dtype=x_TD.dtype)])
 
     def enter_rows(self, x_TD: Tensor) -> Tensor:
-        return scatter_rows(x_TD, self.mp_group) if self.sequence_parallel else x_TD
+        return ScatterOp.apply(x_TD) if self.sequence_parallel else x_TD
 
     def leave_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
         if not self.sequence_parallel:
             return x_TD
-        return part(replicate_rows(x_TD, self.mp_group), 0, num_rows)
+        return part(GatherOp.apply(x_TD), 0, num_rows)
 
     def enter_columns(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
         if not self.sequence_parallel:
-            return copy_to_group(x_TD, self.mp_group)
-        x_TD = gather_rows(x_TD, self.mp_group)
+            return fleet_ops._c_identity(x_TD, group=self.mp_group)
+        x_TD = AllGatherOp.apply(x_TD)
         return x_TD if num_rows is None else part(x_TD, 0, num_rows)
 
     def enter_head(self, x_TD: Tensor) -> Tensor:
-        return copy_to_group(x_TD, self.mp_group)
+        return fleet_ops._c_identity(x_TD, group=self.mp_group)
 
     def encode_visual(
         self, encode: Encoder, pixels: Tensor, grid_thw: np.ndarray, **sizes: int
@@ -202,7 +227,8 @@ class FleetPlacement(SingleDevicePlacement):
         if not self.sequence_parallel:
             return merged, levels
         # Each rank uses only its own rows; one sum makes the gradient of all levels whole.
-        packed_MC = copy_to_group(paddle.concat([merged, *levels], axis=1), self.mp_group)
+        packed_MC = paddle.concat([merged, *levels], axis=1)
+        packed_MC = fleet_ops._c_identity(packed_MC, group=self.mp_group)
         merged, *levels = paddle.split(packed_MC, 1 + len(levels), axis=1)
         return merged, levels
 
@@ -252,8 +278,8 @@ class FleetPlacement(SingleDevicePlacement):
             lora.random = split_random
 
     def token_loss(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        loss_T = ParallelCrossEntropy.apply(logits_TV.astype("float32"), targets_T, self.mp_group)
-        return loss_T.sum(), (targets_T != IGNORE_INDEX).astype("float32").sum()
+        loss_T1 = self._cross_entropy(logits_TV.astype("float32"), targets_T.unsqueeze(1))
+        return loss_T1.sum(), (targets_T != IGNORE_INDEX).astype("float32").sum()
 
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
         shape = list(parameter.shape)
@@ -266,8 +292,15 @@ class FleetPlacement(SingleDevicePlacement):
         if axis is None:
             return whole
         ranks, rank = self.mp_group.nranks, self.mp_group.rank
-        blocks = np.split(whole, num_blocks(parameter), axis=axis)
+        blocks = split_blocks(parameter, whole, of_ranks=1)
         return np.concatenate([np.split(b, ranks, axis=axis)[rank] for b in blocks], axis=axis)
+
+    def own_columns(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
+        return np.split(whole, self.mp_group.nranks, axis=1)[self.mp_group.rank]
+
+    def column_slices(self, parameter: Tensor) -> list[slice]:
+        size = self.mp_group.nranks
+        return column_slices([one.width // size for one in fused_columns(parameter)])
 
     def whole_value(
         self, parameter: Tensor, value: Tensor | None = None, copy: bool = True
@@ -277,7 +310,7 @@ class FleetPlacement(SingleDevicePlacement):
             return host_array(value, copy)
         parts: list[Tensor] = []
         dist.all_gather(parts, value.detach(), group=self.mp_group)
-        blocks = [np.split(part.numpy(), num_blocks(parameter), axis=axis) for part in parts]
+        blocks = [split_blocks(parameter, part.numpy(), of_ranks=len(parts)) for part in parts]
         return np.concatenate([part[b] for b in range(len(blocks[0])) for part in blocks], axis)
 
     def _vocab_part(self, vocab_size: int) -> int:
@@ -288,3 +321,18 @@ class FleetPlacement(SingleDevicePlacement):
                 f"{size}; pad the vocabulary to {-(-vocab_size // size) * size}"
             )
         return vocab_size // size
+
+
+def _check_is_fleets(mp_group) -> None:
+    """Fleet's operations of sequence parallelism take the group that fleet was started with.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    started = fleet.get_hybrid_communicate_group()
+    ranks = None if started is None else started.get_model_parallel_group().ranks
+    if ranks != mp_group.ranks:
+        raise ValueError(
+            f"a sequence-parallel placement over ranks {mp_group.ranks}, but fleet's group is "
+            f"{ranks or 'not there'}: take the group of paddle_vl.parallel.topology"
+        )

@@ -105,6 +105,11 @@ class Topology:
     def data_size(self) -> int:
         return self.degrees.dp_degree * self.degrees.sharding_degree
 
+    @property
+    def is_sharded_by_fleet(self) -> bool:
+        """Whether stage 1 divides the optimizer."""
+        return self.degrees.sharding_degree > 1 and self.degrees.sharding_stage == 1
+
     def describe(self) -> str:
         """This rank's coordinates on the axes that are on, e.g. `rank 3 (dp 1, mp 1)`."""
         coordinates = [
@@ -162,7 +167,8 @@ def initialize(
     check_run_if_asked()
     lines = communicators.topology().get_comm_list
     ends = []
-    if degrees.pp_degree > 1:
+    # In a V the first stage has both ends.
+    if degrees.pp_degree > 1 and degrees.pp_schedule != "dualpipev":
         ends = [[line[0], line[-1]] for line in lines("pipe")]
     sharers, holders = [], []
     if (size := degrees.ep_degree) > 1:

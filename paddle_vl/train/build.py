@@ -20,7 +20,7 @@ from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.evaluate import MeanLosses, mean_losses
 from paddle_vl.train.families.choice import model_family
 from paddle_vl.train.feeding.data_wait import watched
-from paddle_vl.train.freeze import freeze_parameters, trained_names
+from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer, decayed_names
@@ -107,16 +107,25 @@ def _build(
     whole_shapes = family.whole_shapes(model)
     trainable = family.trainable_names(model)
     trained = trained_names(whole_shapes, config.model.freeze, trainable, family.parts)
+    decayed = decayed_names(whole_shapes, config.train.weight_decay_exclude, family.parts)
+    factors = rate_factors(config.train, trained, family.parts)
+    # Of queries, keys and values, or gate and up, some may be frozen or have settings of their own.
+    model.separate(
+        treated_apart(
+            family.named_parameters(model),
+            lambda name: (name in trained, name in decayed, factors.get(name)),
+        )
+    )
     parameters = freeze_parameters(family.named_parameters(model), trained, whole_shapes)
     check_memory(NeededMemory.of(model.parameters(), config.parallel))
     layout.prepare_training(model)
     optimizer = Optimizer(
         parameters,
         config.train,
-        decayed_names(whole_shapes, config.train.weight_decay_exclude, family.parts),
+        decayed,
         placement,
         trained,
-        rate_factors(config.train, trained, family.parts),
+        factors,
     )
     runner = layout.runner(model, family.make_part, processes, family.objective)
     loader = family.train_loader(placement, processes)

@@ -2,12 +2,13 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from paddle import Tensor
 
 from paddle_vl.config import patterns as config_patterns
 from paddle_vl.config.patterns import PARTS
+from paddle_vl.nn.fused import names_by_parameter
 
 logger = logging.getLogger(__name__)
 NamedParameters = list[tuple[str, Tensor]]
@@ -46,6 +47,22 @@ def trained_names(
     return trained
 
 
+def treated_apart(
+    parameters: NamedParameters, treatment: Callable[[str], Hashable]
+) -> list[Tensor]:
+    """The fused weights whose linears are not all treated alike: these have to be separated.
+
+    Args:
+        parameters: HF names and parameters.
+        treatment: what a name stands for in training: whether it is trained, its rate, its decay.
+    """
+    return [
+        parameter
+        for parameter, names in names_by_parameter(parameters)
+        if len({treatment(name) for name in names}) > 1
+    ]
+
+
 def freeze_parameters(
     parameters: NamedParameters,
     trained: Collection[str],
@@ -57,7 +74,17 @@ def freeze_parameters(
         parameters: HF names and parameters.
         whole_shapes: shapes of the whole model's parameters by name, where this process has some
             or parts of them only.
+
+    Raises:
+        ValueError: some of the linears of a fused weight are to be trained and others not.
     """
+    if divided := treated_apart(parameters, trained.__contains__):
+        ids = {id(weight) for weight in divided}
+        names = [name for name, parameter in parameters if id(parameter) in ids]
+        raise ValueError(
+            f"{', '.join(names)}: some are trained and others frozen, but each of these shares its "
+            "weight with others; separate them first: model.separate(treated_apart(..))"
+        )
     if whole_shapes is None:
         whole_shapes = {name: parameter.shape for name, parameter in parameters}
     for name, parameter in parameters:

@@ -1,6 +1,7 @@
 """How a model lies over the processes of a run: what each of them holds, and what runs it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from paddle import nn
@@ -12,8 +13,10 @@ from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
 from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.expert_parallel import ExpertPlacement, FleetExpertPlacement
 from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
+from paddle_vl.parallel.pipeline.schedule import num_parts, parts_of_stage
 from paddle_vl.parallel.pipeline.split import split_layers
-from paddle_vl.parallel.sharding import Sharding
+from paddle_vl.parallel.pipeline.split_backward import split_backward
+from paddle_vl.parallel.sharding import FleetSharding, Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.parallel.writers import FleetWriters
@@ -21,13 +24,45 @@ from paddle_vl.train.objective import Objective
 from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import WholeModel
 
-_NOT_DEGREES = {"vision", "pp_split", "branch_sync", "fleet", "timeout_s"}
+
+@dataclass(frozen=True)
+class ReservedRows:
+    """The largest micro-batch that a pipeline's messages are made for, over all mp processes.
+
+    Attributes:
+        tokens, visual: its token rows, and those of them that are visual.
+    """
+
+    tokens: int
+    visual: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "ReservedRows | None":
+        """As `parallel.pp_token_rows` and `pp_visual_rows` say, or the data's bounds in place of
+        one of them; None where neither is set."""
+        parallel, data = config.parallel, config.data
+        tokens, visual = parallel.pp_token_rows, parallel.pp_visual_rows
+        if tokens is None and visual is None:
+            return None
+        size, multiple = config.train.per_device_train_batch_size, data.pad_to_multiple_of
+        if tokens is None:
+            longest = data.packing_length or data.max_length
+            tokens = size * -(-longest // multiple) * multiple
+        if visual is None:
+            of_row = data.max_vision_tokens_per_row
+            visual = tokens if of_row is None else min(tokens, size * of_row)
+        return cls(tokens, visual)
 
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
     """The `parallel` section as the parallel code has it."""
-    settings = config.parallel.model_dump(exclude=_NOT_DEGREES)
-    return ParallelDegrees(**settings, num_micro_batches=config.train.gradient_accumulation_steps)
+    settings = config.parallel.model_dump()
+    of_parallel = {
+        item.name: settings[item.name] for item in fields(ParallelDegrees) if item.name in settings
+    }
+    return ParallelDegrees(
+        **of_parallel, num_micro_batches=config.train.gradient_accumulation_steps
+    )
 
 
 class Layout:
@@ -55,13 +90,20 @@ class Layout:
         degrees = topology.degrees
         plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of)
         raise_problems(plan_problems(plan))
+        self.reserved = ReservedRows.of(config)
+        if self.reserved is not None and pad_to_multiple_of is None:
+            raise ValueError(
+                "parallel.pp_token_rows and parallel.pp_visual_rows are for the messages of a "
+                "Qwen3-VL; those of a policy are as large as a step needs: remove the settings"
+            )
         layers, before, after = costs
         if config.parallel.pp_split == "count":
             layers, before, after = [1] * len(layers), 0, 0
         self.num_layers = len(layers)
-        parts = split_layers(layers, degrees.pp_degree * degrees.num_virtual_stages, before, after)
-        # One range of layers for each virtual stage.
-        self.parts = parts[topology.pp_rank :: degrees.pp_degree]
+        # The layers of each part of the model, and of those of this stage.
+        self.all_parts = split_layers(layers, num_parts(degrees), before, after)
+        own = parts_of_stage(degrees, topology.pp_rank)
+        self.parts = [self.all_parts[number] for number in own]
 
     def placement(self) -> SingleDevicePlacement:
         """What this process holds of the model."""
@@ -89,10 +131,13 @@ class Layout:
         is known. Units of sharding are what recomputation works on, and recomputed already.
         """
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
+        units = [*model.vision_blocks, *model.decoder_layers]
         if group.nranks == 1:
             model.placement.trained = MasterWeights(model.fill())
+        elif stage == 1:
+            overlaps = self.config.parallel.sharding_gather_overlap
+            model.placement.trained = FleetSharding(model.fill(), self.topology, units, overlaps)
         else:
-            units = [*model.vision_blocks, *model.decoder_layers]
             model.placement.trained = Sharding(model.fill(), group, stage, units)
 
     def runner(
@@ -105,6 +150,15 @@ class Layout:
         """What computes losses and gradients: the model, or this process's parts of it."""
         if self.topology.degrees.pp_degree == 1:
             return WholeModel(model, processes, objective)
-        parts = [make_part(model, layers) for layers in self.parts]
-        group, dtype = self.topology.pp_group, self.config.model.compute_dtype
-        return PipelineRunner(model, parts, group, dtype, objective, processes.data_size)
+        if self.topology.degrees.pp_schedule == "dualpipev":
+            split_backward(model.decoder_layers)
+        return PipelineRunner(
+            model,
+            [make_part(model, layers) for layers in self.all_parts],
+            self.topology.degrees,
+            self.topology.pp_rank,
+            self.config.model.compute_dtype,
+            objective,
+            processes.data_size,
+            self.reserved,
+        )

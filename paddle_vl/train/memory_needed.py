@@ -39,7 +39,8 @@ class NeededMemory:
             count += size
             weights += size * width
             if not parameter.stop_gradient:
-                gradients += size * width
+                # Those of fleet's sharding are float32.
+                gradients += size * (4 if parts > 1 and stage == 1 else width)
                 optimizer += size * (_MOMENTS + (_MASTER if width < 4 else 0))
         return cls(
             count,

@@ -5,8 +5,9 @@ read and written here through the parameter it belongs to.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import paddle
@@ -16,12 +17,14 @@ from paddle.base import framework
 from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite
+from paddle_vl.models.checkpoint.shared_array import SharedArray
+from paddle_vl.nn.adamw import STATES, AdamW
+from paddle_vl.nn.fused import fused_columns, names_by_parameter, whole_slices
+from paddle_vl.nn.master_weights import gradient_of
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.freeze import NamedParameters, matching_names
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
-# Paddle's names of the state it keeps for a parameter; the powers of beta advance with its updates.
-_STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 _MASTER = "master_weight"
 
 
@@ -33,13 +36,17 @@ class Optimizer:
             on the host; on a CPU it is read.
 
     Args:
-        parameters: HF names and parameters to train. Updates go to what the placement says is
-            trained for them, all of it float32.
+        parameters: HF names and parameters to train, a fused one once for each of its linears.
+            Updates go to what the placement says is trained for them, all of it float32.
         train: the optimizer's settings.
         decayed: names with weight decay, see `decayed_names`.
         placement: says what this rank holds of each parameter.
         trained_names: HF names that the whole run trains, where this rank has some of them only.
         rate_factors: by HF name the factor on the learning rate, 1 for those left out.
+
+    Raises:
+        ValueError: linears of a fused parameter that are not all trained, with the same rate and
+            decay.
     """
 
     def __init__(
@@ -55,15 +62,16 @@ class Optimizer:
         self.trained_names = set(trained_names or (name for name, _ in parameters))
         self.placement = placement or SingleDevicePlacement()
         self.max_grad_norm = train.max_grad_norm
-        self.tensors = [self.placement.trained_tensor(p) for _, p in parameters]
-        names = [name for name, _ in parameters]
-        for name, tensor in zip(names, self.tensors, strict=True):
+        # Each parameter once, and its HF names.
+        self._named = names_by_parameter(parameters)
+        self.tensors = [self.placement.trained_tensor(p) for p, _ in self._named]
+        factors = rate_factors or {}
+        for (_, names), tensor in zip(self._named, self.tensors, strict=True):
             # What AdamW multiplies its rate with; its lr_ratio does the same on GPUs only.
-            tensor.optimize_attr = {"learning_rate": (rate_factors or {}).get(name, 1.0)}
-        with_decay = {
-            tensor.name for name, tensor in zip(names, self.tensors, strict=True) if name in decayed
-        }
-        self._adamw = paddle.optimizer.AdamW(
+            factor = _of_all(names, lambda name: factors.get(name, 1.0), "learning rate")
+            tensor.optimize_attr = {"learning_rate": factor}
+        with_decay: set[str] = set()
+        self._adamw = AdamW(
             learning_rate=train.learning_rate,
             beta1=train.adam_beta1,
             beta2=train.adam_beta2,
@@ -72,6 +80,18 @@ class Optimizer:
             weight_decay=train.weight_decay,
             apply_decay_param_fun=with_decay.__contains__,
         )
+        # At stage 1 fleet takes whole parameters, and gives slices of them in their place.
+        self._fleet = self.placement.trained if self.placement.trained.stage == 1 else None
+        if self._fleet is not None:
+            self._fleet.distribute(self._adamw)
+        trained = [(self.placement.trained_tensor(p), names) for p, names in self._named]
+        # Some of a parameter may be on other ranks, and none of it here.
+        self.tensors = [tensor for tensor, _ in trained if tensor is not None]
+        with_decay |= {
+            tensor.name
+            for tensor, names in trained
+            if _of_all(names, decayed.__contains__, "weight decay") and tensor is not None
+        }
         # Paddle makes state at the first step; a checkpoint is loaded before that.
         block = framework.default_main_program().global_block()
         self._adamw._create_accumulators(block, self.tensors)
@@ -98,33 +118,34 @@ class Optimizer:
             )
         total = paddle.zeros([])
         for tensor in self.tensors:
-            if tensor.grad is not None and processes.counts_here(tensor):
-                total = total + tensor.grad.astype("float32").square().sum()
+            grad = gradient_of(tensor)
+            if grad is not None and processes.counts_here(tensor):
+                total = total + grad.astype("float32").square().sum()
         return total
 
     @paddle.no_grad()
-    def update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> bool:
+    def update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
         """Clip to max_grad_norm, and update every parameter that has a gradient; or change nothing.
+
+        Parameters that are copies or gathered of what was updated follow it.
 
         Args:
             learning_rate: times a parameter's own factor.
             norm: of all gradients of the run, on the device.
             is_good: bool, on the device; where it is False all stays as it is, bit for bit.
-
-        Returns:
-            Whether parameters may have changed.
         """
         # A stage of a pipeline may have nothing to train, and Paddle's optimizer then fails.
         if not self.tensors:
-            return True
+            return
         if self.masks_updates:
-            self._masked_update(learning_rate, norm, is_good)
-            return True
-        if not bool(is_good):
-            return False
-        self.clip_gradients(norm.item())
-        self.step(learning_rate)
-        return True
+            factor = paddle.ones([])
+            if self.max_grad_norm:
+                factor = paddle.clip(self.max_grad_norm / (norm + 1e-6), max=1.0)
+            self._adamw.mask(learning_rate, factor, is_good)
+            self._step()
+        elif bool(is_good):
+            self.clip_gradients(norm.item())
+            self.step(learning_rate)
 
     @paddle.no_grad()
     def clip_gradients(self, norm: float) -> None:
@@ -139,64 +160,67 @@ class Optimizer:
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, at the rate times the parameter's factor."""
-        self._adamw.set_lr(learning_rate)
-        self._adamw.step()
+        self._adamw.unmask(learning_rate)
+        self._step()
 
-    def _masked_update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
-        """The update without asking whether it counts: what it did is taken back where not.
-
-        AdamW's kernel takes no flag that lies on the device. With a rate of zero it leaves a
-        parameter as it is; its moments and powers of beta are put back from copies, of one
-        parameter at a time.
-        """
-        adamw, block = self._adamw, framework.default_main_program().global_block()
-        factor = paddle.ones([])
-        if self.max_grad_norm:
-            factor = paddle.clip(self.max_grad_norm / (norm + 1e-6), max=1.0)
-        adamw.set_lr(learning_rate)
-        adamw._create_global_learning_rate()
-        rate = adamw._global_learning_rate()
-        paddle.assign(rate * is_good.astype(rate.dtype), rate)
-        for tensor in self.tensors:
-            if tensor.grad is None:
-                continue
-            grad = paddle.where(is_good, tensor.grad * factor, paddle.zeros([]))
-            states = [adamw._get_accumulator_master(state, tensor) for state in _STATES]
-            before = [state.clone() for state in states]
-            adamw._append_optimize_op(block, (tensor, grad))
-            for state, old in zip(states, before, strict=True):
-                paddle.assign(paddle.where(is_good, state, old), state)
+    def _step(self) -> None:
+        if self._fleet is not None:
+            self._fleet.step()
+        else:
+            self._adamw.step()
+            self.placement.trained.spread_parameters()
 
     def clear_gradients(self) -> None:
         """Drop the gradients, without the zero fill that Paddle's default makes."""
-        if self.tensors:
+        if self._fleet is not None:
+            self._fleet.clear()
+        elif self.tensors:
             self._adamw.clear_grad(set_to_zero=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All state by `HF name/state`, the live tensors; moments as the trained tensor."""
-        return {name: tensor for name, _, tensor in self._states()}
+        """All state by `HF name/state`, the live tensors; moments as the trained tensor.
+
+        That of a fused parameter stands under each of its names.
+        """
+        return {
+            f"{name}/{state}": tensor
+            for names, state, _, tensor in self._states()
+            if tensor is not None
+            for name in names
+        }
 
     def state_to_write(self) -> list[TensorToWrite]:
         """All state, whole; where ranks hold parts, all of them produce the arrays together."""
-        return [
-            TensorToWrite(
-                name,
-                self.placement.whole_shape(parameter) if _has_layout(name) else (1,),
-                "F32",
-                partial(self.placement.whole_value, parameter, tensor, copy=False)
-                if _has_layout(name)
-                else tensor.numpy,
-            )
-            for name, parameter, tensor in self._states()
-            if not getattr(parameter, "is_tied_copy", False)
-        ]
+        states = [state for state in self._states() if not getattr(state[2], "is_tied_copy", False)]
+        powers = {(id(p), state): t for _, state, p, t in states if not _has_layout(state)}
+        power = powers.__getitem__
+        if self._fleet is not None:
+            power = self._fleet.numbers_of_all(powers)
+        tensors = []
+        for names, state, parameter, tensor in states:
+            if _has_layout(state):
+                shapes = self._shapes(parameter, names)
+                # Of what this rank has nothing of, the others have all.
+                own = paddle.zeros([0]) if tensor is None else tensor
+                whole = partial(self.placement.whole_value, parameter, own, copy=False)
+                produce = [whole]
+                if len(names) > 1:
+                    produce = SharedArray(whole, whole_slices(parameter)).parts()
+            else:
+                shapes = [(1,)] * len(names)
+                produce = [partial(_host_value, power, (id(parameter), state))] * len(names)
+            tensors += [
+                TensorToWrite(f"{name}/{state}", shape, "F32", make)
+                for name, shape, make in zip(names, shapes, produce, strict=True)
+            ]
+        return tensors
 
     def bytes_to_write(self) -> int:
         """Bytes of all state and of the parameters that it is for, whole."""
         states = sum(tensor.num_bytes for tensor in self.state_to_write())
         return states + sum(
-            math.prod(self.placement.whole_shape(tensor)) * tensor.element_size()
-            for _, tensor in self.parameters
+            math.prod(self.placement.whole_shape(parameter)) * parameter.element_size()
+            for parameter, _ in self._named
         )
 
     def _keep_powers_on_device(self) -> None:
@@ -206,14 +230,27 @@ class Optimizer:
             for name, value in powers.items():
                 powers[name] = value.to(paddle.get_device())
 
-    def _states(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, parameter and live tensor of every state."""
-        for (name, parameter), trained in zip(self.parameters, self.tensors, strict=True):
-            for state in _STATES:
-                tensor = self._adamw._get_accumulator_master(state, trained)
-                yield f"{name}/{state}", parameter, tensor
-            if parameter.dtype != trained.dtype:
-                yield f"{name}/{_MASTER}", parameter, trained
+    def _states(self) -> Iterator[tuple[list[str], str, Tensor, Tensor | None]]:
+        """HF names of a parameter, name of a state, the parameter and the live tensor, of all.
+
+        The tensor is None where this rank has nothing of it.
+        """
+        for parameter, names in self._named:
+            trained = self.placement.trained_tensor(parameter)
+            for state in STATES:
+                tensor = None
+                if trained is not None:
+                    tensor = self._adamw._get_accumulator_master(state, trained)
+                yield names, state, parameter, tensor
+            if parameter.dtype != paddle.float32:
+                yield names, _MASTER, parameter, trained
+
+    def _shapes(self, parameter: Tensor, names: list[str]) -> list[tuple[int, ...]]:
+        """Of the whole parameter under each of its names."""
+        whole = self.placement.whole_shape(parameter)
+        if len(names) == 1:
+            return [whole]
+        return [(whole[0], columns.width) for columns in fused_columns(parameter)]
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Set all state, bit for bit; every array is asked for once, when its turn comes.
@@ -221,34 +258,76 @@ class Optimizer:
         Raises:
             ValueError: every missing and unexpected entry, or every misshapen one.
         """
-        names = {name for name, _, _ in self._states()}
+        names = {f"{name}/{state}" for names, state, _, _ in self._states() for name in names}
         elsewhere = {
             name for name in arrays if name.rpartition("/")[0] in self.trained_names - self._names
         }
         problems = [f"missing {name}" for name in sorted(names - arrays.keys())]
         problems += [f"unexpected {name}" for name in sorted(arrays.keys() - names - elsewhere)]
         if not problems:
-            for name, parameter, tensor in self._states():
-                array = arrays[name]
-                if _has_layout(name) and array.shape == self.placement.whole_shape(parameter):
-                    array = self.placement.trained_part(parameter, array)
-                if list(array.shape) == list(tensor.shape):
-                    tensor.set_value(array)
-                else:
-                    problems.append(f"{name} is {list(array.shape)}, not {list(tensor.shape)}")
+            for names_of_one, state, parameter, tensor in self._states():
+                problems += self._load(names_of_one, state, parameter, tensor, arrays)
         if problems:
             raise ValueError(
                 "the saved optimizer state belongs to other trained parameters: "
                 + "; ".join(problems)
             )
 
+    def _load(
+        self,
+        names: list[str],
+        state: str,
+        parameter: Tensor,
+        tensor: Tensor | None,
+        arrays: Mapping[str, np.ndarray],
+    ) -> list[str]:
+        """Set one state from the arrays of all of the parameter's names; returns what is wrong."""
+        found = {f"{name}/{state}": arrays[f"{name}/{state}"] for name in names}
+        shapes = self._shapes(parameter, names) if _has_layout(state) else [(1,)] * len(names)
+        problems = [
+            f"{name} is {list(array.shape)}, not {list(shape)}"
+            for (name, array), shape in zip(found.items(), shapes, strict=True)
+            if array.shape != shape
+        ]
+        parts = [*found.values()]
+        if not _has_layout(state) and len({array.tobytes() for array in parts}) > 1:
+            problems.append(f"{', '.join(found)} differ, of linears that are trained as one")
+        if problems or tensor is None:
+            return problems
+        array = parts[0]
+        if _has_layout(state):
+            whole = array if len(parts) == 1 else np.concatenate(parts, axis=1)
+            array = self.placement.trained_part(parameter, whole)
+        tensor.set_value(array)
+        return []
+
     def _gradients(self) -> list[Tensor]:
-        return [tensor.grad for tensor in self.tensors if tensor.grad is not None]
+        grads = map(gradient_of, self.tensors)
+        return [grad for grad in grads if grad is not None]
+
+
+def _host_value(find: Callable[[tuple], Tensor], key: tuple) -> np.ndarray:
+    return find(key).numpy()
 
 
 def _has_layout(state: str) -> bool:
     """Whether a state has its parameter's layout; the powers of beta are single numbers."""
     return not state.endswith("_pow_acc")
+
+
+def _of_all(names: list[str], value_of: Callable[[str], Any], what: str) -> Any:
+    """The one value of all names of a parameter.
+
+    Raises:
+        ValueError: they have several.
+    """
+    values = {name: value_of(name) for name in names}
+    if len(set(values.values())) > 1:
+        raise ValueError(
+            f"{', '.join(names)} are trained as one weight but have different settings of their "
+            f"{what}: {values}; separate the layer's projections first"
+        )
+    return values[names[0]]
 
 
 def decayed_names(

@@ -189,8 +189,7 @@ def train_step(
         terms, norm = _summed(terms, optimizer, processes)
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)
     with phase(Phase.OPTIMIZER):
-        if optimizer.update(learning_rate, norm, is_good):
-            placement.trained.spread_parameters()
+        optimizer.update(learning_rate, norm, is_good)
         optimizer.clear_gradients()
     return StepOutcome(terms, norm, is_good, totals)
 

@@ -97,8 +97,9 @@ def pi07(
     with default_dtype(dtype), paddle.LazyGuard():
         model = PI07LowLevelFlowMatching(PI07Config.from_dict(values), labels, placement)
     stored = engine_keys(read_header(WEIGHTS))
-    placed = model.stored_parameters()
-    model.fill_later(model.fresh_values() if is_fresh else stored_values(placed, stored))
+    model.fill_later(
+        model.fresh_values if is_fresh else lambda: stored_values(model.stored_parameters(), stored)
+    )
     return model
 
 

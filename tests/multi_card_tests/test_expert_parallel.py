@@ -44,6 +44,7 @@ TOPOLOGIES = {"dp2 ep2": (2, EP, 2)}
 HEAVY = {
     "dp2 ep2 mp2 with sequence parallelism": (4, [*EP, "parallel.mp_degree=2", *SP], 2),
     "dp2 ep2 sharding2 stage 2": (4, [*EP, *SHARDING, "parallel.sharding_stage=2"], 4),
+    "dp2 ep2 sharding2 stage 1": (4, [*EP, *SHARDING], 4),
     "dp2 ep2 pp2": (4, [*EP, "parallel.pp_degree=2", "train.recompute=full"], 2),
     "dp4 ep2": (4, ["parallel.dp_degree=4", "parallel.ep_degree=2"], 4),
 }

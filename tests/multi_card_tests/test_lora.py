@@ -37,6 +37,7 @@ TOPOLOGIES = {
         "train.recompute=full",
     ],
     "pp2": ["parallel.pp_degree=2"],
+    "sharding2 stage 1": ["parallel.sharding_degree=2"],
     "sharding2 stage 3": ["parallel.sharding_degree=2", "parallel.sharding_stage=3"],
 }  # fmt: skip
 

@@ -56,7 +56,7 @@ def reference(name: str) -> tuple[list[float], dict[str, np.ndarray], list[list[
 
 def gradients(model) -> dict[str, np.ndarray]:
     return {
-        item.key: item.layout.to_stored(item.parameter.grad.numpy())
+        item.key: item.layout.to_stored(item.of_own(item.parameter.grad.numpy()))
         for item in model.stored_parameters()
         if item.parameter.grad is not None
     }
@@ -75,7 +75,7 @@ def worst_difference(folder: str, group, sequence_parallel: bool, name: str) -> 
     worst = max((abs(a - b) / b, "loss") for a, b in zip(found, losses, strict=True))
     for item in model.stored_parameters():
         if item.key in wanted:
-            error = item.parameter.grad.numpy() - item.from_stored(wanted[item.key])
+            error = item.of_own(item.parameter.grad.numpy()) - item.from_stored(wanted[item.key])
             error = float(np.abs(error).max() / np.abs(wanted[item.key]).max())
             worst = max(worst, (error, item.key))
     return worst
@@ -95,7 +95,9 @@ def fresh_weights_and_files(folder: str, group) -> list[str]:
     dist.barrier()
     saved = Qwen3VLForConditionalGeneration.from_pretrained(f"{folder}/saved").hf_state_dict()
     doubled = {
-        item.key: item.layout.to_stored(placement.whole_value(item.parameter, 2 * item.parameter))
+        item.key: item.layout.to_stored(
+            item.of_whole(placement.whole_value(item.parameter, 2 * item.parameter))
+        )
         for item in model.stored_parameters()
     }
     return [

@@ -220,16 +220,20 @@ def step_of(group, setup: Setup) -> Step:
 
 def gradient_differences(model, whole) -> Iterator[tuple[float, str]]:
     """Of every parameter, relative to the largest entry."""
-    wanted = {item.key: item.parameter.grad for item in whole.stored_parameters()}
+    wanted = {
+        item.key: None if (grad := item.parameter.grad) is None else item.of_own(grad.numpy())
+        for item in whole.stored_parameters()
+    }
     for item in model.stored_parameters():
         grad, expected = item.parameter.grad, wanted[item.key]
         assert (grad is None) == (expected is None), item.key
         if grad is None:
             continue
-        error = np.abs(grad.numpy() - item.placement.own_part(item.parameter, expected.numpy()))
+        expected = item.from_stored(item.layout.to_stored(expected))
+        error = np.abs(item.of_own(grad.numpy()) - expected)
         # A constant on all keys leaves a softmax as it is: only rounding is left of its gradient.
         yardstick = wanted[item.key.replace("k_proj.bias", "q_proj.bias")]
-        yield float(error.max() / max(np.abs(yardstick.numpy()).max(), 1e-30)), item.key
+        yield float(error.max() / max(np.abs(yardstick).max(), 1e-30)), item.key
 
 
 def sampled_actions(group, sequence_parallel: bool) -> float:

@@ -24,13 +24,15 @@ from paddle.base.core import (
 )
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.config.schema import TrainConfig
 from paddle_vl.models.checkpoint.filling import Fillable
 from paddle_vl.nn.master_weights import MasterWeights
+from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.sharding import Sharding
+from paddle_vl.parallel.sharding import FleetSharding, Sharding
 from paddle_vl.parallel.sharding.memory import ModelElements, between_steps
 from paddle_vl.parallel.tensor import FleetPlacement
-from paddle_vl.parallel.topology import initialize
+from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train import build as run_building
 from paddle_vl.train.optimizer import Optimizer
 from tests.launch import launch, outcome_of, run_checks
@@ -61,7 +63,7 @@ SLACK = 1 << 10
 def start(
     build: Callable[[], nn.Layer],
     whole: int,
-    group,
+    topology: Topology,
     stage: int,
     width: int,
     is_old: bool = False,
@@ -83,6 +85,9 @@ def start(
     parameters: Iterable[Tensor] = model.fill()
     if is_old:
         parameters = list(parameters)
+    group = topology.sharding_group
+    if stage == 1:
+        return start_fleet(parameters, topology, elements, before)
     trained = Sharding(parameters, group, stage, units) if stage else MasterWeights(parameters)
     peak = host_memory_stat_peak_value("Allocated", 0) - before
     held = between_steps(elements, stage, group.nranks)
@@ -91,6 +96,31 @@ def start(
     assert after <= held.parameters + held.masters + SLACK
     copies = width if width == 4 else width + 4
     return peak, held.parameters + held.masters + (copies + on_host) * whole + SLACK
+
+
+def start_fleet(
+    parameters: Iterable[Tensor], topology: Topology, elements: ModelElements, before: int
+) -> tuple[int, float]:
+    """Bytes of stage 1 with its optimizer: fleet moves parameters into its buffers one by one."""
+    placement = SingleDevicePlacement()
+    parameters = list(parameters)
+    placement.trained = FleetSharding(parameters, topology)
+    named = [(p.name, p) for p in parameters if not p.stop_gradient]
+    train = TrainConfig(output_dir="unused", learning_rate=1.0)
+    optimizer = Optimizer(named, train, set(), placement)
+    peak = host_memory_stat_peak_value("Allocated", 0) - before
+    after = host_memory_stat_current_value("Allocated", 0) - before
+    assert optimizer.tensors
+    ranks = topology.sharding_group.nranks
+    held = between_steps(elements, 1, ranks)
+    # Each is filled up to 256 bytes on every rank, in all that fleet divides.
+    width = elements.item_bytes
+    padding = len(named) * 256 * ranks // width * (width + 4 + 12 / ranks)
+    # A buffer of at most 256 MiB is filled while the parameters that move into it are there.
+    buffer = width * (elements.units.trained + elements.root.trained)
+    assert after <= held.total + padding + SLACK
+    while_moving = held.parameters + held.gradients + buffer
+    return peak, max(held.total, while_moving) + padding + SLACK
 
 
 def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
@@ -140,16 +170,17 @@ def worker(folder: str) -> dict:
     run_file = f"{folder}/run/run.yaml"
     checks = {f"run {is_old}": partial(start_run, run_file, is_old) for is_old in (False, True)}
     outcomes = run_checks(checks)
-    group, checks = initialize(ParallelDegrees(sharding_degree=2)).sharding_group, {}
+    topology, checks = initialize(ParallelDegrees(sharding_degree=2)), {}
+    group = topology.sharding_group
     for dtype, width in DTYPES.items():
         for name, build in builders(Path(folder), dtype).items():
             whole = largest(build)
             for stage in STAGES:
                 checks[f"{name} {dtype} {stage}"] = partial(
-                    start, build, whole, group, stage, width
+                    start, build, whole, topology, stage, width
                 )
             if dtype == "float32":
-                checks[f"{name} old"] = partial(start, build, whole, group, 3, width, True)
+                checks[f"{name} old"] = partial(start, build, whole, topology, 3, width, True)
             checks[f"{name} {dtype} values"] = partial(differing, build, group)
     return outcomes | run_checks(checks)
 
@@ -172,7 +203,7 @@ def worker_of_parts(folder: str) -> dict:
             split = partial(make, dtype, placement=FleetPlacement(topology.mp_group))
             for stage in STAGES[1:]:
                 checks[f"{name} {dtype} {stage}"] = partial(
-                    start, split, whole, group, stage, width, on_host=on_host
+                    start, split, whole, topology, stage, width, on_host=on_host
                 )
             checks[f"{name} {dtype} values"] = partial(differing, split, group)
     return run_checks(checks)

@@ -64,7 +64,7 @@ def reference(name: str, frozen: bool) -> tuple[float, dict[str, np.ndarray]]:
     loss = model(**batch(name)).loss
     loss.backward()
     grads = {
-        item.key: item.layout.to_stored(item.parameter.grad.numpy())
+        item.key: item.layout.to_stored(item.of_own(item.parameter.grad.numpy()))
         for item in model.stored_parameters()
         if item.parameter.grad is not None
     }
@@ -91,7 +91,7 @@ def worst_difference(
             assert grad is None or not grad.numpy().any(), item.key
             continue
         expected = item.from_stored(wanted[item.key])
-        error = np.abs(item.parameter.grad.numpy() - expected).max()
+        error = np.abs(item.of_own(item.parameter.grad.numpy()) - expected).max()
         worst = max(worst, (float(error / np.abs(wanted[item.key]).max()), item.key))
     return worst
 

@@ -34,16 +34,27 @@ from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
 SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
 PP = ("parallel.pp_degree=2",)
 SHARDING = ("parallel.sharding_degree=2",)
+OVERLAP = (
+    "parallel.fleet.sharding_configs={comm_overlap: true, enable_fuse_optimizer_states: true}",
+    "parallel.sharding_gather_overlap=true",
+    "train.recompute=full",
+)
+VIRTUAL = ("parallel.num_virtual_stages=2",)
+# As many samples in twice as many micro-batches.
+HALVES = ("train.gradient_accumulation_steps=8", "train.per_device_train_batch_size=2")
 TOPOLOGIES = {
     "dp2": (2, ["parallel.dp_degree=2"]),
     "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
     # Recomputation repeats the collectives of a layer in the backward pass.
     "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP, "train.recompute=full"]),
     "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
+    "pp2 dynamic": (2, [*PP, "parallel.pp_shapes=dynamic"]),
+    "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
+    "sharding2 stage 1 with overlap": (2, [*SHARDING, *OVERLAP]),
     "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
     "sharding2 stage 3": (2, [*SHARDING, "parallel.sharding_stage=3"]),
-    "pp4 interleaved": (4, ["parallel.pp_degree=4", "parallel.num_virtual_stages=2"]),
+    "pp4 interleaved": (4, ["parallel.pp_degree=4", *VIRTUAL, *HALVES]),
     "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
     "sharding2 mp2": (
         4,
@@ -54,8 +65,30 @@ TOPOLOGIES = {
 # More than two cores should run every time.
 HEAVY = {
     "pp4": (4, ["parallel.pp_degree=4", "parallel.pp_split=cost"]),
-    "pp3 interleaved": (3, ["parallel.pp_degree=3", "parallel.num_virtual_stages=2"]),
+    "pp3 interleaved": (3, ["parallel.pp_degree=3", *VIRTUAL, *HALVES]),
+    "pp2 reserved": (2, [*PP, "parallel.pp_visual_rows=64"]),
+    "pp4 fthenb": (4, ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=fthenb"]),
+    "pp4 balanced memory": (
+        4,
+        ["parallel.pp_degree=4", *VIRTUAL, "parallel.pp_schedule=balanced_memory"],
+    ),
+    # As on GPUs.
+    "mp2 pp2 with batched messages": (
+        4,
+        [
+            "parallel.mp_degree=2",
+            *PP,
+            *SP,
+            "parallel.fleet.pp_configs={use_batch_p2p_comm: true}",
+        ],
+    ),
+    "mp2 pp2 dualpipev": (
+        4,
+        ["parallel.mp_degree=2", *PP, *SP, "parallel.pp_schedule=dualpipev"],
+    ),
     "sharding2 pp2": (4, [*SHARDING, *PP]),
+    "sharding2 mp2 stage 1": (4, ["parallel.mp_degree=2", *SHARDING, *SP, *OVERLAP]),
+    "dp2 sharding2 stage 1": (4, ["parallel.dp_degree=2", *SHARDING]),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),
 }
@@ -154,9 +187,11 @@ def test_a_resumed_run_is_bit_identical(several):
         np.testing.assert_array_equal(found[key], array, err_msg=key)
 
 
-def test_one_process_continues_what_several_saved(several, one_device, run_file, tmp_path):
+def test_one_process_continues_what_several_saved(several, one_device, run_file, tmp_path, request):
     shutil.copytree(several / "checkpoint-2", tmp_path / "checkpoint-2")
-    overrides = [*common(run_file), *settings(1), "train.resume_from_checkpoint=auto"]
+    _, topology = (TOPOLOGIES | HEAVY)[request.node.callspec.params["several"]]
+    batches = [override for override in topology if override in HALVES]
+    overrides = [*common(run_file), *settings(1), *batches, "train.resume_from_checkpoint=auto"]
     train(str(run_file), str(tmp_path), overrides)
     assert_close(arrays_of(tmp_path / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
 

@@ -47,7 +47,7 @@ def run_planner(case: GoldenCase, report: CaseReport) -> None:
         losses["CE"].backward()
         for item in model.stored_parameters():
             if item.parameter.grad is not None:
-                found = item.layout.to_stored(array(item.parameter.grad))
+                found = item.layout.to_stored(item.of_own(array(item.parameter.grad)))
                 compare.check("grads", {f"grad.{item.key}": found})
     memory, response = model.generate(batch, *_special_tokens(case))
     names = ("out.sampled_memory", "out.sampled_response")

@@ -4,6 +4,7 @@ import numpy as np
 import paddle
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.models.checkpoint.pretrained import parameter_array
 from paddle_vl.models.pi07.checkpoint_map import UNUSED_KEYS
 from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
 from paddle_vl.models.pi07.losses import flow_counts
@@ -111,7 +112,7 @@ def _compare_gradients(
         if item.parameter.grad is None:
             without.add(item.key)
             continue
-        found = item.layout.to_stored(array(item.parameter.grad))
+        found = item.layout.to_stored(item.of_own(array(item.parameter.grad)))
         squares += float(np.square(found, dtype=np.float64).sum())
         compare.check("grads", {f"grad.{item.key}": found})
         if holds_gradients and f"grad.{item.key}" not in compare.compared:
@@ -169,7 +170,7 @@ def run_trajectory(case: GoldenCase, report: CaseReport) -> None:
         if name in case.tensors:
             compare.compared.add(name)
             wanted = case.tensors[name]
-            away = np.linalg.norm(item.layout.to_stored(array(item.parameter)) - wanted)
+            away = np.linalg.norm(parameter_array(item) - wanted)
             # Adam makes full steps of gradients that are rounding, as a tower's keys' biases are.
             is_rounding = item.key.endswith("k_proj.bias")
             steps = len(found["MSE"]) * train.learning_rate * 2 * wanted.size**0.5

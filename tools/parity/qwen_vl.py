@@ -166,7 +166,7 @@ def _compare_gradients(model, case: GoldenCase, report: CaseReport) -> None:
         if item.parameter.grad is None:
             without.append(item.key)
             continue
-        found = item.layout.to_stored(item.parameter.grad.astype("float32").numpy())
+        found = item.layout.to_stored(item.of_own(item.parameter.grad.astype("float32").numpy()))
         squares += float(np.square(found, dtype=np.float64).sum())
         if item.key in case.gradients:
             report.relative("grads", item.key, found, case.gradients[item.key], GRADIENT)

@@ -26,27 +26,32 @@ class FillStep(NamedTuple):
 class Fillable:
     """Of an `nn.Layer` whose parameters may still be without values."""
 
-    _steps: list[FillStep] | None = None
+    _sources: list[Callable[[], Iterable[FillStep]]] | None = None
 
-    def fill_later(self, steps: Iterable[FillStep]) -> None:
-        """Told once, behind the building under `paddle.LazyGuard`, where values come from."""
-        self._steps = list(steps)
+    def fill_later(self, steps: Callable[[], Iterable[FillStep]]) -> None:
+        """Told once, behind the building under `paddle.LazyGuard`, where values come from.
 
-    def fill_too(self, steps: Iterable[FillStep]) -> None:
+        Args:
+            steps: asked for when the model is filled, for the parameters that it has then.
+        """
+        self._sources = [steps]
+
+    def fill_too(self, steps: Callable[[], Iterable[FillStep]]) -> None:
         """Values of parameters that were added, or others for those that are there.
 
         They are given at once if the model has its values already.
         """
-        if self._steps is None:
-            for step in steps:
+        if self._sources is None:
+            for step in steps():
                 step.give()
         else:
-            self._steps += steps
+            self._sources.append(steps)
 
     def fill(self) -> Iterator[Tensor]:
         """Every parameter once, in the same order on all ranks; those without a value get it when
         their turn comes, after whoever asks for them is done with the one before."""
-        steps, self._steps = self._steps or [], None
+        sources, self._sources = self._sources or [], None
+        steps = [step for source in sources for step in source()]
         # A later step for the same parameter stands in place of the earlier one.
         last = {id(step.parameter): step for step in steps}
         filled = set()

@@ -1,6 +1,6 @@
 """Filling a model from a checkpoint and writing it back, tensor by tensor."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -10,7 +10,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.models.checkpoint.filling import FillStep
-from paddle_vl.models.checkpoint.rules import StoredParameter
+from paddle_vl.models.checkpoint.rules import StoredParameter, by_parameter
 from paddle_vl.models.checkpoint.safetensors_io import (
     FLOATING,
     FileWriter,
@@ -20,6 +20,8 @@ from paddle_vl.models.checkpoint.safetensors_io import (
     write_file,
 )
 from paddle_vl.models.checkpoint.sharded import write_tensors
+from paddle_vl.models.checkpoint.shared_array import SharedArray
+from paddle_vl.nn.fused import whole_slices
 from paddle_vl.nn.placement import Writers
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -99,12 +101,21 @@ def stored_values(
     the tensor made from its file, so that beside the model one tensor at most is in memory.
     """
     return [
-        FillStep(item.parameter, partial(_read_into, item, stored[item.key])) for item in placed
+        FillStep(items[0].parameter, partial(_read_into, items, [stored[i.key] for i in items]))
+        for items in by_parameter(placed)
     ]
 
 
-def _read_into(item: StoredParameter, stored: StoredTensor) -> None:
-    set_value(item.parameter, item.from_stored(stored.read()))
+def _read_into(items: Sequence[StoredParameter], stored: Sequence[StoredTensor]) -> None:
+    parameter, placement = items[0].parameter, items[0].placement
+    if items[0].block is None:
+        set_value(parameter, items[0].from_stored(stored[0].read()))
+        return
+    joined = paddle.empty(parameter.shape, parameter.dtype)
+    slices = placement.column_slices(parameter)
+    for item, one, columns in zip(items, stored, slices, strict=True):
+        joined[:, columns] = paddle.to_tensor(item.from_stored(one.read())).astype(joined.dtype)
+    joined._share_buffer_to(parameter)
 
 
 def set_value(parameter: Tensor, array: np.ndarray) -> None:
@@ -116,22 +127,32 @@ def set_value(parameter: Tensor, array: np.ndarray) -> None:
 
 
 def parameter_array(item: StoredParameter) -> np.ndarray:
-    """A parameter's whole value in the checkpoint's layout; bfloat16 as its bits.
+    """What is stored of a parameter, whole, in the checkpoint's layout; bfloat16 as its bits.
 
     Where ranks hold parts of it, all of them call this together.
     """
-    return item.layout.to_stored(item.placement.whole_value(item.parameter))
+    return item.layout.to_stored(item.of_whole(item.placement.whole_value(item.parameter)))
 
 
-def parameter_to_write(item: StoredParameter, name: str) -> TensorToWrite:
-    """A parameter's whole value in the checkpoint's layout, as a tensor of that name."""
-    return TensorToWrite(
-        name,
-        item.stored_shape,
-        STORED_DTYPES[item.parameter.dtype],
-        partial(item.placement.whole_value, item.parameter, copy=False),
-        item.layout.to_stored,
-    )
+def parameters_to_write(placed: Iterable[StoredParameter], prefix: str = "") -> list[TensorToWrite]:
+    """Whole values in the checkpoint's layout, under `prefix` and key; tied copies left out.
+
+    Where ranks hold parts, a fused parameter is put together once for all of its linears.
+    """
+    tensors = []
+    for items in by_parameter(placed):
+        parameter, placement = items[0].parameter, items[0].placement
+        if getattr(parameter, "is_tied_copy", False):
+            continue
+        produce = [partial(placement.whole_value, parameter, copy=False)]
+        if items[0].block is not None:
+            produce = SharedArray(produce[0], whole_slices(parameter)).parts()
+        dtype = STORED_DTYPES[parameter.dtype]
+        tensors += [
+            TensorToWrite(prefix + i.key, i.stored_shape, dtype, make, i.layout.to_stored)
+            for i, make in zip(items, produce, strict=True)
+        ]
+    return tensors
 
 
 def drawn_values(
@@ -142,27 +163,44 @@ def drawn_values(
     Args:
         placed: built under `paddle.LazyGuard`.
         whole: those of the whole model, built in the same way, where `placed` are parts or some of
-            them: the whole ones are drawn one by one, in order, and dropped again, so the weights
-            are those of a single device with the same seed, and one whole tensor at most is in
-            memory.
+            them, or apart where these are fused: the whole ones are drawn one by one, in order, and
+            dropped again, so the weights are those of a single device with the same seed, and one
+            whole tensor at most is in memory.
     """
     if whole is None:
-        return [FillStep(item.parameter, item.parameter.initialize) for item in placed]
+        return [
+            FillStep(items[0].parameter, items[0].parameter.initialize)
+            for items in by_parameter(placed)
+        ]
     part_of_key = {part.key: part for part in placed}
     steps = []
-    for full in whole:
-        part = part_of_key.get(full.key)
-        parameter = None if part is None else part.parameter
-        steps.append(FillStep(parameter, partial(_draw_part, full.parameter, part)))
+    for fulls in by_parameter(whole):
+        draw = partial(_drawn, fulls[0].parameter)
+        parts = by_parameter(part_of_key[full.key] for full in fulls if full.key in part_of_key)
+        if not parts:
+            steps.append(FillStep(None, draw))
+        elif len(parts) == 1:
+            steps.append(FillStep(parts[0][0].parameter, partial(_take_part, parts[0], draw)))
+        else:
+            # Fused there and apart here.
+            values = SharedArray(draw, whole_slices(fulls[0].parameter)).parts()
+            steps += [
+                FillStep(part.parameter, partial(_take_part, [part], value))
+                for (part,), value in zip(parts, values, strict=True)
+            ]
     return steps
 
 
-def _draw_part(full: Tensor, part: StoredParameter | None) -> None:
+def _drawn(full: Tensor) -> np.ndarray:
     full.initialize()
-    array = None if part is None else full.astype("float32").numpy()
+    array = full.astype("float32").numpy()
     full._clear_data()
-    if part is not None:
-        set_value(part.parameter, part.placement.own_part(part.parameter, array))
+    return array
+
+
+def _take_part(parts: Sequence[StoredParameter], draw: Callable[[], np.ndarray]) -> None:
+    parameter, placement = parts[0].parameter, parts[0].placement
+    set_value(parameter, placement.own_part(parameter, draw()))
 
 
 def save_parameters(
@@ -176,11 +214,7 @@ def save_parameters(
 
     Where ranks hold parts, all of them call this together and share the writing.
     """
-    tensors = [
-        parameter_to_write(item, item.key)
-        for item in placed
-        if not getattr(item.parameter, "is_tied_copy", False)
-    ]
+    tensors = parameters_to_write(placed)
     write_tensors(folder, "model", tensors, max_shard_bytes, writers, write)
 
 

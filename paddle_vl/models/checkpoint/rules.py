@@ -3,18 +3,25 @@
 A rule pairs a parameter name with a checkpoint key, `*` standing for the same text in both, and
 says how the array is laid out there. The first rule that fits a name holds, so special cases come
 first. Reading and writing use the same rules.
+
+Linears of one input lie in a layer of their own here (`self_attn.qkv_proj`), fused into one weight
+or apart; checkpoints know each by its own name (`self_attn.q_proj.weight`).
 """
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from paddle import Tensor
 
+from paddle_vl.nn.fused import fused_columns, whole_slices
 from paddle_vl.nn.placement import SingleDevicePlacement
+
+# Layers of linears of one input, where these are apart.
+_APART = re.compile(r"\.(?:qkv_proj|gate_up_proj)(?=\.\w+_proj\.)")
 
 
 class ArrayLayout(Protocol):
@@ -81,21 +88,61 @@ class Rule:
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter with its place in the checkpoint."""
+    """A parameter, or one of the linears that it holds, with its place in the checkpoint.
+
+    Attributes:
+        block: which of the linears of a fused parameter; None for all of a parameter.
+    """
 
     key: str
     parameter: Tensor
     layout: ArrayLayout
     placement: SingleDevicePlacement
+    block: int | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape in the checkpoint, where the parameter is whole."""
-        return self.layout.stored_shape(self.placement.whole_shape(self.parameter))
+        shape = self.placement.whole_shape(self.parameter)
+        if self.block is not None:
+            shape = (shape[0], fused_columns(self.parameter)[self.block].width)
+        return self.layout.stored_shape(shape)
 
     def from_stored(self, stored: np.ndarray) -> np.ndarray:
         """The checkpoint's array as this rank's parameter has it."""
-        return self.placement.own_part(self.parameter, self.layout.to_parameter(stored))
+        value = self.layout.to_parameter(stored)
+        if self.block is None:
+            return self.placement.own_part(self.parameter, value)
+        return self.placement.own_columns(self.parameter, value)
+
+    def of_whole(self, whole: np.ndarray) -> np.ndarray:
+        """What of the parameter's whole value is stored under this key."""
+        return whole if self.block is None else whole[:, whole_slices(self.parameter)[self.block]]
+
+    def of_own(self, value: np.ndarray) -> np.ndarray:
+        """The same of what this rank has, of the parameter or of its gradient."""
+        if self.block is None:
+            return value
+        return value[:, self.placement.column_slices(self.parameter)[self.block]]
+
+
+def by_parameter(placed: Iterable[StoredParameter]) -> list[list[StoredParameter]]:
+    """All that is stored of each parameter, in order.
+
+    Raises:
+        ValueError: some of the linears of a fused parameter are not among them.
+    """
+    groups: dict[int, list[StoredParameter]] = {}
+    for item in placed:
+        groups.setdefault(id(item.parameter), []).append(item)
+    for items in groups.values():
+        names = [columns.name for columns in fused_columns(items[0].parameter)]
+        if names and len(items) != len(names):
+            raise ValueError(
+                f"{', '.join(item.key for item in items)}: only these of {', '.join(names)} are "
+                "given a value, but they are one weight: name all of them or none"
+            )
+    return list(groups.values())
 
 
 def place_parameters(
@@ -103,17 +150,30 @@ def place_parameters(
     rules: tuple[Rule, ...],
     placement: SingleDevicePlacement,
 ) -> list[StoredParameter]:
-    """Every parameter with its checkpoint key, in the model's order.
+    """Every parameter with its checkpoint key, in the model's order; a fused one has several.
 
     Raises:
         ValueError: a parameter that no rule covers.
     """
     placed = []
-    for name, parameter in named_parameters:
+    for name, parameter, block in _linears(named_parameters):
         rule = next((rule for rule in rules if fnmatch.fnmatchcase(name, rule.parameter)), None)
         if rule is None:
             raise ValueError(f"no checkpoint rule covers parameter {name}")
         wildcard = re.fullmatch(re.escape(rule.parameter).replace(r"\*", "(.*)"), name)
         key = rule.key.replace("*", wildcard.group(1)) if wildcard.groups() else rule.key
-        placed.append(StoredParameter(key, parameter, rule.layout, placement))
+        placed.append(StoredParameter(key, parameter, rule.layout, placement, block))
     return placed
+
+
+def _linears(
+    named_parameters: Iterable[tuple[str, Tensor]],
+) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Names as if every linear had a weight of its own, and which block of a parameter each is."""
+    for name, parameter in named_parameters:
+        if columns := fused_columns(parameter):
+            outer = name.removesuffix(".weight").rpartition(".")[0]
+            for block, one in enumerate(columns):
+                yield f"{outer}.{one.name}.weight", parameter, block
+        else:
+            yield _APART.sub("", name), parameter, None

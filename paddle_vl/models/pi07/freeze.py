@@ -27,7 +27,12 @@ _REPRESENTATION = (
 _FLOW = ("suffix.", "action_out_proj.", "decoder.expert_norm.")
 _TOKENS = ("decoder.norm.", "da_head.")
 # Of the last backbone layer the expert reads keys and values only.
-_KEYS_AND_VALUES = ("input_layernorm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj")
+_KEYS_AND_VALUES = (
+    "input_layernorm",
+    "self_attn.k_norm",
+    "self_attn.qkv_proj.k_proj",
+    "self_attn.qkv_proj.v_proj",
+)
 
 
 def is_trained(name: str, config: Gemma3WithExpertConfig) -> bool:

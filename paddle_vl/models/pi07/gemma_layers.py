@@ -1,8 +1,8 @@
 """The two halves of a decoder layer: Gemma 3 for what is seen and read, Gemma for the actions.
 
 Shapes: B batch, L tokens of the own stream, T = B * L token rows, batch-major (this rank's part of
-them under sequence parallelism); S keys; D width of the stream; N query heads, K key heads, H head
-width.
+them under sequence parallelism); S keys; D width of the stream, F inner width of its MLP; N query
+heads, K key heads, H head width.
 
 Source: Gemma3DecoderLayer of HF transformers; the adaptive expert is openpi's.
 """
@@ -14,6 +14,7 @@ from paddle_vl.models.pi07.engine_config import Gemma3TextConfig, GemmaExpertCon
 from paddle_vl.models.pi07.norms import AdaptiveRMSNorm, GemmaRMSNorm
 from paddle_vl.models.pi07.rotary import Rotary
 from paddle_vl.nn.activation import activation
+from paddle_vl.nn.fused import Columns
 from paddle_vl.nn.masked_attention import AttentionMask, masked_attention
 from paddle_vl.nn.placement import SingleDevicePlacement
 
@@ -60,6 +61,9 @@ class BackboneLayer(nn.Layer):
 
     Args:
         rope_base: of this layer's rotary angles.
+        serves_tokens_alone: whether what attention returns here reaches the tokens' loss only,
+            where its keys and values reach the actions' too: the last layer beside an expert. Its
+            queries then learn from fewer steps, so they have a weight of their own.
     """
 
     def __init__(
@@ -68,12 +72,13 @@ class BackboneLayer(nn.Layer):
         rope_base: float,
         dropout: float,
         placement: SingleDevicePlacement,
+        serves_tokens_alone: bool = False,
     ):
         super().__init__()
         self.rope_base = rope_base
         width, head_dim, epsilon = config.hidden_size, config.head_dim, config.rms_norm_eps
         self.input_layernorm = placement.row_wise(GemmaRMSNorm(width, epsilon))
-        self.self_attn = Attention(config, width, placement)
+        self.self_attn = Attention(config, width, placement, is_fused=not serves_tokens_alone)
         self.self_attn.q_norm = placement.head_wise(GemmaRMSNorm(head_dim, epsilon))
         self.self_attn.k_norm = placement.head_wise(GemmaRMSNorm(head_dim, epsilon))
         self.post_attention_layernorm = placement.row_wise(GemmaRMSNorm(width, epsilon))
@@ -134,14 +139,23 @@ class Attention(nn.Layer):
         config: Gemma3TextConfig | GemmaExpertConfig,
         width: int,
         placement: SingleDevicePlacement,
+        is_fused: bool = True,
     ):
+        """
+        Args:
+            is_fused: whether queries, keys and values come from one weight.
+        """
         super().__init__()
         self.placement, self.head_dim = placement, config.head_dim
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
         query_width, key_width = heads * config.head_dim, key_heads * config.head_dim
-        self.q_proj = placement.column_linear(width, query_width, num_heads=heads)
-        self.k_proj = placement.column_linear(width, key_width, num_heads=key_heads)
-        self.v_proj = placement.column_linear(width, key_width, num_heads=key_heads)
+        columns = [
+            Columns("q_proj", query_width, heads),
+            Columns("k_proj", key_width, key_heads),
+            Columns("v_proj", key_width, key_heads),
+        ]
+        make = placement.projections if is_fused else placement.separate_projections
+        self.qkv_proj = make(width, columns)
         self.o_proj = placement.row_linear(query_width, width)
         self.q_norm: GemmaRMSNorm | None = None
         self.k_norm: GemmaRMSNorm | None = None
@@ -149,11 +163,10 @@ class Attention(nn.Layer):
     def forward(
         self, x_TD: Tensor, view: StreamView, rope_base: float, past: KeyValue | None
     ) -> tuple[Tensor, KeyValue]:
-        x_TD = self.placement.enter_columns(x_TD, view.num_rows)
         heads = [*view.shape, -1, self.head_dim]
-        q_BLNH = self.q_proj(x_TD).reshape(heads)
-        k_BSKH = self.k_proj(x_TD).reshape(heads)
-        v_BSKH = self.v_proj(x_TD).reshape(heads)
+        q_BLNH, k_BSKH, v_BSKH = (
+            rows.reshape(heads) for rows in self.qkv_proj(x_TD, view.num_rows)
+        )
         if self.q_norm is not None:
             q_BLNH, k_BSKH = self.q_norm(q_BLNH), self.k_norm(k_BSKH)
         rotary = view.rotary[rope_base]
@@ -170,12 +183,11 @@ class GemmaMLP(nn.Layer):
 
     def __init__(self, width: int, inner: int, placement: SingleDevicePlacement):
         super().__init__()
-        self.placement = placement
-        self.gate_proj = placement.column_linear(width, inner)
-        self.up_proj = placement.column_linear(width, inner)
+        columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
+        self.gate_up_proj = placement.projections(width, columns)
         self.down_proj = placement.row_linear(inner, width)
         self.act = activation("gelu_pytorch_tanh")
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        x_TD = self.placement.enter_columns(x_TD)
-        return self.down_proj(self.act(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        gate_TF, up_TF = self.gate_up_proj(x_TD)
+        return self.down_proj(self.act(gate_TF) * up_TF)

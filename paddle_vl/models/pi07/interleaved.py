@@ -52,11 +52,15 @@ class InterleavedDecoderLayer(nn.Layer):
         super().__init__()
         text = config.gemma3_config.text_config
         base, dropout = text.rope_base(number), config.dropout
-        self.backbone_layer = BackboneLayer(text, base, dropout, placement)
+        has_expert = not config.disable_action_expert
+        is_last = number == text.num_hidden_layers - 1
+        self.backbone_layer = BackboneLayer(
+            text, base, dropout, placement, serves_tokens_alone=has_expert and is_last
+        )
         self.expert_layer = (
-            None
-            if config.disable_action_expert
-            else ExpertLayer(config.gemma_expert_config, base, dropout, placement)
+            ExpertLayer(config.gemma_expert_config, base, dropout, placement)
+            if has_expert
+            else None
         )
 
     def forward(

@@ -1,6 +1,6 @@
 """What the models of pi07 share: a place among processes, and parameters in checkpoints."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import paddle
@@ -18,6 +18,7 @@ from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.models.pi07.prefix import Prefix
 from paddle_vl.models.pi07.prefix_tokens import PrefixMasks, PrefixTokens
 from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.projections import separate
 
 Model = TypeVar("Model", bound="PlacedModel")
 
@@ -60,14 +61,22 @@ class PlacedModel(Fillable, nn.Layer):
         return self.decoder.view(prefix_positions(masks.pad_masks), visible)
 
     def stored_parameters(self) -> list[StoredParameter]:
-        """Every parameter of this rank once, with its checkpoint key (without `model.`) and
-        layout."""
+        """All that this rank stores of its parameters, with checkpoint keys (without `model.`) and
+        layouts.
+
+        A parameter stands there once, a fused one once for each of its linears.
+        """
         rules = checkpoint_rules(self.config.vlm_config, self.config.per_group_projection)
         return place_parameters(self.named_parameters(), rules, self.placement)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of this rank once, under its checkpoint key."""
+        """Every parameter of this rank under its checkpoint key, a fused one under those of its
+        linears."""
         return ((item.key, item.parameter) for item in self.stored_parameters())
+
+    def separate(self, weights: Iterable[Tensor]) -> None:
+        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.projections`."""
+        separate(self, weights, self.placement.separate_projections)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all parameters of the whole model, whatever this rank has, by key."""

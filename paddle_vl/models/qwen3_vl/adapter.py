@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import paddle
-from paddle import nn
+from paddle import Tensor, nn
 
 from paddle_vl.config.patterns import PARTS, matching_names
 from paddle_vl.config.schema import LoRAConfig
@@ -26,9 +26,10 @@ from paddle_vl.models.checkpoint.pretrained import (
     set_value,
     stored_values,
 )
-from paddle_vl.models.checkpoint.rules import PatchKernel, StoredParameter
+from paddle_vl.models.checkpoint.rules import PatchKernel, StoredParameter, by_parameter
 from paddle_vl.models.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.models.qwen3_vl.checkpoint_map import HEAD_KEY, with_experts_as_here
+from paddle_vl.nn.fused import fused_columns
 from paddle_vl.nn.linear import AdaptableLinear
 from paddle_vl.nn.lora import LowRankSettings, initial_a
 
@@ -68,9 +69,11 @@ class AdaptableModel(Fillable, nn.Layer):
         # Drawn behind the weights of the model, if these are.
         seed = cache(lambda: paddle.randint(0, 2**31 - 1, [1]).item())
         self.fill_too(
-            FillStep(item.parameter, partial(_draw_adapter, item, seed))
-            for item in self._adapter_parameters()
-            if is_low_rank(item.key)
+            lambda: [
+                FillStep(item.parameter, partial(_draw_adapter, item, seed))
+                for item in self._adapter_parameters()
+                if is_low_rank(item.key)
+            ]
         )
 
     def load_adapter(self, path: str | Path) -> None:
@@ -98,8 +101,12 @@ class AdaptableModel(Fillable, nn.Layer):
             if adapter.owns(item.key) or item.key in tensors
         ]
         check_keys(path, tensors, wanted, set(), "the model as an adapter")
-        held = [item for item in self.stored_parameters() if item.key in tensors]
-        self.fill_too(stored_values(held, tensors))
+
+        def read() -> list[FillStep]:
+            held = [item for item in self.stored_parameters() if item.key in tensors]
+            return stored_values(held, tensors)
+
+        self.fill_too(read)
 
     def save_adapter(self, path: str | Path, write: FileWriter = write_file) -> None:
         """Write the adapters in PEFT's format, without the base.
@@ -135,8 +142,9 @@ class AdaptableModel(Fillable, nn.Layer):
             ValueError: the model has none.
         """
         self._own_adapter()
-        for layer in self._linears().values():
-            layer.merge_low_rank()
+        for layer in self.sublayers():
+            if isinstance(layer, AdaptableLinear):
+                layer.merge_low_rank()
         self.adapter = None
         self._tell_tower()
 
@@ -155,6 +163,7 @@ class AdaptableModel(Fillable, nn.Layer):
         """Adapters without values, where this rank has their modules; all else is frozen."""
         config = adapter.config
         settings = LowRankSettings(config.r, config.scaling, config.lora_dropout)
+        self.separate(self._divided_by(adapter))
         linears = self._linears()
         with paddle.LazyGuard():
             for module in adapter.targets:
@@ -172,18 +181,33 @@ class AdaptableModel(Fillable, nn.Layer):
     def _adapter_parameters(self) -> list[StoredParameter]:
         return [item for item in self.stored_parameters() if self.adapter.owns(item.key)]
 
-    def _linears(self) -> dict[str, AdaptableLinear]:
-        """Linears of this rank by HF module; a tied head is not one of its own."""
-        items = {id(item.parameter): item for item in self.stored_parameters()}
+    def _divided_by(self, adapter: Adapter) -> list[Tensor]:
+        """Fused weights of which a linear gets an adapter, or some are trained and others not."""
+        divided = []
+        for items in by_parameter(self.stored_parameters()):
+            modules = {item.key.removesuffix(".weight") for item in items}
+            owned = {adapter.owns(item.key) for item in items}
+            if items[0].block is not None and (len(owned) > 1 or modules & set(adapter.targets)):
+                divided.append(items[0].parameter)
+        return divided
+
+    def _linears(self) -> dict[str, nn.Layer]:
+        """Linears of this rank by HF module, some in one layer if fused; a tied head is not one of
+        its own."""
+        items: dict[int, list[StoredParameter]] = {}
+        for item in self.stored_parameters():
+            items.setdefault(id(item.parameter), []).append(item)
         found = {}
         for layer in self.sublayers():
-            if not isinstance(layer, AdaptableLinear):
+            weight = getattr(layer, "weight", None)
+            if not isinstance(layer, AdaptableLinear) and not (
+                weight is not None and fused_columns(weight)
+            ):
                 continue
-            item = items[id(layer.weight)]
             is_tied_head = layer is self.lm_head and self.config.tie_word_embeddings
             # HF's patch embedding is a convolution.
-            if not is_tied_head and not isinstance(item.layout, PatchKernel):
-                found[item.key.removesuffix(".weight")] = layer
+            if not is_tied_head and not isinstance(items[id(weight)][0].layout, PatchKernel):
+                found |= {i.key.removesuffix(".weight"): layer for i in items[id(weight)]}
         return found
 
     def _resolved(self, config: LoRAConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:

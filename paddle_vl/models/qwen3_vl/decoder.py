@@ -1,7 +1,8 @@
 """The Qwen3 decoder over token rows, with deepstack levels added after its first layers.
 
 Shapes: B batch, L padded length, T = B * L token rows, batch-major (this rank's part of them under
-sequence parallelism); D width; N query heads, K key heads, H head width; S cached and new keys.
+sequence parallelism); D width, F inner width of the MLP; N query heads, K key heads, H head width;
+S cached and new keys.
 
 Source: Qwen3VLTextModel of HF transformers.
 """
@@ -18,6 +19,7 @@ from paddle_vl.models.qwen3_vl.moe import LoadBalance, SparseMoE
 from paddle_vl.models.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.nn.activation import swiglu
 from paddle_vl.nn.attention import MASKED_SCORE, PackedSamples, causal_attention
+from paddle_vl.nn.fused import Columns
 from paddle_vl.nn.norm import RMSNorm
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.nn.rope import apply_rotary
@@ -183,13 +185,16 @@ class SelfAttention(nn.Layer):
 
     def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
         super().__init__()
-        self.placement, self.head_dim = placement, config.head_dim
+        self.head_dim = config.head_dim
         width, std = config.hidden_size, config.initializer_range
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
         query_width, key_width = heads * config.head_dim, key_heads * config.head_dim
-        self.q_proj = placement.column_linear(width, query_width, std, heads)
-        self.k_proj = placement.column_linear(width, key_width, std, key_heads)
-        self.v_proj = placement.column_linear(width, key_width, std, key_heads)
+        columns = [
+            Columns("q_proj", query_width, heads),
+            Columns("k_proj", key_width, key_heads),
+            Columns("v_proj", key_width, key_heads),
+        ]
+        self.qkv_proj = placement.projections(width, columns, std)
         self.o_proj = placement.row_linear(query_width, width, std)
         self.q_norm = placement.head_wise(RMSNorm(config.head_dim, config.rms_norm_eps))
         self.k_norm = placement.head_wise(RMSNorm(config.head_dim, config.rms_norm_eps))
@@ -205,11 +210,9 @@ class SelfAttention(nn.Layer):
     ) -> Tensor:
         batch, length, _ = cos_BLH.shape
         cos_BLH, sin_BLH = cos_BLH.astype(x_TD.dtype), sin_BLH.astype(x_TD.dtype)
-        x_TD = self.placement.enter_columns(x_TD)
         heads = [batch, length, -1, self.head_dim]
-        q_BLNH = self.q_norm(self.q_proj(x_TD).reshape(heads))
-        k_BLKH = self.k_norm(self.k_proj(x_TD).reshape(heads))
-        v_BLKH = self.v_proj(x_TD).reshape(heads)
+        q_BLNH, k_BLKH, v_BLKH = (rows.reshape(heads) for rows in self.qkv_proj(x_TD))
+        q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         q_BLNH = apply_rotary(q_BLNH, cos_BLH, sin_BLH)
         k_BLKH = apply_rotary(k_BLKH, cos_BLH, sin_BLH)
         if cache is not None:
@@ -223,12 +226,11 @@ class SwiGLUMLP(nn.Layer):
 
     def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
         super().__init__()
-        self.placement = placement
         width, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        self.gate_proj = placement.column_linear(width, inner, init_std=std)
-        self.up_proj = placement.column_linear(width, inner, init_std=std)
+        columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
+        self.gate_up_proj = placement.projections(width, columns, std)
         self.down_proj = placement.row_linear(inner, width, init_std=std)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        x_TD = self.placement.enter_columns(x_TD)
-        return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))
+        gate_TF, up_TF = self.gate_up_proj(x_TD)
+        return self.down_proj(swiglu(gate_TF, up_TF))

@@ -1,7 +1,7 @@
 """Qwen3-VL from and to files: building, loading and saving, whole or a rank's part of it."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,7 +9,13 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.models.checkpoint.adapter_files import Adapter, base_folder, is_adapter
+from paddle_vl.models.checkpoint.adapter_files import (
+    Adapter,
+    base_folder,
+    is_adapter,
+    is_low_rank,
+)
+from paddle_vl.models.checkpoint.filling import FillStep
 from paddle_vl.models.checkpoint.pretrained import (
     DEFAULT_SHARD_BYTES,
     check_keys,
@@ -31,6 +37,7 @@ from paddle_vl.models.qwen3_vl.checkpoint_map import (
 )
 from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.projections import separate
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound="PretrainedQwen3VL")
@@ -66,8 +73,13 @@ class PretrainedQwen3VL(AdaptableModel):
         """
         with paddle.LazyGuard():
             model = cls(config, placement)
-        whole = model._whole().stored_parameters() if model.placement.splits_parameters else None
-        model.fill_later(drawn_values(model.stored_parameters(), whole))
+
+        def drawn() -> list[FillStep]:
+            splits = model.placement.splits_parameters
+            whole = _of_base(model._whole()) if splits else None
+            return drawn_values(_of_base(model), whole)
+
+        model.fill_later(drawn)
         if fills:
             model.fill_all()
         return model
@@ -129,7 +141,8 @@ class PretrainedQwen3VL(AdaptableModel):
             paddle.set_default_dtype(default_dtype)
         ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
         check_keys(path, stored, model._whole().stored_parameters(), ignored, owner)
-        model.fill_later(stored_values(model.stored_parameters(), stored))
+
+        model.fill_later(lambda: stored_values(_of_base(model), stored))
         if fills:
             model.fill_all()
         model.generation_config = generation_config
@@ -166,12 +179,15 @@ class PretrainedQwen3VL(AdaptableModel):
         save_parameters(path, self.stored_parameters(), max_shard_bytes, writers, write)
 
     def stored_parameters(self) -> list[StoredParameter]:
-        """Every parameter of this rank once, with its checkpoint key and layout."""
+        """All that this rank stores of its parameters, with checkpoint keys and layouts.
+
+        A parameter stands there once, a fused one once for each of its linears.
+        """
         rules = checkpoint_rules(self.config)
         return place_parameters(self.named_parameters(), rules, self.placement)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of this rank once, under its HF key."""
+        """Every parameter of this rank under its HF key, a fused one under those of its linears."""
         return ((item.key, item.parameter) for item in self.stored_parameters())
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -182,6 +198,10 @@ class PretrainedQwen3VL(AdaptableModel):
         """All weights as arrays under their HF keys, in HF's layout."""
         return {item.key: parameter_array(item) for item in self.stored_parameters()}
 
+    def separate(self, weights: Iterable[Tensor]) -> None:
+        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.projections`."""
+        separate(self, weights, self.placement.separate_projections)
+
     def _whole(self: Model) -> Model:
         """The model that this one is a part of, its parameters without storage; or itself."""
         if not self.placement.splits_parameters:
@@ -191,6 +211,11 @@ class PretrainedQwen3VL(AdaptableModel):
             if self.adapter is not None:
                 whole._attach(self.adapter)
         return whole
+
+
+def _of_base(model: PretrainedQwen3VL) -> list[StoredParameter]:
+    """All but what adapters have added, which get their values otherwise."""
+    return [item for item in model.stored_parameters() if not is_low_rank(item.key)]
 
 
 def _owner(path: Path, config: Qwen3VLConfig, stored: dict[str, StoredTensor]) -> str:

@@ -83,9 +83,38 @@ class Qwen3VLStage:
         Raises:
             ValueError: the batch has visual tokens without their indices.
         """
-        tokens = batch["input_ids"].size // self.model.placement.row_part.size
-        travelling = len(self._travelling(self.layers.start))
-        rows = tokens + travelling * _num_visual_rows(batch)
+        return self._shape(self._num_token_rows(batch), _num_visual_rows(batch))
+
+    def reserved_shape(self, batch: dict[str, Any], rows: Any) -> tuple[int, int]:
+        """(R, D) of the rows that arrive of the largest micro-batch that is provided for.
+
+        Args:
+            rows: its `tokens` and `visual` rows, over all ranks.
+
+        Raises:
+            ValueError: the batch is larger, or has visual tokens without their indices.
+        """
+        ranks = self.model.placement.row_part.size
+        tokens = -(-rows.tokens // ranks)
+        if (found := self._num_token_rows(batch)) > tokens:
+            raise ValueError(
+                f"a micro-batch has {found * ranks} tokens with its padding, but the messages of "
+                f"the pipeline have room for {rows.tokens} (parallel.pp_token_rows): set "
+                f"parallel.pp_token_rows={found * ranks} or more, or take shorter or fewer samples"
+            )
+        if (found := _num_visual_rows(batch)) > rows.visual:
+            raise ValueError(
+                f"a micro-batch has {found} visual tokens, but the messages of the pipeline have "
+                f"room for {rows.visual} (parallel.pp_visual_rows): set "
+                f"parallel.pp_visual_rows={found} or more, or take fewer or smaller images"
+            )
+        return self._shape(tokens, min(rows.visual, tokens))
+
+    def _num_token_rows(self, batch: dict[str, Any]) -> int:
+        return batch["input_ids"].size // self.model.placement.row_part.size
+
+    def _shape(self, tokens: int, visual: int) -> tuple[int, int]:
+        rows = tokens + len(self._travelling(self.layers.start)) * visual
         width = self.model.config.text_config.hidden_size
         if self.sums_shape is not None:
             rows += num_carrying_rows(self.sums_shape, width, self._dtype)

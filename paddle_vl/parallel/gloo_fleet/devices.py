@@ -39,6 +39,11 @@ def _broadcast_input_data(paddles_own: Callable) -> Callable:
     return broadcast_input_data
 
 
+def _aligned_as_gpu(paddles_own: Callable) -> Callable:
+    """Fleet asks for the device's alignment of memory; here that of a GPU is as good as any."""
+    return lambda: "gpu"
+
+
 def _tensors_in(values) -> Iterator[paddle.Tensor]:
     for value in values.values() if isinstance(values, dict) else values:
         if paddle.is_tensor(value):
@@ -73,6 +78,19 @@ PATCHES = (
         parameters=("ctx", "function"),
         reason="Recompute with RNG is not support current device: cpu",
         make=_recompute_hybrid,
+    ),
+    *(
+        Patch(
+            owner=owner,
+            name="get_current_device_type",
+            parameters=(),
+            reason="tensor fusion helper now only support ['gpu', 'npu', 'xpu'], but got cpu",
+            make=_aligned_as_gpu,
+        )
+        for owner in (
+            "paddle.distributed.fleet.utils.tensor_fusion_helper",
+            "paddle.optimizer.fusion_utils",
+        )
     ),
     Patch(
         owner="paddle.distributed.fleet.utils.hybrid_parallel_util",

@@ -1,7 +1,11 @@
-"""One stage's side of a step: its parts of the model run as the plan says.
+"""One stage's side of a step: its parts of the model, run by fleet's pipeline engine.
 
 A part is a function of a batch and of the rows that the part before made. Gradients add up in the
 parameters; nothing is scaled on the way, the last part divides by what the losses are means of.
+
+Every stage has the batches of a step, and so knows the size of each message beforehand. Fleet's
+schedules want messages of one size: rows are filled up to the largest of the step, or to what is
+reserved, and no shapes travel. With `pp_shapes: dynamic` fleet sends each message's shape instead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +14,9 @@ from typing import Any, Protocol
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.parallel.pipeline.exchange import Arriving, Exchange
-from paddle_vl.parallel.pipeline.schedule import Operation, plan
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.pipeline.engine import Engine
+from paddle_vl.parallel.pipeline.schedule import evaluated_batches, parts_of_stage
 
 Batch = dict[str, Any]
 
@@ -35,10 +40,28 @@ class Part(Protocol):
     is_last: bool
 
     def input_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Shape of the rows that arrive, known without them."""
+        """Shape of the rows that arrive, known without them and without the layers."""
+
+    def reserved_shape(self, batch: Batch, rows: "ReservedRows") -> tuple[int, ...]:
+        """The same of the largest micro-batch that is provided for. Asked with `reserved` only.
+
+        Raises:
+            ValueError: the batch is larger; with what to set.
+        """
 
     def __call__(self, batch: Batch, rows: Tensor | None = None) -> Any:
         """Rows for the next part; of the last part the model's output."""
+
+
+class ReservedRows(Protocol):
+    """The largest micro-batch that messages are made for, over all mp processes.
+
+    Attributes:
+        tokens, visual: its token rows, and those of them that are visual.
+    """
+
+    tokens: int
+    visual: int
 
 
 class PipelineRunner:
@@ -48,133 +71,154 @@ class PipelineRunner:
     with the same batches.
 
     Args:
-        model: what the parts are of, on this stage.
-        parts: those of this stage, by their place in the model; part i is number
-            `i * num_stages + stage` of all.
-        group: the processes of the pipeline, by stage.
+        model: what this stage has of the model.
+        parts: all parts of the model, in order; those of this stage are run.
+        stage: this stage's number.
         dtype: of the rows between parts.
         objective: the losses of the model.
         data_size: parts of the data, each with such a pipeline.
+        reserved: the largest micro-batch of training, if that is fixed.
     """
 
     def __init__(
         self,
         model: nn.Layer,
         parts: Sequence[Part],
-        group,
+        degrees: ParallelDegrees,
+        stage: int,
         dtype: str,
         objective: Objective,
         data_size: int = 1,
+        reserved: ReservedRows | None = None,
     ):
         self.model, self.objective, self.data_size = model, objective, data_size
-        self.parts = {i * group.nranks + group.rank: part for i, part in enumerate(parts)}
-        self.num_stages, self.num_virtual, self.stage = group.nranks, len(parts), group.rank
-        self.exchange = Exchange(group, dtype)
+        self.parts, self.degrees, self.dtype, self.reserved = parts, degrees, dtype, reserved
+        self.own_parts = parts_of_stage(degrees, stage)
+        self._batches: Sequence[Batch] = ()
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        self._terms: list[Tensor] = []
+        self._losses_of: Callable[[Any], tuple[Tensor, Tensor]]
+        self.engine = Engine(degrees, self._run_part, self._loss, self._end_micro_batch)
+
+    @property
+    def batches_at_once(self) -> int:
+        """How many batches of an evaluation keep all stages at work."""
+        return 2 * self.degrees.pp_degree
 
     def accumulate_gradients(self, batches: Sequence[Batch], totals: Sequence[int]) -> Tensor:
         """Add up the gradients of the loss over all batches.
 
         Returns:
-            `[n]`, this pipeline's part of each term on the last stage, zeros on the others.
+            `[n]`, this pipeline's part of each term on the stage with the last part, zeros on the
+            others.
+
+        Raises:
+            ValueError: a batch is larger than what is reserved.
         """
         num_batches = len(batches) * self.data_size
 
         def share(output: Any) -> tuple[Tensor, Tensor]:
             return self.objective.share(output, totals, num_batches)
 
-        return _Step(self, batches, share).run(self._operations(len(batches)))
-
-    @property
-    def batches_at_once(self) -> int:
-        """How many batches of an evaluation keep all stages at work."""
-        return 2 * self.num_stages
+        terms = self._run(self.engine.train, batches, share, self.reserved)
+        return self._summed(terms)
 
     @paddle.no_grad()
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
-        """`[n]`, each term summed over all batches on the last stage, zeros on the others."""
+        """`[n]`, each term summed over all batches on the stage with the last part, zeros on the
+        others."""
 
-        def sums(output: Any) -> tuple[None, Tensor]:
-            return None, self.objective.sums(output)
+        def sums(output: Any) -> tuple[Tensor, Tensor]:
+            terms = self.objective.sums(output)
+            return terms.sum(), terms
 
-        return _Step(self, batches, sums).run(self._operations(len(batches), forward_only=True))
+        # Some schedules take certain numbers only: what is repeated does not count.
+        num_batches = evaluated_batches(self.degrees, len(batches))
+        repeated = [batches[-1]] * (num_batches - len(batches))
+        terms = self._run(self.engine.evaluate, [*batches, *repeated], sums, None)
+        return self._summed(terms[: len(batches)])
 
-    def _operations(self, num_batches: int, forward_only: bool = False) -> list[Operation]:
-        plans = plan(self.num_stages, self.num_virtual, num_batches, forward_only)
-        return plans[self.stage]
-
-
-class _Step:
-    """What a stage holds during a step.
-
-    Args:
-        losses_of: of a batch's output the loss to go back from, and what it adds to the terms.
-    """
-
-    def __init__(
+    def _run(
         self,
-        runner: PipelineRunner,
+        run: Callable[[int], None],
         batches: Sequence[Batch],
-        losses_of: Callable[[Any], tuple[Tensor | None, Tensor]],
-    ):
-        self.parts, self.exchange = runner.parts, runner.exchange
-        self.batches, self.losses_of = batches, losses_of
-        self.trained = runner.model.placement.trained
-        self.terms = paddle.zeros([len(runner.objective.terms)])
-        # By part and micro-batch: what entered a part, what it made, and what is on its way here.
-        self.entered: dict[tuple[int, int], Tensor | None] = {}
-        self.made: dict[tuple[int, int], Tensor] = {}
-        self.arriving: dict[tuple[str, int, int], Arriving] = {}
+        losses_of: Callable[[Any], tuple[Tensor, Tensor]],
+        reserved: ReservedRows | None,
+    ) -> list[Tensor]:
+        """The terms of each batch, on the stage with the last part."""
+        self._batches, self._losses_of, self._terms = batches, losses_of, []
+        if self.degrees.pp_shapes == "dynamic":
+            self.engine.forget_shapes()
+        else:
+            self._shapes = self._message_shapes(batches, reserved)
+            # One part: its two neighbours. Several have one size everywhere.
+            arriving, leaving = self.own_parts[0], self.own_parts[0] + 1
+            if len(self.own_parts) > 1:
+                arriving = leaving = 1
+            self.engine.know_shapes(
+                self._shapes.get(arriving), self._shapes.get(leaving), self.dtype
+            )
+        run(len(batches))
+        terms, self._terms, self._batches = self._terms, [], ()
+        return terms
 
-    def run(self, operations: Sequence[Operation]) -> Tensor:
-        does = {
-            "forward": self.forward,
-            "backward": self.backward,
-            "send": self.send,
-            "receive": self.receive,
+    def _message_shapes(
+        self, batches: Sequence[Batch], reserved: ReservedRows | None
+    ) -> dict[int, tuple[int, ...]]:
+        """By number of the part that they arrive at, with room for the largest batch."""
+
+        def shape(part: Part, batch: Batch) -> tuple[int, ...]:
+            if reserved is None:
+                return part.input_shape(batch)
+            return part.reserved_shape(batch, reserved)
+
+        shapes = {
+            number: max(shape(part, batch) for batch in batches)
+            for number, part in enumerate(self.parts)
+            if not part.is_first
         }
-        for operation in operations:
-            does[operation.kind](operation)
-        self.exchange.finish()
-        return self.terms
+        if len(self.own_parts) > 1:
+            # A stage sends from several parts, and has one size for all it sends.
+            return dict.fromkeys(shapes, max(shapes.values()))
+        return shapes
 
-    def forward(self, operation: Operation) -> None:
-        _, _, number, micro_batch, _ = operation
-        part, rows = self.parts[number], None
-        if not part.is_first:
-            rows = self.arriving.pop(("forward", number - 1, micro_batch)).wait()
-            rows.stop_gradient = not paddle.is_grad_enabled()
-        made = part(self.batches[micro_batch], rows)
+    def _run_part(self, number: int, micro_batch: int, rows: Tensor | None) -> Any:
+        part, batch = self.parts[number], self._batches[micro_batch]
+        if part.is_first:
+            made = part(batch)
+        else:
+            made = part(batch, _first_rows(rows, part.input_shape(batch)[0]))
         if part.is_last:
-            made, terms = self.losses_of(made)
-            self.terms = self.terms + terms.astype("float32")
-        self.entered[number, micro_batch], self.made[number, micro_batch] = rows, made
+            return made
+        if self._shapes:
+            made = _filled_up(made, self._shapes[number + 1][0])
+        if paddle.is_grad_enabled():
+            # Of a part that is frozen nothing depends on the rows, but the stages behind it send
+            # their gradient back.
+            made.stop_gradient = False
+        return made
 
-    def backward(self, operation: Operation) -> None:
-        _, _, number, micro_batch, _ = operation
-        made = self.made.pop((number, micro_batch))
-        gradient = None
-        if not self.parts[number].is_last:
-            gradient = self.arriving.pop(("backward", number + 1, micro_batch)).wait()
-        # A first part that is frozen made rows that nothing depends on.
-        if not made.stop_gradient:
-            paddle.autograd.backward([made], [gradient])
-        self.trained.end_micro_batch()
+    def _loss(self, output: Any) -> Tensor:
+        loss, terms = self._losses_of(output)
+        self._terms.append(terms)
+        return loss
 
-    def send(self, operation: Operation) -> None:
-        _, of, number, micro_batch, peer = operation
-        if of == "forward":
-            made = self.made[number, micro_batch]
-            self.exchange.send(made.detach(), peer)
-            if not paddle.is_grad_enabled():
-                del self.made[number, micro_batch]
-        else:
-            self.exchange.send(self.entered.pop((number, micro_batch)).grad, peer)
+    def _end_micro_batch(self) -> None:
+        self.model.placement.trained.end_micro_batch()
 
-    def receive(self, operation: Operation) -> None:
-        """Rows of the part before one of ours, or the gradient of the rows that ours made."""
-        _, of, number, micro_batch, peer = operation
-        if of == "forward":
-            shape = self.parts[number + 1].input_shape(self.batches[micro_batch])
-        else:
-            shape = self.made[number - 1, micro_batch].shape
-        self.arriving[of, number, micro_batch] = self.exchange.receive(shape, peer)
+    def _summed(self, terms: Sequence[Tensor]) -> Tensor:
+        total = paddle.zeros([len(self.objective.terms)])
+        for each in terms:
+            total = total + each.astype("float32")
+        return total
+
+
+def _first_rows(rows: Tensor, count: int) -> Tensor:
+    return rows if rows.shape[0] == count else rows[:count]
+
+
+def _filled_up(rows: Tensor, count: int) -> Tensor:
+    missing = count - rows.shape[0]
+    if not missing:
+        return rows
+    return paddle.concat([rows, paddle.zeros([missing, *rows.shape[1:]], rows.dtype)])

@@ -15,6 +15,7 @@ A unit is a layer of the model, such as a decoder layer: what is whole for a mom
 FSDP's `SHARD_GRAD_OP` also frees parameters between backward and forward; stage 2 keeps them.
 """
 
+from paddle_vl.parallel.sharding.fleet_optimizer import FleetSharding
 from paddle_vl.parallel.sharding.stages import Sharding
 
-__all__ = ["Sharding"]
+__all__ = ["FleetSharding", "Sharding"]

@@ -6,14 +6,15 @@ and the frozen parameters of units and of the rest (the root), `t = t_u + t_r`, 
 | stage | parameters | float32 copies | moments | gradients at the peak |
 | --- | --- | --- | --- | --- |
 | 0 | w (t + f) | 4 t, none if w = 4 | 8 t | 4 t |
-| 1 | w (t + f) | 4 t / S | 8 t / S | 4 t |
+| 1 | w (t + f) | 4 t / S, none if w = 4 | 8 t / S | 4 t, between steps too |
 | 2 | w (t + f) | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
 | 3 | w (t_r + f_r) + w f_u / S | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
 
-Stage 0 divides nothing. Several micro-batches per step add to the last column w t where w < 4 at
-stages 0 and 1, and 4 t_r / S at 2 and 3. Between steps there are no gradients. Activations, buckets
-on their way and the zeros behind the last rank's parts are left out; what passes is
-`passing_bytes`.
+Stage 0 divides nothing. At stage 1 fleet keeps its buffers of gradients, and updates parts of
+float32 parameters in place. Several micro-batches per step add to the last column w t where w < 4
+at stage 0, and 4 t_r / S at 2 and 3. But for stage 1 there are no gradients between steps.
+Activations, buckets on their way and the zeros behind the last rank's parts are left out; what
+passes is `passing_bytes`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -111,9 +112,10 @@ def between_steps(model: ModelElements, stage: int, num_ranks: int) -> HeldBytes
         parameters = width * (model.units.total + model.root.total)
     else:
         parameters = width * (model.root.total + model.units.frozen / ranks)
-    needs_masters = stage > 0 or width < FLOAT32_BYTES
+    needs_masters = stage > 1 or width < FLOAT32_BYTES
     masters = FLOAT32_BYTES * trained / ranks if needs_masters else 0
-    return HeldBytes(parameters, masters, 0, 2 * FLOAT32_BYTES * trained / ranks)
+    gradients = FLOAT32_BYTES * trained if stage == 1 else 0
+    return HeldBytes(parameters, masters, gradients, 2 * FLOAT32_BYTES * trained / ranks)
 
 
 def at_peak(
@@ -128,7 +130,7 @@ def at_peak(
     if stage < 2:
         trained = model.units.trained + model.root.trained
         gradients = FLOAT32_BYTES * trained
-        if has_sums and width < FLOAT32_BYTES:
+        if has_sums and stage == 0 and width < FLOAT32_BYTES:
             gradients += width * trained
     else:
         gradients = FLOAT32_BYTES * model.units.trained / num_ranks + width * model.root.trained

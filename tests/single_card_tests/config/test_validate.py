@@ -59,6 +59,18 @@ def test_sound_configuration_passes(existing):
             {"data__video_min_frames": 9, "data__video_max_frames": 4},
             "data.video_min_frames 9 exceeds data.video_max_frames 4",
         ),
+        (
+            {"parallel__pp_token_rows": 64},
+            "parallel.pp_token_rows is 64 but parallel.pp_degree is 1, so there are no messages",
+        ),
+        (
+            {
+                "parallel__pp_visual_rows": 0,
+                "parallel__pp_degree": 2,
+                "parallel__pp_shapes": "dynamic",
+            },
+            "parallel.pp_visual_rows is 0 but parallel.pp_shapes is dynamic",
+        ),
         ({"data__packing_length": 4096}, "data.packing_length is 4096 but data.packing is false"),
         (
             {"data__max_vision_tokens_per_row": 9},

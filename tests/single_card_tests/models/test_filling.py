@@ -55,7 +55,7 @@ def pi07(is_lazy: bool) -> nn.Layer:
         return PI07LowLevelFlowMatching(config, labels)
     with paddle.LazyGuard():
         model = PI07LowLevelFlowMatching(config, labels)
-    model.fill_later(model.fresh_values())
+    model.fill_later(model.fresh_values)
     model.fill_all()
     return model
 
@@ -82,7 +82,7 @@ def _weights_and_next_number(make, dtype: str) -> dict[str, np.ndarray]:
 
 def test_one_parameter_at_a_time_gets_its_value():
     model, made = Pair(), []
-    model.fill_later(steps(model, made))
+    model.fill_later(lambda: steps(model, made))
     filling = model.fill()
     assert next(filling) is model.first
     assert made == ["first"]
@@ -95,16 +95,17 @@ def test_one_parameter_at_a_time_gets_its_value():
 
 def test_parameters_of_a_filled_model_come_once_each():
     model = Pair()
-    model.fill_later(steps(model, []))
+    model.fill_later(lambda: steps(model, []))
     model.fill_all()
     assert [id(p) for p in model.fill()] == [id(model.first), id(model.second)]
 
 
 def test_the_last_value_of_a_parameter_is_the_one_made():
     model, made = Pair(), []
-    model.fill_later(steps(model, made))
+    model.fill_later(lambda: steps(model, made))
     other = paddle.to_tensor([5.0, 6.0])
-    model.fill_too([FillStep(model.first, lambda: other._share_buffer_to(model.first))])
+    later = FillStep(model.first, lambda: other._share_buffer_to(model.first))
+    model.fill_too(lambda: [later])
     assert [id(p) for p in model.fill()] == [id(model.second), id(model.first)]
     assert made == ["elsewhere", "second"]
     assert model.first.tolist() == [5.0, 6.0]
@@ -112,8 +113,8 @@ def test_the_last_value_of_a_parameter_is_the_one_made():
 
 def test_what_is_added_to_a_filled_model_is_filled_at_once():
     model, made = Pair(), []
-    model.fill_later([])
+    model.fill_later(list)
     model.fill_all()
-    model.fill_too(steps(model, made))
+    model.fill_too(lambda: steps(model, made))
     assert made == ["first", "elsewhere", "second"]
     assert model.second.tolist() == [2.0, 2.0, 2.0]

@@ -16,7 +16,7 @@ from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.data.collate import PackedCollator, VLCollator
 from paddle_vl.models.qwen3_vl.flops import Qwen3VLFlops
 from paddle_vl.train.feeding.in_step import with_unused_image
-from paddle_vl.train.freeze import freeze_parameters, trained_names
+from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from tests.counted_products import counted_products
 from tests.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
 
@@ -73,11 +73,16 @@ def counts_of(model, batch, monkeypatch) -> tuple[int, int]:
     return counts.forward, counts.forward + counts.backward
 
 
+def freeze(model, trained) -> None:
+    model.separate(treated_apart(list(model.hf_named_parameters()), trained.__contains__))
+    freeze_parameters(list(model.hf_named_parameters()), trained)
+
+
 def frozen(model, patterns: list[str]) -> Qwen3VLFlops:
     """Freeze what the patterns say, as a run does; return the counter of such a run."""
     shapes = model.whole_shapes()
     trained = trained_names(shapes, patterns, model.adapter_names())
-    freeze_parameters(list(model.hf_named_parameters()), trained)
+    freeze(model, trained)
     adapter = model.adapter
     ranks = {} if adapter is None else dict.fromkeys(adapter.targets, adapter.config.r)
     return Qwen3VLFlops(model.config, trained, ranks)
@@ -114,9 +119,8 @@ def test_what_is_frozen_has_the_backward_that_its_place_asks_for(name, text, pat
 )  # fmt: skip
 def test_a_gradient_begins_at_any_parameter(pattern, monkeypatch):
     model, batch = tiny_model(**EXPERTS), BATCHES["images, video, text"]
-    parameters = list(model.hf_named_parameters())
     for name in fnmatch.filter(model.whole_shapes(), pattern):
-        freeze_parameters(parameters, [name])
+        freeze(model, [name])
         expected = counts_of(model, batch, monkeypatch)[1]
         assert Qwen3VLFlops(model.config, [name])(batch) == expected, name
 

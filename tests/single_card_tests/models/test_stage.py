@@ -2,10 +2,12 @@
 
 Guarantees: parts give the whole model's loss and every gradient, wherever the layers are cut,
 tied or not, with images and without, with experts and their load-balancing loss; a part knows the
-shape of what arrives beforehand; a batch that lies on the device is not read back, as far as the
-objective says that it may lie there; levels travel no further than the layer that adds them; a part
-holds its own parameters and no others.
+shape of what arrives beforehand, and refuses a batch beyond what is reserved; a batch that lies on
+the device is not read back, as far as the objective says that it may lie there; levels travel no
+further than the layer that adds them; a part holds its own parameters and no others.
 """
+
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -108,6 +110,19 @@ def test_levels_travel_to_the_layer_that_adds_them_and_no_further():
     tokens, visual = batch["input_ids"].size, len(batch["visual_update_indices"])
     shapes = [Qwen3VLStage(model, range(i, i + 1)).input_shape(batch)[0] for i in (1, 2)]
     assert shapes == [tokens + visual, tokens]
+
+
+def test_what_is_reserved_holds_every_level_that_travels_and_refuses_more():
+    part, batch = Qwen3VLStage(tiny_model(), range(1, 3)), batch_of([[1, 2, 4]])
+    tokens, visual = batch["input_ids"].size, len(batch["visual_update_indices"])
+    roomy = SimpleNamespace(tokens=tokens + 5, visual=visual + 1)
+    assert part.reserved_shape(batch, roomy) == (tokens + 5 + visual + 1, 16)
+    exact = SimpleNamespace(tokens=tokens, visual=visual)
+    assert part.reserved_shape(batch, exact) == part.input_shape(batch)
+    with pytest.raises(ValueError, match=f"set parallel.pp_token_rows={tokens} or more"):
+        part.reserved_shape(batch, SimpleNamespace(tokens=tokens - 1, visual=visual))
+    with pytest.raises(ValueError, match=f"set parallel.pp_visual_rows={visual} or more"):
+        part.reserved_shape(batch, SimpleNamespace(tokens=tokens, visual=visual - 1))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -30,9 +30,11 @@ def problems(shape: dict | None = None, pad_to_multiple_of: int = 8, **degrees) 
         {"mp_degree": 2, "pp_degree": 2, "num_micro_batches": 2, "sequence_parallel": True},
         {"sharding_degree": 2, "sharding_stage": 3, "mp_degree": 2},
         {"sharding_degree": 2, "sharding_stage": 1, "pp_degree": 2, "num_micro_batches": 3},
-        {"pp_degree": 4, "num_virtual_stages": 2, "num_micro_batches": 4},
+        {"pp_degree": 4, "num_virtual_stages": 2, "num_micro_batches": 8},
         {"pp_degree": 4, "num_virtual_stages": 4, "num_micro_batches": 9},
-        {"pp_degree": 2, "num_virtual_stages": 3, "num_micro_batches": 3},
+        {"pp_degree": 3, "num_virtual_stages": 2, "num_micro_batches": 6, "pp_schedule": "fthenb"},
+        {"pp_degree": 2, "num_micro_batches": 5, "pp_schedule": "dualpipev"},
+        {"pp_degree": 2, "num_micro_batches": 2, "pp_shapes": "dynamic"},
         {"num_micro_batches": 4},
         {"dp_degree": 4, "ep_degree": 2, "sharding_degree": 2},
     ],
@@ -67,10 +69,65 @@ def test_divisions_that_fit_pass(degrees):
             "always wait; set train.gradient_accumulation_steps to 4 or more",
         ),
         (
-            {"num_virtual_stages": 4}, {},
-            "parallel.num_virtual_stages is 4 but parallel.pp_degree is 1: virtual stages are "
-            "parts of a pipeline process's layers; set pp_degree to 2 or more, or "
-            "num_virtual_stages to 1",
+            {"num_virtual_stages": 4, "pp_degree": 2, "num_micro_batches": 4}, {},
+            "parallel.num_virtual_stages is 4 but parallel.pp_degree is 2: virtual stages are "
+            "parts of the layers of a pipeline of 3 processes or more; set pp_degree to 3 or more, "
+            "or num_virtual_stages to 1",
+        ),
+        (
+            {"pp_schedule": "fthenb", "pp_degree": 4, "num_micro_batches": 4}, {},
+            "parallel.pp_schedule is fthenb but parallel.num_virtual_stages is 1: it is a schedule "
+            "of virtual stages; set num_virtual_stages to 2 or more, or pp_schedule to 1f1b",
+        ),
+        (
+            {"pp_schedule": "dualpipev", "num_micro_batches": 4}, {},
+            "parallel.pp_schedule is dualpipev but parallel.pp_degree is 1: set pp_degree to 2 or "
+            "more, or remove pp_schedule",
+        ),
+        (
+            {
+                "pp_schedule": "dualpipev", "num_micro_batches": 8, "pp_degree": 4,
+                "num_virtual_stages": 2,
+            }, {},
+            "parallel.pp_schedule is dualpipev and parallel.num_virtual_stages is 2: it has two "
+            "parts of the layers on each process anyway; set num_virtual_stages to 1",
+        ),
+        (
+            {"pp_schedule": "dualpipev", "pp_degree": 4, "num_micro_batches": 7}, {},
+            "train.gradient_accumulation_steps 7 is less than twice parallel.pp_degree 4: "
+            "dualpipev has as many micro-batches on their way; set "
+            "train.gradient_accumulation_steps to 8 or more",
+        ),
+        (
+            {"pp_schedule": "dualpipev", "pp_degree": 4, "num_micro_batches": 8},
+            {"num_hidden_layers": 7},
+            "num_hidden_layers is 7 but parallel.pp_degree 4 x 2 parts of dualpipev = 8: every "
+            "stage needs a layer; lower one of them",
+        ),
+        (
+            {"num_virtual_stages": 2, "pp_degree": 4, "num_micro_batches": 7}, {},
+            "train.gradient_accumulation_steps 7 is less than twice parallel.pp_degree 4: "
+            "interleaved 1f1b has as many micro-batches on their way; set "
+            "train.gradient_accumulation_steps to 8 or more, or parallel.pp_schedule to fthenb "
+            "with 4 of them",
+        ),
+        (
+            {
+                "pp_schedule": "balanced_memory", "num_virtual_stages": 2, "pp_degree": 4,
+                "num_micro_batches": 6,
+            }, {},
+            "train.gradient_accumulation_steps 6 is no multiple of parallel.pp_degree 4: "
+            "balanced_memory takes the micro-batches in groups of as many as there are stages; set "
+            "train.gradient_accumulation_steps to 8",
+        ),
+        (
+            {
+                "pp_shapes": "dynamic", "num_virtual_stages": 2, "pp_degree": 4,
+                "num_micro_batches": 8,
+            }, {},
+            "parallel.pp_shapes is dynamic with parallel.pp_schedule 1f1b and num_virtual_stages "
+            "2: only 1f1b without virtual stages takes messages of changing size; set pp_shapes to "
+            "static, which fills up the smaller micro-batches of a step",
         ),
         (
             {"pp_degree": 4, "num_micro_batches": 8, "num_virtual_stages": 3},
@@ -155,8 +212,9 @@ def test_all_problems_are_found_at_once():
     found = plan_problems(Plan(degrees, 4, ModelShape(**SHAPE), pad_to_multiple_of=1))
     subjects = [
         "5 x pp_degree 2", "sharding_degree is 1", "sharding_stage 3",
-        "gradient_accumulation_steps 1", "num_hidden_layers is 16", "num_attention_heads 8",
-        "num_key_value_heads 2", "vocab_size 64", "intermediate_size 24", "pad_to_multiple_of 1",
+        "gradient_accumulation_steps 1", "num_virtual_stages is 9", "num_hidden_layers is 16",
+        "num_attention_heads 8", "num_key_value_heads 2", "vocab_size 64", "intermediate_size 24",
+        "pad_to_multiple_of 1",
     ]  # fmt: skip
     assert len(found) == len(subjects)
     for problem, subject in zip(found, subjects, strict=True):

@@ -19,7 +19,7 @@ def test_an_option_reaches_fleets_strategy_before_the_default_of_this_package():
     options = {
         "mp_configs": {"sp_async_reduce_scatter": True},
         "pp_configs": {"use_batch_p2p_comm": True, "overlap_p2p_comm": True},
-        "sharding_configs": {"comm_overlap": True, "comm_buffer_size_MB": 64},
+        "sharding_configs": {"enable_fuse_optimizer_states": True, "comm_buffer_size_MB": 64},
     }
     assert problems(**options) == []
     found = effective_options(fleet_strategy(ALL, FleetConfig(**options)))
@@ -47,6 +47,12 @@ def test_defaults_are_those_that_are_right_here():
         ("pp_configs", "release_gradients", True, "crashes"),
         ("sharding_configs", "tensor_fusion", True, "ignores the rates"),
         ("sharding_configs", "comm_buffer_size_MB", 2.5, "type is int"),
+        ("sharding_configs", "comm_buffer_size_MB", 0, "must be at least 1"),
+        ("sharding_configs", "split_param", False, "rates and decay of single parameters"),
+        ("sharding_configs", "release_gradients", True, "crashes.*with dp"),
+        ("sharding_configs", "fuse_optimizer", False, "no effect here"),
+        ("sharding_configs", "offload_opt_buffer_size", 1, "no effect"),
+        ("sharding_configs", "comm_overlap", True, "with parallel.pp_degree 2"),
     ],
 )
 def test_what_is_unknown_mistyped_or_wrong_here_is_refused(section, option, value, message):

@@ -14,7 +14,7 @@ import numpy as np
 from paddle_vl.models.checkpoint.pretrained import (
     check_keys,
     checkpoint_tensors,
-    parameter_to_write,
+    parameters_to_write,
     stored_values,
 )
 from paddle_vl.models.checkpoint.safetensors_io import (
@@ -146,8 +146,14 @@ class PolicyCheckpoint:
         stored = self.model | (self.statistics if takes_statistics else {})
         ignored = UNUSED_KEYS | {key for key in stored if _matches(key, ignore)}
         check_keys(self.folder, stored, [*wanted, *places], ignored, "the policy")
-        read = [p for p in model.stored_parameters() if p.key not in drawn]
-        model.fill_later([*model.fresh_values(drawn), *stored_values(read, self.model)])
+        model.fill_later(
+            lambda: [
+                *model.fresh_values(drawn),
+                *stored_values(
+                    (p for p in model.stored_parameters() if p.key not in drawn), self.model
+                ),
+            ]
+        )
         for place in places:
             place.normalizer.tensors[place.name] = _as_float32(self.statistics[place.key])
         for owner, normalizer in normalizers.items() if takes_statistics else ():
@@ -191,11 +197,7 @@ def write_policy(
     Where ranks hold parts, all of them call this together and share the writing, so that a large
     model is in several files, as HF has them.
     """
-    tensors = [
-        parameter_to_write(item, MODEL_PREFIX + item.key)
-        for item in model.stored_parameters()
-        if not getattr(item.parameter, "is_tied_copy", False)
-    ]
+    tensors = parameters_to_write(model.stored_parameters(), MODEL_PREFIX)
     if model.placement.held.embedding:
         tensors += [
             TensorToWrite(place.key, place.stored_shape, "F32", lambda place=place: _value(place))

@@ -38,7 +38,7 @@ class PlacedPolicy(nn.Layer):
         """
         with paddle.LazyGuard():
             policy = cls(config, *parts, placement=placement, **named_parts)
-        policy.model.fill_later(policy.model.fresh_values())
+        policy.model.fill_later(policy.model.fresh_values)
         if fills:
             policy.model.fill_all()
         return policy

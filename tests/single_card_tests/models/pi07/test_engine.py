@@ -95,7 +95,7 @@ def test_insulation_keeps_the_prefix_from_the_suffix(insulated):
     reached = prefix.grad is not None and bool(prefix.grad.abs().sum() > 0)
     assert reached != insulated
     assert inputs[1].grad.abs().sum() > 0
-    weight = decoder.layers[0].backbone_layer.self_attn.k_proj.weight
+    weight = decoder.layers[0].backbone_layer.self_attn.qkv_proj.k_proj.weight
     assert (weight.grad is not None and bool(weight.grad.abs().sum() > 0)) != insulated
 
 

@@ -23,7 +23,7 @@ from paddle_vl.models.pi07.freeze import is_reached
 from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.models.pi07.prefix_layout import PLANNER_LABELS, Presence, presence_of
 from paddle_vl.models.pi07.siglip import visible_frames
-from paddle_vl.train.freeze import freeze_parameters, trained_names
+from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from tests.counted_products import counted_products
 from tests.single_card_tests.models.pi07 import test_planner
 from tests.single_card_tests.models.pi07.test_flow_matching import make_batch, make_model
@@ -159,6 +159,8 @@ def check_single_parameters(pattern: str, loss: str, unasked, monkeypatch) -> No
     names = fnmatch.filter(dict(parameters), pattern)
     assert names
     for name in names:
+        model.separate(treated_apart(parameters, name.__eq__))
+        parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
         freeze_parameters(parameters, [name])
         counter = PI07Flops(model.config, model.label_ids, [name], [loss])
         more = products(model, counter, batch, "cross_pairs", unasked(name))

@@ -35,7 +35,7 @@ def test_fresh_weights_are_those_that_the_class_draws():
         np.testing.assert_array_equal(found[1][key], value, err_msg=key)
         np.testing.assert_array_equal(found[2][key], value, err_msg=key)
     assert policy.whole_shapes() == {
-        i.key: i.layout.stored_shape(tuple(i.parameter.shape))
+        i.key: i.layout.to_stored(i.of_own(i.parameter.numpy())).shape
         for i in policy.model.stored_parameters()
     }
 

@@ -1,0 +1,73 @@
+"""Paddle's AdamW, with float32 copies of what it is given and updates that may be taken back."""
+
+from collections.abc import Mapping
+
+import paddle
+from paddle import Tensor
+
+# Paddle's names of the state it keeps for a parameter; the powers of beta advance with its updates.
+STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
+
+
+class AdamW(paddle.optimizer.AdamW):
+    """AdamW whose step updates float32 copies in place of half-precision parameters.
+
+    Paddle's own `multi_precision` is not used: its kernel for bfloat16 exists on GPUs only. The
+    class keeps Paddle's name, as Paddle fuses the states of a class of that name only.
+
+    """
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self._masks = False
+        self._is_good, self._factor = paddle.ones([], dtype="bool"), paddle.ones([])
+
+    def use_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Update these float32 copies, by parameter's name; the parameters are their roundings."""
+        self._master_weights.update(masters)
+
+    def mask(self, learning_rate: float, factor: Tensor, is_good: Tensor) -> None:
+        """Have the next step update with gradients times a factor, or change nothing, bit for bit.
+
+        Args:
+            factor: float32, on the device.
+            is_good: bool, on the device; where it is False all stays as it is.
+        """
+        self._masks, self._is_good, self._factor = True, is_good, factor
+        self.set_lr(learning_rate)
+        self._create_global_learning_rate()
+        rate = self._global_learning_rate()
+        paddle.assign(rate * is_good.astype(rate.dtype), rate)
+
+    def unmask(self, learning_rate: float) -> None:
+        """Have the next step update, whatever the gradients are."""
+        self._masks = False
+        self.set_lr(learning_rate)
+
+    def _create_accumulators(self, block, parameters):
+        masters = self._master_weights
+        super()._create_accumulators(block, [masters.get(p.name, p) for p in parameters])
+
+    def _append_optimize_op(self, block, param_and_grad):
+        parameter, grad = param_and_grad
+        updated = self._master_weights.get(parameter.name, parameter)
+        if self._masks:
+            self._update_masked(block, updated, grad)
+        else:
+            super()._append_optimize_op(block, (updated, grad))
+        if updated is not parameter:
+            paddle.assign(updated.astype(parameter.dtype), parameter)
+
+    def _update_masked(self, block, updated: Tensor, grad: Tensor) -> None:
+        """The update without asking whether it counts: what it did is taken back where not.
+
+        AdamW's kernel takes no flag that lies on the device. With a rate of zero it leaves a
+        parameter as it is; its moments and powers of beta are put back from copies, of one
+        parameter at a time.
+        """
+        grad = paddle.where(self._is_good, grad * self._factor, paddle.zeros([]))
+        states = [self._get_accumulator_master(state, updated) for state in STATES]
+        before = [state.clone() for state in states]
+        super()._append_optimize_op(block, (updated, grad))
+        for state, old in zip(states, before, strict=True):
+            paddle.assign(paddle.where(self._is_good, state, old), state)

@@ -1,0 +1,210 @@
+"""Fleet's pipeline engine around functions: the parts of a model, which stays its own.
+
+`fleet.distributed_model` makes of a `PipelineLayer` the class that runs the schedule. Here the
+layer holds plain functions, so that the model's parameters keep their names, filling and files.
+
+What is set on the engine beside its interface is private to Paddle; `_check` knows it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle import Tensor
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel import (
+    DualPipeVParallel,
+    PipelineLayer,
+    PipelineParallel,
+    PipelineParallelMicroStepLocations,
+    dualpipev,
+)
+from paddle.distributed.fleet.meta_parallel.pipeline_parallel import (
+    PipelineParallelMicroStepCallback,
+)
+from paddle.distributed.fleet.meta_parallel.pp_utils.utils import paddle_2_number
+
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.pipeline.schedule import num_parts
+
+# A part's function: micro-batch and the rows of the part before to what goes on.
+RunPart = Callable[[int, int, Tensor | None], Any]
+
+_PRIVATE = (
+    "callbacks",
+    "accumulate_steps",
+    "_broadcast_final_loss",
+    "_init_user_hooks",
+    "_p2p_helper",
+)
+_PRIVATE_OF_DUALPIPEV = (
+    "need_broadcast_meta",
+    "need_recv_meta",
+    "_backward_compute",
+    "_commit_and_wait_comm",
+    "_free_tensors",
+    "_get_forward_inputs",
+    "_weight_pass",
+)
+_PRIVATE_OF_META = (
+    "send_shape_message",
+    "send_dtype_message",
+    "recv_shape_message",
+    "recv_dtype_message",
+    "recv_stop_gradient",
+    "has_send_meta",
+    "has_recv_meta",
+)
+
+
+class Engine:
+    """What fleet makes of the parts of this stage. All stages make it and run it together.
+
+    Args:
+        run_part: runs one of this stage's parts by its number, on a micro-batch by its number.
+        loss: of the last part's output.
+        end_micro_batch: called behind each backward pass of a part.
+
+    Raises:
+        RuntimeError: this Paddle's engine is not the one that this was written for.
+    """
+
+    def __init__(
+        self,
+        degrees: ParallelDegrees,
+        run_part: RunPart,
+        loss: Callable[[Any], Tensor],
+        end_micro_batch: Callable[[], None],
+    ):
+        self._passed: dict[int, int] = {}
+        self._run_part = run_part
+        is_v = degrees.pp_schedule == "dualpipev"
+        parts = PipelineLayer(
+            [self._function(number) for number in range(num_parts(degrees))],
+            # DualPipeV has a single tensor in a list.
+            loss_fn=lambda output, _: loss(output[0] if isinstance(output, list) else output),
+            seg_method="layer:part",
+            topology=fleet.get_hybrid_communicate_group().topology(),
+            num_virtual_pipeline_stages=degrees.num_virtual_stages,
+            use_dualpipev=is_v,
+        )
+        self.fleet: PipelineParallel = fleet.distributed_model(parts)
+        _check(self.fleet)
+        # Fleet's own is one list for all engines of the process.
+        self.fleet.callbacks = PipelineParallelMicroStepCallback()
+        if is_v:
+            _complete_dualpipev(self.fleet, end_micro_batch)
+        else:
+            self.fleet.register_hook(
+                PipelineParallelMicroStepLocations.BACKWARD_END, lambda **_: end_micro_batch()
+            )
+        # It reads on the host in every step; the losses are summed with the gradient norm.
+        self.fleet._broadcast_final_loss = lambda *_, **__: None
+
+    def train(self, num_batches: int) -> None:
+        """Forward and backward passes of all micro-batches."""
+        self.fleet.forward_backward_pipeline(self._begin(num_batches), None)
+
+    def evaluate(self, num_batches: int) -> None:
+        """Forward passes alone. Gradients are to be off."""
+        data = self._begin(num_batches)
+        if isinstance(self.fleet, DualPipeVParallel):
+            self.fleet.forward_backward_pipeline(data, None, forward_only=True)
+        else:
+            self.fleet.eval_batch(data, compute_loss=True)
+
+    def know_shapes(
+        self, arriving: Sequence[int] | None, leaving: Sequence[int] | None, dtype: str
+    ) -> None:
+        """Tell the engine the shapes of all messages of the next run, so that it sends none."""
+        helper, number = self.fleet._p2p_helper, paddle_2_number(getattr(paddle, dtype))
+        meta = helper._send_recv_meta
+        meta.init_or_erase_meta()
+        if arriving is not None:
+            meta.recv_shape_message, meta.recv_dtype_message = list(arriving), number
+            meta.recv_stop_gradient, meta.has_recv_meta = False, True
+        if leaving is not None:
+            meta.send_shape_message, meta.send_dtype_message = list(leaving), number
+            meta.has_send_meta = True
+        if isinstance(self.fleet, DualPipeVParallel):
+            self.fleet.need_broadcast_meta = self.fleet.need_recv_meta = False
+
+    def forget_shapes(self) -> None:
+        """Each message of the next run brings its shape. The engine would keep all of them."""
+        helper = self.fleet._p2p_helper
+        helper._send_recv_meta_list, helper._dynamic_cnt = [], 0
+
+    def _begin(self, num_batches: int) -> Iterator[tuple]:
+        self._passed.clear()
+        self.fleet.accumulate_steps = num_batches
+        self.fleet._init_user_hooks()
+        # Every stage has the batches itself.
+        return repeat(((), None))
+
+    def _function(self, number: int) -> Callable[[Any], Any]:
+        # By its name the layers are cut, see seg_method.
+        def part(rows: Any) -> Any:
+            micro_batch = self._passed.get(number, 0)
+            self._passed[number] = micro_batch + 1
+            # One tensor, which DualPipeV has in a list; () where nothing arrives.
+            if isinstance(rows, (list, tuple)):
+                rows = rows[0] if rows else None
+            return self._run_part(number, micro_batch, rows)
+
+        return part
+
+
+def _complete_dualpipev(engine: DualPipeVParallel, end_micro_batch: Callable[[], None]) -> None:
+    """What DualPipeV lacks: evaluation, an end of a micro-batch, and exchanging without deep_ep."""
+    backward, weights = engine._backward_compute, engine._weight_pass
+
+    def forward_inputs(micro_datasets: Any, phase: int, acc_id: int) -> Any:
+        # Fleet's own forgets the rows before it returns them where nothing goes backward.
+        if engine.is_pipeline_first_stage() and phase == 0:
+            engine.input_tensors[phase].append(next(micro_datasets[phase])[0])
+        inputs = engine.input_tensors[phase][acc_id]
+        if engine.forward_only:
+            engine.input_tensors[phase][acc_id] = None
+        return inputs
+
+    def backward_compute(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        if not engine.forward_only:
+            end_micro_batch()
+
+    def weight_pass() -> None:
+        weights()
+        if not engine.forward_only:
+            end_micro_batch()
+
+    def commit_and_wait(*_: Any, **__: Any) -> None:
+        for operations in (engine.comm_forward_ops, engine.comm_backward_ops):
+            for request in dist.batch_isend_irecv(operations) if operations else ():
+                request.wait()
+        engine.comm_forward_ops, engine.comm_backward_ops = [], []
+        engine._free_tensors()
+
+    engine._get_forward_inputs = forward_inputs
+    engine._backward_compute, engine._weight_pass = backward_compute, weight_pass
+    if dualpipev.deep_ep is None:
+        engine._commit_and_wait_comm = commit_and_wait
+
+
+def _check(engine: PipelineParallel) -> None:
+    """Refuse an engine without what is set or called here."""
+    meta = getattr(getattr(engine, "_p2p_helper", None), "_send_recv_meta", None)
+    wanted = [(engine, name) for name in _PRIVATE]
+    if isinstance(engine, DualPipeVParallel):
+        wanted += [(engine, name) for name in _PRIVATE_OF_DUALPIPEV]
+    wanted += [(meta, name) for name in _PRIVATE_OF_META]
+    if getattr(engine, "_dynamic_shape", False):
+        helper = getattr(engine, "_p2p_helper", None)
+        wanted += [(helper, "_send_recv_meta_list"), (helper, "_dynamic_cnt")]
+    lacking = [f"{type(of).__name__}.{name}" for of, name in wanted if not hasattr(of, name)]
+    if lacking:
+        raise RuntimeError(
+            f"paddlepaddle {paddle.__version__} has another fleet pipeline than this was written "
+            f"for, without {', '.join(lacking)}: install paddlepaddle 3.3.1"
+        )

@@ -1,0 +1,157 @@
+"""Sharding stage 1: fleet's DygraphShardingOptimizerV2 over 2, 3 and 2 x 2 real processes.
+
+Guarantees, on a model with frozen parameters, sizes that no group divides, other data on every
+rank, a parameter that only one rank uses, rates and decay of single parameters:
+losses, norms, gradients, and after three clipped steps of two micro-batches every parameter and
+moment equal one process's; so with reductions beside the backward pass, gathers beside the forward
+pass and fused states; what was saved continues bit by bit; a step that is not finite changes
+nothing, whether its flag is read or masked; bfloat16 gradients are added up, and masters updated,
+in float32; every rank sends the same collectives, as many as stated here; fleet's class is what
+trains; wrong use is refused.
+
+The oracle is the same model on one process, on all the data. Checks are in `fleet_sharding_checks`.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from paddle_vl.parallel.recorder import first_difference
+from tests.launch import launch, outcome_of
+from tests.multi_card_tests.fleet_sharding_checks import OPTIONS, worker
+from tests.multi_card_tests.sharding_models import toy, trained
+
+TOLERANCE = 1e-5
+NUM_TRAINED = len(trained(toy()))
+TOPOLOGIES = {
+    "2": (2, {"sharding_degree": 2}),
+    # Averages over three ranks round.
+    "3": (3, {"sharding_degree": 3}),
+    "2 x 2": (4, {"sharding_degree": 2, "dp_degree": 2}),
+}
+PLAIN = {False: OPTIONS["plain"], True: OPTIONS["a buffer each"]}
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES)
+def outcomes(request):
+    processes, degrees = TOPOLOGIES[request.param]
+    return launch(worker, processes, arguments=(degrees,))
+
+
+def assert_close(found: dict, wanted: dict) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        error = np.abs(np.subtract(found[name], value)).max() / max(np.abs(value).max(), 1e-12)
+        assert error <= TOLERANCE, f"{name} differs by {error}"
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_steps_equal_one_process(outcomes, options):
+    wanted = outcome_of(outcomes, "single")[0]
+    ranks = [dict(of_rank) for of_rank in outcome_of(outcomes, f"train {options}")]
+    losses = np.sum([of_rank["losses"] for of_rank in ranks], axis=0)
+    for of_rank in ranks:
+        assert_close(of_rank | {"losses": losses}, wanted)
+
+
+@pytest.mark.parametrize(
+    "options", [name for name in OPTIONS if OPTIONS[name] not in PLAIN.values()]
+)
+def test_overlap_and_fused_states_change_no_bit(outcomes, options):
+    # Other buffers cut parameters elsewhere, and their norm is added up in another order.
+    plain = PLAIN["comm_buffer_size_MB" in OPTIONS[options][0]]
+    (name,) = (name for name in OPTIONS if OPTIONS[name] == plain)
+    for found, wanted in zip(
+        outcome_of(outcomes, f"train {options}"), outcome_of(outcomes, f"train {name}"), strict=True
+    ):
+        for key, value in wanted.items():
+            np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_rank_sends_the_stated_collectives(outcomes, options):
+    ranks = outcome_of(outcomes, f"collectives {options}")
+    assert first_difference([[c._replace(phase="") for c in of_rank] for of_rank in ranks]) is None
+    fleets, _ = OPTIONS[options]
+    found = {
+        phase: Counter(call.kind for call in ranks[-1] if call.phase == phase)
+        for phase in ("forward", "backward", "end", "update")
+    }
+    num_buffers = NUM_TRAINED if "comm_buffer_size_MB" in fleets else 1
+    reduced = Counter(reduce_scatter=num_buffers)
+    # Not that of the parameter which this rank does not use, and what follows it.
+    early = found["backward"]["reduce_scatter"]
+    assert found["forward"] == Counter()
+    if "comm_overlap" in fleets and num_buffers > 1:
+        assert 0 < early < num_buffers
+    else:
+        assert early == 0
+    sums = Counter(all_reduce=1) if len(ranks) == 4 else Counter()
+    assert found["backward"] + found["end"] == reduced + sums
+    assert found["update"] == Counter(all_gather=num_buffers)
+    gathered = sum(call.num_bytes for call in ranks[0] if call.kind == "all_gather")
+    scattered = sum(call.num_bytes for call in ranks[0] if call.kind == "reduce_scatter")
+    assert scattered == gathered * ranks[0][-1].num_ranks
+
+
+@pytest.mark.parametrize("options", ["plain", "fused states", "all"])
+def test_what_was_saved_continues_bit_by_bit(outcomes, options):
+    assert outcome_of(outcomes, f"continued {options}") == [[]] * len(outcomes)
+
+
+@pytest.mark.parametrize("masks", [False, True], ids=["flag is read", "masked"])
+def test_a_step_that_is_not_finite_changes_nothing(outcomes, masks):
+    assert outcome_of(outcomes, f"skipped {masks}") == [[]] * len(outcomes)
+
+
+def test_masked_updates_are_the_plain_ones(outcomes):
+    assert max(outcome_of(outcomes, "masked")) <= 1e-6
+
+
+def test_values_written_to_slices_reach_the_model(outcomes):
+    assert outcome_of(outcomes, "written") == [[]] * len(outcomes)
+
+
+@pytest.mark.parametrize("options", ["plain", "overlap"])
+def test_bfloat16_gradients_of_micro_batches_are_added_in_float32(outcomes, options):
+    # In bfloat16 256 + 1 is 256.
+    for dtypes, values in outcome_of(outcomes, f"half_gradients {options}"):
+        assert dtypes == {"paddle.float32", "paddle.bfloat16"}
+        assert list(values) == [pytest.approx(259.0 * len(outcomes), rel=1e-6)]
+
+
+def test_bfloat16_steps_equal_one_process(outcomes):
+    wanted = outcome_of(outcomes, "half single")[0]
+    for found in outcome_of(outcomes, "half"):
+        assert_close(found, wanted)
+        master = found["units.0.weight/master_weight"]
+        assert (master != found["units.0.weight"]).any()
+
+
+def test_the_class_that_trains_is_fleets(outcomes):
+    module = "paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer"
+    for found in outcome_of(outcomes, "classes"):
+        assert found == ("DygraphShardingOptimizerV2", module, "AdamW")
+
+
+def test_fused_states_share_fleets_buffer(outcomes):
+    assert outcome_of(outcomes, "fused") == [True] * len(outcomes)
+
+
+def test_slices_have_the_marks_of_their_parameters(outcomes):
+    seen = [mark for of_rank in outcome_of(outcomes, "marks") for mark in of_rank]
+    assert {(True, False), (False, True)} <= set(seen) <= {(True, False), (False, True), None}
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        ("frozen", "is not divided: frozen"),
+        ("shape", "[2, 3] to take a shard of does not have the shape [11, 6]"),
+        ("others", "the optimizer has 1 parameters"),
+    ],
+)
+def test_wrong_use_is_refused(outcomes, misuse, message):
+    for messages in outcome_of(outcomes, "refused"):
+        assert message in messages[misuse]

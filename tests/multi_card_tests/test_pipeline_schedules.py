@@ -1,0 +1,238 @@
+"""Fleet's pipeline schedules under the package's runner, on linear parts whose results are known.
+
+Guarantees, for every schedule and for numbers of micro-batches that it takes: fleet's class for it
+is what runs; the terms and every gradient are those of one device, on micro-batches of different
+lengths; an evaluation of any number of batches, between training steps, gives their sums; a step
+sends as many messages as theory says and not one with shapes, unless shapes are dynamic; messages
+are as large as the step's largest micro-batch, or as is reserved; nothing grows from step to step;
+a part that is frozen sends its rows on.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import paddle.distributed.fleet.base.topology as fleet_topology
+import pytest
+
+from paddle_vl.config.schema import FleetConfig
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.pipeline.runner import PipelineRunner
+from paddle_vl.parallel.pipeline.schedule import num_parts
+from paddle_vl.parallel.recorder import record_collectives
+from paddle_vl.parallel.topology import initialize
+from tests.launch import launch, outcome_of, run_checks
+
+STAGES, WIDTH = 3, 3
+VIRTUAL = {"num_virtual_stages": 2}
+BATCHED = {"use_batch_p2p_comm": True}
+# By name: settings, numbers of micro-batches, and fleet's class.
+SCHEDULES = {
+    "1f1b": ({}, [3, 5], "PipelineParallel"),
+    "dynamic": ({"pp_shapes": "dynamic"}, [3, 5], "PipelineParallel"),
+    "interleaved": (VIRTUAL, [6, 8], "PipelineParallelWithInterleave"),
+    "fthenb": (
+        VIRTUAL | {"pp_schedule": "fthenb"}, [3, 6], "PipelineParallelWithInterleaveFthenB",
+    ),
+    "balanced_memory": (
+        VIRTUAL | {"pp_schedule": "balanced_memory"}, [3, 6], "VPPFhenBInBalancedMemory",
+    ),
+    "dualpipev": ({"pp_schedule": "dualpipev"}, [6, 8], "DualPipeVParallel"),
+    # As on GPUs, and options of fleet's own.
+    "1f1b_batched": ({"options": BATCHED}, [3], "PipelineParallel"),
+    "interleaved_batched": (
+        VIRTUAL | {"options": BATCHED}, [8], "PipelineParallelWithInterleave",
+    ),
+    "interleaved_overlapped": (
+        VIRTUAL | {"options": {"overlap_p2p_comm": True}}, [8], "PipelineParallelWithInterleave",
+    ),
+    "interleaved_unbalanced": (
+        VIRTUAL | {"options": {"best_unbalanced_scheduler": True}}, [8],
+        "PipelineParallelWithInterleave",
+    ),
+    "balanced_memory_batched": (
+        VIRTUAL | {"pp_schedule": "balanced_memory", "options": BATCHED}, [6],
+        "VPPFhenBInBalancedMemory",
+    ),
+}  # fmt: skip
+LONGEST, RESERVED = 6, 9
+
+
+@dataclass
+class LinearPart:
+    """A product with a matrix; the last part's output is the sum of all rows."""
+
+    number: int
+    num_parts: int
+    weight: paddle.Tensor
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.num_parts - 1
+
+    def input_shape(self, batch: dict) -> tuple[int, int]:
+        return len(batch["rows"]), WIDTH
+
+    def reserved_shape(self, batch: dict, rows: SimpleNamespace) -> tuple[int, int]:
+        return rows.tokens, WIDTH
+
+    def __call__(self, batch: dict, rows: paddle.Tensor | None = None) -> paddle.Tensor:
+        rows = paddle.to_tensor(batch["rows"]) if rows is None else rows
+        assert len(rows) == len(batch["rows"])
+        return paddle.tanh(rows @ self.weight)
+
+
+class Objective:
+    def __init__(self):
+        self.terms = {"loss": 1.0}
+
+    def share(self, output, totals, num_batches):
+        loss = (output * output).sum() / totals[0]
+        return loss, loss.detach().reshape([1])
+
+    def sums(self, output):
+        return (output * output).sum().reshape([1])
+
+
+def make_parts(count: int, frozen: bool) -> list[LinearPart]:
+    rng = np.random.default_rng(0)
+    parts = []
+    for number in range(count):
+        weight = paddle.to_tensor(rng.standard_normal((WIDTH, WIDTH)).astype("float32"))
+        weight.stop_gradient = frozen and number == 0
+        parts.append(LinearPart(number, count, weight))
+    return parts
+
+
+def make_batches(count: int) -> list[dict]:
+    rng = np.random.default_rng(1)
+    lengths = [1 + i % LONGEST for i in range(count)]
+    return [{"rows": rng.standard_normal((n, WIDTH)).astype("float32")} for n in lengths]
+
+
+def make_runner(settings: dict, num_batches: int, frozen: bool = False, reserved=None):
+    # Several pipelines in one launch: fleet alone would keep the first one's strategy.
+    fleet_topology._HYBRID_PARALLEL_GROUP = None
+    settings = dict(settings)
+    options = FleetConfig(pp_configs=settings.pop("options", {}))
+    degrees = ParallelDegrees(pp_degree=STAGES, num_micro_batches=num_batches, **settings)
+    topology = initialize(degrees, options)
+    ends = []
+    trained = SimpleNamespace(end_micro_batch=lambda: ends.append(1))
+    model = SimpleNamespace(placement=SimpleNamespace(trained=trained))
+    parts = make_parts(num_parts(degrees), frozen)
+    arguments = parts, degrees, topology.pp_rank, "float32", Objective()
+    return PipelineRunner(model, *arguments, reserved=reserved), ends
+
+
+def expected(num_parts: int, batches: list[dict]) -> tuple[float, list[np.ndarray]]:
+    parts, total = make_parts(num_parts, False), 0.0
+    for batch in batches:
+        rows = None
+        for part in parts:
+            rows = part(batch, rows)
+        loss, _ = Objective().share(rows, [10], 1)
+        loss.backward()
+        total += loss.item()
+    return total, [part.weight.grad.numpy() for part in parts]
+
+
+def check(settings: dict, num_batches: int, frozen: bool) -> dict:
+    """Two steps with evaluations between them, compared with one device."""
+    runner, ends = make_runner(settings, num_batches, frozen)
+    batches = make_batches(num_batches)
+    wanted, gradients = expected(len(runner.parts), batches)
+    found = {"class": type(runner.engine.fleet).__name__}
+    has_last = len(runner.parts) - 1 in runner.own_parts
+    for _ in range(2):
+        del ends[:]
+        with record_collectives() as recording:
+            terms = runner.accumulate_gradients(batches, [10])
+        assert terms.shape == [1]
+        np.testing.assert_allclose(terms.item(), wanted if has_last else 0.0, rtol=1e-5)
+        for number in runner.own_parts:
+            weight = runner.parts[number].weight
+            if weight.stop_gradient:
+                assert weight.grad is None
+                continue
+            np.testing.assert_allclose(
+                weight.grad.numpy(), gradients[number], rtol=1e-4, atol=1e-6, err_msg=str(number)
+            )
+            weight.clear_gradient(False)
+        assert len(ends) >= num_batches * len(runner.own_parts)
+        for count in (1, 2, 3):
+            few = batches[:count]
+            sums = runner.loss_sums(few).item()
+            alone, _ = expected(len(runner.parts), few)
+            np.testing.assert_allclose(sums, alone * 10 if has_last else 0.0, rtol=1e-5)
+    messages = [call for call in recording.calls if call.is_message]
+    assert len(messages) == len(recording.calls)
+    found["messages"] = (
+        sum(call.kind == "send" for call in messages),
+        sum(call.kind == "recv" for call in messages),
+    )
+    found["rows"] = sorted({call.shape[0] for call in messages if len(call.shape) == 2})
+    helper = runner.engine.fleet._p2p_helper
+    found["kept"] = len(getattr(helper, "_send_recv_meta_list", []))
+    return found
+
+
+def reserved_rows() -> list[int]:
+    runner, _ = make_runner({}, 4, reserved=SimpleNamespace(tokens=RESERVED, visual=0))
+    with record_collectives() as recording:
+        runner.accumulate_gradients(make_batches(4), [10])
+    return sorted({call.shape[0] for call in recording.calls})
+
+
+def cases() -> dict[str, tuple[dict, int, bool]]:
+    """With the last number of micro-batches the first part is frozen."""
+    return {
+        f"{name} {count}": (settings, count, count == counts[-1])
+        for name, (settings, counts, _) in SCHEDULES.items()
+        for count in counts
+    }
+
+
+def worker():
+    checks = {name: lambda given=given: check(*given) for name, given in cases().items()}
+    return run_checks(checks | {"reserved": reserved_rows})
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return launch(worker, STAGES)
+
+
+def num_messages(name: str, stage: int, count: int) -> int:
+    """Sent by a stage in a step: forward by each of its parts but the last of all, backward by each
+    but the first; in a V the last stage hands on to itself."""
+    if name == "dualpipev":
+        return count * (2 if stage in (0, STAGES - 1) else 4)
+    parts = SCHEDULES[name][0].get("num_virtual_stages", 1)
+    return count * (2 * parts - (stage in (0, STAGES - 1)))
+
+
+@pytest.mark.parametrize("case", cases())
+def test_schedule_equals_one_device(outcomes, case):
+    name = case.split()[0]
+    _, count, _ = cases()[case]
+    for stage, found in enumerate(outcome_of(outcomes, case)):
+        assert found["class"] == SCHEDULES[name][2]
+        one_way = num_messages(name, stage, count)
+        # A shape is two messages, its length and itself.
+        factor = 3 if name == "dynamic" else 1
+        assert found["messages"] == (factor * one_way, factor * one_way)
+        lengths = [1 + i % LONGEST for i in range(count)]
+        wanted = sorted(set(lengths)) if name == "dynamic" else [max(lengths)]
+        assert found["rows"] == wanted
+        # Those of one step, at most two for each micro-batch and end.
+        assert found["kept"] <= 4 * count
+
+
+def test_messages_have_what_is_reserved(outcomes):
+    assert outcome_of(outcomes, "reserved") == [[RESERVED]] * STAGES
