@@ -9,11 +9,11 @@ Trains a small Qwen3-VL (`configs/quickstart/digits.yaml`) and a small policy
 runs are made with the package of another checkout, in turn, both within every round, so that what
 else the machine does meets both; which comes first changes from round to round.
 
-A row per topology: the time of the fastest step, the median of the rounds; collectives and messages of one step of one process
-and their bytes, of the process with most; the most memory (resident) that a process took beyond
-what it had before its model was made. A step has two micro-batches. The ratio of times is the
-median of the rounds' ratios. Counts are those of the first round; a recorder that saw only the
-package's own traffic counts fleet's as none.
+A row per topology: the fastest step (the median of the rounds); collectives and messages of one
+step of one process and their bytes, of the process with most; the most memory (resident) that a
+process took beyond what it had before its model was made. A step has two micro-batches. The ratio
+of times is the median of the rounds' ratios. Counts are those of the first round; a recorder that
+saw only the package's own traffic counts fleet's as none.
 """
 
 import argparse
