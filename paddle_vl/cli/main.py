@@ -28,16 +28,21 @@ INTERRUPTED = 130
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
     """`main` as a whole process, which ends with its exit code."""
+    is_one_of_several = int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1
     try:
         code = main(arguments)
     except Exception:
         if rank_log := os.environ.get(RANK_LOG_VARIABLE):
             with open(rank_log, "a", encoding="utf-8") as stream:
                 traceback.print_exc(file=stream)
-        raise
-    if int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1:
+        if not is_one_of_several:
+            raise
+        traceback.print_exc()
+        code = 1
+    if is_one_of_several:
         # All is done and written. Paddle's threads that talk to other ranks, which leave at other
-        # moments, are not torn down: an abort there would look like a failed run.
+        # moments, are not torn down: an abort there would look like a failed run, and NCCL may wait
+        # in it for a rank that has failed.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

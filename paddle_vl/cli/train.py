@@ -52,9 +52,10 @@ def train(options: argparse.Namespace) -> int:
     if options.nproc > 1 or options.max_restarts > 0:
         return _train_in_ranks(options, config)
 
+    from paddle_vl.parallel.peer_watch import PeerWatch
     from paddle_vl.train.stop_signals import StopSignals
 
-    with StopSignals() as stop:
+    with StopSignals() as stop, PeerWatch():
         configure_runtime()
         stop.set_handlers()
         from paddle_vl.train.build import build_trainer

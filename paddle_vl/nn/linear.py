@@ -3,6 +3,7 @@
 Weights are `[in, out]`, as everywhere in Paddle; checkpoints hold them transposed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -21,11 +22,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     On the CPU the bias is added in place and its gradient is a product with ones: Paddle's own sum
     over rows takes longer than the matrix product beside it.
     """
+    product = getattr(weight, "product", None)
+    if product is not None:
+        return product(x, weight, bias)
     if bias is None:
         return paddle.matmul(x, weight)
     if is_eager_cpu(x):
         return _BiasedLinear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def use_product(weight: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
+    """Compute `linear` with this weight in another way from now on."""
+    weight.product = product
 
 
 class _BiasedLinear(PyLayer):

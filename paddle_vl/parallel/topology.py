@@ -6,13 +6,14 @@ Processes are numbered with mp innermost, then sharding, pp and dp, so that mp p
 neighbours on one machine.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import paddle
 import paddle.distributed as dist
-from paddle.distributed import fleet, parallel
+from paddle.distributed import collective, fleet, parallel
 from paddle.distributed.collective import Group
 from paddle.distributed.fleet.base.topology import HybridCommunicateGroup
 from paddle.distributed.fleet.utils import log_util
@@ -22,8 +23,10 @@ from paddle_vl.config.schema import FleetConfig
 from paddle_vl.parallel.collective_check import check_run_if_asked
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.fleet_strategy import fleet_problems, fleet_strategy
-from paddle_vl.parallel.gloo_fleet import install
-from paddle_vl.parallel.store.rendezvous import meet
+from paddle_vl.parallel.gloo_fleet import install, time_limit
+from paddle_vl.parallel.store.rendezvous import DEFAULT_TIMEOUT_S, limit_waits, meet
+
+logger = logging.getLogger(__name__)
 
 # Our axis names and fleet's: the key in its hybrid_configs, and where it keeps the group.
 _FLEET_AXES = {
@@ -117,11 +120,16 @@ class Topology:
         return f"rank {self.rank}" + (f" ({', '.join(coordinates)})" if coordinates else "")
 
 
-def initialize(degrees: ParallelDegrees, options: FleetConfig | None = None) -> Topology:
+def initialize(
+    degrees: ParallelDegrees,
+    options: FleetConfig | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Topology:
     """Start fleet with these degrees, on every rank together; one process needs none.
 
     Args:
         options: of fleet's own, see `paddle_vl.parallel.fleet_strategy`.
+        timeout_s: seconds that a process waits for others, at the start and in any operation.
 
     Fleet seeds Paddle's generators when there are mp processes: seed a run's own afterwards.
 
@@ -134,6 +142,8 @@ def initialize(degrees: ParallelDegrees, options: FleetConfig | None = None) -> 
     raise_problems([*problems, *fleet_problems(options or FleetConfig(), degrees)])
     if degrees.num_processes == 1:
         return Topology.single(degrees)
+    limit_waits(timeout_s)
+    _limit_waits_of_accelerators(timeout_s)
     install()
     meet()
     with _quiet():
@@ -173,8 +183,30 @@ def initialize(degrees: ParallelDegrees, options: FleetConfig | None = None) -> 
         ep_group=_own_group(sharers, rank) or _group_of_one(rank),
         expert_dp_group=_own_group(holders, rank),
         ends_group=_own_group(ends, rank),
-        host_group=None if on_cpu else dist.new_group(backend="gloo"),
+        host_group=None if on_cpu else _host_group(timeout_s),
     )
+
+
+def _limit_waits_of_accelerators(timeout_s: float) -> None:
+    """Groups of NCCL that are made from now on get the limit from Paddle's environment."""
+    environment = collective._get_global_env()
+    if not isinstance(getattr(environment, "_pg_timeout", None), int):
+        raise RuntimeError(
+            f"paddlepaddle {paddle.__version__} has no ParallelEnv._pg_timeout, by which "
+            "parallel.timeout_s reaches its groups: install paddlepaddle 3.3.1, or adapt "
+            "paddle_vl/parallel/topology.py"
+        )
+    environment._pg_timeout = round(1000 * timeout_s)
+
+
+def _host_group(timeout_s: float) -> Group:
+    """All processes in a group of gloo, beside an accelerator's."""
+    group = dist.new_group(backend="gloo")
+    try:
+        time_limit.limit_waits(group.id, group.rank, group.nranks, timeout_s)
+    except RuntimeError as error:
+        logger.warning("%s Until then ranks wait 30 s for each other on the host.", error)
+    return group
 
 
 @contextmanager

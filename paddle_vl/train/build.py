@@ -53,7 +53,8 @@ def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
         # First: what is wrong with a folder that another run is filling says little.
         RunLock.check(Path(config.train.output_dir))
     raise_problems(launch_problems(config, paddle.get_device()))
-    topology = initialize(parallel_degrees(config), config.parallel.fleet)
+    parallel = config.parallel
+    topology = initialize(parallel_degrees(config), parallel.fleet, parallel.timeout_s)
     several = topology.world_size > 1
     processes = FleetProcesses(topology) if several else ONE_PROCESS
     if several:

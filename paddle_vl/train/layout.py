@@ -1,7 +1,7 @@
 """How a model lies over the processes of a run: what each of them holds, and what runs it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from paddle import nn
@@ -15,18 +15,14 @@ from paddle_vl.parallel.expert_parallel import ExpertPlacement, FleetExpertPlace
 from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import num_parts, parts_of_stage
 from paddle_vl.parallel.pipeline.split import split_layers
-from paddle_vl.parallel.sharding import FleetSharding, Sharding
+from paddle_vl.parallel.pipeline.split_backward import split_backward
+from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.parallel.writers import FleetWriters
 from paddle_vl.train.objective import Objective
 from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import WholeModel
-
-_NOT_DEGREES = {
-    "vision", "pp_split", "pp_token_rows", "pp_visual_rows", "branch_sync", "fleet",
-    "sharding_gather_overlap",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,8 @@ class ReservedRows:
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
     """The `parallel` section as the parallel code has it."""
-    settings = config.parallel.model_dump(exclude=_NOT_DEGREES)
+    of_section = {item.name for item in fields(ParallelDegrees)} - {"num_micro_batches"}
+    settings = {name: getattr(config.parallel, name) for name in of_section}
     return ParallelDegrees(**settings, num_micro_batches=config.train.gradient_accumulation_steps)
 
 
@@ -137,7 +134,16 @@ class Layout:
             overlaps = self.config.parallel.sharding_gather_overlap
             model.placement.trained = FleetSharding(model.fill(), self.topology, units, overlaps)
         else:
-            model.placement.trained = Sharding(model.fill(), group, stage, units)
+            parallel = self.config.parallel
+            options = ShardingOptions(
+                parallel.reshard_after_forward,
+                parallel.reduce_dtype,
+                parallel.reduce_once_per_step,
+            )
+            chains = [model.vision_blocks, model.decoder_layers]
+            model.placement.trained = Sharding(
+                model.fill(), group, stage, chains, model.tables, options
+            )
 
     def runner(
         self,
@@ -149,6 +155,8 @@ class Layout:
         """What computes losses and gradients: the model, or this process's parts of it."""
         if self.topology.degrees.pp_degree == 1:
             return WholeModel(model, processes, objective)
+        if self.topology.degrees.pp_schedule == "dualpipev":
+            split_backward(model.decoder_layers)
         return PipelineRunner(
             model,
             [make_part(model, layers) for layers in self.all_parts],

@@ -2,7 +2,9 @@
 
 FAULT=RANK:PLACE kills that rank in the third training step (`step`), with the checkpoint of step 2
 complete, or while the checkpoint of
-step 4 is being written (`save`); FAULT=RANK:seed gives it another seed.
+step 4 is being written (`save`); FAULT=RANK:seed gives it another seed. In the third step
+FAULT=RANK:raise raises, and FAULT=RANK:stuck waits for ever in a call that notices nothing, as one
+of NCCL does.
 """
 
 import os
@@ -30,6 +32,16 @@ def die_behind_checkpoint_2():
     die()
 
 
+def fail():
+    raise KeyError("no such sample")
+
+
+IN_STEP = {
+    "step": die_behind_checkpoint_2,
+    "raise": fail,
+    "stuck": lambda: os.read(os.pipe()[0], 1),
+}
+
 if int(rank) == int(os.environ["PADDLE_TRAINER_ID"]):
     if place == "seed":
         arguments.append("train.seed=6")
@@ -38,12 +50,12 @@ if int(rank) == int(os.environ["PADDLE_TRAINER_ID"]):
         checkpoint.save_state = lambda folder, state: (
             die() if state["step"] == 4 else write_state(folder, state)
         )
-    elif place == "step":
+    elif place in IN_STEP:
         train_step, calls = trainer.train_step, []
 
         def third_time_lucky(*args):
             calls.append(1)
-            return die_behind_checkpoint_2() if len(calls) == 3 else train_step(*args)
+            return IN_STEP[place]() if len(calls) == 3 else train_step(*args)
 
         trainer.train_step = third_time_lucky
 

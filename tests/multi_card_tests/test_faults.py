@@ -3,12 +3,17 @@
 Pinned here: the launcher ends the others soon, with an exit code that is not 0; the last checkpoint
 is whole, and the run continues from it to the same bits, wherever it was cut off; ranks that
 disagree on a setting stop at the start and name it. Started as users do, through Paddle's launcher.
+Without a launcher that would kill them, ranks whose peer has failed end by themselves within
+seconds, also one that is in a wait which does not notice it, and say why.
 """
 
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -78,3 +83,57 @@ def test_ranks_that_disagree_stop_at_the_start_and_name_the_setting(run_file, tm
         assert f"rank {rank} (mp {rank}): the processes" in logs[f"workerlog.{rank}"]
         assert "train.seed (rank 0 5, rank 1 6)" in logs[f"workerlog.{rank}"]
     assert not (tmp_path / "out").exists()
+
+
+def started_alone(run_file: Path, output_dir: Path, faults: tuple[str, str]):
+    """Two processes whose launchers are on other machines: codes, seconds and outputs by rank."""
+    command = [sys.executable, str(SCRIPT), str(run_file), f"train.output_dir={output_dir}"]
+    command.append("parallel.dp_degree=2")
+    environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PADDLE_TRAINERS_NUM": "2"}
+    with ExitStack() as stack:
+        ports = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for port in ports:
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port.bind(("127.0.0.1", 0))
+        endpoints = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
+        environment |= {"PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints)}
+        environment |= {"PADDLE_MASTER": endpoints[0], "PADDLE_DISTRI_BACKEND": "gloo"}
+        processes = []
+        for rank, fault in enumerate(faults):
+            own = {"PADDLE_TRAINER_ID": str(rank), "PADDLE_CURRENT_ENDPOINT": endpoints[rank]}
+            own["FAULT"] = f"{rank}:{fault}"
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            processes.append(subprocess.Popen(command, env=environment | own, **pipes))
+            stack.callback(processes[-1].kill)
+        first, second = processes
+        failing, other = (first, second) if faults[0] == "raise" else (second, first)
+        failing.wait(60)
+        begin = time.monotonic()
+        other.wait(30)
+        seconds = time.monotonic() - begin
+        return [p.returncode for p in processes], seconds, [p.stdout.read() for p in processes]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_is_stuck_ends_soon_after_another_has_failed(run_file, tmp_path, failing):
+    faults = ("raise", "stuck") if failing == 0 else ("stuck", "raise")
+    codes, seconds, outputs = started_alone(run_file, tmp_path / "out", faults)
+    assert codes == [1, 1]
+    assert seconds < 20
+    assert "KeyError: 'no such sample'" in outputs[failing]
+    said = outputs[1 - failing]
+    # The store ends soon after rank 0.
+    problem = (
+        "(failed with KeyError: .no such sample.|has ended)" if failing == 0 else "failed with"
+    )
+    assert re.search(f"rank {1 - failing}: rank {failing} {problem}", said)
+    assert "has not come back for 10 s from" in said
+    assert "train.resume_from_checkpoint=auto" in said
+
+
+def test_a_rank_in_gloo_ends_at_once_after_another_has_failed(run_file, tmp_path):
+    codes, seconds, outputs = started_alone(run_file, tmp_path / "out", ("none", "raise"))
+    assert codes == [1, 1]
+    assert seconds < 10
+    assert "failed: rank 1 has ended" in outputs[0]

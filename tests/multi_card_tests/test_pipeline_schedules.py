@@ -16,6 +16,7 @@ import paddle
 import paddle.distributed.fleet.base.topology as fleet_topology
 import pytest
 
+from paddle_vl.config.schema import FleetConfig
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.runner import PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import num_parts
@@ -25,6 +26,7 @@ from tests.launch import launch, outcome_of, run_checks
 
 STAGES, WIDTH = 3, 3
 VIRTUAL = {"num_virtual_stages": 2}
+BATCHED = {"use_batch_p2p_comm": True}
 # By name: settings, numbers of micro-batches, and fleet's class.
 SCHEDULES = {
     "1f1b": ({}, [3, 5], "PipelineParallel"),
@@ -37,6 +39,22 @@ SCHEDULES = {
         VIRTUAL | {"pp_schedule": "balanced_memory"}, [3, 6], "VPPFhenBInBalancedMemory",
     ),
     "dualpipev": ({"pp_schedule": "dualpipev"}, [6, 8], "DualPipeVParallel"),
+    # As on GPUs, and options of fleet's own.
+    "1f1b_batched": ({"options": BATCHED}, [3], "PipelineParallel"),
+    "interleaved_batched": (
+        VIRTUAL | {"options": BATCHED}, [8], "PipelineParallelWithInterleave",
+    ),
+    "interleaved_overlapped": (
+        VIRTUAL | {"options": {"overlap_p2p_comm": True}}, [8], "PipelineParallelWithInterleave",
+    ),
+    "interleaved_unbalanced": (
+        VIRTUAL | {"options": {"best_unbalanced_scheduler": True}}, [8],
+        "PipelineParallelWithInterleave",
+    ),
+    "balanced_memory_batched": (
+        VIRTUAL | {"pp_schedule": "balanced_memory", "options": BATCHED}, [6],
+        "VPPFhenBInBalancedMemory",
+    ),
 }  # fmt: skip
 LONGEST, RESERVED = 6, 9
 
@@ -100,8 +118,10 @@ def make_batches(count: int) -> list[dict]:
 def make_runner(settings: dict, num_batches: int, frozen: bool = False, reserved=None):
     # Several pipelines in one launch: fleet alone would keep the first one's strategy.
     fleet_topology._HYBRID_PARALLEL_GROUP = None
+    settings = dict(settings)
+    options = FleetConfig(pp_configs=settings.pop("options", {}))
     degrees = ParallelDegrees(pp_degree=STAGES, num_micro_batches=num_batches, **settings)
-    topology = initialize(degrees)
+    topology = initialize(degrees, options)
     ends = []
     trained = SimpleNamespace(end_micro_batch=lambda: ends.append(1))
     model = SimpleNamespace(placement=SimpleNamespace(trained=trained))
@@ -170,9 +190,9 @@ def reserved_rows() -> list[int]:
 
 
 def cases() -> dict[str, tuple[dict, int, bool]]:
-    """Of two numbers of micro-batches the second with a first part that is frozen."""
+    """With the last number of micro-batches the first part is frozen."""
     return {
-        f"{name} {count}": (settings, count, count == counts[1])
+        f"{name} {count}": (settings, count, count == counts[-1])
         for name, (settings, counts, _) in SCHEDULES.items()
         for count in counts
     }
@@ -193,7 +213,7 @@ def num_messages(name: str, stage: int, count: int) -> int:
     but the first; in a V the last stage hands on to itself."""
     if name == "dualpipev":
         return count * (2 if stage in (0, STAGES - 1) else 4)
-    parts = 2 if name in ("interleaved", "fthenb", "balanced_memory") else 1
+    parts = SCHEDULES[name][0].get("num_virtual_stages", 1)
     return count * (2 * parts - (stage in (0, STAGES - 1)))
 
 

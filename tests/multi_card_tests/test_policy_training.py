@@ -47,6 +47,14 @@ TOPOLOGIES = {
     "pp2": (2, [PP, "parallel.pp_split=cost", "train.recompute=full"]),
 }
 HEAVY = {
+    "sharding2 stage 2, reduced once": (
+        2,
+        [SHARDING, "parallel.sharding_stage=2", "parallel.reduce_once_per_step=true"],
+    ),
+    "sharding2 stage 3, kept": (
+        2,
+        [SHARDING, "parallel.sharding_stage=3", "parallel.reshard_after_forward=false"],
+    ),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", SP]),
     "pp2 mp2": (4, [PP, "parallel.mp_degree=2", SP, "train.recompute=full"]),
@@ -188,6 +196,16 @@ def test_longer_pipelines_equal_one_device(processes, overrides, losses, model, 
     run_file = str(write_tiny_policy_run(tmp_path, 40, vlm_config=vlm, **model))
     settings = [*common(Path(run_file)), *batches(1, 6), *losses]
     assert_pipeline_equals_one_device(run_file, tmp_path, settings, overrides, processes)
+
+
+@pytest.mark.heavy
+def test_a_planner_whose_ends_are_on_one_process_equals_one_device(run_file, tmp_path):
+    planner = deepcopy(PLANNER)
+    text = planner["vlm_config"]["gemma3_config"]["text_config"]
+    text.update(num_hidden_layers=4, rms_norm_eps=1e-2)
+    settings = [*common(run_file), *batches(2, 4), f"model.config={json.dumps(planner)}"]
+    overrides = [PP, "parallel.pp_schedule=dualpipev"]
+    assert_pipeline_equals_one_device(str(run_file), tmp_path, settings, overrides)
 
 
 @pytest.mark.heavy

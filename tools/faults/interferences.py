@@ -3,8 +3,9 @@
 import random
 import signal
 import time
+from collections.abc import Sequence
 
-from faults.fault import SEVERAL_RANKS, Fault
+from faults.fault import ALL_STARTS, SEVERAL_RANKS, Fault
 from faults.moments import TooLateError
 from faults.runs import NUM_RANKS, SignalledRun
 from faults.tiny_run import NUM_STEPS
@@ -23,14 +24,21 @@ HOSTILE_LINES = (
 
 
 class Pause(Fault):
-    """A rank that the system does not run for a while."""
+    """A rank that the system does not run for a while.
 
-    name = "pause-rank"
-    sentence = "SIGSTOP to one rank, and SIGCONT one to three seconds later"
-    starts = ("one", *SEVERAL_RANKS)
+    Args:
+        seconds: between which how long it lasts is drawn.
+    """
+
     places = ("step", "write")
     goes_on = True
     codes = (0,)
+
+    def __init__(
+        self, name: str, sentence: str, seconds: tuple[float, float], starts: Sequence[str]
+    ):
+        self.name, self.sentence, self.starts = name, sentence, starts
+        self._seconds = seconds
 
     def strike(self, run: SignalledRun, rng: random.Random) -> None:
         try:
@@ -38,7 +46,7 @@ class Pause(Fault):
         except AssertionError:
             raise TooLateError from None
         rank.send_signal(signal.SIGSTOP)
-        time.sleep(rng.uniform(1, 3))
+        time.sleep(rng.uniform(*self._seconds))
         rank.send_signal(signal.SIGCONT)
 
 
@@ -87,4 +95,11 @@ class HostileLines(Fault):
         run.kill_all()
 
 
-INTERFERENCES = [Pause(), SecondRun(), HostileLines()]
+SHORT_PAUSE = Pause(
+    "pause-rank", "SIGSTOP to a rank, SIGCONT one to three seconds later", (1, 3), ALL_STARTS
+)
+# Longer than gloo waits by itself.
+LONG_PAUSE = Pause(
+    "long-pause", "SIGSTOP to a rank, SIGCONT 45 seconds later", (45, 45), SEVERAL_RANKS
+)
+INTERFERENCES = [SHORT_PAUSE, LONG_PAUSE, SecondRun(), HostileLines()]

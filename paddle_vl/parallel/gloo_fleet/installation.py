@@ -12,6 +12,7 @@ from paddle_vl.parallel.gloo_fleet import (
     tensor_parallel,
 )
 from paddle_vl.parallel.gloo_fleet.patch import Patch, check_version
+from paddle_vl.parallel.gloo_fleet.time_limit import check_library
 
 PATCHES: tuple[Patch, ...] = (
     *process_group.PATCHES,
@@ -41,6 +42,7 @@ def install() -> bool:
         return False
     if not _installed:
         check_version()
+        check_library()
         for patch in PATCHES:
             patch.check()
         for patch in PATCHES:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from paddle.base import core
 from paddle.distributed import collective
 
+from paddle_vl.parallel.gloo_fleet.time_limit import limit_waits
 from paddle_vl.parallel.store import rendezvous
 from paddle_vl.parallel.store.membership import CONTINUE, logs_text, ranks_text
 
@@ -61,7 +62,11 @@ _raised: list[PeerError] = []
 
 
 def know_group(group: core.ProcessGroup, group_id: int, ranks: list[int] | None = None) -> None:
-    """Remember a group that has been made: its number, and its ranks if Paddle is not told them."""
+    """Remember a group that has been made: its number, and its ranks if Paddle is not told them.
+
+    From now on it waits as long for its ranks as `parallel.timeout_s` says.
+    """
+    limit_waits(group_id, group.rank(), group.size(), rendezvous.timeout_s())
     _ids[id(group)] = group_id
     if ranks is not None:
         _ranks[id(group)] = ranks

@@ -199,6 +199,9 @@ def _check(engine: PipelineParallel) -> None:
     if isinstance(engine, DualPipeVParallel):
         wanted += [(engine, name) for name in _PRIVATE_OF_DUALPIPEV]
     wanted += [(meta, name) for name in _PRIVATE_OF_META]
+    if getattr(engine, "_dynamic_shape", False):
+        helper = getattr(engine, "_p2p_helper", None)
+        wanted += [(helper, "_send_recv_meta_list"), (helper, "_dynamic_cnt")]
     lacking = [f"{type(of).__name__}.{name}" for of, name in wanted if not hasattr(of, name)]
     if lacking:
         raise RuntimeError(

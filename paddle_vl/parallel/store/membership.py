@@ -97,6 +97,23 @@ class Membership:
             return {}
         return {int(rank): wait for rank, wait in told.items()}
 
+    def finish(self, problem: str | None = None) -> None:
+        """Tell that this rank's work is done, or what ended it; the others need not wait for it."""
+        with contextlib.suppress(OSError, ValueError):
+            told = {"done": True} if problem is None else {"failed": problem}
+            self._ask(told, _ANSWER_SECONDS)
+
+    def failed(self) -> dict[int, str]:
+        """Ranks that will not do their work, and why: what they said, or that they have ended.
+
+        A store that does not answer ended with rank 0.
+        """
+        try:
+            told = self._ask({}, _ANSWER_SECONDS)["failed"]
+        except (OSError, ValueError):
+            return {0: "has ended"} if self.rank != 0 else {}
+        return {int(rank): problem for rank, problem in told.items()}
+
     @property
     def _place(self) -> str:
         return f"{self.host}:{self.port}"

@@ -4,6 +4,7 @@ Rank 0 starts the store, all processes come to it, and Paddle gets it as its own
 rank. Works the same for groups of gloo and of NCCL.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -23,9 +24,8 @@ from paddle_vl.parallel.store.address import (
 )
 from paddle_vl.parallel.store.membership import Membership
 
-# Seconds that a process waits for the others, at the start and for any key of the store: Paddle's
-# own default.
-TIMEOUT = 900.0
+# Seconds that a process waits for others, unless `limit_waits` was given another number.
+DEFAULT_TIMEOUT_S = 1800.0
 _RANK, _NUM_RANKS = "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"
 _NOT_THE_FIRST = "1"
 
@@ -48,6 +48,26 @@ class Rendezvous:
 
 
 _met: list[Rendezvous] = []
+_timeout_s: list[float] = [DEFAULT_TIMEOUT_S]
+
+
+def limit_waits(seconds: float) -> None:
+    """How long this process waits for others, wherever it does; the same on every rank.
+
+    Raises:
+        RuntimeError: the processes have met already, with another limit.
+    """
+    if _met and seconds != timeout_s():
+        raise RuntimeError(
+            f"the processes have met with a limit of {timeout_s():g} s to their waits, which "
+            f"cannot become {seconds:g} s: give parallel.timeout_s before the first group is made"
+        )
+    _timeout_s[:] = [seconds]
+
+
+def timeout_s() -> float:
+    """Seconds that this process waits for others."""
+    return _timeout_s[0]
 
 
 def meet() -> Rendezvous:
@@ -63,10 +83,13 @@ def meet() -> Rendezvous:
     addresses = find_addresses()
     choose_interfaces(addresses)
     process = _start_store(addresses, num_ranks) if rank == 0 else None
-    membership = Membership(rank, num_ranks, addresses.host, addresses.port, TIMEOUT)
+    membership = Membership(rank, num_ranks, addresses.host, addresses.port, timeout_s())
     membership.come()
     with _paddle_as_client_of(addresses):
-        store = core.create_or_get_global_tcp_store()
+        core.create_or_get_global_tcp_store()
+    # Paddle's own has a limit of 900 s. It asks by this name for the store of its groups.
+    store = _client_of(addresses)
+    core.create_or_get_global_tcp_store = lambda: store
     _met.append(Rendezvous(rank, num_ranks, addresses, membership, process, store))
     return _met[0]
 
@@ -76,12 +99,20 @@ def gone_ranks() -> list[int]:
     return _met[0].gone() if _met else []
 
 
+def membership() -> Membership | None:
+    """This process among the others; None before they have met."""
+    return _met[0].membership if _met else None
+
+
 def store_of(name: str) -> Any:
     """The run's store, with keys of their own for those that give the same name."""
-    addresses = meet().addresses
-    store = core.TCPStore(addresses.host, addresses.port, False, 1, int(TIMEOUT))
+    store = _client_of(meet().addresses)
     store.set(server.NAMESPACE.removeprefix("/"), name)
     return store
+
+
+def _client_of(addresses: Addresses) -> Any:
+    return core.TCPStore(addresses.host, addresses.port, False, 1, math.ceil(timeout_s()))
 
 
 def _start_store(addresses: Addresses, num_ranks: int) -> subprocess.Popen:
@@ -93,7 +124,7 @@ def _start_store(addresses: Addresses, num_ranks: int) -> subprocess.Popen:
         # What interrupts a run is for its ranks; the store ends after them.
         start_new_session=True,
     )
-    print(addresses.host, addresses.port, num_ranks, TIMEOUT, file=process.stdin, flush=True)
+    print(addresses.host, addresses.port, num_ranks, timeout_s(), file=process.stdin, flush=True)
     said = process.stdout.readline().strip()
     if said != "ready":
         place = f"{addresses.host}:{addresses.port}"

@@ -46,6 +46,9 @@ class Store:
         # In the order in which they came, and ended.
         self.come: list[int] = []
         self.gone: list[int] = []
+        # Ranks that have said that they are done, and why others are not: they failed, or ended.
+        self.done: set[int] = set()
+        self.failed: dict[int, str] = {}
         # What a rank has told that it waits in.
         self.waits: dict[int, Any] = {}
         self._waiting: defaultdict[str, list[asyncio.Future]] = defaultdict(list)
@@ -84,6 +87,8 @@ class Store:
     def leave(self, rank: int) -> None:
         """A rank has ended: nobody waits any longer."""
         self.gone.append(rank)
+        if rank not in self.done:
+            self.failed.setdefault(rank, "has ended")
         for waiting in (self._complete, *self._waiting.values()):
             _release(waiting)
 
@@ -173,7 +178,8 @@ class _Connection:
 
     async def _answer_question(self, question: dict[str, Any]) -> None:
         """`{"come": rank, "seconds": s}` waits for all, `{"waits": what}` tells what the rank
-        waits in; any question gets who is here and what they wait in."""
+        waits in, `{"done": true}` and `{"failed": why}` how its work has ended; any question gets
+        who is here, what they wait in and who failed."""
         answer = {}
         if "come" in question:
             try:
@@ -184,8 +190,13 @@ class _Connection:
                 answer["refused"] = str(error)
         if "waits" in question:
             self.store.waits[self.rank] = question["waits"]
+        if "done" in question:
+            self.store.done.add(self.rank)
+        if "failed" in question:
+            self.store.failed.setdefault(self.rank, str(question["failed"]))
         waits = {rank: wait for rank, wait in self.store.waits.items() if wait is not None}
         answer |= {"missing": self.store.missing, "gone": self.store.gone, "waits": waits}
+        answer["failed"] = self.store.failed
         self._write_bytes(json.dumps(answer).encode())
 
     async def _read(self, form: str) -> tuple:

@@ -148,7 +148,7 @@ def test_nobody_waits_for_a_key_when_a_rank_has_ended():
 
 
 def test_the_time_for_a_key_is_limited(monkeypatch):
-    monkeypatch.setattr(rendezvous, "TIMEOUT", 0.3)
+    monkeypatch.setattr(rendezvous, "_timeout_s", [0.3])
     with running_store(1) as (port, _):
         store = core.TCPStore(HOST, port, False, 1, 10)
         begin = time.monotonic()

@@ -1,0 +1,160 @@
+"""How long the operations of a gloo group wait for other ranks: as long as one chooses.
+
+Gloo gives up after 30 seconds unless its context is told another limit, by
+`gloo::Context::setTimeout`. Paddle 3.3 never calls it, and has no option that would: a rank that is
+late by half a minute (deleting old checkpoints, a stalled file system, a paused process) ends the
+run. Python has no hold of the context either. But all that it takes is exported by Paddle's shared
+libraries, so it is called by name:
+
+- `CommContextManager` is where Paddle keeps the communicators of all groups by number, and what
+  its collectives and messages go through; `Has` and `Get` find the one of a group;
+- a `GlooCommContext` is its vtable, rank and size (two ints), and a shared pointer to its context;
+- a `gloo::rendezvous::Context` is its vtable, rank and size, and the rest;
+- `getTimeout` and `setTimeout` are the context's own methods, which collectives and messages ask
+  when they begin. Nothing is written to memory here.
+
+Before the call every step is checked: both vtables are those that the libraries export, rank and
+size are the group's, and the limit is gloo's 30 seconds. Memory is read through /proc/self/mem,
+where an address that is none gives an error and not the end of the process.
+"""
+
+import ctypes
+import functools
+import os
+import struct
+from typing import NamedTuple, NoReturn
+
+import paddle
+from paddle.base import libpaddle
+
+_GLOO_MS = 30_000
+_WORD = 8
+# Words of a GlooCommContext: vtable, rank and size, and the shared pointer's two.
+_COMMUNICATOR_WORDS = 4
+_STRING = "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
+_MANAGER = "phi11distributed18CommContextManager"
+_SYMBOLS = {
+    "manager": f"_ZZN3{_MANAGER}11GetInstanceEvE8instance",
+    # What says, in its first byte, that the manager has been constructed.
+    "guard": f"_ZGVZN3{_MANAGER}11GetInstanceEvE8instance",
+    "has": f"_ZNK3{_MANAGER}3HasERK{_STRING}",
+    "get": f"_ZNK3{_MANAGER}3GetERK{_STRING}",
+    "communicator": "_ZTVN3phi11distributed15GlooCommContextE",
+    "context": "_ZTVN4gloo10rendezvous7ContextE",
+    "limit": "_ZNK4gloo7Context10getTimeoutEv",
+    "set_limit": "_ZN4gloo7Context10setTimeoutENSt6chrono8durationIlSt5ratioILl1ELl1000EEEE",
+}
+
+
+class _String(ctypes.Structure):
+    """A std::string that is only read: its characters are kept elsewhere."""
+
+    _fields_ = (
+        ("characters", ctypes.c_char_p),
+        ("length", ctypes.c_size_t),
+        ("capacity", ctypes.c_size_t),
+        ("unused", ctypes.c_size_t),
+    )
+
+    @classmethod
+    def of(cls, text: str) -> "_String":
+        characters = text.encode()
+        return cls(characters, len(characters), len(characters), 0)
+
+
+class _Library(NamedTuple):
+    """Addresses and functions of Paddle's shared libraries, by the names of `_SYMBOLS`."""
+
+    manager: int
+    guard: int
+    has: ctypes._CFuncPtr
+    get: ctypes._CFuncPtr
+    communicator: int
+    context: int
+    limit: ctypes._CFuncPtr
+    set_limit: ctypes._CFuncPtr
+
+
+def limit_waits(group_id: int, rank: int, size: int, seconds: float) -> None:
+    """Operations of a gloo group that begin from now on wait so long for other ranks.
+
+    Args:
+        group_id: Paddle's number of the group, which has been made.
+        rank, size: of this process in it, of the group.
+
+    Raises:
+        RuntimeError: this Paddle's objects are not as they are known.
+    """
+    library, own = check_library(), (rank, size)
+    name = _String.of(str(group_id))
+    is_made = _words(library.guard, 1)[0] & 0xFF
+    if not is_made or not library.has(library.manager, ctypes.byref(name)):
+        _refuse(f"it has no communicator of group {group_id}")
+    communicator = library.get(library.manager, ctypes.byref(name))
+    if not communicator or _words(communicator, 1)[0] != library.communicator:
+        _refuse(f"the communicator of group {group_id} is not gloo's")
+    if _two_ints(communicator) != own:
+        _refuse(f"the communicator of group {group_id} does not begin with rank and size")
+    pointers = _words(communicator, _COMMUNICATOR_WORDS)[2:]
+    contexts = [each for each in pointers if _is_object(each, library.context)]
+    if len(contexts) != 1 or _two_ints(contexts[0]) != own:
+        _refuse(f"the context of group {group_id} is not where it is expected")
+    (context,) = contexts
+    if (found := library.limit(context)) != _GLOO_MS:
+        _refuse(f"the limit of group {group_id} is {found} ms instead of {_GLOO_MS}")
+    wanted = round(1000 * seconds)
+    library.set_limit(context, wanted)
+    if (found := library.limit(context)) != wanted:
+        _refuse(f"the limit of group {group_id} is {found} ms after it was set to {wanted}")
+
+
+@functools.cache
+def check_library() -> _Library:
+    """The functions that `limit_waits` needs.
+
+    Raises:
+        RuntimeError: this Paddle's libraries do not export them.
+    """
+    library, found = ctypes.CDLL(libpaddle.__file__), {}
+    for name, symbol in _SYMBOLS.items():
+        try:
+            found[name] = getattr(library, symbol)
+        except AttributeError:
+            _refuse(f"its libraries export no {symbol}")
+    found["has"].restype, found["has"].argtypes = ctypes.c_bool, [ctypes.c_void_p] * 2
+    found["get"].restype, found["get"].argtypes = ctypes.c_void_p, [ctypes.c_void_p] * 2
+    found["limit"].restype, found["limit"].argtypes = ctypes.c_int64, [ctypes.c_void_p]
+    found["set_limit"].restype = None
+    found["set_limit"].argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    for name in ("manager", "guard", "communicator", "context"):
+        found[name] = ctypes.cast(found[name], ctypes.c_void_p).value
+    for name in ("communicator", "context"):
+        # Objects point behind the two words that a vtable begins with.
+        found[name] += 2 * _WORD
+    return _Library(**found)
+
+
+def _is_object(address: int, vtable: int) -> bool:
+    try:
+        return _words(address, 1)[0] == vtable
+    except (OSError, OverflowError, struct.error):
+        return False
+
+
+def _two_ints(address: int) -> tuple[int, int]:
+    """What lies behind the pointer to the vtable of an object."""
+    return struct.unpack("2i", struct.pack("Q", _words(address, 2)[1]))
+
+
+def _words(address: int, count: int) -> tuple[int, ...]:
+    """Raises OSError, OverflowError or struct.error where this process has no such memory."""
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        return struct.unpack(f"{count}Q", os.pread(memory.fileno(), count * _WORD, address))
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"paddlepaddle {paddle.__version__} keeps gloo's connections in another way than the limit "
+        f"of waits (parallel.timeout_s) was written for: {what}. Install paddlepaddle 3.3.1, or "
+        "adapt paddle_vl/parallel/gloo_fleet/time_limit.py."
+    )

@@ -1,0 +1,169 @@
+"""Defects of fleet's pipeline that `paddle_vl.parallel.pipeline` works around, each in plain fleet.
+
+A test that fails tells that this Paddle no longer has the defect, and its workaround can go:
+
+- batched messages between stages carry parts of different rows when the mp processes of a stage do
+  not hold the same (`enable_partial_send_recv`, on by default);
+- with dynamic shapes the list of shapes grows with every step and is read from its old end;
+- a first stage that is frozen waits for a gradient that nobody sends;
+- hooks are one list for all engines of a process;
+- every step sends the loss to all stages and reads on the host what type it has;
+- DualPipeV asks deep_ep for an event whether it is installed or not, and cannot evaluate.
+"""
+
+import threading
+
+import paddle
+import paddle.distributed.fleet.base.topology as fleet_topology
+import pytest
+from paddle import nn
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel import PipelineLayer
+from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
+
+from paddle_vl.parallel.gloo_fleet import install
+from paddle_vl.parallel.recorder import record_collectives
+from paddle_vl.train.host_reads import record_host_reads
+from tests.launch import launch, outcome_of, run_checks
+
+ROWS, WIDTH, WAIT_SECONDS = 2, 4, 4.0
+
+
+def start(micro_batches: int = 2, mp_degree: int = 1, **pp_configs) -> None:
+    install()
+    fleet_topology._HYBRID_PARALLEL_GROUP = None
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {
+        "pp_degree": 2,
+        "mp_degree": mp_degree,
+        "pp_configs": {"use_batch_p2p_comm": False, "delay_scale_loss": True} | pp_configs,
+    }
+    strategy.pipeline_configs = {"accumulate_steps": micro_batches, "micro_batch_size": ROWS}
+    fleet.init(is_collective=True, strategy=strategy)
+
+
+def make_engine(layers: int = 2, **options):
+    return fleet.distributed_model(
+        PipelineLayer(
+            [nn.Linear(WIDTH, WIDTH) for _ in range(layers)],
+            num_stages=2,
+            loss_fn=lambda out, label: (out - label).square().mean(),
+            **options,
+        )
+    )
+
+
+def data(micro_batches: int = 2):
+    return iter([(paddle.ones([ROWS, WIDTH]), paddle.zeros([ROWS, WIDTH]))] * micro_batches * 2)
+
+
+def different_rows() -> bool:
+    """Whether rows arrive as they were sent, each mp process having its own."""
+    start(mp_degree=2, use_batch_p2p_comm=True)
+    make_engine()
+    group = fleet.get_hybrid_communicate_group()
+    helper = p2p_communication.P2pHelper()
+    own = paddle.full([ROWS, WIDTH], float(group.get_model_parallel_rank()))
+    if group.get_stage_id() == 0:
+        helper.send_forward(own, pp_last_stage=False)
+        return True
+    return bool((helper.recv_forward(pp_first_stage=False) == own).all())
+
+
+def kept_shapes() -> list[int]:
+    start(enable_dynamic_shape=True)
+    engine, lengths = make_engine(), []
+    for _ in range(2):
+        engine.forward_backward_pipeline(data())
+        lengths.append(len(engine._p2p_helper._send_recv_meta_list))
+    return lengths
+
+
+def frozen_first_stage() -> bool:
+    """Whether a step ends on this stage."""
+    start()
+    engine = make_engine()
+    if engine.is_pipeline_first_stage():
+        for parameter in engine.parameters():
+            parameter.stop_gradient = True
+    engine._broadcast_final_loss = lambda *_: None
+    done = threading.Event()
+
+    def run() -> None:
+        engine.forward_backward_pipeline(data())
+        done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.wait(WAIT_SECONDS)
+
+
+def shared_hooks() -> bool:
+    start()
+    return make_engine().callbacks is make_engine().callbacks
+
+
+def loss_to_all() -> tuple[int, int]:
+    """Broadcasts of a step, and what was read on the host at their place."""
+    start()
+    engine = make_engine()
+    engine.forward_backward_pipeline(data())
+    with record_collectives() as recording, record_host_reads() as reads:
+        engine.forward_backward_pipeline(data())
+    return sum(call.kind == "broadcast" for call in recording.calls), len(reads)
+
+
+def dualpipev() -> list[str]:
+    """What its exchange and its evaluation raise."""
+    start(4, use_dualpipev=True)
+    engine = make_engine(4, use_dualpipev=True)
+    engine._reset_states()
+    with pytest.raises(AttributeError) as exchange:
+        engine._commit_and_wait_comm()
+    with pytest.raises(TypeError) as evaluation:
+        engine.eval_batch(data(4), compute_loss=True)
+    return [str(exchange.value), str(evaluation.value)]
+
+
+def worker():
+    checks = {
+        "kept shapes": kept_shapes,
+        "shared hooks": shared_hooks,
+        "loss to all": loss_to_all,
+        "dualpipev": dualpipev,
+        # Last: a stage is left in its wait.
+        "frozen": frozen_first_stage,
+    }
+    return run_checks(checks)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return launch(worker, 2)
+
+
+def test_parts_of_different_rows_are_sent_as_one():
+    results = launch(different_rows, 4)
+    assert results[2:] == [False, False]
+
+
+def test_shapes_of_all_steps_are_kept(outcomes):
+    for first, second in outcome_of(outcomes, "kept shapes"):
+        assert second == 2 * first
+
+
+def test_a_frozen_first_stage_waits_for_ever(outcomes):
+    assert outcome_of(outcomes, "frozen") == [False, True]
+
+
+def test_hooks_belong_to_all_engines(outcomes):
+    assert outcome_of(outcomes, "shared hooks") == [True, True]
+
+
+def test_the_loss_is_sent_to_all_and_read(outcomes):
+    assert outcome_of(outcomes, "loss to all")[0] == (2, 1)
+
+
+def test_dualpipev_needs_deep_ep_and_cannot_evaluate(outcomes):
+    for exchange, evaluation in outcome_of(outcomes, "dualpipev"):
+        assert "get_event_from_custom_stream" in exchange
+        assert "missing 1 required positional argument: 'phase'" in evaluation

@@ -1,0 +1,76 @@
+"""Ranks that come late: paused by the system, or busy with something else.
+
+Guarantees: a rank that is paused at a random moment for longer than gloo's own 30 seconds changes
+nothing, the run goes on to the same bits; one that is later than parallel.timeout_s ends the run,
+which names it, the operation, and how to continue. Real processes, started as users do.
+"""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from faults.runs import SignalledRun
+from faults.tiny_run import NUM_STEPS, write_tiny_run
+from faults.verdict import differences_of_runs
+
+PIPELINE = ("parallel.dp_degree=1", "parallel.pp_degree=2")
+PIPELINES = ("parallel.mp_degree=1", "parallel.dp_degree=2", "parallel.pp_degree=2")
+TENSOR = ("parallel.mp_degree=2", "parallel.dp_degree=2")
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run") / "data")
+
+
+def run_paused(
+    start: str, run_file: Path, output_dir: Path, overrides: tuple[str, ...], seconds: float
+) -> None:
+    """A run to its end, one of whose ranks is paused at a random moment."""
+    rng = random.Random(str(output_dir))
+    with SignalledRun(start, run_file, output_dir, overrides) as run:
+        run.wait_for_steps(rng.randrange(1, NUM_STEPS - 3))
+        time.sleep(rng.uniform(0, 0.2))
+        rank = run.rank(rng.randrange(2))
+        rank.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        assert run.last_step() < NUM_STEPS
+        rank.send_signal(signal.SIGCONT)
+        ended = run.ended(time.monotonic())
+    assert ended.code == 0, ended.output
+    assert ended.last_step == NUM_STEPS
+
+
+@pytest.mark.parametrize(
+    ("start", "overrides", "seconds"),
+    [
+        ("nproc", PIPELINE, 32),
+        pytest.param("nproc", (), 45, marks=pytest.mark.heavy),
+        pytest.param("nproc4", PIPELINES, 45, marks=pytest.mark.heavy),
+        pytest.param("nproc4", TENSOR, 45, marks=pytest.mark.heavy),
+    ],
+    ids=["pp2", "dp2", "pp2-dp2", "mp2-dp2"],
+)
+def test_a_paused_rank_changes_nothing(run_file, tmp_path, start, overrides, seconds):
+    run_paused(start, run_file, tmp_path / "out", overrides, seconds)
+    with SignalledRun(start, run_file, tmp_path / "whole", overrides) as whole:
+        assert whole.ended(time.monotonic()).code == 0
+    assert differences_of_runs(tmp_path / "out", tmp_path / "whole") == []
+
+
+def test_a_rank_that_is_later_than_the_limit_is_named(run_file, tmp_path):
+    overrides = ("parallel.timeout_s=5", "train.max_steps=100000")
+    with SignalledRun("nproc", run_file, tmp_path / "out", overrides) as run:
+        run.wait_for_steps()
+        run.rank(1).send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        ended = run.ended(begin, within_s=30)
+    assert ended.code == 1
+    assert ended.seconds < 25
+    assert ended.left == []
+    assert " of ranks [0, 1] got no answer in 5 s: rank 1 has not come to it" in ended.output
+    assert "train.resume_from_checkpoint=auto" in ended.output
+    assert "workerlog.1" in ended.output

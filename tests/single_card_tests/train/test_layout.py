@@ -1,0 +1,51 @@
+"""How a model lies over processes, as far as one process can tell.
+
+Guarantees: what a pipeline's messages have room for is what is set, and the data's bounds for what
+is not; nothing where nothing is set; a policy refuses the settings.
+"""
+
+import pytest
+
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.parallel.degrees import ModelShape
+from paddle_vl.parallel.topology import Topology
+from paddle_vl.train.layout import Layout, ReservedRows
+
+
+def make_config(data: dict, **parallel) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"config": "none"},
+            "data": {"train": ["none"], "processor": "none", "max_length": 100} | data,
+            "parallel": {"pp_degree": 2} | parallel,
+            "train": {"output_dir": "none", "per_device_train_batch_size": 3},
+        }
+    )
+
+
+PACKED = {"packing": True, "packing_length": 200, "max_vision_tokens_per_row": 20}
+
+
+@pytest.mark.parametrize(
+    ("data", "parallel", "tokens", "visual"),
+    [
+        ({}, {"pp_token_rows": 50}, 50, 50),
+        ({}, {"pp_token_rows": 50, "pp_visual_rows": 7}, 50, 7),
+        ({"pad_to_multiple_of": 8}, {"pp_visual_rows": 0}, 3 * 104, 0),
+        (PACKED, {"pp_visual_rows": 9}, 3 * 200, 9),
+        (PACKED, {"pp_token_rows": 500}, 500, 3 * 20),
+    ],
+)
+def test_bounds_of_the_data_complete_what_is_reserved(data, parallel, tokens, visual):
+    assert ReservedRows.of(make_config(data, **parallel)) == ReservedRows(tokens, visual)
+
+
+def test_nothing_is_reserved_that_is_not_asked_for():
+    assert ReservedRows.of(make_config(PACKED)) is None
+
+
+def test_a_policy_reserves_no_rows():
+    shape = ModelShape(4, 2, 64, 24, 8)
+    config = make_config({}, pp_token_rows=50)
+    with pytest.raises(ValueError, match="for the messages of a Qwen3-VL"):
+        Layout(config, Topology.single(), shape, ([1.0] * 8, 0.0, 0.0))
