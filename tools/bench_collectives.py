@@ -20,9 +20,12 @@ visual rows of G + 1 levels:
   and boundary, and one back; a first stage sends V forward and V - 1 backward with V virtual parts,
   in a V (dualpipev) one each way. No message has shapes: every stage knows them.
 - sharding, U units (decoder layers and vision blocks): stage 1 one reduce-scatter of all gradients
-  and one gather of all parameters; stage 2 a reduce-scatter per unit in the backward pass and one
-  for the rest, and as many gathers after the update; stage 3 gathers each unit in the forward and
-  in the backward pass instead, and after the update the rest alone.
+  and one gather of all parameters, for each of fleet's buffers of 256 MiB (with dp one sum of the
+  rank's part more); stage 2 in each micro-batch a reduce-scatter per unit in the
+  backward pass and one for the rest, in the last micro-batch alone with `reduce_once_per_step`, and
+  as many gathers after the update; stage 3 gathers each unit in the forward and in the backward
+  pass instead, token table and head in the forward pass, and after the update the rest alone; with
+  `reshard_after_forward: false` it gathers each of them once a step.
 """
 
 import argparse
@@ -54,7 +57,17 @@ TOPOLOGIES = {
     "pp4 dualpipev": {"pp_degree": 4, "pp_schedule": "dualpipev"},
     "sharding2 stage 1": {"sharding_degree": 2},
     "sharding2 stage 2": {"sharding_degree": 2, "sharding_stage": 2},
+    "sharding2 stage 2, reduced once": {
+        "sharding_degree": 2,
+        "sharding_stage": 2,
+        "reduce_once_per_step": True,
+    },
     "sharding2 stage 3": {"sharding_degree": 2, "sharding_stage": 3},
+    "sharding2 stage 3, kept": {
+        "sharding_degree": 2,
+        "sharding_stage": 3,
+        "reshard_after_forward": False,
+    },
     "dp2 ep2": {"dp_degree": 2, "ep_degree": 2},
     "dp2 mp2 with sequence parallelism": {
         "dp_degree": 2,
@@ -127,13 +140,20 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
         calls["pipeline"].update(send=messages, recv=messages)
     if degrees.get("sharding_degree", 1) > 1:
         stage, units = degrees.get("sharding_stage", 1), LAYERS + DEPTH
-        calls["gradients" if stage == 1 else "backward"].update(reduce_scatter=1)
+        # Micro-batches that reduce, and those that gather in each pass.
+        reducing = 1 if degrees.get("reduce_once_per_step") else MICRO_BATCHES
+        gathering = MICRO_BATCHES if degrees.get("reshard_after_forward", True) else 1
         calls["update"].update(all_gather=1 + units if stage == 2 else 1)
-        if stage > 1:
-            calls["backward"].update(reduce_scatter=units)
+        if stage == 1:
+            calls["gradients"].update(reduce_scatter=1)
+        else:
+            # At stage 3 table and head go by themselves.
+            others = 1 if stage == 2 else 3
+            calls["backward"].update(reduce_scatter=(units + others) * reducing)
         if stage == 3:
-            calls["forward"].update(all_gather=units)
-            calls["backward"].update(all_gather=units)
+            calls["forward"].update(all_gather=(units + 2) * gathering)
+            if gathering > 1:
+                calls["backward"].update(all_gather=units * gathering)
     return calls
 
 
@@ -195,7 +215,8 @@ def measure(degrees: dict) -> None:
     if topology.degrees.sequence_parallel:
         # Those of all rows; the model computes its own.
         batch = {name: value for name, value in batch.items() if "indices" not in name}
-    num_batches = MICRO_BATCHES if topology.degrees.pp_degree > 1 else 1
+    several = topology.degrees.pp_degree > 1 or topology.degrees.sharding_stage > 1
+    num_batches = MICRO_BATCHES if several else 1
     micro_batches = [counted(batch, LANGUAGE)] * num_batches
     with recorded_phases() as recording:
         train_step(runner, optimizer, micro_batches, 1e-3, processes)

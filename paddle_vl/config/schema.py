@@ -107,6 +107,21 @@ class ParallelConfig(Section):
         False,
         description="at stage 1 updated parameters come back beside the next step's forward pass",
     )
+    reshard_after_forward: bool = Field(
+        True,
+        description="stage 3: free each unit behind its forward pass and gather it again for its "
+        "backward pass; false: gather once a step (as FSDP's SHARD_GRAD_OP)",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="stages 2 and 3 of a bfloat16 model: what gradients travel as; they are added "
+        "up over micro-batches in float32 all the same",
+    )
+    reduce_once_per_step: bool = Field(
+        False,
+        description="stage 2: keep whole float32 gradients over the micro-batches of a step, and "
+        "send them once instead of in each",
+    )
     ep_degree: int = Field(
         1,
         ge=1,

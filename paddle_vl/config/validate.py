@@ -182,6 +182,44 @@ def visual_bounds_are_ordered(config: RunConfig) -> Problems:
             yield f"data.{lowest} {low} exceeds data.{highest} {high}"
 
 
+def sharding_settings_have_an_effect(config: RunConfig) -> Problems:
+    parallel = config.parallel
+    stage = parallel.sharding_stage if parallel.sharding_degree > 1 else 0
+    found = f"parallel.sharding_stage is {stage}" if stage else "parallel.sharding_degree is 1"
+    if parallel.sharding_gather_overlap and stage != 1:
+        yield (
+            f"parallel.sharding_gather_overlap is true but {found}: it is of stage 1; set "
+            "parallel.sharding_degree above 1 and sharding_stage=1, or remove it"
+        )
+    if not parallel.reshard_after_forward and stage != 3:
+        yield (
+            f"parallel.reshard_after_forward is false but {found}: only stage 3 frees parameters "
+            "behind a forward pass; set parallel.sharding_stage=3, or remove it"
+        )
+    if parallel.reduce_once_per_step and stage != 2:
+        yield (
+            f"parallel.reduce_once_per_step is true but {found}: stage 1 does so in any case, and "
+            "stage 3 holds no whole gradients; set parallel.sharding_stage=2, or remove it"
+        )
+    if parallel.reduce_once_per_step and config.train.gradient_accumulation_steps == 1:
+        yield (
+            "parallel.reduce_once_per_step is true but train.gradient_accumulation_steps is 1, so "
+            "every step reduces once: remove it, or set train.gradient_accumulation_steps above 1"
+        )
+    if parallel.reduce_dtype == "bfloat16":
+        if stage < 2:
+            yield (
+                f"parallel.reduce_dtype is bfloat16 but {found}: it is of stages 2 and 3; set "
+                "parallel.sharding_stage=2, or remove it"
+            )
+        if config.model.compute_dtype != "bfloat16":
+            yield (
+                f"parallel.reduce_dtype is bfloat16 but model.compute_dtype is "
+                f"{config.model.compute_dtype}, whose gradients it would round: set "
+                "model.compute_dtype=bfloat16, or remove it"
+            )
+
+
 def dtype_runs_on_device(config: RunConfig, device: str) -> Problems:
     if config.model.compute_dtype == "bfloat16" and device.startswith("cpu"):
         yield (
@@ -264,6 +302,7 @@ CONFIG_RULES = (
     part_rates_have_a_whole,
     reserved_rows_have_messages,
     visual_bounds_are_ordered,
+    sharding_settings_have_an_effect,
 )
 LAUNCH_RULES = (
     dtype_runs_on_device,

@@ -24,6 +24,6 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return _BY_NAME[name]
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, in one kernel."""
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up`, in one kernel; without `up` both are halves of `gate`'s last axis."""
     return F.swiglu(gate, up)

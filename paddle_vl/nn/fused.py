@@ -7,6 +7,7 @@ optimizer's state go on naming the linears one by one.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import paddle
 from paddle import Tensor
 
 
@@ -31,6 +32,11 @@ def fused_columns(parameter: Tensor) -> tuple[Columns, ...]:
 def mark_fused(parameter: Tensor, columns: Iterable[Columns]) -> None:
     """Told once which linears a weight holds."""
     parameter.fused_columns = tuple(columns)
+
+
+def split_columns(x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """What the linears of a fused weight made of their input; all of it side by side for none."""
+    return paddle.split(x, list(widths), axis=-1) if widths else [x]
 
 
 def column_slices(widths: Sequence[int]) -> list[slice]:

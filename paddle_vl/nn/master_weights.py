@@ -104,6 +104,9 @@ class MasterWeights:
         """What is held of gradients beside those of parameters and copies."""
         return self._gradients.sums()
 
+    def begin_step(self, num_micro_batches: int) -> None:
+        """Tell how many micro-batches the step has."""
+
     def end_micro_batch(self) -> None:
         """Behind each micro-batch's backward pass."""
         self._gradients.take()

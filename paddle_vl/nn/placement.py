@@ -125,14 +125,22 @@ class SingleDevicePlacement:
         return RowPart(self.mp_group.rank, self.mp_group.nranks)
 
     def projections(
-        self, in_features: int, columns: Sequence[Columns], init_std: float = 0.02
+        self,
+        in_features: int,
+        columns: Sequence[Columns],
+        init_std: float = 0.02,
+        splits: bool = True,
     ) -> nn.Layer:
         """Linears of one input whose output features may be split over ranks, heads kept whole.
 
         Takes this rank's token rows, and the `num_rows` of `enter_columns` if there are any; gives
         a list of what each linear makes of all rows.
+
+        Args:
+            splits: False where the outputs may stay side by side in one tensor, as they come out of
+                a fused weight; the list then has one entry, or one of each linear.
         """
-        return FusedLinear(in_features, columns, init_std)
+        return FusedLinear(in_features, columns, init_std, splits)
 
     def separate_projections(
         self, in_features: int, columns: Sequence[Columns], init_std: float = 0.02

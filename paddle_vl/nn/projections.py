@@ -10,25 +10,35 @@ import paddle
 from paddle import Tensor, nn
 from paddle.nn.initializer import Initializer, Normal
 
-from paddle_vl.nn.fused import Columns, fused_columns, mark_fused
+from paddle_vl.nn.fused import Columns, fused_columns, mark_fused, split_columns
 from paddle_vl.nn.linear import AdaptableLinear, linear
 
 
 class FusedLinear(nn.Layer):
-    """Linears without bias in one weight `[in, sum of out]`, see `paddle_vl.nn.fused`."""
+    """Linears without bias in one weight `[in, sum of out]`, see `paddle_vl.nn.fused`.
 
-    def __init__(self, in_features: int, columns: Sequence[Columns], init_std: float = 0.02):
+    Args:
+        splits: give the output of each linear, otherwise all side by side as one tensor.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        columns: Sequence[Columns],
+        init_std: float = 0.02,
+        splits: bool = True,
+    ):
         super().__init__()
-        self.widths = [one.width for one in columns]
+        widths = [one.width for one in columns]
         self.weight = self.create_parameter(
-            [in_features, sum(self.widths)],
-            default_initializer=NormalColumns(self.widths, init_std),
+            [in_features, sum(widths)], default_initializer=NormalColumns(widths, init_std)
         )
         mark_fused(self.weight, columns)
+        self.own_widths = widths if splits else []
 
     def forward(self, x: Tensor, num_rows: int | None = None) -> list[Tensor]:
         """What each of the linears makes of the input; on one device it has no other rows."""
-        return paddle.split(linear(x, self.weight), self.widths, axis=-1)
+        return split_columns(linear(x, self.weight), self.own_widths)
 
 
 class SeparateLinears(nn.Layer):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import paddle
 from paddle import Tensor
 from paddle.distributed.fleet.layers.mpu import mp_ops as fleet_ops
 from paddle.distributed.fleet.meta_parallel import ColumnParallelLinear, RowParallelLinear
@@ -20,7 +19,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 from paddle.nn.initializer import Normal
 
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.fused import Columns, fused_columns, mark_fused
+from paddle_vl.nn.fused import Columns, fused_columns, mark_fused, split_columns
 from paddle_vl.nn.linear import AdaptableLinear, Linear, linear
 from paddle_vl.nn.part import part
 
@@ -60,7 +59,14 @@ class _FusedColumns:
 
     _OVERLAPS = ("mp_async_allreduce", "sp_async_reduce_scatter")
 
-    def __init__(self, in_features: int, columns: Sequence[Columns], init_std: float, group):
+    def __init__(
+        self,
+        in_features: int,
+        columns: Sequence[Columns],
+        init_std: float,
+        group,
+        splits: bool = True,
+    ):
         super().__init__(
             in_features,
             sum(one.width for one in columns),
@@ -70,7 +76,7 @@ class _FusedColumns:
             mp_group=group,
         )
         mark_fused(self.weight, columns)
-        self.own_widths = [one.width // group.nranks for one in columns]
+        self.own_widths = [one.width // group.nranks for one in columns] if splits else []
         self._asked = [name for name in self._OVERLAPS if getattr(self, name, False)]
 
     def forward(self, x: Tensor, num_rows: int | None = None) -> list[Tensor]:
@@ -79,7 +85,7 @@ class _FusedColumns:
         y = super().forward(x)
         if num_rows is not None:
             y = part(y, 0, num_rows)
-        return paddle.split(y, self.own_widths, axis=-1)
+        return split_columns(y, self.own_widths)
 
 
 class FusedColumns(_FusedColumns, ColumnParallelLinear):

@@ -95,7 +95,11 @@ class FleetPlacement(SingleDevicePlacement):
         return super().row_part if self.sequence_parallel else RowPart()
 
     def projections(
-        self, in_features: int, columns: Sequence[Columns], init_std: float = 0.02
+        self,
+        in_features: int,
+        columns: Sequence[Columns],
+        init_std: float = 0.02,
+        splits: bool = True,
     ) -> nn.Layer:
         """See `SingleDevicePlacement`; fewer heads than ranks are never in a fused weight.
 
@@ -106,7 +110,7 @@ class FleetPlacement(SingleDevicePlacement):
         if any((one.num_heads or one.width) % size for one in columns):
             return self.separate_projections(in_features, columns, init_std)
         layer = FusedColumnsOfRows if self.sequence_parallel else FusedColumns
-        return layer(in_features, columns, init_std, self.mp_group)
+        return layer(in_features, columns, init_std, self.mp_group, splits)
 
     def column_linear(
         self, in_features: int, out_features: int, init_std: float = 0.02, num_heads: int = 0

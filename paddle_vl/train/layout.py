@@ -16,7 +16,7 @@ from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import num_parts, parts_of_stage
 from paddle_vl.parallel.pipeline.split import split_layers
 from paddle_vl.parallel.pipeline.split_backward import split_backward
-from paddle_vl.parallel.sharding import FleetSharding, Sharding
+from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.parallel.writers import FleetWriters
@@ -56,13 +56,9 @@ class ReservedRows:
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
     """The `parallel` section as the parallel code has it."""
-    settings = config.parallel.model_dump()
-    of_parallel = {
-        item.name: settings[item.name] for item in fields(ParallelDegrees) if item.name in settings
-    }
-    return ParallelDegrees(
-        **of_parallel, num_micro_batches=config.train.gradient_accumulation_steps
-    )
+    of_section = {item.name for item in fields(ParallelDegrees)} - {"num_micro_batches"}
+    settings = {name: getattr(config.parallel, name) for name in of_section}
+    return ParallelDegrees(**settings, num_micro_batches=config.train.gradient_accumulation_steps)
 
 
 class Layout:
@@ -138,7 +134,16 @@ class Layout:
             overlaps = self.config.parallel.sharding_gather_overlap
             model.placement.trained = FleetSharding(model.fill(), self.topology, units, overlaps)
         else:
-            model.placement.trained = Sharding(model.fill(), group, stage, units)
+            parallel = self.config.parallel
+            options = ShardingOptions(
+                parallel.reshard_after_forward,
+                parallel.reduce_dtype,
+                parallel.reduce_once_per_step,
+            )
+            chains = [model.vision_blocks, model.decoder_layers]
+            model.placement.trained = Sharding(
+                model.fill(), group, stage, chains, model.tables, options
+            )
 
     def runner(
         self,

@@ -44,8 +44,8 @@ class NeededMemory:
                 optimizer += size * (_MOMENTS + (_MASTER if width < 4 else 0))
         return cls(
             count,
-            weights / (parts if stage == 3 else 1),
-            gradients / (parts if stage >= 2 else 1),
+            weights / (parts if stage == 3 and parallel.reshard_after_forward else 1),
+            gradients / (parts if stage >= 2 and not parallel.reduce_once_per_step else 1),
             optimizer / parts,
         )
 

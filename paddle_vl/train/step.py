@@ -181,6 +181,7 @@ def train_step(
         objective.settled(micro_batch.batch, asked, runner.model)
         for micro_batch, asked in zip(micro_batches, totals.asked, strict=True)
     ]
+    placement.trained.begin_step(len(batches))
     terms = runner.accumulate_gradients(batches, totals.counts)
     with phase(Phase.GRADIENT_SUM):
         placement.trained.end_backward()

@@ -266,12 +266,11 @@ def sharded_run(setup: Setup, group, recording: Recording | None = None) -> Shar
         with record_collectives() as recording:
             return sharded_run(setup, group, recording)
     model = setup.model()
-    units = [*model.decoder_layers, *model.vision_blocks]
+    chains = [model.decoder_layers, model.vision_blocks]
     if setup.recomputed:
-        recompute_layers(units)
-    if setup.wholly_divided:
-        units.append(model.prefix.embed_tokens)
-    sharding = Sharding(model.parameters(), group, setup.stage, units)
+        recompute_layers([layer for chain in chains for layer in chain])
+    tables = model.tables if setup.wholly_divided else []
+    sharding = Sharding(model.parameters(), group, setup.stage, chains, tables)
     model.placement.trained = sharding
     lengths, frames = [], []
     model.prefix.register_forward_post_hook(

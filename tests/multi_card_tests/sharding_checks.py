@@ -4,8 +4,9 @@ A little over 350 lines: one launch runs them all, and starting processes costs 
 """
 
 import gc
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -18,23 +19,46 @@ from paddle.base.core import (
 )
 
 from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import Collective, record_collectives
-from paddle_vl.parallel.sharding import Sharding, buckets
+from paddle_vl.parallel.sharding import Sharding, ShardingOptions, buckets
+from paddle_vl.parallel.sharding.pending import Pending
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.parallel.traffic import observed
 from tests.launch import run_checks
 from tests.multi_card_tests.sharding_models import (
     DIM,
     VOCAB,
     WIDE,
     HalfModel,
+    Toy,
     WideStack,
     sample,
     toy,
     trained,
 )
 
-STAGES = (1, 2, 3)
 STEPS, MICRO_BATCHES = 3, 2
+
+
+class Mode(NamedTuple):
+    """A stage and what is chosen of it."""
+
+    stage: int
+    options: ShardingOptions = ShardingOptions()
+
+
+MODES = {
+    "2": Mode(2),
+    "2 once": Mode(2, ShardingOptions(reduce_once_per_step=True)),
+    "3": Mode(3),
+    "3 kept": Mode(3, ShardingOptions(reshard_after_forward=False)),
+}
+HALVES = {
+    "2 bfloat16": Mode(2, ShardingOptions(reduce_dtype="bfloat16")),
+    "2 once bfloat16": Mode(2, ShardingOptions(reduce_dtype="bfloat16", reduce_once_per_step=True)),
+    "3 bfloat16": Mode(3, ShardingOptions(reduce_dtype="bfloat16")),
+}
 
 
 def adamw(parameters: list[Tensor]) -> paddle.optimizer.AdamW:
@@ -79,14 +103,22 @@ def single_run(num_ranks: int) -> dict[str, Any]:
 class Run:
     """A model, its sharding and its optimizer."""
 
-    def __init__(self, group, stage: int, recomputed: bool = False, model: Any = None):
+    def __init__(self, group, mode: Mode, recomputed: bool = False, model: Any = None):
         self.group, self.model = group, model or toy(recomputed)
-        self.sharding = Sharding(self.model.parameters(), group, stage, self.model.units)
+        self.sharding = Sharding(
+            self.model.parameters(),
+            group,
+            mode.stage,
+            self.model.chains,
+            self.model.tables,
+            mode.options,
+        )
         self.shards = [self.sharding.shard_of(parameter) for parameter in trained(self.model)]
         self.optimizer = adamw(self.shards)
 
     def backward(self, step: int = 0) -> float:
         total = 0.0
+        self.sharding.begin_step(MICRO_BATCHES)
         for micro in range(MICRO_BATCHES):
             loss = self.model(*sample(step, micro, self.group.rank))
             loss.backward()
@@ -116,9 +148,9 @@ class Run:
         }
 
 
-def train(group, stage: int, recomputed: bool) -> dict[str, Any]:
+def train(group, mode: Mode, recomputed: bool) -> dict[str, Any]:
     """Losses of this rank's data, gradients of the first step, parameters after the last."""
-    run = Run(group, stage, recomputed)
+    run = Run(group, mode, recomputed)
     losses, gradients = [], {}
     for step in range(STEPS):
         losses.append(run.backward(step))
@@ -130,9 +162,10 @@ def train(group, stage: int, recomputed: bool) -> dict[str, Any]:
     return {"losses": losses} | gradients | run.values()
 
 
-def step_collectives(group, stage: int, recomputed: bool) -> list[Collective]:
-    run = Run(group, stage, recomputed)
+def step_collectives(group, mode: Mode, recomputed: bool) -> list[Collective]:
+    run = Run(group, mode, recomputed)
     with record_collectives() as recording:
+        run.sharding.begin_step(MICRO_BATCHES)
         for micro in range(MICRO_BATCHES):
             recording.phase = "forward"
             loss = run.model(*sample(0, micro, group.rank))
@@ -146,19 +179,19 @@ def step_collectives(group, stage: int, recomputed: bool) -> list[Collective]:
     return recording.calls
 
 
-def small_buckets(group, stage: int) -> tuple[list[str], dict[str, Any]]:
+def small_buckets(group, mode: Mode) -> tuple[list[str], dict[str, Any]]:
     """Kinds of a step's collectives with buckets that hold an embedding or a rare, not both."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "BUCKET_ELEMENTS", VOCAB * DIM + DIM - 1)
-        calls = step_collectives(group, stage, False)
+        calls = step_collectives(group, mode, False)
         return [call.kind for call in calls if call.phase in ("end", "update")], train(
-            group, stage, False
+            group, mode, False
         )
 
 
-def storage_between_steps(group, stage: int) -> list[str]:
+def storage_between_steps(group, mode: Mode) -> list[str]:
     """Parameters without storage, after construction, after a step and after an evaluation."""
-    run = Run(group, stage)
+    run = Run(group, mode)
     found = []
     for moment in (
         lambda: None,
@@ -178,27 +211,42 @@ def evaluated(run: Run, batch: tuple) -> float:
     return loss.item()
 
 
-def evaluation(group, stage: int) -> tuple[float, float]:
+def evaluation(group, mode: Mode) -> tuple[float, float]:
     """Loss with and without a graph, the same data on every rank."""
-    run = Run(group, stage)
+    run = Run(group, mode)
     return run.model(*sample(0, 0, 1)).item(), evaluated(run, sample(0, 0, 1))
 
 
-def memory(group, stage: int) -> dict[str, int]:
+def memory(group, mode: Mode) -> dict[str, int]:
     """Bytes above those before the model was made, of a stack that is all units."""
     # Models of other checks: a layer and its replaced forward know each other.
     gc.collect()
     before = host_memory_stat_current_value("Allocated", 0)
     model = WideStack()
-    run = Run(group, stage, model=model)
+    run = Run(group, mode, model=model)
     x_TD = paddle.ones([2, WIDE])
-    figures = {"between steps": host_memory_stat_current_value("Allocated", 0) - before}
-    host_memory_stat_reset_peak_value("Allocated", 0)
-    run.model(x_TD).backward()
-    figures["peak"] = host_memory_stat_peak_value("Allocated", 0) - before
-    figures["after backward"] = host_memory_stat_current_value("Allocated", 0) - before
-    run.sharding.end_micro_batch()
+    figures = {}
+
+    def measure(name: str) -> None:
+        figures[name] = host_memory_stat_current_value("Allocated", 0) - before
+        figures[f"{name}, peak"] = host_memory_stat_peak_value("Allocated", 0) - before
+        host_memory_stat_reset_peak_value("Allocated", 0)
+
+    measure("between steps")
+    with paddle.no_grad():
+        run.model(x_TD)
+    measure("evaluation")
+    run.sharding.begin_step(2)
+    for name in ("first", "last"):
+        loss = run.model(x_TD)
+        measure(f"{name} forward")
+        loss.backward()
+        # A graph holds its inputs.
+        del loss
+        measure(f"{name} backward")
+        run.sharding.end_micro_batch()
     run.sharding.end_backward()
+    measure("end of backward")
     run.update()
     moments = run.optimizer._accumulators
     figures["moments"] = sum(
@@ -206,13 +254,134 @@ def memory(group, stage: int) -> dict[str, int]:
         for kind in ("moment1", "moment2")
         for state in moments[kind].values()
     )
-    figures["after step"] = host_memory_stat_current_value("Allocated", 0) - before
+    measure("after step")
     return figures
 
 
-def round_trip(group, stage: int) -> list[str]:
+def order(group, mode: Mode) -> list[str]:
+    """What a step of one micro-batch does, in order: collectives, waits for them, and each unit's
+    computation, again in the backward pass as it recomputes."""
+    paddle.seed(5)
+    model, events = Toy(), []
+
+    def told(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*inputs):
+            events.append(f"begin {name}")
+            output = forward(*inputs)
+            events.append(f"end {name}")
+            return output
+
+        return run
+
+    for kind, layers in (("block", model.blocks), ("layer", model.layers)):
+        for number, layer in enumerate(layers):
+            layer.forward = told(f"{kind} {number}", layer.forward)
+    recompute_layers(model.units)
+    wait = Pending.result
+
+    def told_wait(pending: Pending) -> Tensor:
+        events.append(f"wait for {pending.kind}")
+        return wait(pending)
+
+    run = Run(group, mode, model=model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pending, "result", told_wait)
+        with observed(lambda call: events.append(call.kind)):
+            run.sharding.begin_step(1)
+            loss = run.model(*sample(0, 0, group.rank))
+            events.append("loss")
+            loss.backward()
+            run.sharding.end_micro_batch()
+            run.sharding.end_backward()
+    return events
+
+
+def tied(group, mode: Mode) -> dict[str, float]:
+    """Relative errors of gradients and of updated parameters, of a model whose head is its table,
+    on the same data on every rank; and the number of gathers of one micro-batch's forward."""
+
+    def step(model: Toy, run: Run | None) -> None:
+        for micro in range(MICRO_BATCHES):
+            model(*sample(0, micro, 0)).backward()
+            if run is not None:
+                run.sharding.end_micro_batch()
+
+    paddle.seed(5)
+    single = Toy(is_tied=True)
+    step(single, None)
+    paddle.seed(5)
+    run = Run(group, mode, model=Toy(is_tied=True))
+    run.sharding.begin_step(MICRO_BATCHES)
+    step(run.model, run)
+    run.sharding.end_backward()
+    errors, found = {}, run.gradients()
+    for name, parameter in names(single).items():
+        if not parameter.stop_gradient:
+            wanted = parameter.grad.numpy() * group.nranks
+            error = np.abs(found[gradient_of(name)] - wanted).max()
+            errors[name] = float(error / np.abs(wanted).max())
+    return errors
+
+
+def text_last(group, mode: Mode) -> tuple[float, list[str]]:
+    """Error of the gradients of a step whose last micro-batch runs no block on any rank, relative
+    to each one's largest, and kinds of what that micro-batch sends."""
+
+    def loss(model: Toy, micro: int, rank: int) -> Tensor:
+        ids_T, pixels_TD, uses_rare = sample(0, micro, rank)
+        return model(ids_T, pixels_TD if micro == 0 else None, uses_rare)
+
+    single, run = toy(), Run(group, mode)
+    for micro in range(MICRO_BATCHES):
+        for rank in range(group.nranks):
+            loss(single, micro, rank).backward()
+    run.sharding.begin_step(MICRO_BATCHES)
+    with record_collectives() as recording:
+        for micro in range(MICRO_BATCHES):
+            recording.phase = f"micro-batch {micro}"
+            loss(run.model, micro, group.rank).backward()
+            run.sharding.end_micro_batch()
+        run.sharding.end_backward()
+    found, errors = run.gradients(), []
+    for name, parameter in names(single).items():
+        if not parameter.stop_gradient:
+            wanted = parameter.grad.numpy()
+            error = np.abs(found[gradient_of(name)] - wanted).max()
+            errors.append(float(error / np.abs(wanted).max()))
+    return max(errors), [call.kind for call in recording.of("micro-batch 1")]
+
+
+def unannounced(group, mode: Mode) -> tuple[list[str], float]:
+    """Kinds of collectives behind the last micro-batch of a step of unknown length, and the error
+    of its gradients."""
+    known, run = Run(group, mode), Run(group, mode)
+    known.backward()
+    for micro in range(MICRO_BATCHES):
+        run.model(*sample(0, micro, group.rank)).backward()
+        run.sharding.end_micro_batch()
+    with record_collectives() as recording:
+        run.sharding.end_backward()
+    pairs = zip(known.shards, run.shards, strict=True)
+    error = max(float((one.grad - two.grad).abs().max()) for one, two in pairs)
+    return [call.kind for call in recording.calls], error
+
+
+def half_bytes(group, mode: Mode) -> list[tuple[str, int]]:
+    """dtype and bytes of each reduction of a step of a model with a bfloat16 weight."""
+    run = Run(group, mode, model=HalfModel())
+    with record_collectives() as recording:
+        run.sharding.begin_step(2)
+        for _ in range(2):
+            run.model(paddle.ones([1, 3])).backward()
+            run.sharding.end_micro_batch()
+        run.sharding.end_backward()
+    calls = [call for call in recording.calls if call.kind == "reduce_scatter"]
+    return [(call.dtype, call.num_bytes) for call in calls]
+
+
+def round_trip(group, mode: Mode) -> list[str]:
     """Parameters whose own parts, gathered, are not what they were cut from."""
-    run = Run(group, stage)
+    run = Run(group, mode)
     run.backward()
     run.update()
     wrong = []
@@ -233,10 +402,13 @@ def round_trip(group, stage: int) -> list[str]:
     return wrong
 
 
-def restored(group, stage: int) -> list[str]:
+def restored(group, mode: Mode) -> list[str]:
     """Parameters that did not take the values written to the shards, as loading a file does."""
-    run = Run(group, stage)
-    divided = [n for n, p in names(run.model).items() if not (p.stop_gradient and stage < 3)]
+    run = Run(group, mode)
+    with paddle.no_grad():
+        # At stage 3 the next block is gathered now, and not used before its values change.
+        run.model.blocks[0](paddle.ones([1, DIM]))
+    divided = [n for n, p in names(run.model).items() if not (p.stop_gradient and mode.stage < 3)]
     divided = [name for name in divided if name != "fixed"]
     wanted = {}
     for name in divided:
@@ -254,12 +426,12 @@ def restored(group, stage: int) -> list[str]:
     return wrong if loss == plain(*sample(0, 0, 0)).item() else [*wrong, "loss"]
 
 
-def overlapping(group, stage: int) -> float:
+def overlapping(group, mode: Mode) -> float:
     """Largest difference of the gradients when two forwards come before two backwards, as in a
     pipeline, and one of the units runs twice in each."""
     gradients = []
     for is_overlapped in (False, True):
-        run = Run(group, stage)
+        run = Run(group, mode)
 
         def loss(micro, run=run):
             ids_T, pixels_TD, _ = sample(0, micro, group.rank)
@@ -279,9 +451,9 @@ def overlapping(group, stage: int) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(*gradients, strict=True))
 
 
-def never_used(group, stage: int) -> list[str]:
+def never_used(group, mode: Mode) -> list[str]:
     """Parameters whose shards have a wrong gradient when no unit runs and one parameter is used."""
-    run = Run(group, stage)
+    run = Run(group, mode)
     (run.model.rare * 2.0).sum().backward()
     run.sharding.end_micro_batch()
     run.sharding.end_backward()
@@ -295,9 +467,10 @@ def never_used(group, stage: int) -> list[str]:
     return wrong
 
 
-def half_gradients(group, stage: int) -> tuple[str, set[float]]:
+def half_gradients(group, mode: Mode) -> tuple[str, set[float]]:
     """dtype and values of a bfloat16 gradient whose parts are 256, 1, 1 and 1 on every rank."""
-    run = Run(group, stage, model=HalfModel())
+    run = Run(group, mode, model=HalfModel())
+    run.sharding.begin_step(4)
     for value in (256.0, 1.0, 1.0, 1.0):
         run.model(paddle.full([1, 3], value)).backward()
         run.sharding.end_micro_batch()
@@ -313,7 +486,7 @@ def marks(group) -> list[tuple[bool, bool, bool]]:
     model = toy()
     model.rare.is_partial = True
     model.head.weight.is_distributed, model.head.weight.split_axis = True, 0
-    sharding = Sharding(model.parameters(), group, 1)
+    sharding = Sharding(model.parameters(), group, 2)
     shards = [sharding.shard_of(p) for p in (model.rare, model.head.weight)]
     return [
         (getattr(s, "is_partial", False), s.is_distributed, hasattr(s, "split_axis"))
@@ -332,17 +505,17 @@ def refused(group) -> dict[str, str]:
 
     model = toy()
     parameters = model.parameters()
-    refuse("stage", ValueError, lambda: Sharding(parameters, group, 4))
-    refuse("twice", ValueError, lambda: Sharding([*parameters, parameters[0]], group, 1))
+    refuse("stage", ValueError, lambda: Sharding(parameters, group, 1))
+    refuse("twice", ValueError, lambda: Sharding([*parameters, parameters[0]], group, 2))
     block = model.blocks[0]
-    refuse("two units", ValueError, lambda: Sharding(parameters, group, 2, [block, block]))
-    run = Run(group, 2)
+    refuse("two units", ValueError, lambda: Sharding(parameters, group, 2, [[block, block]]))
+    run = Run(group, MODES["2"])
     refuse("frozen", ValueError, lambda: run.sharding.shard_of(run.model.fixed))
     weight = run.model.blocks[0].proj.weight
     refuse("shape", ValueError, lambda: run.sharding.own_shard(weight, np.zeros([2, 3])))
     weight.sum().backward()
     refuse("outside", RuntimeError, run.sharding.end_micro_batch)
-    freed = Run(group, 3).model.blocks[0].proj.weight
+    freed = Run(group, MODES["3"]).model.blocks[0].proj.weight
     refuse("no storage", RuntimeError, lambda: freed.sum())
     return messages
 
@@ -350,13 +523,13 @@ def refused(group) -> dict[str, str]:
 def worker(num_ranks: int) -> dict:
     group = initialize(ParallelDegrees(sharding_degree=num_ranks)).sharding_group
     checks: dict[str, Any] = {"single": partial(single_run, num_ranks)}
-    for stage in STAGES:
+    for name, mode in MODES.items():
         for recomputed in (False, True):
-            case = f"{stage} {recomputed}"
-            checks[f"train {case}"] = partial(train, group, stage, recomputed)
-            checks[f"collectives {case}"] = partial(step_collectives, group, stage, recomputed)
-        checks[f"again {stage}"] = partial(train, group, stage, False)
-        checks[f"small buckets {stage}"] = partial(small_buckets, group, stage)
+            case = f"{name} {recomputed}"
+            checks[f"train {case}"] = partial(train, group, mode, recomputed)
+            checks[f"collectives {case}"] = partial(step_collectives, group, mode, recomputed)
+        checks[f"again {name}"] = partial(train, group, mode, False)
+        checks[f"small buckets {name}"] = partial(small_buckets, group, mode)
         for check in (
             storage_between_steps,
             evaluation,
@@ -366,6 +539,15 @@ def worker(num_ranks: int) -> dict:
             overlapping,
             never_used,
             half_gradients,
+            tied,
+            text_last,
         ):
-            checks[f"{check.__name__} {stage}"] = partial(check, group, stage)
+            checks[f"{check.__name__} {name}"] = partial(check, group, mode)
+        if mode.stage > 1:
+            checks[f"order {name}"] = partial(order, group, mode)
+            checks[f"half_bytes {name}"] = partial(half_bytes, group, mode)
+    for name, mode in HALVES.items():
+        checks[f"half_gradients {name}"] = partial(half_gradients, group, mode)
+        checks[f"half_bytes {name}"] = partial(half_bytes, group, mode)
+    checks["unannounced"] = partial(unannounced, group, MODES["2 once"])
     return run_checks(checks | {"marks": partial(marks, group), "refused": partial(refused, group)})

@@ -57,9 +57,9 @@ class Layer(nn.Layer):
 
 
 class Toy(nn.Layer):
-    """Blocks over data, layers over tokens; parameters of the root around them."""
+    """Blocks over data, layers over tokens; tables and parameters of the root around them."""
 
-    def __init__(self):
+    def __init__(self, is_tied: bool = False):
         super().__init__()
         self.embedding = Embedding(VOCAB, DIM, init_std=0.5)
         self.blocks = nn.LayerList([Block() for _ in range(NUM_BLOCKS)])
@@ -67,15 +67,25 @@ class Toy(nn.Layer):
         self.rare = self.create_parameter([DIM], default_initializer=nn.initializer.Constant(0.3))
         self.fixed = self.create_parameter([DIM], default_initializer=nn.initializer.Constant(0.9))
         self.fixed.stop_gradient = True
-        self.head = VocabHead(DIM, VOCAB, init_std=0.5)
+        tied_weight = self.embedding.weight if is_tied else None
+        self.head = VocabHead(DIM, VOCAB, init_std=0.5, tied_weight=tied_weight)
 
     @property
     def units(self) -> list[nn.Layer]:
         return [*self.blocks, *self.layers]
 
-    def forward(self, ids_T: Tensor, pixels_TD: Tensor, uses_rare: bool) -> Tensor:
-        side_TD = pixels_TD
-        for block in self.blocks:
+    @property
+    def chains(self) -> list[list[nn.Layer]]:
+        return [list(self.blocks), list(self.layers)]
+
+    @property
+    def tables(self) -> list[nn.Layer]:
+        return [self.embedding, self.head]
+
+    def forward(self, ids_T: Tensor, pixels_TD: Tensor | None, uses_rare: bool) -> Tensor:
+        """Without pixels, as in a batch of text, no block runs."""
+        side_TD = paddle.zeros([ROWS, DIM]) if pixels_TD is None else pixels_TD
+        for block in self.blocks if pixels_TD is not None else ():
             side_TD = block(side_TD)
         x_TD = self.embedding(ids_T) * self.fixed
         if uses_rare:
@@ -100,6 +110,7 @@ class WideStack(nn.Layer):
     def __init__(self):
         super().__init__()
         self.units = nn.LayerList([Wide() for _ in range(NUM_WIDE)])
+        self.chains, self.tables = [self.units], []
 
     def forward(self, x_TD: Tensor) -> Tensor:
         for unit in self.units:
@@ -123,6 +134,7 @@ class HalfModel(nn.Layer):
     def __init__(self):
         super().__init__()
         self.units = nn.LayerList([Half()])
+        self.chains, self.tables = [self.units], []
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.units[0](x_TD).sum()

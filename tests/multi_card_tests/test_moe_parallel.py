@@ -136,7 +136,7 @@ def sharded_difference(group, stage: int, recomputed: bool) -> tuple[float, str]
     units = model.decoder_layers
     if recomputed:
         recompute_layers(units)
-    sharding = Sharding(model.parameters(), group, stage, units)
+    sharding = Sharding(model.parameters(), group, stage, [units])
     model.placement.sharding = sharding
     for name in names:
         model(**batch(name)).loss.backward()

@@ -47,6 +47,14 @@ TOPOLOGIES = {
     "pp2": (2, [PP, "parallel.pp_split=cost", "train.recompute=full"]),
 }
 HEAVY = {
+    "sharding2 stage 2, reduced once": (
+        2,
+        [SHARDING, "parallel.sharding_stage=2", "parallel.reduce_once_per_step=true"],
+    ),
+    "sharding2 stage 3, kept": (
+        2,
+        [SHARDING, "parallel.sharding_stage=3", "parallel.reshard_after_forward=false"],
+    ),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", SP]),
     "pp2 mp2": (4, [PP, "parallel.mp_degree=2", SP, "train.recompute=full"]),

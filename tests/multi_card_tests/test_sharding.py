@@ -1,13 +1,18 @@
 """Parameters, gradients and optimizer state divided over 2 and over 4 real processes.
 
-Guarantees, at stages 1, 2 and 3, on a model with units that save weights in every way, frozen
-parameters in a unit and outside, sizes that no group divides, other data on every rank and a
-parameter that only one rank uses: losses, gradients and every parameter of three AdamW steps of two
-micro-batches equal one process's on all the data, with and without recomputation, and again bit by
-bit; every rank sends the same collectives, as many as stated here; at stage 3 a unit's parameters
-have no storage between steps and evaluation works; memory for gradients, parameters and moments is
-what each stage promises; two forwards may come before two backwards; bfloat16 gradients are added
-up in float32; shards are read, written and gathered for checkpoints; wrong use is refused.
+Guarantees, at stages 2 and 3 and with every option of theirs, on a model with units that save
+weights in every way, frozen parameters in a unit and outside, sizes that no group divides, other
+data on every rank and a parameter that only one rank uses: losses, gradients and every parameter of
+three AdamW steps of two micro-batches equal one process's on all the data, with and without
+recomputation, and again bit by bit, and so with a head that is the token table; every rank sends
+the same collectives, as many as stated here; the next unit's gather is sent before a unit computes,
+and a reduction is waited for behind the next unit's backward pass; at stage 3 parameters of units
+and tables have no storage between steps and evaluation works; memory for gradients, parameters and
+moments is what each stage promises, and no more than two units are whole at a time; two forwards
+may come before two backwards; units that do not run are neither gathered nor left out of a sum;
+bfloat16 gradients are added up in float32, and half as many bytes
+travel where they travel as bfloat16; shards are read, written and gathered for checkpoints; wrong
+use is refused.
 
 The oracle is the same model on one process without sharding. Checks are in `sharding_checks`.
 """
@@ -15,13 +20,15 @@ The oracle is the same model on one process without sharding. Checks are in `sha
 import numpy as np
 import pytest
 
-from paddle_vl.parallel.sharding.memory import Elements, ModelElements, passing_bytes
+from paddle_vl.parallel.sharding.memory import Elements, ModelElements, at_peak, passing_bytes
 from tests.launch import launch, outcome_of
-from tests.multi_card_tests.sharding_checks import MICRO_BATCHES, STAGES, worker
+from tests.multi_card_tests.sharding_checks import HALVES, MICRO_BATCHES, MODES, worker
 from tests.multi_card_tests.sharding_models import NUM_BLOCKS, NUM_LAYERS, NUM_WIDE, WIDE_BYTES
 
 TOLERANCE = 1e-5
 UNITS = NUM_BLOCKS + NUM_LAYERS
+PASSES = ("forward", "backward")
+TABLES = ("embedding.", "head.")
 # Of the memory checks, for inputs and activations.
 SLACK = WIDE_BYTES // 8
 GATHER, REDUCE = "all_gather", "reduce_scatter"
@@ -47,16 +54,16 @@ def copies(outcomes, name: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
-def test_losses_gradients_and_parameters_equal_one_process(outcomes, stage, recomputed):
-    assert_equals_single(outcomes, copies(outcomes, f"train {stage} {recomputed}"))
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_gradients_and_parameters_equal_one_process(outcomes, mode, recomputed):
+    assert_equals_single(outcomes, copies(outcomes, f"train {mode} {recomputed}"))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_training_again_is_the_same_bit_by_bit(outcomes, stage):
+@pytest.mark.parametrize("mode", MODES)
+def test_training_again_is_the_same_bit_by_bit(outcomes, mode):
     for first, again in zip(
-        outcome_of(outcomes, f"train {stage} False"),
-        outcome_of(outcomes, f"again {stage}"),
+        outcome_of(outcomes, f"train {mode} False"),
+        outcome_of(outcomes, f"again {mode}"),
         strict=True,
     ):
         assert first["losses"] == again["losses"]
@@ -65,114 +72,233 @@ def test_training_again_is_the_same_bit_by_bit(outcomes, stage):
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_rank_sends_the_stated_collectives(outcomes, stage, recomputed):
-    first, *others = outcome_of(outcomes, f"collectives {stage} {recomputed}")
+@pytest.mark.parametrize("mode", MODES)
+def test_every_rank_sends_the_stated_collectives(outcomes, mode, recomputed):
+    first, *others = outcome_of(outcomes, f"collectives {mode} {recomputed}")
     assert all(other == first for other in others)
     kinds = {
         phase: [call.kind for call in first if call.phase == phase]
         for phase in ("forward", "backward", "end", "update")
     }
-    # What the root has fits in one bucket, and so does all at stage 1.
+    # What the root has fits in one bucket.
+    units, times = [REDUCE] * UNITS, MICRO_BATCHES
+    # Tables are no units at stage 2.
+    whole = [GATHER] * (UNITS + len(TABLES))
+    behind = [REDUCE] * 2
+    # The head's gradient goes at once; then each chain's last unit is gathered, and of the others
+    # each before the unit behind it computes.
+    chains = [NUM_LAYERS, NUM_BLOCKS]
+    ahead = [kind for n in chains for kind in [GATHER, *[GATHER, REDUCE] * (n - 1), REDUCE]]
     assert (
         kinds
         == {
-            1: {"forward": [], "backward": [], "end": [REDUCE], "update": [GATHER]},
-            2: {
+            "2": {
                 "forward": [],
-                "backward": [REDUCE] * UNITS * MICRO_BATCHES,
-                "end": [REDUCE] * MICRO_BATCHES,
+                "backward": units * times,
+                "end": [REDUCE] * times,
                 "update": [GATHER] * (1 + UNITS),
             },
-            3: {
-                "forward": [GATHER] * UNITS * MICRO_BATCHES,
-                "backward": [GATHER, REDUCE] * UNITS * MICRO_BATCHES,
-                "end": [REDUCE] * MICRO_BATCHES,
+            "2 once": {
+                "forward": [],
+                "backward": units,
+                "end": [REDUCE],
+                "update": [GATHER] * (1 + UNITS),
+            },
+            "3": {
+                "forward": whole * times,
+                "backward": [REDUCE, *ahead] * times,
+                "end": behind * times,
                 "update": [GATHER],
             },
-        }[stage]
+            "3 kept": {
+                "forward": whole,
+                "backward": [REDUCE, *units] * times,
+                "end": behind * times,
+                "update": [GATHER],
+            },
+        }[mode]
     )
     assert {call.num_ranks for call in first} == {len(outcomes)}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_bucket_over_its_size_is_divided(outcomes, stage):
-    kinds = [seen[0] for seen in outcome_of(outcomes, f"small buckets {stage}")]
-    # Embedding, rare and head; at stage 1 every unit's parameters lie between them.
-    root = 3 if stage > 1 else kinds[0].count(GATHER)
-    assert root >= 3
-    reduced = root * (MICRO_BATCHES if stage > 1 else 1)
+def passes(name: str, *first: str) -> list[str]:
+    """A unit's computation, and what is done right before it."""
+    return [*first, f"begin {name}", f"end {name}"]
+
+
+SENT, CAME = "wait for reduce_scatter", "wait for all_gather"
+FORWARD_OF_3 = [
+    *passes("block 0", GATHER, CAME, GATHER),
+    *passes("block 1", CAME),
+    *[GATHER, CAME],
+    *passes("layer 0", GATHER, CAME, GATHER),
+    *passes("layer 1", CAME, GATHER),
+    *passes("layer 2", CAME),
+    *[GATHER, CAME, "loss"],
+]
+ENDS_OF_3 = [SENT, REDUCE, SENT, REDUCE, SENT]
+
+
+def test_next_gather_is_sent_before_a_unit_computes_and_reductions_run_behind_the_next(outcomes):
+    """The computation is the recomputed one in a backward pass, in front of the pass itself."""
+    backward = [
+        REDUCE,
+        *passes("layer 2", GATHER, CAME, GATHER),
+        *passes("layer 1", SENT, REDUCE, CAME, GATHER),
+        *passes("layer 0", SENT, REDUCE, CAME),
+        *passes("block 1", SENT, REDUCE, GATHER, CAME, GATHER),
+        *passes("block 0", SENT, REDUCE, CAME),
+        *[SENT, REDUCE],
+    ]
+    for events in outcome_of(outcomes, "order 3"):
+        assert events == FORWARD_OF_3 + backward + ENDS_OF_3
+
+
+def test_what_is_kept_is_not_gathered_again(outcomes):
+    backward = [REDUCE, *passes("layer 2")]
+    for name in ("layer 1", "layer 0", "block 1", "block 0"):
+        backward += passes(name, SENT, REDUCE)
+    for events in outcome_of(outcomes, "order 3 kept"):
+        assert events == FORWARD_OF_3 + backward + [SENT, REDUCE] + ENDS_OF_3
+
+
+@pytest.mark.parametrize("mode", ["2", "2 once", "3", "3 kept"])
+def test_one_reduction_at_most_is_on_its_way(outcomes, mode):
+    for events in outcome_of(outcomes, f"order {mode}"):
+        running = np.cumsum([(e == REDUCE) - (e == SENT) for e in events])
+        assert set(running) == {0, 1}
+        assert running[-1] == 0
+
+
+def test_a_step_of_unknown_length_is_reduced_at_its_end(outcomes):
+    assert outcome_of(outcomes, "unannounced") == [([REDUCE] * (UNITS + 1), 0.0)] * len(outcomes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_head_may_be_the_token_table(outcomes, mode):
+    for errors in outcome_of(outcomes, f"tied {mode}"):
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_units_that_do_not_run_in_a_micro_batch_are_not_gathered_for_it(outcomes, mode):
+    tables = len(TABLES)
+    sent = {
+        "2": (0, NUM_LAYERS + 1),
+        # The blocks' of the first one too.
+        "2 once": (0, UNITS + 1),
+        "3": (2 * NUM_LAYERS + tables, NUM_LAYERS + tables + 1),
+        "3 kept": (0, NUM_LAYERS + tables + 1),
+    }[mode]
+    for error, kinds in outcome_of(outcomes, f"text_last {mode}"):
+        assert error <= TOLERANCE
+        assert (kinds.count(GATHER), kinds.count(REDUCE)) == sent
+
+
+@pytest.mark.parametrize("mode", HALVES)
+def test_bfloat16_reductions_send_half_the_bytes(outcomes, mode):
+    whole = outcome_of(outcomes, f"half_bytes {mode.removesuffix(' bfloat16')}")
+    for halves, of_rank in zip(outcome_of(outcomes, f"half_bytes {mode}"), whole, strict=True):
+        assert {dtype for dtype, _ in halves} == {"bfloat16"}
+        assert {dtype for dtype, _ in of_rank} == {"float32"}
+        assert [2 * size for _, size in halves] == [size for _, size in of_rank]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bucket_over_its_size_is_divided(outcomes, mode):
+    kinds = [seen[0] for seen in outcome_of(outcomes, f"small buckets {mode}")]
+    # Embedding, rare and head, or rare alone.
+    stage = MODES[mode].stage
+    root = {2: 3, 3: 1}[stage]
+    # The embedding's is sent then too.
+    times = 1 if mode == "2 once" else MICRO_BATCHES
+    reduced = (root + (stage == 3)) * times
     gathered = root + (UNITS if stage == 2 else 0)
     assert kinds == [[REDUCE] * reduced + [GATHER] * gathered] * len(outcomes)
     assert_equals_single(
-        outcomes, [dict(seen[1]) for seen in outcome_of(outcomes, f"small buckets {stage}")]
+        outcomes, [dict(seen[1]) for seen in outcome_of(outcomes, f"small buckets {mode}")]
     )
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_parameters_of_units_have_no_storage_between_steps_of_stage_3(outcomes, stage):
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_of_units_and_tables_have_no_storage_between_steps_of_stage_3(outcomes, mode):
     names = outcome_of(outcomes, "single")[0]
-    in_units = {name for name in names if name.startswith(("blocks.", "layers."))}
-    for without in outcome_of(outcomes, f"storage_between_steps {stage}"):
-        assert set(without) == (in_units if stage == 3 else set())
+    divided = {name for name in names if name.startswith(("blocks.", "layers.", *TABLES))}
+    for without in outcome_of(outcomes, f"storage_between_steps {mode}"):
+        assert set(without) == (divided if MODES[mode].stage == 3 else set())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_evaluation_gives_the_training_loss_without_a_graph(outcomes, stage):
-    for trained, evaluated in outcome_of(outcomes, f"evaluation {stage}"):
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_gives_the_training_loss_without_a_graph(outcomes, mode):
+    for trained, evaluated in outcome_of(outcomes, f"evaluation {mode}"):
         assert trained == evaluated
 
 
 def test_memory_is_what_the_stages_promise(outcomes):
     size, whole = len(outcomes), NUM_WIDE * WIDE_BYTES
     part = whole // size
-    for rank in range(size):
-        seen = {stage: outcome_of(outcomes, f"memory {stage}")[rank] for stage in STAGES}
-        between = {1: whole + part, 2: whole + part, 3: part}
-        held = {1: whole, 2: part, 3: part}
-        for stage in STAGES:
-            found = seen[stage]
+    unit = Elements(WIDE_BYTES // 4)
+    model = ModelElements(Elements(whole // 4), Elements(), unit, 0, 4)
+    for rank in range(len(outcomes)):
+        peaks = {}
+        for name, (stage, options) in MODES.items():
+            found = outcome_of(outcomes, f"memory {name}")[rank]
+            between = part if stage == 3 else whole + part
             assert found["moments"] == 2 * part
-            assert found["between steps"] == pytest.approx(between[stage], abs=SLACK)
-            assert found["after backward"] - found["between steps"] == pytest.approx(
-                held[stage], abs=SLACK
-            )
-            assert found["after step"] == pytest.approx(between[stage] + 2 * part, abs=SLACK)
-        # Of one unit at a time: gradient and what is sent of it, or gathered and given storage.
-        unit = Elements(WIDE_BYTES // 4)
-        model = ModelElements(Elements(whole // 4), Elements(), unit, 0, 4)
-        for stage in (2, 3):
-            transient = seen[stage]["peak"] - seen[stage]["after backward"]
-            assert transient == pytest.approx(passing_bytes(model, stage), abs=SLACK)
-        assert seen[3]["peak"] < seen[2]["peak"] - whole + WIDE_BYTES
-        assert seen[2]["peak"] < seen[1]["peak"]
+            for moment in ("between steps", "evaluation"):
+                assert found[moment] == pytest.approx(between, abs=SLACK)
+            # The first gradients are whole, or parts and one unit's on their way.
+            is_once = options.reduce_once_per_step
+            first = found["first backward"] - found["first forward"]
+            assert first == pytest.approx(whole if is_once else part + WIDE_BYTES, abs=SLACK)
+            assert found["end of backward"] == pytest.approx(between + part, abs=SLACK)
+            assert found["after step"] == pytest.approx(between + 2 * part, abs=SLACK)
+            held = at_peak(model, stage, size, 2, options)
+            most = held.total - held.moments + passing_bytes(model, stage, options)
+            passes = [f"{n} {kind}, peak" for n in ("first", "last") for kind in PASSES]
+            peaks[name] = max(found[moment] for moment in passes)
+            # Beside it lies what a rank receives of the sum that is on its way.
+            assert most - WIDE_BYTES <= peaks[name] <= most + WIDE_BYTES // size + SLACK, name
+        # Two units are whole at a time; the third is gloo's copy of what it gathers.
+        evaluation = outcome_of(outcomes, "memory 3")[rank]["evaluation, peak"]
+        assert evaluation == pytest.approx(part + 3 * WIDE_BYTES, abs=SLACK)
+        assert peaks["3"] < peaks["3 kept"] < peaks["2 once"]
+        assert peaks["2"] < peaks["2 once"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_own_parts_gathered_are_the_whole(outcomes, stage):
-    assert outcome_of(outcomes, f"round_trip {stage}") == [[]] * len(outcomes)
+@pytest.mark.parametrize("mode", MODES)
+def test_own_parts_gathered_are_the_whole(outcomes, mode):
+    assert outcome_of(outcomes, f"round_trip {mode}") == [[]] * len(outcomes)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_values_written_to_shards_reach_the_model(outcomes, stage):
-    assert outcome_of(outcomes, f"restored {stage}") == [[]] * len(outcomes)
+@pytest.mark.parametrize("mode", MODES)
+def test_values_written_to_shards_reach_the_model(outcomes, mode):
+    assert outcome_of(outcomes, f"restored {mode}") == [[]] * len(outcomes)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_forwards_may_come_before_two_backwards(outcomes, stage):
-    assert outcome_of(outcomes, f"overlapping {stage}") == [0.0] * len(outcomes)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_forwards_may_come_before_two_backwards(outcomes, mode):
+    assert outcome_of(outcomes, f"overlapping {mode}") == [0.0] * len(outcomes)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_no_rank_used_has_gradients_of_zeros(outcomes, stage):
-    assert outcome_of(outcomes, f"never_used {stage}") == [[]] * len(outcomes)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_no_rank_used_has_gradients_of_zeros(outcomes, mode):
+    assert outcome_of(outcomes, f"never_used {mode}") == [[]] * len(outcomes)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_bfloat16_gradients_of_micro_batches_are_added_in_float32(outcomes, stage):
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16_gradients_of_micro_batches_are_added_in_float32(outcomes, mode):
     # In bfloat16 256 + 1 is 256.
-    for dtype, values in outcome_of(outcomes, f"half_gradients {stage}"):
+    for dtype, values in outcome_of(outcomes, f"half_gradients {mode}"):
         assert (dtype, values) == ("paddle.float32", {259.0 * len(outcomes)})
+
+
+@pytest.mark.parametrize("mode", HALVES)
+def test_bfloat16_reductions_round_what_is_sent_alone(outcomes, mode):
+    # Each micro-batch's gradient, or their sum of 259.
+    whole = 260.0 if "once" in mode else 259.0
+    for dtype, values in outcome_of(outcomes, f"half_gradients {mode}"):
+        assert (dtype, values) == ("paddle.float32", {whole * len(outcomes)})
 
 
 def test_a_shard_has_the_marks_of_its_parameter_and_no_others(outcomes):
@@ -183,7 +309,7 @@ def test_a_shard_has_the_marks_of_its_parameter_and_no_others(outcomes):
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        ("stage", "stage is 4; it must be 1, 2 or 3"),
+        ("stage", "stage is 1; it must be 2 or 3"),
         ("twice", "1 parameters to shard are listed twice"),
         ("two units", "of sharding unit 1 is in another unit too"),
         ("frozen", "is not divided: frozen"),

@@ -1,13 +1,13 @@
 """What a rank holds at every stage, of a small pi07 and a small Qwen3-VL, on 2 real processes.
 
-Guarantees: bytes of parameters, float32 copies, gradients and Adam's moments are those of the
-formula within 5 %, after building, at the end of a backward pass and after a step, float32 and (but
-for gradients) bfloat16, with a frozen part too; at every stage parameters of a bfloat16 model are
-bfloat16, and copies, moments and the gradients that the optimizer sees float32, of every trained
-value once over all ranks, and checkpoints have these dtypes; three steps from bfloat16 gradients
-give every stage the same copies, moments and parameters; at stage 3 losses and gradients of
-recomputed units equal one process's, and so do those of one of pi07's losses alone, which leaves
-parameters without a gradient.
+Guarantees, with every option of the stages: bytes of parameters, float32 copies, gradients and
+Adam's moments are those of the formula within 5 %, after building, at the end of a backward pass
+and after a step, float32 and (but for gradients) bfloat16, with a frozen part too; at every stage
+parameters of a bfloat16 model are bfloat16, and copies, moments and the gradients that the
+optimizer sees float32, of every trained value once over all ranks, and checkpoints have these
+dtypes; three steps from bfloat16 gradients give every stage the same copies, moments and
+parameters; at stage 3 losses and gradients of recomputed units equal one process's, and so do those
+of one of pi07's losses alone, which leaves parameters without a gradient.
 """
 
 import gc
@@ -29,7 +29,7 @@ from paddle_vl.nn.master_weights import MasterWeights, gradient_of
 from paddle_vl.nn.placement import SingleDevicePlacement, Writers
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.parallel.sharding import FleetSharding, Sharding
+from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.sharding.memory import (
     ModelElements,
     at_peak,
@@ -45,6 +45,10 @@ from tests.multi_card_tests.sharding_models import HalfModel
 
 RANKS = 2
 STAGES = (0, 1, 2, 3)
+ONCE = ShardingOptions(reduce_once_per_step=True)
+KEPT = ShardingOptions(reshard_after_forward=False)
+MODES = {str(stage): (stage, ShardingOptions()) for stage in STAGES}
+MODES |= {"2 once": (2, ONCE), "3 kept": (3, KEPT)}
 MODELS: dict[str, Callable[[str], nn.Layer]] = {
     "qwen": qwen_fresh,
     "pi07": partial(pi07, is_fresh=False),
@@ -61,16 +65,25 @@ TRAIN = TrainConfig(output_dir="unused", learning_rate=0.01, max_grad_norm=1.0)
 class Run:
     """A model as training has it at a stage, 0 for the same work on every rank."""
 
-    def __init__(self, model: nn.Layer, units: list[nn.Layer], topology: Topology, stage: int):
+    def __init__(
+        self,
+        model: nn.Layer,
+        units: list[nn.Layer],
+        topology: Topology,
+        stage: int,
+        options: ShardingOptions | None = None,
+    ):
         self.model, self.units = model, units
         self.placement = model.placement
         parameters = model.fill() if hasattr(model, "fill") else model.parameters()
+        self.tables = getattr(model, "tables", ())
+        group = topology.sharding_group
         if stage == 0:
             self.trained = MasterWeights(parameters)
         elif stage == 1:
             self.trained = FleetSharding(parameters, topology)
         else:
-            self.trained = Sharding(parameters, topology.sharding_group, stage, units)
+            self.trained = Sharding(parameters, group, stage, [units], self.tables, options)
         self.placement.trained = self.trained
         named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
         self.optimizer = Optimizer(named, TRAIN, {name for name, _ in named}, self.placement)
@@ -91,12 +104,14 @@ class Run:
         self.optimizer.clear_gradients()
 
 
-def held(name: str, dtype: str, stage: int, topology: Topology) -> dict[str, Any]:
+def held(
+    name: str, dtype: str, stage: int, options: ShardingOptions, topology: Topology
+) -> dict[str, Any]:
     """Counted bytes and those of the formula, by moment; bytes of fleet's padding, by kind."""
     gc.collect()
     model = MODELS[name](dtype)
-    run = Run(model, units_of(model), topology, stage)
-    elements = ModelElements.of(model.parameters(), run.units, WIDTHS[dtype])
+    run = Run(model, units_of(model), topology, stage, options)
+    elements = ModelElements.of(model.parameters(), run.units, WIDTHS[dtype], run.tables)
     wanted = asdict(between_steps(elements, stage, RANKS))
     found = {"built": (run.counted(), wanted), "padding": {}}
     if stage == 1:
@@ -107,12 +122,17 @@ def held(name: str, dtype: str, stage: int, topology: Topology) -> dict[str, Any
             "gradients": 4 * padding, "masters": 4 * padding, "moments": 8 * padding
         }  # fmt: skip
     if dtype == "float32":
+        run.trained.begin_step(MICRO_BATCHES)
         for _ in range(MICRO_BATCHES - 1):
             loss_of(model).backward()
             run.trained.end_micro_batch()
-        loss_of(model).backward()
-        in_backward = at_peak(elements, stage, RANKS, MICRO_BATCHES)
+        loss = loss_of(model)
+        if not options.reduce_once_per_step:
+            loss.backward()
+        in_backward = at_peak(elements, stage, RANKS, MICRO_BATCHES, options)
         found["end of backward"] = (run.counted(), asdict(in_backward))
+        if options.reduce_once_per_step:
+            loss.backward()
         run.backward()
         run.update()
         found["after a step"] = (run.counted(), wanted)
@@ -207,14 +227,18 @@ def worker(folder: str) -> dict:
     topology = initialize(ParallelDegrees(sharding_degree=RANKS))
     writers = FleetWriters.of(topology)
     checks = {}
+    for mode, (stage, options) in MODES.items():
+        for name in MODELS:
+            for dtype in WIDTHS:
+                checks[f"held {name} {dtype} {mode}"] = partial(
+                    held, name, dtype, stage, options, topology
+                )
     for stage in STAGES:
         checks[f"half {stage}"] = partial(half_steps, stage, topology)
         for name in MODELS:
             checks[f"regime {name} {stage}"] = partial(
                 regime, name, stage, topology, folder, writers
             )
-            for dtype in WIDTHS:
-                checks[f"held {name} {dtype} {stage}"] = partial(held, name, dtype, stage, topology)
     checks |= {f"recomputed {name}": partial(stage_3, name, topology, True) for name in MODELS}
     for term in TERMS:
         loss = partial(loss_of, terms=[term])
@@ -227,11 +251,11 @@ def outcomes(tmp_path_factory):
     return launch(worker, RANKS, arguments=(str(tmp_path_factory.mktemp("saved")),), timeout=300)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", WIDTHS)
 @pytest.mark.parametrize("name", MODELS)
-def test_bytes_are_those_of_the_formula(outcomes, name, dtype, stage):
-    for moments in outcome_of(outcomes, f"held {name} {dtype} {stage}"):
+def test_bytes_are_those_of_the_formula(outcomes, name, dtype, mode):
+    for moments in outcome_of(outcomes, f"held {name} {dtype} {mode}"):
         padding = moments.pop("padding")
         assert set(moments) == (set(MOMENTS) if dtype == "float32" else {"built"})
         for moment, (found, wanted) in moments.items():

@@ -81,14 +81,17 @@ def start(
     host_memory_stat_reset_peak_value("Allocated", 0)
     model = build()
     units = units_of(model)
-    elements = ModelElements.of(model.parameters(), units, width)
+    elements = ModelElements.of(model.parameters(), units, width, model.tables)
     parameters: Iterable[Tensor] = model.fill()
     if is_old:
         parameters = list(parameters)
     group = topology.sharding_group
     if stage == 1:
         return start_fleet(parameters, topology, elements, before)
-    trained = Sharding(parameters, group, stage, units) if stage else MasterWeights(parameters)
+    if stage:
+        trained = Sharding(parameters, group, stage, [units], model.tables)
+    else:
+        trained = MasterWeights(parameters)
     peak = host_memory_stat_peak_value("Allocated", 0) - before
     held = between_steps(elements, stage, group.nranks)
     assert trained.stage == stage
@@ -141,7 +144,7 @@ def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
             patch.setattr(Fillable, "fill", lambda model: list(fill(model)))
         host_memory_stat_reset_peak_value("Allocated", 0)
         model = run_building.build_trainer(config, writes=False).runner.model
-    elements = ModelElements.of(model.parameters(), units_of(model), 4)
+    elements = ModelElements.of(model.parameters(), units_of(model), 4, model.tables)
     held = between_steps(elements, 3, 2)
     whole = max(parameter.size for parameter in model.parameters())
     return peaks[0], held.parameters + held.masters + 4 * whole + SLACK
@@ -156,7 +159,7 @@ def differing(build: Callable[[], nn.Layer], group) -> list[str]:
     wanted = build()
     wanted.fill_all()
     model = build()
-    sharding = Sharding(model.fill(), group, 3, units_of(model))
+    sharding = Sharding(model.fill(), group, 3, [units_of(model)], model.tables)
     values = dict(wanted.named_parameters())
     return [
         name

@@ -39,6 +39,7 @@ OVERLAP = (
     "parallel.sharding_gather_overlap=true",
     "train.recompute=full",
 )
+STAGE_3 = "parallel.sharding_stage=3"
 VIRTUAL = ("parallel.num_virtual_stages=2",)
 # As many samples in twice as many micro-batches.
 HALVES = ("train.gradient_accumulation_steps=8", "train.per_device_train_batch_size=2")
@@ -53,17 +54,29 @@ TOPOLOGIES = {
     "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 1 with overlap": (2, [*SHARDING, *OVERLAP]),
     "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
-    "sharding2 stage 3": (2, [*SHARDING, "parallel.sharding_stage=3"]),
+    "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
+    "sharding2 stage 3, kept": (
+        2,
+        [*SHARDING, STAGE_3, "parallel.reshard_after_forward=false", "train.recompute=full"],
+    ),
     "pp4 interleaved": (4, ["parallel.pp_degree=4", *VIRTUAL, *HALVES]),
     "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
     "sharding2 mp2": (
         4,
-        ["parallel.mp_degree=2", *SHARDING, "parallel.sharding_stage=3", *SP],
+        ["parallel.mp_degree=2", *SHARDING, STAGE_3, *SP],
     ),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", *SP]),
 }
 # More than two cores should run every time.
 HEAVY = {
+    "sharding2 stage 2, reduced once": (
+        2,
+        [*SHARDING, "parallel.sharding_stage=2", "parallel.reduce_once_per_step=true"],
+    ),
+    "dp2 sharding2 stage 3, kept": (
+        4,
+        ["parallel.dp_degree=2", *SHARDING, STAGE_3, "parallel.reshard_after_forward=false"],
+    ),
     "pp4": (4, ["parallel.pp_degree=4", "parallel.pp_split=cost"]),
     "pp3 interleaved": (3, ["parallel.pp_degree=3", *VIRTUAL, *HALVES]),
     "pp2 reserved": (2, [*PP, "parallel.pp_visual_rows=64"]),
@@ -87,6 +100,7 @@ HEAVY = {
         ["parallel.mp_degree=2", *PP, *SP, "parallel.pp_schedule=dualpipev"],
     ),
     "sharding2 pp2": (4, [*SHARDING, *PP]),
+    "sharding2 pp2 dualpipev": (4, [*SHARDING, *PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 mp2 stage 1": (4, ["parallel.mp_degree=2", *SHARDING, *SP, *OVERLAP]),
     "dp2 sharding2 stage 1": (4, ["parallel.dp_degree=2", *SHARDING]),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
@@ -209,7 +223,7 @@ def test_another_topology_continues_what_all_processes_wrote(run_file, one_devic
     assert len(files) >= 4
     assert max(file.stat().st_size for file in files) < whole / 2
     shutil.copytree(first / "checkpoint-2", then / "checkpoint-2")
-    other = ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=3", *settings(4)]
+    other = ["parallel.dp_degree=2", *SHARDING, STAGE_3, *settings(4)]
     other += ["train.resume_from_checkpoint=auto"]
     launch(
         worker_of_many_files, 4, arguments=(str(run_file), str(then), [*common(run_file), *other])
@@ -219,7 +233,7 @@ def test_another_topology_continues_what_all_processes_wrote(run_file, one_devic
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("frozen", ["model.language_model.*", "model.visual.*"])
-@pytest.mark.parametrize("topology", [[*PP], [*SHARDING, "parallel.sharding_stage=3"]], ids=str)
+@pytest.mark.parametrize("topology", [[*PP], [*SHARDING, STAGE_3]], ids=str)
 def test_processes_with_nothing_to_train_keep_in_step(run_file, tmp_path, frozen, topology):
     """A stage of a pipeline, or the units of a tower."""
     one, two = tmp_path / "one", tmp_path / "two"

@@ -55,6 +55,14 @@ class PlacedModel(Fillable, nn.Layer):
     def vision_blocks(self) -> list[nn.Layer]:
         return [] if self.prefix is None else list(self.prefix.video_encoder.tower.layers)
 
+    @property
+    def tables(self) -> list[nn.Layer]:
+        """The token embedding and the head of a vocabulary, those this rank has; tied ones share
+        their `weight`."""
+        layers = [] if self.prefix is None else [self.prefix.embed_tokens.table]
+        head = getattr(self, "lm_head", None)
+        return layers if head is None else [*layers, head]
+
     def prefix_view(self, masks: Prefix | PrefixMasks) -> StreamView:
         """Positions and mask of a prefix, for the decoder."""
         visible = block_mask(masks.pad_masks, masks.att_masks)

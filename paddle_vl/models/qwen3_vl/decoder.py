@@ -1,8 +1,7 @@
 """The Qwen3 decoder over token rows, with deepstack levels added after its first layers.
 
 Shapes: B batch, L padded length, T = B * L token rows, batch-major (this rank's part of them under
-sequence parallelism); D width, F inner width of the MLP; N query heads, K key heads, H head width;
-S cached and new keys.
+sequence parallelism); D width; N query heads, K key heads, H head width; S cached and new keys.
 
 Source: Qwen3VLTextModel of HF transformers.
 """
@@ -228,9 +227,8 @@ class SwiGLUMLP(nn.Layer):
         super().__init__()
         width, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
         columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
-        self.gate_up_proj = placement.projections(width, columns, std)
+        self.gate_up_proj = placement.projections(width, columns, std, splits=False)
         self.down_proj = placement.row_linear(inner, width, init_std=std)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = self.gate_up_proj(x_TD)
-        return self.down_proj(swiglu(gate_TF, up_TF))
+        return self.down_proj(swiglu(*self.gate_up_proj(x_TD)))

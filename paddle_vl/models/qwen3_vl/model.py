@@ -326,6 +326,13 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         layers = enumerate(self.language_model.layers)
         return [layer for i, layer in layers if self.placement.holds_layer(i)]
 
+    @property
+    def tables(self) -> list[nn.Layer]:
+        """The token embedding and the head, those this rank has; tied ones share their `weight`."""
+        held = self.placement.held.embedding
+        layers = [self.language_model.embedding.embed_tokens] if held else []
+        return layers if self.lm_head is None else [*layers, self.lm_head]
+
 
 def _host(array: Array | None) -> np.ndarray | None:
     return array.numpy() if isinstance(array, Tensor) else array

@@ -1,7 +1,8 @@
 """The primitives of Paddle's tensor-parallel layers, made of collectives of the group.
 
 Ranks of a group hold parts of the last axis (features, or the vocabulary). Paddle's kernels for
-these exist for accelerators only.
+these exist for accelerators only. Layers that split their input or gather their output are not
+used here, and what they need is not made.
 """
 
 from collections.abc import Callable
@@ -38,32 +39,6 @@ class _AllReduce(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         return grad.clone()
-
-
-class _Split(PyLayer):
-    """This rank's part of the last axis."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        return _own_part(tensor, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _joined(grad, ctx.group)
-
-
-class _Concat(PyLayer):
-    """The last axis joined from the parts of all ranks, which then compute the same with it."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        return _joined(tensor, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _own_part(grad, ctx.group)
 
 
 class _CrossEntropy(PyLayer):
@@ -107,20 +82,6 @@ def _reduced(tensor: Tensor, group, op=core.ReduceOp.SUM) -> Tensor:
     return result
 
 
-def _own_part(tensor: Tensor, group) -> Tensor:
-    width = tensor.shape[-1]
-    if width % group.nranks:
-        raise ValueError(f"A last axis of {width} cannot be divided over {group.nranks} ranks.")
-    part = width // group.nranks
-    return tensor[..., group.rank * part : (group.rank + 1) * part].clone()
-
-
-def _joined(tensor: Tensor, group) -> Tensor:
-    parts = paddle.empty([group.nranks, *tensor.shape], dtype=tensor.dtype)
-    group.process_group.all_gather_into_tensor(parts, tensor, True).wait()
-    return paddle.concat(list(parts), axis=-1)
-
-
 def _gloo_group(group):
     """The group (the default one for None) if it is a gloo group, else None."""
     group = collective._get_default_group() if group is None else group
@@ -134,24 +95,6 @@ def _c_identity(paddles_own: Callable) -> Callable:
         return _Identity.apply(tensor, gloo)
 
     return _c_identity
-
-
-def _c_split(paddles_own: Callable) -> Callable:
-    def _c_split(tensor, group=None):
-        if (gloo := _gloo_group(group)) is None:
-            return paddles_own(tensor, group)
-        return _Split.apply(tensor, gloo)
-
-    return _c_split
-
-
-def _c_concat(paddles_own: Callable) -> Callable:
-    def _c_concat(tensor, group=None):
-        if (gloo := _gloo_group(group)) is None:
-            return paddles_own(tensor, group)
-        return _Concat.apply(tensor, gloo)
-
-    return _c_concat
 
 
 def _mp_allreduce(paddles_own: Callable) -> Callable:
@@ -202,8 +145,6 @@ def _primitive(name: str, parameters: str, make: Callable) -> Patch:
 
 PATCHES = (
     _primitive("_c_identity", "tensor group skip_c_identity_dynamic", _c_identity),
-    _primitive("_c_split", "tensor group", _c_split),
-    _primitive("_c_concat", "tensor group", _c_concat),
     _primitive(
         "_mp_allreduce",
         "tensor op group use_calc_stream use_model_parallel skip_c_identity_dynamic",

@@ -12,7 +12,7 @@ from paddle.base.framework import EagerParamBase
 
 from paddle_vl.nn.master_weights import WideGradients, master_copy
 from paddle_vl.parallel.gradients import BUCKET_ELEMENTS
-from paddle_vl.parallel.mp_ops import gathered, sum_scattered
+from paddle_vl.parallel.sharding.pending import Pending, Reductions, gather_later
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,44 +75,51 @@ class Bucket:
     """Parts whose gradients are summed in one collective, and whose values come in one per dtype.
 
     No operation depends on which parameters have a gradient on this rank.
+
+    Args:
+        reductions: those of the group, of all its buckets.
     """
 
-    def __init__(self, parts: Sequence[Part], group):
-        self.parts, self.group = list(parts), group
+    def __init__(self, parts: Sequence[Part], group, reductions: Reductions):
+        self.parts, self.group, self.reductions = list(parts), group, reductions
         self.trained = [part for part in parts if part.is_trained]
         halves = [p.parameter for p in self.trained if p.parameter.dtype != paddle.float32]
         self._wide = WideGradients(halves)
-        self._sum_N: Tensor | None = None
+        self._coming: list[tuple[list[Part], Pending]] | None = None
 
     def gradient_sums(self) -> list[Tensor]:
-        """What is held of gradients beside those of parameters and shards."""
-        reduced = [] if self._sum_N is None else [self._sum_N]
-        return [*self._wide.sums(), *reduced]
+        """Float32 sums of whole half-precision gradients that are held."""
+        return self._wide.sums()
 
     def keep_gradients(self) -> None:
         """Add half-precision gradients up in float32 until they are reduced."""
         self._wide.take()
 
     @paddle.no_grad()
-    def reduce_gradients(self) -> None:
-        """Add the group's gradients to this rank's sum, float32, and drop the whole ones."""
+    def start_reduction(self) -> None:
+        """Begin to add the group's gradients to this rank's sum, and drop the whole ones."""
         if not self.trained:
             return
+        self.reductions.make_room()
         num_ranks, rows = self.group.nranks, []
-        self._wide.take()
         for part in self.trained:
-            grad = self._wide.give(part.parameter)
-            grad = part.parameter.grad if grad is None else grad
-            if grad is None:
-                rows.append(paddle.zeros([num_ranks, part.shard.size], dtype="float32"))
-            else:
-                rows.append(as_rows(grad.astype("float32"), num_ranks))
-                part.parameter.clear_gradient(False)
+            grad, total = part.parameter.grad, self._wide.give(part.parameter)
+            if grad is None and total is None:
+                shape = [num_ranks, part.shard.size]
+                rows.append(paddle.zeros(shape, dtype=self.reductions.dtype))
+                continue
+            if total is None:
+                total = grad
+            elif grad is not None:
+                total = total.add_(grad.astype("float32"))
+            rows.append(as_rows(total.astype(self.reductions.dtype), num_ranks))
+            part.parameter.clear_gradient(False)
         # A table has a bucket of its own, and needs no copy.
         packed_SN = rows[0] if len(rows) == 1 else paddle.concat(rows, axis=1)
-        del rows, grad
-        own_N = sum_scattered(packed_SN.reshape([-1]), self.group)
-        self._sum_N = own_N if self._sum_N is None else self._sum_N.add_(own_N)
+        # Nothing but what travels is held meanwhile.
+        grad = total = None
+        rows.clear()
+        self.reductions.start(self, packed_SN.reshape([-1]).contiguous())
 
     @paddle.no_grad()
     def hand_out_gradients(self) -> None:
@@ -120,7 +127,7 @@ class Bucket:
         if not self.trained:
             return
         lengths = [part.shard.size for part in self.trained]
-        sum_N, self._sum_N = self._sum_N, None
+        sum_N = self.reductions.total(self)
         if sum_N is None:
             sum_N = paddle.zeros([sum(lengths)], dtype="float32")
         for part, grad in zip(self.trained, paddle.split(sum_N, lengths), strict=True):
@@ -130,17 +137,38 @@ class Bucket:
     @paddle.no_grad()
     def fill_parameters(self) -> None:
         """Write the gathered shards into the parameters' own storage."""
-        for part, whole in zip(self.parts, self._gathered_parts(), strict=True):
-            paddle.assign(whole, part.parameter)
+        for part, whole in self._gathered_parts():
+            parameter = part.parameter
+            paddle.assign(whole[: parameter.size].reshape(parameter.shape), parameter)
+
+    @paddle.no_grad()
+    def start_gather(self) -> None:
+        """Begin to gather the values; one collective per dtype."""
+        if self._coming is not None:
+            return
+        self._coming = []
+        for dtype in dict.fromkeys(part.parameter.dtype for part in self.parts):
+            parts = [part for part in self.parts if part.parameter.dtype == dtype]
+            # What travels is rounded already.
+            own = [part.shard.detach().astype(dtype) for part in parts]
+            own_N = own[0] if len(own) == 1 else paddle.concat(own)
+            self._coming.append((parts, gather_later(own_N, self.group)))
+
+    def drop_gather(self) -> None:
+        """Forget what `start_gather` brings."""
+        coming, self._coming = self._coming or [], None
+        for _, pending in coming:
+            pending.result()
 
     @paddle.no_grad()
     def give_storage(self) -> None:
         """Parameters get storage that holds the gathered shards, also for a graph that saved them.
 
         The tensors that autograd saved share the parameter's tensor object, not its storage of the
-        forward pass.
+        forward pass. Where a parameter is alone, its storage is what was gathered.
         """
-        for part, whole in zip(self.parts, self._gathered_parts(), strict=True):
+        for part, whole in self._gathered_parts():
+            # This leaves the parameter's shape, whatever there is beyond its last element.
             whole._share_buffer_to(part.parameter)
 
     def take_storage(self) -> None:
@@ -148,29 +176,34 @@ class Bucket:
         for part in self.parts:
             part.parameter._clear_data()
 
-    def _gathered_parts(self) -> list[Tensor]:
-        """Whole values in the parameters' order and shapes."""
-        wholes: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(part.parameter.dtype for part in self.parts):
-            parts = [part for part in self.parts if part.parameter.dtype == dtype]
-            # What travels is rounded already.
-            own_N = paddle.concat([part.shard.astype(dtype) for part in parts])
-            all_SN = gathered(own_N, self.group).reshape([self.group.nranks, -1])
-            columns = paddle.split(all_SN, [part.shard.size for part in parts], axis=1)
-            for part, rows in zip(parts, columns, strict=True):
-                wholes[id(part)] = from_rows(rows, part.parameter)
-        return [wholes[id(part)] for part in self.parts]
+    def _gathered_parts(self) -> Iterator[tuple[Part, Tensor]]:
+        """Each part with its whole values, flat, zeros behind them."""
+        self.start_gather()
+        coming, self._coming = self._coming, None
+        while coming:
+            parts, pending = coming.pop(0)
+            all_SN = pending.result()
+            if len(parts) == 1:
+                yield parts[0], all_SN
+                continue
+            all_SN = all_SN.reshape([self.group.nranks, -1])
+            start = 0
+            for part in parts:
+                stop = start + part.shard.size
+                # A copy, so that no part keeps the storage of all.
+                yield part, all_SN[:, start:stop].clone().reshape([-1])
+                start = stop
 
 
-def buckets_of(parts: Sequence[Part], group) -> Iterator[Bucket]:
+def buckets_of(parts: Sequence[Part], group, reductions: Reductions) -> Iterator[Bucket]:
     """In order, each of at most `BUCKET_ELEMENTS`, or of one parameter that has more."""
     taken: list[Part] = []
     filled = 0
     for part in parts:
         if taken and filled + part.parameter.size > BUCKET_ELEMENTS:
-            yield Bucket(taken, group)
+            yield Bucket(taken, group, reductions)
             taken, filled = [], 0
         taken.append(part)
         filled += part.parameter.size
     if taken:
-        yield Bucket(taken, group)
+        yield Bucket(taken, group, reductions)

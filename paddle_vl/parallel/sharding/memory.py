@@ -10,11 +10,14 @@ and the frozen parameters of units and of the rest (the root), `t = t_u + t_r`, 
 | 2 | w (t + f) | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
 | 3 | w (t_r + f_r) + w f_u / S | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
 
-Stage 0 divides nothing. At stage 1 fleet keeps its buffers of gradients, and updates parts of
-float32 parameters in place. Several micro-batches per step add to the last column w t where w < 4
-at stage 0, and 4 t_r / S at 2 and 3. But for stage 1 there are no gradients between steps.
-Activations, buckets on their way and the zeros behind the last rank's parts are left out; what
-passes is `passing_bytes`.
+At stage 3 a head with a weight of its own counts as a unit, and of the token table the parameters
+do: they are divided, and the trained ones only there as the copies. Its gradient is the root's.
+Stage 0 divides nothing. At stage 1 fleet keeps its buffers of gradients between steps too, and
+updates parts of float32 parameters in place. Several micro-batches per step add to the last column
+w t where w < 4 at stage 0, and 4 t_r / S at 2 and 3; with `reduce_once_per_step` there are 4 t
+instead until the last of them. With `reshard_after_forward: false` stage 3 has the parameters of
+stage 2 during a step, and the parts of frozen ones beside them. Activations, buckets on their way
+and the zeros behind the last rank's parts are left out; what passes is `passing_bytes`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +26,10 @@ from typing import Any
 
 from paddle import Tensor, nn
 
+from paddle_vl.parallel.sharding.options import ShardingOptions
+
 FLOAT32_BYTES = 4
+_PLAIN = ShardingOptions()
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class ModelElements:
         largest_unit: of the unit that has most.
         largest_in_root: of the trained tensor of the root that has most, a token table.
         item_bytes: of a stored parameter, 2 or 4.
+        table: of the token table, a part of the root that stage 3 divides.
+        head: of a head with a weight of its own, a part of the root that is a unit at stage 3.
     """
 
     units: Elements
@@ -61,21 +69,43 @@ class ModelElements:
     largest_unit: Elements
     largest_in_root: int
     item_bytes: int
+    table: Elements = Elements()
+    head: Elements = Elements()
 
     @classmethod
     def of(
-        cls, parameters: Iterable[Tensor], units: Sequence[nn.Layer], item_bytes: int
+        cls,
+        parameters: Iterable[Tensor],
+        units: Sequence[nn.Layer],
+        item_bytes: int,
+        tables: Sequence[nn.Layer] = (),
     ) -> "ModelElements":
-        """Count a model's parameters, with storage or without."""
+        """Count a model's parameters, with storage or without.
+
+        Args:
+            tables: the token embedding and behind it the head, which may have the same weight.
+        """
         parameters = list(parameters)
         owned = {id(p) for unit in units for p in unit.parameters()}
-        tables = [p.size for p in parameters if id(p) not in owned and not p.stop_gradient]
+        largest = max(
+            (p.size for p in parameters if id(p) not in owned and not p.stop_gradient), default=0
+        )
         per_unit = [Elements.of(unit.parameters()) for unit in units]
         whole = Elements.of(parameters)
         in_units = Elements(sum(u.trained for u in per_unit), sum(u.frozen for u in per_unit))
         root = Elements(whole.trained - in_units.trained, whole.frozen - in_units.frozen)
-        largest = max(per_unit, key=lambda unit: unit.total, default=Elements())
-        return cls(in_units, root, largest, max(tables, default=0), item_bytes)
+        largest_unit = max(per_unit, key=lambda unit: unit.total, default=Elements())
+        table, *others = [layer.weight for layer in tables] or [None]
+        heads = [weight for weight in others if weight is not table]
+        return cls(
+            in_units,
+            root,
+            largest_unit,
+            largest,
+            item_bytes,
+            Elements() if table is None else Elements.of([table]),
+            Elements.of(heads),
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +141,8 @@ def between_steps(model: ModelElements, stage: int, num_ranks: int) -> HeldBytes
     if stage < 3:
         parameters = width * (model.units.total + model.root.total)
     else:
-        parameters = width * (model.root.total + model.units.frozen / ranks)
+        parameters = width * (model.root.total - model.table.total - model.head.total)
+        parameters += _frozen_parts(model, ranks)
     needs_masters = stage > 1 or width < FLOAT32_BYTES
     masters = FLOAT32_BYTES * trained / ranks if needs_masters else 0
     gradients = FLOAT32_BYTES * trained if stage == 1 else 0
@@ -119,41 +150,68 @@ def between_steps(model: ModelElements, stage: int, num_ranks: int) -> HeldBytes
 
 
 def at_peak(
-    model: ModelElements, stage: int, num_ranks: int, num_micro_batches: int = 1
+    model: ModelElements,
+    stage: int,
+    num_ranks: int,
+    num_micro_batches: int = 1,
+    options: ShardingOptions = _PLAIN,
 ) -> HeldBytes:
-    """What a rank holds behind the last micro-batch's backward pass, when most gradients are there.
+    """What a rank holds when most gradients are there: behind the last micro-batch's backward pass,
+    or right before it where whole gradients are added up until then.
 
     Arguments as for `between_steps`.
     """
     width, held = model.item_bytes, between_steps(model, stage, num_ranks)
-    has_sums = num_micro_batches > 1
+    has_sums, parameters = num_micro_batches > 1, held.parameters
+    trained = model.units.trained + model.root.trained
     if stage < 2:
-        trained = model.units.trained + model.root.trained
         gradients = FLOAT32_BYTES * trained
         if has_sums and stage == 0 and width < FLOAT32_BYTES:
             gradients += width * trained
     else:
-        gradients = FLOAT32_BYTES * model.units.trained / num_ranks + width * model.root.trained
-        if has_sums:
-            gradients += FLOAT32_BYTES * model.root.trained / num_ranks
-    return HeldBytes(held.parameters, held.masters, gradients, held.moments)
+        head = model.head.trained if stage == 3 else 0
+        root, parts = model.root.trained - head, model.units.trained + head
+        gradients = FLOAT32_BYTES * parts / num_ranks + width * root
+        if has_sums and options.reduce_once_per_step:
+            gradients += FLOAT32_BYTES * root if width < FLOAT32_BYTES else 0
+            gradients = max(gradients, FLOAT32_BYTES * trained)
+        elif has_sums:
+            gradients += FLOAT32_BYTES * root / num_ranks
+    if stage == 3 and not options.reshard_after_forward:
+        parameters = width * (model.units.total + model.root.total)
+        parameters += _frozen_parts(model, num_ranks)
+    return HeldBytes(parameters, held.masters, gradients, held.moments)
 
 
-def passing_bytes(model: ModelElements, stage: int) -> int:
+def passing_bytes(model: ModelElements, stage: int, options: ShardingOptions = _PLAIN) -> int:
     """What is needed beyond that for a moment, the most at any time.
 
-    Of a unit its whole gradients in float32 beside the same packed to be sent; at stage 3 its
-    parameters as they arrive beside the same laid out, or laid out beside its gradients. Of the
-    root's largest tensor, sent by itself, the gradient as float32.
+    Of a unit its whole gradients beside the same packed to be sent, or beside those of the unit
+    before, which are on their way. At stage 3 its parameters and those of the next unit too, or a
+    table's alone. Of the root's largest tensor, sent by itself, the gradient as it is sent.
     """
     width, unit = model.item_bytes, model.largest_unit
+    sent = 2 if options.reduce_dtype == "bfloat16" else FLOAT32_BYTES
     if stage < 2:
         return 0
-    table = (FLOAT32_BYTES - width) * model.largest_in_root
-    passing = max(2 * FLOAT32_BYTES * unit.trained, table)
+    head = model.head if stage == 3 else Elements()
+    packing = 2 * sent * unit.trained
+    computing = width * unit.trained + sent * max(unit.trained, head.trained)
+    table = 0 if sent == width else sent * model.largest_in_root
+    if options.reduce_once_per_step and width < FLOAT32_BYTES:
+        computing = max(computing, (width + FLOAT32_BYTES) * unit.trained)
     if stage == 2:
-        return passing
-    return max(passing, 2 * width * unit.total, width * (unit.total + unit.trained))
+        return max(packing, computing, table)
+    if not options.reshard_after_forward:
+        return max(packing, computing, table, width * unit.total)
+    tables = width * max(model.table.total, head.total + head.trained)
+    return max(packing + width * unit.total, computing + 2 * width * unit.total, table, tables)
+
+
+def _frozen_parts(model: ModelElements, num_ranks: int) -> float:
+    """Of frozen parameters that stage 3 divides; a trained one's part is its float32 copy."""
+    frozen = model.units.frozen + model.table.frozen + model.head.frozen
+    return model.item_bytes * frozen / num_ranks
 
 
 def counted_bytes(

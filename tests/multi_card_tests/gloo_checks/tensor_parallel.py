@@ -51,28 +51,6 @@ def all_reduce_primitive():
     assert_equal(inputs.grad, weights)
 
 
-@check()
-def split_primitive():
-    x, weights = rows_of_ranks(2, 2 * size())[0], rows_of_ranks(2 * size(), 2)[0].T
-    own = slice(2 * rank(), 2 * rank() + 2)
-    inputs = with_gradient(x)
-    output = mp_ops._c_split(inputs, group=whole_group())
-    (output * tensor(weights[:, own])).sum().backward()
-    assert_equal(output, x[:, own])
-    assert_equal(inputs.grad, weights)
-
-
-@check()
-def concat_primitive():
-    x, weights = rows_of_ranks(2, 2 * size())[0], rows_of_ranks(2 * size(), 2)[0].T
-    own = slice(2 * rank(), 2 * rank() + 2)
-    inputs = with_gradient(x[:, own])
-    output = mp_ops._c_concat(inputs, group=whole_group())
-    (output * tensor(weights)).sum().backward()
-    assert_equal(output, x)
-    assert_equal(inputs.grad, weights[:, own])
-
-
 @check(flat_labels=False, label_column=True)
 def cross_entropy_over_a_divided_vocabulary(column):
     per_rank, ignored = 5, -7
@@ -116,16 +94,20 @@ def fleet_layers_equal_plain_ones():
     ids, labels = generator.integers(0, vocabulary, (2, 2, 5))
     embedding = mp_layers.VocabParallelEmbedding(vocabulary, width, mp_group=group)
     columns = mp_layers.ColumnParallelLinear(
-        width, wide, has_bias=False, gather_output=True, mp_group=group
+        width, wide, has_bias=False, gather_output=False, mp_group=group
     )
-    rows = mp_layers.RowParallelLinear(wide, vocabulary, has_bias=False, mp_group=group)
+    rows = mp_layers.RowParallelLinear(
+        wide, vocabulary, has_bias=False, input_is_parallel=True, mp_group=group
+    )
     part = group.rank
     embedding.weight.set_value(np.split(table, 2)[part])
     columns.weight.set_value(np.split(up, 2, axis=1)[part])
     rows.weight.set_value(np.split(down, 2)[part])
-    logits = rows(columns(embedding(paddle.to_tensor(ids))))
+    # All of the logits on every rank, whose gradients of their own parts are then summed.
+    logits = mp_ops._c_identity(rows(columns(embedding(paddle.to_tensor(ids)))), group=group)
+    own = slice(part * vocabulary // 2, (part + 1) * vocabulary // 2)
     loss = mp_layers.ParallelCrossEntropy(mp_group=group)(
-        mp_ops._c_split(logits, group=group), paddle.to_tensor(labels)
+        logits[..., own], paddle.to_tensor(labels)
     )
     loss.sum().backward()
 
@@ -156,7 +138,7 @@ def input_broadcast_gives_a_model_group_the_first_ranks_input():
 def installing_again_changes_nothing():
     def patched():
         group = paddle.base.core.ProcessGroupGloo
-        return group.all_reduce, dist.collective._new_process_group_impl, mp_ops._c_split
+        return group.all_reduce, dist.collective._new_process_group_impl, mp_ops._c_identity
 
     before = patched()
     assert install()

@@ -13,6 +13,9 @@ from paddle_vl.config.validate import (
 )
 
 CPU = "cpu"
+SHARDED = {"parallel__sharding_degree": 2, "parallel__sharding_stage": 2}
+ONCE = {"parallel__reduce_once_per_step": True, "train__gradient_accumulation_steps": 2}
+HALF = {"parallel__reduce_dtype": "bfloat16", "model__compute_dtype": "bfloat16"}
 
 
 def make(**changes: object) -> RunConfig:
@@ -88,10 +91,49 @@ def test_sound_configuration_passes(existing):
             {"model__pretrained": None, "model__config": {}},
             "data.processor is not set and there is no model.pretrained",
         ),
+        (
+            {"parallel__reshard_after_forward": False},
+            "parallel.reshard_after_forward is false but parallel.sharding_degree is 1",
+        ),
+        (
+            SHARDED | {"parallel__sharding_gather_overlap": True},
+            "parallel.sharding_gather_overlap is true but parallel.sharding_stage is 2",
+        ),
+        (
+            SHARDED | {"parallel__reshard_after_forward": False},
+            "parallel.reshard_after_forward is false but parallel.sharding_stage is 2",
+        ),
+        (
+            SHARDED | ONCE | {"parallel__sharding_stage": 3},
+            "parallel.reduce_once_per_step is true but parallel.sharding_stage is 3",
+        ),
+        (
+            SHARDED | {"parallel__reduce_once_per_step": True},
+            "parallel.reduce_once_per_step is true but train.gradient_accumulation_steps is 1",
+        ),
+        (
+            SHARDED | HALF | {"parallel__sharding_stage": 1},
+            "parallel.reduce_dtype is bfloat16 but parallel.sharding_stage is 1",
+        ),
+        (
+            SHARDED | HALF | {"model__compute_dtype": "float32"},
+            "parallel.reduce_dtype is bfloat16 but model.compute_dtype is float32",
+        ),
     ],
 )
 def test_rule_fires(changes, part):
     assert any(part in problem for problem in rule_problems(make(**changes)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ONCE | HALF,
+        HALF | {"parallel__sharding_stage": 3, "parallel__reshard_after_forward": False},
+    ],
+)
+def test_sharding_settings_pass_where_they_have_an_effect(changes):
+    assert rule_problems(make(**SHARDED | changes)) == []
 
 
 def test_bfloat16_is_refused_on_the_cpu_only(existing):

@@ -43,8 +43,10 @@ def refused(symbol: str, what: str):
 
 
 def test_function_with_other_parameters_is_refused(monkeypatch):
-    monkeypatch.setattr(mp_ops, "_c_split", lambda tensor, group, axis: None)
-    with refused(r"paddle\S*mp_ops\._c_split", r"takes \(tensor, group, axis\), expected \(tens"):
+    monkeypatch.setattr(mp_ops, "_mp_allreduce", lambda tensor, group, axis: None)
+    with refused(
+        r"paddle\S*mp_ops\._mp_allreduce", r"takes \(tensor, group, axis\), expected \(tens"
+    ):
         installation.install()
 
 

@@ -1,10 +1,11 @@
 """The formula of a rank's memory, and the table of docs/sharding.md that it makes.
 
 Guarantees: by hand, every stage divides what it should; gradients of several micro-batches are
-counted; a model is counted without storage; the documented figures for pi07's published size are
-the formula's.
+counted, and what each option keeps; a model is counted without storage; the documented figures for
+pi07's published size are the formula's.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import paddle
@@ -13,6 +14,7 @@ import pytest
 from paddle_vl import PI07Config
 from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
 from paddle_vl.models.pi07.prefix_layout import LABELS
+from paddle_vl.parallel.sharding import ShardingOptions
 from paddle_vl.parallel.sharding.memory import (
     Elements,
     HeldBytes,
@@ -25,6 +27,8 @@ from paddle_vl.parallel.sharding.memory import (
 DOCS = Path(__file__).parents[3] / "docs" / "sharding.md"
 # 1000 trained and 200 frozen in units, 100 and 40 around them.
 HALF = ModelElements(Elements(1000, 200), Elements(100, 40), Elements(300, 0), 80, 2)
+ONCE = ShardingOptions(reduce_once_per_step=True)
+KEPT = ShardingOptions(reshard_after_forward=False)
 SINGLE = ModelElements(Elements(1000, 200), Elements(100, 40), Elements(300, 0), 80, 4)
 
 
@@ -63,12 +67,53 @@ def test_gradients_at_the_peak(model, stage, once, several):
     assert at_peak(model, stage, 4).moments == between_steps(model, stage, 4).moments
 
 
-def test_one_unit_or_one_table_passes():
-    assert [passing_bytes(HALF, stage) for stage in range(4)] == [0, 0, 2400, 2400]
+def test_reducing_once_keeps_whole_float32_gradients():
+    gradients = [at_peak(model, 2, 4, 3, ONCE).gradients for model in (HALF, SINGLE)]
+    assert gradients == [4400, 4400]
+    # With one micro-batch there is nothing to keep.
+    assert at_peak(HALF, 2, 4, 1, ONCE) == at_peak(HALF, 2, 4)
+    # Two bytes of the root's are whole beside its sums, which may be more.
+    root = ModelElements(Elements(10), Elements(1000), Elements(10), 1000, 2)
+    assert at_peak(root, 2, 4, 3, ONCE).gradients == 10 + 4000 + 2000
+
+
+def test_kept_parameters_are_whole_in_a_step_and_divided_between_steps():
+    assert between_steps(HALF, 3, 4).parameters == 380
+    # All in two bytes each, and the parts of the frozen ones.
+    assert at_peak(HALF, 3, 4, 1, KEPT).parameters == 2 * 1340 + 100
+    assert at_peak(HALF, 3, 4).parameters == 380
+
+
+def test_stage_3_divides_the_table_and_a_head_of_its_own():
+    model = ModelElements(
+        Elements(1000, 200), Elements(100, 40), Elements(300), 80, 2, Elements(30), Elements(50, 20)
+    )
+    # The root keeps 140 - 30 - 70; parts of 200 and 20 frozen ones.
+    assert between_steps(model, 3, 4).parameters == 2 * 40 + 2 * 220 / 4
+    assert between_steps(model, 2, 4) == between_steps(HALF, 2, 4)
+    # The head's gradient is a part, the table's is whole.
+    assert at_peak(model, 3, 4).gradients == 1050 + 2 * 50
+    assert at_peak(model, 3, 4, 2).gradients == 1050 + 2 * 50 + 50
+    assert at_peak(model, 2, 4).gradients == at_peak(HALF, 2, 4).gradients
+
+
+def test_units_or_one_table_pass():
+    # Gradients packed beside the same unpacked; at stage 3 gradients, those on their way, and two
+    # units' parameters.
+    assert [passing_bytes(HALF, stage) for stage in range(4)] == [0, 0, 2400, 3000]
+    assert [passing_bytes(SINGLE, stage) for stage in (2, 3)] == [2400, 4800]
+    sent_as_half = ShardingOptions(reduce_dtype="bfloat16")
+    assert [passing_bytes(HALF, stage, sent_as_half) for stage in (2, 3)] == [1200, 2400]
+    assert passing_bytes(HALF, 3, KEPT) == 2400
+    # The sum's addend as float32 beside the gradient.
+    assert passing_bytes(HALF, 2, replace(ONCE, reduce_dtype="bfloat16")) == 1800
     table = ModelElements(HALF.units, Elements(5000), HALF.largest_unit, 5000, 2)
-    assert passing_bytes(table, 2) == 10000
+    assert passing_bytes(table, 2) == 20000
+    assert passing_bytes(table, 2, sent_as_half) == 1200
     frozen = ModelElements(Elements(0, 900), HALF.root, Elements(0, 900), 80, 2)
-    assert [passing_bytes(frozen, stage) for stage in (2, 3)] == [160, 3600]
+    assert [passing_bytes(frozen, stage) for stage in (2, 3)] == [320, 3600]
+    whole_table = ModelElements(HALF.units, HALF.root, Elements(1), 80, 2, table=Elements(0, 7000))
+    assert passing_bytes(whole_table, 3) == 14000
 
 
 def test_documented_figures_are_the_formulas():
@@ -76,7 +121,7 @@ def test_documented_figures_are_the_formulas():
     with paddle.LazyGuard():
         model = PI07LowLevelFlowMatching(config, {key: [1] for key in LABELS})
     units = [*model.vision_blocks, *model.decoder_layers]
-    elements = ModelElements.of(model.parameters(), units, 2)
+    elements = ModelElements.of(model.parameters(), units, 2, model.tables)
     text = DOCS.read_text(encoding="utf-8")
     assert f"{(elements.units.total + elements.root.total) / 1e9:.2f} billion" in text
     for stage, name in enumerate(("none", "1", "2", "3")):

@@ -34,6 +34,13 @@ def test_what_is_held_is_counted_as_it_is_divided(dtype, stage, parts, expected)
     assert (needed.parameters, needed.total) == (400, sum(expected))
 
 
+def test_what_a_step_keeps_whole_is_counted_whole():
+    kept = ParallelConfig(sharding_degree=2, sharding_stage=3, reshard_after_forward=False)
+    assert NeededMemory.of(parameters(), kept).weights == 1600
+    once = ParallelConfig(sharding_degree=2, sharding_stage=2, reduce_once_per_step=True)
+    assert NeededMemory.of(parameters(), once).gradients == 400
+
+
 def test_the_limit_is_what_the_machine_has():
     have, _ = available_memory()
     check_memory(NeededMemory(1, have / 2, have / 4, have / 4))

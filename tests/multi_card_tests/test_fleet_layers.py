@@ -1,0 +1,199 @@
+"""Fleet's tensor-parallel layers as what trains, and its options for them.
+
+Guarantees: every matrix of a dense decoder layer, the token table and the loss are fleet's classes;
+so they are with linears apart, but for heads that several ranks share; with fleet's overlaps of
+products and collectives, losses and gradients are those of one device, with frozen weights too.
+"""
+
+from functools import partial
+
+import numpy as np
+import paddle.distributed as dist
+import pytest
+from paddle.distributed.fleet.layers.mpu.mp_layers import InnerOverlapLinear
+from paddle.distributed.fleet.meta_parallel import (
+    ColumnParallelLinear,
+    ParallelCrossEntropy,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from paddle.distributed.fleet.utils.sequence_parallel_utils import (
+    ColumnSequenceParallelLinear,
+    RowSequenceParallelLinear,
+    SPInnerOverlapLinear,
+)
+
+from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.config.schema import FleetConfig, TrainConfig
+from paddle_vl.models.checkpoint.pretrained import parameters_to_write
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.gradients import sum_partial_gradients
+from paddle_vl.parallel.recorder import record_collectives
+from paddle_vl.parallel.tensor import FleetPlacement
+from paddle_vl.parallel.topology import initialize
+from paddle_vl.train.optimizer import Optimizer
+from tests.launch import launch, outcome_of, run_checks
+from tests.tiny import tiny_model, token_rows
+
+TOLERANCE = 1e-5
+OVERLAPS = {
+    "mp_async_allreduce": True,
+    "mp_skip_c_identity": True,
+    "sp_async_reduce_scatter": True,
+    "recompute_allgather": True,
+}
+SEPARATED = ("layers.1.self_attn", "layers.2.mlp")
+
+
+def model_of(folder: str, group, sequence_parallel: bool) -> Qwen3VLForConditionalGeneration:
+    placement = FleetPlacement(group, sequence_parallel)
+    return Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
+
+
+def separate_some(model) -> None:
+    model.separate(
+        item.parameter
+        for item in model.stored_parameters()
+        if item.block == 0 and any(layer in item.key for layer in SEPARATED)
+    )
+
+
+def classes(folder: str, group, sequence_parallel: bool, apart: bool) -> list[str]:
+    """Matrices that are in no layer of fleet's."""
+    model = model_of(folder, group, sequence_parallel)
+    if apart:
+        separate_some(model)
+    column, row = ColumnParallelLinear, RowParallelLinear
+    if sequence_parallel:
+        # Linears apart take rows that were gathered for all of them.
+        column, row = (ColumnSequenceParallelLinear, column), RowSequenceParallelLinear
+    wanted = {"qkv_proj": column, "gate_up_proj": column, "o_proj": row, "down_proj": row}
+    wanted["embed_tokens"] = VocabParallelEmbedding
+    wrong = []
+    for name, layer in model.language_model.named_sublayers():
+        weight = layer._parameters.get("weight")
+        if weight is None or weight.ndim < 2:
+            continue
+        kind = next((kind for part, kind in wanted.items() if f".{part}" in f".{name}"), ())
+        if not isinstance(layer, kind):
+            wrong.append(f"{name}: {type(layer).__name__}")
+    if not isinstance(model.placement._cross_entropy, ParallelCrossEntropy):
+        wrong.append("cross entropy")
+    return wrong
+
+
+def worst_difference(
+    folder: str, group, sequence_parallel: bool, frozen: tuple[str, ...], apart: bool = False
+) -> tuple[float, str, int]:
+    """Of the loss and the gradients, to one device; and how many overlapped products ran."""
+    ids = token_rows([1, 2, 3, 4, 5, 6], [5, 6, 7, 8, 9, 1])
+    batch = {"input_ids": ids, "labels": ids}
+    overlapped = []
+    patch = pytest.MonkeyPatch()
+    for product in (InnerOverlapLinear, SPInnerOverlapLinear):
+        plain = product.apply
+        patch.setattr(
+            product, "apply", lambda *args, plain=plain: (overlapped.append(1), plain(*args))[1]
+        )
+    found = []
+    try:
+        for model in (tiny_model(), model_of(folder, group, sequence_parallel)):
+            if apart:
+                separate_some(model)
+            for item in model.stored_parameters():
+                if any(name in item.key for name in frozen):
+                    item.parameter.stop_gradient = True
+            loss = model(**batch).loss
+            loss.backward()
+            found.append((model, loss.item()))
+    finally:
+        patch.undo()
+    (whole, wanted_loss), (model, loss) = found
+    sum_partial_gradients(model.parameters(), group)
+    wanted = {
+        item.key: item.layout.to_stored(item.of_own(item.parameter.grad.numpy()))
+        for item in whole.stored_parameters()
+        if item.parameter.grad is not None
+    }
+    worst = (abs(loss - wanted_loss) / wanted_loss, "loss")
+    for item in model.stored_parameters():
+        if item.key in wanted:
+            error = item.of_own(item.parameter.grad.numpy()) - item.from_stored(wanted[item.key])
+            error = np.abs(error).max() / np.abs(wanted[item.key]).max()
+            worst = max(worst, (float(error), item.key))
+    return *worst, len(overlapped)
+
+
+def gathers(folder: str, group) -> dict[str, tuple[int, int]]:
+    """How many collectives put weights and moments together, and how many parts there are."""
+    model = model_of(folder, group, True)
+    named = list(model.hf_named_parameters())
+    optimizer = Optimizer(named, TrainConfig(output_dir="none"), set(), model.placement)
+    num_split = sum(parameter.is_distributed for parameter in model.parameters())
+    states = [state for state in optimizer.state_to_write() if state.name.endswith("/moment1")]
+    found = {}
+    for name, tensors in (
+        ("weights", parameters_to_write(model.stored_parameters())),
+        ("moments", states),
+    ):
+        with record_collectives() as recording:
+            shapes = [tensor.arrange(tensor.produce()).shape for tensor in tensors]
+        assert shapes == [tensor.shape for tensor in tensors]
+        found[name] = (len(recording.calls), num_split)
+    return found
+
+
+FROZEN = {
+    "trained": (),
+    "frozen projections": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+    # The first layer's rows have no gradient either.
+    "frozen table": ("embed_tokens", "layers.0", "layers.1"),
+}
+
+
+def worker(folder: str, overlaps: bool) -> dict:
+    options = FleetConfig(mp_configs=OVERLAPS if overlaps else {})
+    group = initialize(ParallelDegrees(mp_degree=2), options).mp_group
+    if group.rank == 0:
+        tiny_model().save_pretrained(folder)
+    dist.barrier()
+    checks = {}
+    for sp in (False, True):
+        for name, frozen in FROZEN.items():
+            checks[f"{name} {sp}"] = partial(worst_difference, folder, group, sp, frozen)
+        checks[f"apart {sp}"] = partial(worst_difference, folder, group, sp, (), True)
+        for apart in (False, True):
+            checks[f"classes {sp} {apart}"] = partial(classes, folder, group, sp, apart)
+    checks["gathers"] = partial(gathers, folder, group)
+    return run_checks(checks)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "overlaps"])
+def overlaps(request) -> bool:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def outcomes(overlaps, tmp_path_factory):
+    return launch(worker, 2, arguments=(str(tmp_path_factory.mktemp("model")), overlaps))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("sp", [False, True])
+def test_every_matrix_is_in_a_layer_of_fleets(outcomes, sp, apart):
+    assert outcome_of(outcomes, f"classes {sp} {apart}") == [[], []]
+
+
+def test_a_fused_weight_is_put_together_once_for_all_its_names(outcomes):
+    for found in outcome_of(outcomes, "gathers"):
+        for name, (num_gathers, num_split) in found.items():
+            assert num_gathers == num_split > 0, name
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("name", [*FROZEN, "apart"])
+def test_losses_and_gradients_are_those_of_one_device(outcomes, overlaps, name, sp):
+    for error, where, num_overlapped in outcome_of(outcomes, f"{name} {sp}"):
+        assert error <= TOLERANCE, where
+        expected = {"trained": 6, "frozen projections": 0, "frozen table": 2, "apart": 4}[name]
+        assert num_overlapped == (expected if overlaps else 0)
