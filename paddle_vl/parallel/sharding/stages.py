@@ -1,4 +1,4 @@
-"""The three stages: which buckets there are, and when they are reduced, gathered and freed."""
+"""Stages 2 and 3: which buckets there are, and when they are reduced, gathered and freed."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
