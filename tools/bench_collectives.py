@@ -20,7 +20,8 @@ visual rows of G + 1 levels:
   and boundary, and one back; a first stage sends V forward and V - 1 backward with V virtual parts,
   in a V (dualpipev) one each way. No message has shapes: every stage knows them.
 - sharding, U units (decoder layers and vision blocks): stage 1 one reduce-scatter of all gradients
-  and one gather of all parameters; stage 2 in each micro-batch a reduce-scatter per unit in the
+  and one gather of all parameters, for each of fleet's buffers of 256 MiB (with dp one sum of the
+  rank's part more); stage 2 in each micro-batch a reduce-scatter per unit in the
   backward pass and one for the rest, in the last micro-batch alone with `reduce_once_per_step`, and
   as many gathers after the update; stage 3 gathers each unit in the forward and in the backward
   pass instead, token table and head in the forward pass, and after the update the rest alone; with

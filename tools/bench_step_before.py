@@ -66,7 +66,6 @@ class Before:
         with phase(Phase.OPTIMIZER):
             if not skips:
                 optimizer.step(rate)
-                trained.spread_parameters()
             optimizer.clear_gradients()
         with phase(Phase.METRICS):
             samples = sum(batch.num_samples for batch in micro_batches)

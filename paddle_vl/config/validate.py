@@ -186,6 +186,11 @@ def sharding_settings_have_an_effect(config: RunConfig) -> Problems:
     parallel = config.parallel
     stage = parallel.sharding_stage if parallel.sharding_degree > 1 else 0
     found = f"parallel.sharding_stage is {stage}" if stage else "parallel.sharding_degree is 1"
+    if parallel.sharding_gather_overlap and stage != 1:
+        yield (
+            f"parallel.sharding_gather_overlap is true but {found}: it is of stage 1; set "
+            "parallel.sharding_degree above 1 and sharding_stage=1, or remove it"
+        )
     if not parallel.reshard_after_forward and stage != 3:
         yield (
             f"parallel.reshard_after_forward is false but {found}: only stage 3 frees parameters "

@@ -49,7 +49,6 @@ class Mode(NamedTuple):
 
 
 MODES = {
-    "1": Mode(1),
     "2": Mode(2),
     "2 once": Mode(2, ShardingOptions(reduce_once_per_step=True)),
     "3": Mode(3),
@@ -487,7 +486,7 @@ def marks(group) -> list[tuple[bool, bool, bool]]:
     model = toy()
     model.rare.is_partial = True
     model.head.weight.is_distributed, model.head.weight.split_axis = True, 0
-    sharding = Sharding(model.parameters(), group, 1)
+    sharding = Sharding(model.parameters(), group, 2)
     shards = [sharding.shard_of(p) for p in (model.rare, model.head.weight)]
     return [
         (getattr(s, "is_partial", False), s.is_distributed, hasattr(s, "split_axis"))
@@ -506,8 +505,8 @@ def refused(group) -> dict[str, str]:
 
     model = toy()
     parameters = model.parameters()
-    refuse("stage", ValueError, lambda: Sharding(parameters, group, 4))
-    refuse("twice", ValueError, lambda: Sharding([*parameters, parameters[0]], group, 1))
+    refuse("stage", ValueError, lambda: Sharding(parameters, group, 1))
+    refuse("twice", ValueError, lambda: Sharding([*parameters, parameters[0]], group, 2))
     block = model.blocks[0]
     refuse("two units", ValueError, lambda: Sharding(parameters, group, 2, [[block, block]]))
     run = Run(group, MODES["2"])

@@ -6,6 +6,7 @@ which names it, the operation, and how to continue. Real processes, started as u
 """
 
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -62,15 +63,17 @@ def test_a_paused_rank_changes_nothing(run_file, tmp_path, start, overrides, sec
 
 
 def test_a_rank_that_is_later_than_the_limit_is_named(run_file, tmp_path):
-    overrides = ("parallel.timeout_s=5", "train.max_steps=100000")
+    overrides = ("parallel.timeout_s=8", "train.max_steps=100000")
     with SignalledRun("nproc", run_file, tmp_path / "out", overrides) as run:
         run.wait_for_steps()
         run.rank(1).send_signal(signal.SIGSTOP)
         begin = time.monotonic()
-        ended = run.ended(begin, within_s=30)
+        ended = run.ended(begin, within_s=60)
     assert ended.code == 1
-    assert ended.seconds < 25
+    assert ended.seconds < 30
     assert ended.left == []
-    assert " of ranks [0, 1] got no answer in 5 s: rank 1 has not come to it" in ended.output
+    # A busy machine may be a little late to notice.
+    late = r" of ranks \[0, 1\] got no answer in (8|9|1\d) s: rank 1 has not come to it"
+    assert re.search(late, ended.output), ended.output
     assert "train.resume_from_checkpoint=auto" in ended.output
     assert "workerlog.1" in ended.output

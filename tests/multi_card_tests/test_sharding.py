@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer state divided over 2 and over 4 real processes.
 
-Guarantees, at stages 1, 2 and 3 and with every option of theirs, on a model with units that save
+Guarantees, at stages 2 and 3 and with every option of theirs, on a model with units that save
 weights in every way, frozen parameters in a unit and outside, sizes that no group divides, other
 data on every rank and a parameter that only one rank uses: losses, gradients and every parameter of
 three AdamW steps of two micro-batches equal one process's on all the data, with and without
@@ -80,7 +80,7 @@ def test_every_rank_sends_the_stated_collectives(outcomes, mode, recomputed):
         phase: [call.kind for call in first if call.phase == phase]
         for phase in ("forward", "backward", "end", "update")
     }
-    # What the root has fits in one bucket, and so does all at stage 1.
+    # What the root has fits in one bucket.
     units, times = [REDUCE] * UNITS, MICRO_BATCHES
     # Tables are no units at stage 2.
     whole = [GATHER] * (UNITS + len(TABLES))
@@ -92,7 +92,6 @@ def test_every_rank_sends_the_stated_collectives(outcomes, mode, recomputed):
     assert (
         kinds
         == {
-            "1": {"forward": [], "backward": [], "end": [REDUCE], "update": [GATHER]},
             "2": {
                 "forward": [],
                 "backward": units * times,
@@ -185,7 +184,6 @@ def test_a_head_may_be_the_token_table(outcomes, mode):
 def test_units_that_do_not_run_in_a_micro_batch_are_not_gathered_for_it(outcomes, mode):
     tables = len(TABLES)
     sent = {
-        "1": (0, 1),
         "2": (0, NUM_LAYERS + 1),
         # The blocks' of the first one too.
         "2 once": (0, UNITS + 1),
@@ -209,12 +207,11 @@ def test_bfloat16_reductions_send_half_the_bytes(outcomes, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bucket_over_its_size_is_divided(outcomes, mode):
     kinds = [seen[0] for seen in outcome_of(outcomes, f"small buckets {mode}")]
-    # Embedding, rare and head, or rare alone; at stage 1 every unit's parameters lie between them.
+    # Embedding, rare and head, or rare alone.
     stage = MODES[mode].stage
-    root = {1: kinds[0].count(GATHER), 2: 3, 3: 1}[stage]
-    assert stage > 1 or root >= 3
+    root = {2: 3, 3: 1}[stage]
     # The embedding's is sent then too.
-    times = 1 if mode in ("1", "2 once") else MICRO_BATCHES
+    times = 1 if mode == "2 once" else MICRO_BATCHES
     reduced = (root + (stage == 3)) * times
     gathered = root + (UNITS if stage == 2 else 0)
     assert kinds == [[REDUCE] * reduced + [GATHER] * gathered] * len(outcomes)
@@ -251,7 +248,7 @@ def test_memory_is_what_the_stages_promise(outcomes):
             for moment in ("between steps", "evaluation"):
                 assert found[moment] == pytest.approx(between, abs=SLACK)
             # The first gradients are whole, or parts and one unit's on their way.
-            is_once = stage == 1 or options.reduce_once_per_step
+            is_once = options.reduce_once_per_step
             first = found["first backward"] - found["first forward"]
             assert first == pytest.approx(whole if is_once else part + WIDE_BYTES, abs=SLACK)
             assert found["end of backward"] == pytest.approx(between + part, abs=SLACK)
@@ -260,15 +257,13 @@ def test_memory_is_what_the_stages_promise(outcomes):
             most = held.total - held.moments + passing_bytes(model, stage, options)
             passes = [f"{n} {kind}, peak" for n in ("first", "last") for kind in PASSES]
             peaks[name] = max(found[moment] for moment in passes)
-            # Autograd's own: a gradient beside the sum that it is added to.
-            most += WIDE_BYTES if name == "1" else 0
             # Beside it lies what a rank receives of the sum that is on its way.
             assert most - WIDE_BYTES <= peaks[name] <= most + WIDE_BYTES // size + SLACK, name
         # Two units are whole at a time; the third is gloo's copy of what it gathers.
         evaluation = outcome_of(outcomes, "memory 3")[rank]["evaluation, peak"]
         assert evaluation == pytest.approx(part + 3 * WIDE_BYTES, abs=SLACK)
-        assert peaks["3"] < peaks["3 kept"] < peaks["1"]
-        assert peaks["2"] < peaks["1"]
+        assert peaks["3"] < peaks["3 kept"] < peaks["2 once"]
+        assert peaks["2"] < peaks["2 once"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -314,7 +309,7 @@ def test_a_shard_has_the_marks_of_its_parameter_and_no_others(outcomes):
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        ("stage", "stage is 4; it must be 1, 2 or 3"),
+        ("stage", "stage is 1; it must be 2 or 3"),
         ("twice", "1 parameters to shard are listed twice"),
         ("two units", "of sharding unit 1 is in another unit too"),
         ("frozen", "is not divided: frozen"),

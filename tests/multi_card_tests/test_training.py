@@ -100,6 +100,7 @@ HEAVY = {
         ["parallel.mp_degree=2", *PP, *SP, "parallel.pp_schedule=dualpipev"],
     ),
     "sharding2 pp2": (4, [*SHARDING, *PP]),
+    "sharding2 pp2 dualpipev": (4, [*SHARDING, *PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 mp2 stage 1": (4, ["parallel.mp_degree=2", *SHARDING, *SP, *OVERLAP]),
     "dp2 sharding2 stage 1": (4, ["parallel.dp_degree=2", *SHARDING]),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),

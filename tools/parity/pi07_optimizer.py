@@ -89,7 +89,6 @@ def _steps(case: GoldenCase, init: dict[str, np.ndarray]) -> Iterator[dict[str, 
             found[f"step{n}.grad_norm"] = np.float32(norm)
             optimizer.clip_gradients(norm)
         optimizer.step(train.learning_rate)
-        placement.trained.spread_parameters()
         optimizer.clear_gradients()
         for name, parameter in parameters.items():
             found[f"step{n}.master.{name}"] = array(placement.trained.shard_of(parameter))

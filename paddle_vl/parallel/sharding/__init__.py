@@ -1,9 +1,9 @@
 """Parameters, gradients and optimizer state divided over the processes of a sharding group.
 
-One scheme for three stages: every parameter is seen flat, padded with zeros to `S * n` elements for
-a group of `S` ranks, and rank `r` owns elements `r * n` to `(r + 1) * n` of it as a tensor of its
-own, the shard. The optimizer sees shards only, so its state is divided at every stage. What else is
-divided, beside the names that others gave it:
+Stage 1 is fleet's, see `fleet_optimizer`. Stages 2 and 3 are of one scheme: every parameter is seen
+flat, padded with zeros to `S * n` elements for a group of `S` ranks, and rank `r` owns elements
+`r * n` to `(r + 1) * n` of it as a tensor of its own, the shard. The optimizer sees shards only, so
+its state is divided at every stage. What else is divided, beside the names that others gave it:
 
 | stage | divided besides the optimizer's state | DeepSpeed | PyTorch FSDP | group_sharded |
 | --- | --- | --- | --- | --- |

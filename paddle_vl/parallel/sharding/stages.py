@@ -23,9 +23,9 @@ class Sharding:
     gradients are cleared with `set_to_zero=False`. Gradients are summed over ranks and
     micro-batches, not averaged.
 
-    From `end_micro_batch` on these methods are collective, and so are, from stage 2 on, backward
-    passes of units, and at stage 3 their forward passes: every rank runs the same units in the same
-    order. Which parameters get a gradient may differ; one without takes part with zeros.
+    From `end_micro_batch` on these methods are collective, and so are backward passes of units, and
+    at stage 3 their forward passes: every rank runs the same units in the same order. Which
+    parameters get a gradient may differ; one without takes part with zeros.
 
     Args:
         parameters: the model's on this rank, trained and frozen, each once, in the same order on
@@ -34,15 +34,14 @@ class Sharding:
             table: what comes out of `Fillable.fill` needs no more than this rank's share at any
             time.
         group: a `paddle.distributed` group of at least two ranks.
-        stage: 1, 2 or 3, see the package.
+        stage: 2 or 3, see the package.
         chains: layers that run one behind the other whenever the first of them does. A layer is a
             unit: it takes its tensors as positional arguments and returns tensors, and its
-            parameters are used nowhere else. Not used at stage 1. Their `forward` is replaced:
-            apply `recompute_layers` before. At stage 3 without recomputation, a weight of which a
+            parameters are used nowhere else. Their `forward` is replaced: apply
+            `recompute_layers` before. At stage 3 without recomputation, a weight of which a
             graph saved a view (a slice, a transpose) keeps its storage until the backward pass.
         tables: token embeddings and heads, which stage 3 divides too. Their `weight` is used by
             them alone, and two of them may have the same.
-        options: of stages 2 and 3.
 
     Raises:
         ValueError: another stage or group; a parameter listed twice, or in two units, or in a unit
@@ -58,8 +57,10 @@ class Sharding:
         tables: Sequence[nn.Layer] = (),
         options: ShardingOptions | None = None,
     ):
-        if stage not in (1, 2, 3):
-            raise ValueError(f"sharding stage is {stage!r}; it must be 1, 2 or 3")
+        if stage not in (2, 3):
+            raise ValueError(
+                f"sharding stage is {stage!r}; it must be 2 or 3, and stage 1 is FleetSharding"
+            )
         if group.nranks < 2:
             raise ValueError("a sharding group of one rank has nothing to divide; use no Sharding")
         self.group, self.stage, self.options = group, stage, options or ShardingOptions()
@@ -71,7 +72,7 @@ class Sharding:
         self._unreduced: dict[Bucket, None] = {}
         # Tables that this micro-batch's backward pass is done with.
         self._done_tables: set[Bucket] = set()
-        chains, tables = chains if stage > 1 else (), tables if stage == 3 else ()
+        tables = tables if stage == 3 else ()
         layers = [layer for chain in chains for layer in chain]
         owned = [list(layer.parameters()) for layer in layers]
         owned += [[weight] for weight in {id(t.weight): t.weight for t in tables}.values()]
@@ -122,15 +123,9 @@ class Sharding:
     def end_micro_batch(self) -> None:
         """Behind each micro-batch's backward pass: reduce what no unit has reduced.
 
-        At stage 1 nothing travels; half-precision gradients are added up in float32.
-
         Raises:
             RuntimeError: a unit's parameter got a gradient outside of the unit.
         """
-        if self.stage == 1:
-            for bucket in self._root:
-                bucket.keep_gradients()
-            return
         if not self.options.reduce_once_per_step:
             self._check_units()
         left = [bucket for bucket in self._tables if bucket not in self._done_tables]
@@ -147,11 +142,6 @@ class Sharding:
 
     def end_backward(self) -> None:
         """Behind the last micro-batch: each shard gets its gradient, and no whole one is left."""
-        if self.stage == 1:
-            for bucket in self._root:
-                bucket.start_reduction()
-                bucket.hand_out_gradients()
-            return
         for bucket in self._unreduced:
             bucket.start_reduction()
         self._check_units()

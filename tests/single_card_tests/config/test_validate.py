@@ -96,6 +96,10 @@ def test_sound_configuration_passes(existing):
             "parallel.reshard_after_forward is false but parallel.sharding_degree is 1",
         ),
         (
+            SHARDED | {"parallel__sharding_gather_overlap": True},
+            "parallel.sharding_gather_overlap is true but parallel.sharding_stage is 2",
+        ),
+        (
             SHARDED | {"parallel__reshard_after_forward": False},
             "parallel.reshard_after_forward is false but parallel.sharding_stage is 2",
         ),
