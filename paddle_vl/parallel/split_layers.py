@@ -81,9 +81,9 @@ class _FusedColumns:
         known = [name for name in self._OVERLAPS if hasattr(self, name)]
         if not known:
             raise RuntimeError(
-                f"{type(self).__mro__[2].__name__} of paddlepaddle {paddle.__version__} has none of "
-                f"{', '.join(self._OVERLAPS)}, which this package switches off for frozen weights; "
-                "install paddlepaddle 3.3"
+                f"{type(self).__mro__[2].__name__} of paddlepaddle {paddle.__version__} has neither "
+                f"of {', '.join(self._OVERLAPS)}, which have to be off for frozen weights; install "
+                "paddlepaddle 3.3"
             )
         self._asked = [name for name in known if getattr(self, name)]
 
