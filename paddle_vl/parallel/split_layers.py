@@ -81,7 +81,7 @@ class _FusedColumns:
         known = [name for name in self._OVERLAPS if hasattr(self, name)]
         if not known:
             raise RuntimeError(
-                f"{type(self).__mro__[2].__name__} of paddlepaddle {paddle.__version__} has neither "
+                f"{type(self).__mro__[2].__name__} of paddlepaddle {paddle.__version__} has none "
                 f"of {', '.join(self._OVERLAPS)}, which have to be off for frozen weights; install "
                 "paddlepaddle 3.3"
             )
