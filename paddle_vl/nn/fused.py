@@ -30,8 +30,9 @@ def fused_columns(parameter: Tensor) -> tuple[Columns, ...]:
 
 
 def mark_fused(parameter: Tensor, columns: Iterable[Columns]) -> None:
-    """Told once which linears a weight holds."""
-    parameter.fused_columns = tuple(columns)
+    """Told once which linears a weight holds; the value of a traced graph takes no mark."""
+    if isinstance(parameter, Tensor):
+        parameter.fused_columns = tuple(columns)
 
 
 def split_columns(x: Tensor, widths: Sequence[int]) -> list[Tensor]:

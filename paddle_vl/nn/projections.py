@@ -73,13 +73,17 @@ class NormalColumns(Initializer):
         super().__init__()
         self.widths, self.normal = list(widths), Normal(std=std)
 
-    def forward(self, var: Tensor, block=None) -> None:
+    def forward(self, var: Tensor, block=None) -> Tensor | None:
+        if not isinstance(var, Tensor):
+            # A traced graph is not run for its weights.
+            return self.normal(var, block)
         drawn = []
         for width in self.widths:
             one = paddle.empty([var.shape[0], width], dtype=var.dtype)
             self.normal(one, block)
             drawn.append(one)
         paddle.concat(drawn, axis=1)._share_underline_tensor_to(var)
+        return None
 
 
 @paddle.no_grad()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import paddle
 from paddle import Tensor
 from paddle.distributed.fleet.layers.mpu import mp_ops as fleet_ops
 from paddle.distributed.fleet.meta_parallel import ColumnParallelLinear, RowParallelLinear
@@ -77,7 +78,14 @@ class _FusedColumns:
         )
         mark_fused(self.weight, columns)
         self.own_widths = [one.width // group.nranks for one in columns] if splits else []
-        self._asked = [name for name in self._OVERLAPS if getattr(self, name, False)]
+        known = [name for name in self._OVERLAPS if hasattr(self, name)]
+        if not known:
+            raise RuntimeError(
+                f"{type(self).__mro__[2].__name__} of paddlepaddle {paddle.__version__} has none "
+                f"of {', '.join(self._OVERLAPS)}, which have to be off for frozen weights; install "
+                "paddlepaddle 3.3"
+            )
+        self._asked = [name for name in known if getattr(self, name)]
 
     def forward(self, x: Tensor, num_rows: int | None = None) -> list[Tensor]:
         for name in self._asked:
