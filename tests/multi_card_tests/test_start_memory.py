@@ -26,6 +26,7 @@ from paddle.base.core import (
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.models.checkpoint.filling import Fillable
+from paddle_vl.nn.fused import fused_columns
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ParallelDegrees
@@ -146,7 +147,8 @@ def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
         model = run_building.build_trainer(config, writes=False).runner.model
     elements = ModelElements.of(model.parameters(), units_of(model), 4, model.tables)
     held = between_steps(elements, 3, 2)
-    whole = max(parameter.size for parameter in model.parameters())
+    # A fused one is put together from its linears.
+    whole = max(p.size * (2 if fused_columns(p) else 1) for p in model.parameters())
     return peaks[0], held.parameters + held.masters + 4 * whole + SLACK
 
 
