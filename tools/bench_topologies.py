@@ -124,6 +124,8 @@ def run(model: str, degrees: dict[str, Any], package: Path, work: Path, steps: i
         "logging.logging_steps": 10**6,
         "logging.progress_bar": "false",
     } | {f"parallel.{name}": str(degree).lower() for name, degree in degrees.items()}
+    if degrees.get("sequence_parallel"):
+        settings["data.pad_to_multiple_of"] = degrees["mp_degree"]
     work.mkdir()
     command = [sys.executable, "-m", "paddle.distributed.launch"]
     command += ["--nproc_per_node", str(num_processes), "--log_dir", str(work / "log")]
