@@ -59,6 +59,12 @@ _REFUSED = {
         "got, and has no effect",
     },
 }
+# Overlaps of mp_configs that are forms of another.
+_NEED = {
+    "mp_skip_c_identity": "mp_async_allreduce",
+    "mp_fused_linear_param_grad_add": "mp_async_allreduce",
+    "recompute_allgather": "sp_async_reduce_scatter",
+}
 _NO_MESSAGES = "is a message of NCCL's settings; set NCCL's environment variables in its place"
 _KINDS = {
     FieldDescriptor.CPPTYPE_BOOL: bool,
@@ -86,6 +92,8 @@ def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
             )
         if axis == "sharding":
             yield from _sharding_problems(values, degrees)
+        if axis == "mp" and degrees.mp_degree > 1:
+            yield from _overlap_problems(values, degrees)
         forward_first = degrees.pp_schedule in ("fthenb", "balanced_memory")
         if "best_unbalanced_scheduler" in values and forward_first:
             yield (
@@ -96,6 +104,24 @@ def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
         for name, value in values.items():
             if (problem := _option_problem(section, name, value)) is not None:
                 yield f"parallel.fleet.{section}.{name} {problem}"
+
+
+def _overlap_problems(values: dict[str, Any], degrees: ParallelDegrees) -> Problems:
+    for name, base in _NEED.items():
+        if values.get(name) is True and values.get(base) is not True:
+            yield f"parallel.fleet.mp_configs.{name} has no effect without {base}: true; set both"
+    if values.get("sp_async_reduce_scatter") is True and not degrees.sequence_parallel:
+        yield (
+            "parallel.fleet.mp_configs.sp_async_reduce_scatter has no effect without "
+            "parallel.sequence_parallel; without it there is mp_async_allreduce"
+        )
+    lacks_kernel = values.get("mp_async_allreduce") is True and not degrees.sequence_parallel
+    on_cpu = paddle.get_device().startswith("cpu")
+    if on_cpu and lacks_kernel and values.get("mp_skip_c_identity") is not True:
+        yield (
+            "parallel.fleet.mp_configs.mp_async_allreduce copies its input by a kernel that "
+            "Paddle's CPU build lacks: set mp_skip_c_identity: true beside it, or run on GPUs"
+        )
 
 
 def _sharding_problems(values: dict[str, Any], degrees: ParallelDegrees) -> Problems:

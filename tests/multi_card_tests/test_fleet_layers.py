@@ -153,7 +153,7 @@ FROZEN = {
 
 def worker(folder: str, overlaps: bool) -> dict:
     options = FleetConfig(mp_configs=OVERLAPS if overlaps else {})
-    group = initialize(ParallelDegrees(mp_degree=2), options).mp_group
+    group = initialize(ParallelDegrees(mp_degree=2, sequence_parallel=True), options).mp_group
     if group.rank == 0:
         tiny_model().save_pretrained(folder)
     dist.barrier()

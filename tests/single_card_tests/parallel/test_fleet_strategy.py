@@ -8,7 +8,9 @@ from paddle_vl.config.schema import FleetConfig
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.fleet_strategy import effective_options, fleet_problems, fleet_strategy
 
-ALL = ParallelDegrees(mp_degree=2, pp_degree=2, sharding_degree=2, num_micro_batches=4)
+ALL = ParallelDegrees(
+    mp_degree=2, pp_degree=2, sharding_degree=2, num_micro_batches=4, sequence_parallel=True
+)
 
 
 def problems(degrees=ALL, **options) -> list[str]:
@@ -58,6 +60,19 @@ def test_defaults_are_those_that_are_right_here():
 def test_what_is_unknown_mistyped_or_wrong_here_is_refused(section, option, value, message):
     (problem,) = problems(**{section: {option: value}})
     assert problem.startswith(f"parallel.fleet.{section}.{option} ")
+    assert re.search(message, problem), problem
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mp_skip_c_identity": True}, "no effect without mp_async_allreduce"),
+        ({"sp_async_reduce_scatter": True}, r"no effect without parallel\.sequence_parallel"),
+        ({"mp_async_allreduce": True}, "set mp_skip_c_identity: true beside it"),
+    ],
+)
+def test_an_overlap_that_cannot_run_or_does_nothing_is_refused(options, message):
+    (problem,) = problems(ParallelDegrees(mp_degree=2), mp_configs=options)
     assert re.search(message, problem), problem
 
 
