@@ -32,6 +32,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = main(arguments)
     except Exception:
+        # The outermost place of the process: told in the rank's log too, then as Python does it.
         if rank_log := os.environ.get(RANK_LOG_VARIABLE):
             with open(rank_log, "a", encoding="utf-8") as stream:
                 traceback.print_exc(file=stream)

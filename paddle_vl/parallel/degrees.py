@@ -26,7 +26,7 @@ class ParallelDegrees:
         num_micro_batches: micro-batches of a step (train.gradient_accumulation_steps), which go
             through the pipeline one behind the other.
         num_virtual_stages: pieces of the layers on each pipeline process.
-        pp_schedule, pp_shapes: see `paddle_vl.config.schema.ParallelConfig`.
+        pp_schedule, pp_shapes: see `paddle_vl.config.parallel_settings`.
 
     Raises:
         ValueError: a number below 1, or a sharding stage above 3.

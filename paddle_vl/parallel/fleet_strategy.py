@@ -14,7 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import log_util
 
-from paddle_vl.config.schema import FleetConfig
+from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.parallel.degrees import ParallelDegrees, Problems
 from paddle_vl.parallel.pipeline import schedule
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_vl.config.schema import ParallelConfig, RunConfig
+from paddle_vl.config.parallel_settings import ParallelConfig
+from paddle_vl.config.schema import RunConfig
 from paddle_vl.profile.cells import RESULT_FILE
 from paddle_vl.profile.last_words import leaving_word
 from paddle_vl.profile.measure import RankMeasure, measure

@@ -1,6 +1,6 @@
 """Checks that run on every rank of a sharding group; see `test_sharding`.
 
-A little over 350 lines: one launch runs them all, and starting processes costs more than they do.
+Over 350 lines: one launch runs them all, and starting processes costs more than they do.
 """
 
 import gc

@@ -24,7 +24,8 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.config.schema import FleetConfig, TrainConfig
+from paddle_vl.config.parallel_settings import FleetConfig
+from paddle_vl.config.schema import TrainConfig
 from paddle_vl.models.checkpoint.pretrained import parameters_to_write
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.gradients import sum_partial_gradients

@@ -16,7 +16,7 @@ import paddle
 import paddle.distributed.fleet.base.topology as fleet_topology
 import pytest
 
-from paddle_vl.config.schema import FleetConfig
+from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.runner import PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import num_parts

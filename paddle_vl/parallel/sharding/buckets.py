@@ -6,6 +6,7 @@ Shapes: S ranks of the group; n elements of a parameter per rank; N those of a b
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import paddle
 from paddle import Tensor
 from paddle.base.framework import EagerParamBase
@@ -55,6 +56,15 @@ def own_values(whole: Tensor, group, dtype) -> Tensor:
     if stop - start == length:
         return own
     return paddle.concat([own, paddle.zeros([length - stop + start], dtype=dtype)])
+
+
+def check_whole(whole: np.ndarray, parameter: Tensor) -> None:
+    """Raise ValueError unless an array to take a shard of has the parameter's shape."""
+    if whole.shape != tuple(parameter.shape):
+        raise ValueError(
+            f"an array {list(whole.shape)} to take a shard of does not have the shape "
+            f"{list(parameter.shape)} of {parameter.name}"
+        )
 
 
 def as_rows(whole: Tensor, num_ranks: int) -> Tensor:

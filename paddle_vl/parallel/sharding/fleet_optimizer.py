@@ -27,6 +27,7 @@ from paddle_vl.nn.adamw import AdamW
 from paddle_vl.nn.master_weights import copy_marks, master_copy
 from paddle_vl.parallel.expert_parallel import is_expert
 from paddle_vl.parallel.sharding import fleet_names
+from paddle_vl.parallel.sharding.buckets import check_whole
 from paddle_vl.parallel.sharding.fleet_overlap import FinishedGathers, OrderedReductions
 from paddle_vl.parallel.topology import Topology
 
@@ -223,11 +224,7 @@ class FleetSharding:
         Raises:
             ValueError: the shapes differ.
         """
-        if whole.shape != tuple(parameter.shape):
-            raise ValueError(
-                f"an array {list(whole.shape)} to take a shard of does not have the shape "
-                f"{list(parameter.shape)} of {parameter.name}"
-            )
+        check_whole(whole, parameter)
         begin, end = self._span(parameter, self.group.rank)
         own = np.zeros([max(end - begin, 0)], whole.dtype)
         values = whole.reshape(-1)[begin : max(end, begin)]

@@ -8,7 +8,7 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.parallel.mp_ops import gathered
-from paddle_vl.parallel.sharding.buckets import Bucket, Part, buckets_of, from_rows
+from paddle_vl.parallel.sharding.buckets import Bucket, Part, buckets_of, check_whole, from_rows
 from paddle_vl.parallel.sharding.options import ShardingOptions
 from paddle_vl.parallel.sharding.pending import Reductions
 from paddle_vl.parallel.sharding.storage import Storage
@@ -185,11 +185,7 @@ class Sharding:
         Raises:
             ValueError: the shapes differ.
         """
-        if whole.shape != tuple(parameter.shape):
-            raise ValueError(
-                f"an array {list(whole.shape)} to take a shard of does not have the shape "
-                f"{list(parameter.shape)} of {parameter.name}"
-            )
+        check_whole(whole, parameter)
         length = -(-whole.size // self.group.nranks)
         own = np.zeros(length, whole.dtype)
         values = whole.reshape(-1)[self.group.rank * length :][:length]

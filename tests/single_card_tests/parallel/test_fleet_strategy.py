@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from paddle_vl.config.schema import FleetConfig
+from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.fleet_strategy import effective_options, fleet_problems, fleet_strategy
 

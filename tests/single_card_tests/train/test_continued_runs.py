@@ -25,23 +25,7 @@ from paddle_vl.train.checkpoint import model_folder
 from paddle_vl.train.reporting.run_starts import read_starts
 from tests.finished_runs import metrics_of as run_metrics
 from tests.single_card_tests.train.batches import outcome
-from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="module")
-def whole_run(run_file, tmp_path_factory) -> Path:
-    """Four steps without a break, a checkpoint every second step, with evaluation."""
-    output_dir = tmp_path_factory.mktemp("whole") / "out"
-    data = run_file.with_name("test.jsonl")
-    trainer = build(run_file, output_dir, *evaluated(data))
-    assert trainer.run() is None
-    return output_dir
 
 
 def test_resumed_run_is_bit_identical(whole_run, run_file, tmp_path):

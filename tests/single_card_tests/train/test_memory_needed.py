@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from paddle_vl.cli.main import main
-from paddle_vl.config.schema import ParallelConfig
+from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.train.memory_needed import NeededMemory, available_memory, check_memory
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 

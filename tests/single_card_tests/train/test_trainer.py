@@ -7,7 +7,6 @@ are cut off and go on are in `test_continued_runs`.
 
 import json
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,23 +18,7 @@ from paddle_vl.train.checkpoint import model_folder
 from paddle_vl.train.reporting.progress import ProgressBar
 from tests.finished_runs import metrics_of as run_metrics
 from tests.single_card_tests.train.batches import outcome
-from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="module")
-def whole_run(run_file, tmp_path_factory) -> Path:
-    """Four steps without a break, a checkpoint every second step, with evaluation."""
-    output_dir = tmp_path_factory.mktemp("whole") / "out"
-    data = run_file.with_name("test.jsonl")
-    trainer = build(run_file, output_dir, *evaluated(data))
-    assert trainer.run() is None
-    return output_dir
 
 
 def test_output_folder_holds_what_the_help_says(whole_run):

@@ -1,0 +1,23 @@
+"""A tiny run that several files ask about."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.single_card_tests.train.whole_runs import build, evaluated
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def whole_run(run_file, tmp_path_factory) -> Path:
+    """Four steps without a break, a checkpoint every second step, with evaluation."""
+    output_dir = tmp_path_factory.mktemp("whole") / "out"
+    data = run_file.with_name("test.jsonl")
+    trainer = build(run_file, output_dir, *evaluated(data))
+    assert trainer.run() is None
+    return output_dir
