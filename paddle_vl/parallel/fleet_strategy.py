@@ -29,6 +29,10 @@ _OUTSIDE = (
     "overlaps the sums of parameters that the PipelineLayer registers, and the model stays outside "
     "of it; use sharding_configs.comm_overlap"
 )
+_RELEASE = (
+    "has the sharding optimizer release gradients, which crashes in paddlepaddle 3.3.1 together "
+    "with dp, and allows one micro-batch only; sharding_stage=2 keeps a part of them"
+)
 _REFUSED = {
     "mp_configs": {
         **dict.fromkeys(("sync_param", "sync_grad", "sync_moment", "sync_mode"), _NOT_RUN),
@@ -38,7 +42,7 @@ _REFUSED = {
         **dict.fromkeys(("sync_param", "sync_moment", "sync_mode"), _NOT_RUN),
         **dict.fromkeys(("dp_comm_overlap", "sharding_comm_overlap"), _OUTSIDE),
         "delay_scale_loss": "is on here: losses are divided by what the whole step counts",
-        "release_gradients": "crashes in paddlepaddle 3.3.1 when a parameter has no gradient",
+        "release_gradients": _RELEASE,
         "enable_dynamic_shape": "is decided by parallel.pp_shapes",
         "use_dualpipev": "is decided by parallel.pp_schedule",
         "forward_backward_overlap_scheduler": "needs layers that fleet can run node by node, which "
@@ -50,8 +54,7 @@ _REFUSED = {
         "tensor_fusion": "belongs to fleet's first sharding optimizer, which ignores the rates of "
         "single parameters; the second one fuses always",
         "accumulate_steps": "is train.gradient_accumulation_steps",
-        "release_gradients": "crashes in paddlepaddle 3.3.1 together with dp, and allows one "
-        "micro-batch only",
+        "release_gradients": _RELEASE,
         "free_grads_in_comm": "needs release_gradients, which is refused",
         "fuse_optimizer": "belongs to fleet's first sharding optimizer, and has no effect here; "
         "use enable_fuse_optimizer_states",
