@@ -19,14 +19,14 @@ if find_spec("paddle") is None:
     )
 
 _HOME = {
-    "GenerationConfig": "paddle_vl.models.generation.config",
+    "GenerationConfig": "paddle_vl.generation.config",
     "LoRAConfig": "paddle_vl.config.schema",
-    "PI07Config": "paddle_vl.models.pi07.config",
-    "PI07HighLevelPlanner": "paddle_vl.models.pi07.policy.planner",
-    "PI07LowLevelPolicy": "paddle_vl.models.pi07.policy.policy",
-    "Qwen3VLConfig": "paddle_vl.models.qwen3_vl.config",
-    "Qwen3VLForConditionalGeneration": "paddle_vl.models.qwen3_vl.model",
-    "Qwen3VLProcessor": "paddle_vl.data.processor",
+    "PI07Config": "paddle_vl.families.pi07.config",
+    "PI07HighLevelPlanner": "paddle_vl.families.pi07.planner",
+    "PI07LowLevelPolicy": "paddle_vl.families.pi07.policy",
+    "Qwen3VLConfig": "paddle_vl.families.qwen3_vl.config",
+    "Qwen3VLForConditionalGeneration": "paddle_vl.families.qwen3_vl.model",
+    "Qwen3VLProcessor": "paddle_vl.families.qwen3_vl.inputs.processor",
 }
 __all__ = [*_HOME]
 

@@ -183,10 +183,10 @@ def measure(degrees: dict) -> None:
 
     from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
     from paddle_vl.config.schema import RunConfig
-    from paddle_vl.models.qwen3_vl.stage import Qwen3VLStage, layer_costs
+    from paddle_vl.families.qwen3_vl.build_model import model_shape
+    from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
     from paddle_vl.parallel.processes import FleetProcesses
     from paddle_vl.parallel.topology import initialize
-    from paddle_vl.train.build_model import model_shape
     from paddle_vl.train.feeding.micro_batch import counted
     from paddle_vl.train.layout import Layout, parallel_degrees
     from paddle_vl.train.objective import LANGUAGE

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from paddle_vl.models.qwen3_vl.decoder import KeyValueCache
+from paddle_vl.families.qwen3_vl.decoder import KeyValueCache
 from paddle_vl.nn.fused import fused_columns
 
 

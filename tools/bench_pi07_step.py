@@ -20,9 +20,9 @@ import numpy as np
 import paddle
 
 from paddle_vl.compat import configure_cpu_runtime
-from paddle_vl.models.pi07.config import PI07Config
-from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
-from paddle_vl.models.pi07.prefix_layout import presence_of
+from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
+from paddle_vl.families.pi07.prefix_layout import presence_of
 
 THREADS, WARM_UP = 2, 3
 CONFIG = Path(__file__).parents[1] / "configs" / "bench" / "pi07_step.json"

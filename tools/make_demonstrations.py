@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_vl.data.policy.sample import DemonstrationShapes
-from paddle_vl.data.policy.statistics import demonstration_statistics, write_statistics
-from paddle_vl.data.policy.synthetic import SyntheticDemonstrations
-from paddle_vl.data.policy.write import write_demonstrations
-from paddle_vl.models.pi07.policy.discrete_actions import ActionTokenizer
-from paddle_vl.models.pi07.policy.prompt import PromptTokenizer
+from demonstration_files import write_demonstrations
+from paddle_vl.families.pi07.demonstrations.sample import DemonstrationShapes
+from paddle_vl.families.pi07.demonstrations.statistics import (
+    demonstration_statistics,
+    write_statistics,
+)
+from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
+from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
 
 # What every policy's prefix has between the words of the data.
 _FIXED_TEXTS = ["Task: , State: , Subtask: , Metadata: Speed: Quality: Mistake: Subgoal: Action: "]

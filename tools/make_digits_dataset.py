@@ -2,7 +2,7 @@
 
 import argparse
 
-from paddle_vl.data.digits import make_digits_dataset
+from digits import make_digits_dataset
 
 
 def main() -> None:

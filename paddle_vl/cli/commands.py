@@ -61,14 +61,14 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
 def evaluate(options: argparse.Namespace) -> int:
     """Print loss and exact answers."""
     configure_runtime()
-    from paddle_vl.train.build_evaluation import build_evaluation
-    from paddle_vl.train.checkpoint import model_folder
-    from paddle_vl.train.evaluate import evaluation_report, shown_answers, write_predictions
-    from paddle_vl.train.families.policy_evaluation import (
+    from paddle_vl.families.pi07.evaluation import (
         is_policy,
         policy_losses,
         policy_report,
     )
+    from paddle_vl.families.qwen3_vl.evaluation import build_evaluation
+    from paddle_vl.train.checkpoint import model_folder
+    from paddle_vl.train.evaluate import evaluation_report, shown_answers, write_predictions
 
     folder = model_folder(Path(options.model))
     if is_policy(folder):
@@ -140,14 +140,14 @@ def add_generate(subparsers: argparse._SubParsersAction) -> None:
 
 def generate(options: argparse.Namespace) -> int:
     """Print one answer."""
-    from paddle_vl.models.generation.config import GenerationConfig
+    from paddle_vl.generation.config import GenerationConfig
 
     settings = _generation_settings(options)
     GenerationConfig().updated(**settings)  # Refused before a model is loaded.
     configure_runtime()
-    from paddle_vl.infer.chat import Chat
+    from paddle_vl.families.qwen3_vl.chat import Chat
+    from paddle_vl.families.registry import is_policy
     from paddle_vl.train.checkpoint import model_folder
-    from paddle_vl.train.families.choice import is_policy
 
     folder = model_folder(Path(options.model))
     if is_policy(folder):
@@ -195,9 +195,9 @@ def add_merge(subparsers: argparse._SubParsersAction) -> None:
 def merge(options: argparse.Namespace) -> int:
     """Write the merged model with its processor files."""
     configure_runtime()
-    from paddle_vl.data.processor import Qwen3VLProcessor
-    from paddle_vl.models.checkpoint.adapter_files import folder_with, is_adapter
-    from paddle_vl.models.qwen3_vl.merge_files import merge_adapter
+    from paddle_vl.checkpoint.adapter_files import folder_with, is_adapter
+    from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+    from paddle_vl.families.qwen3_vl.merge_files import merge_adapter
     from paddle_vl.train.checkpoint import model_folder
 
     folder, out = model_folder(Path(options.adapter)), Path(options.out)

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import paddle
 
+from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.load import flatten, raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.models.checkpoint.safetensors_io import FileWriter
+from paddle_vl.families.registry import model_family
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.evaluate import MeanLosses, mean_losses
-from paddle_vl.train.families.choice import model_family
 from paddle_vl.train.feeding.data_wait import watched
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from paddle_vl.train.layout import Layout, parallel_degrees

@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.models.checkpoint.adapter_files import CONFIG_FILE
-from paddle_vl.models.checkpoint.manifest import check_weights
-from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.checkpoint.adapter_files import CONFIG_FILE
+from paddle_vl.checkpoint.manifest import check_weights
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 
 logger = logging.getLogger(__name__)
 

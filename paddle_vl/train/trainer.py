@@ -12,11 +12,11 @@ from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from paddle_vl.checkpoint.pretrained import DEFAULT_SHARD_BYTES
+from paddle_vl.checkpoint.safetensors_io import FileWriter
+from paddle_vl.checkpoint.sharded import write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.models.checkpoint.pretrained import DEFAULT_SHARD_BYTES
-from paddle_vl.models.checkpoint.safetensors_io import FileWriter
-from paddle_vl.models.checkpoint.sharded import write_tensors
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.evaluate import MeanLosses
 from paddle_vl.train.feeding.device_copies import device_copies

@@ -14,14 +14,14 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl import PI07Config, Qwen3VLForConditionalGeneration
+from paddle_vl.checkpoint.pretrained import stored_values
+from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.config.schema import LoRAConfig
-from paddle_vl.models.checkpoint.pretrained import stored_values
-from paddle_vl.models.checkpoint.safetensors_io import read_header
-from paddle_vl.models.pi07.checkpoint_map import engine_keys
-from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.checkpoint_map import engine_keys
+from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
 from paddle_vl.nn.placement import SingleDevicePlacement
-from tests.pi07_golden import CASES, case, config_values
-from tests.tiny import IMAGE, patches, tiny_config, token_rows
+from tests.support.pi07_golden import CASES, case, config_values
+from tests.support.tiny import IMAGE, patches, tiny_config, token_rows
 
 QWEN = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 8}
 WEIGHTS = CASES / "weights_A.safetensors"

@@ -15,16 +15,16 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.models.checkpoint.pretrained import fill_parameters
-from paddle_vl.models.checkpoint.safetensors_io import read_header
-from paddle_vl.models.pi07.block_embedding import joined, look_up, of_cameras
-from paddle_vl.models.pi07.checkpoint_map import engine_keys
-from paddle_vl.models.pi07.config import PI07Config
-from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
-from paddle_vl.models.pi07.planner import PI07HighLevelPlannerModel
-from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.models.pi07.prefix import Prefix, PrefixEmbedding
-from paddle_vl.models.pi07.prefix_layout import (
+from paddle_vl.checkpoint.pretrained import fill_parameters
+from paddle_vl.checkpoint.safetensors_io import read_header
+from paddle_vl.families.pi07.block_embedding import joined, look_up, of_cameras
+from paddle_vl.families.pi07.checkpoint_map import engine_keys
+from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
+from paddle_vl.families.pi07.prefix_layout import (
     PREFIX_BLOCKS,
     Block,
     Presence,
@@ -38,7 +38,7 @@ from paddle_vl.parallel.recorder import Collective, Recording, record_collective
 from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
-from tests.pi07_golden import CASES, case, config_values
+from tests.support.pi07_golden import CASES, case, config_values
 
 CAMERAS, FRAMES, SIDE, STEPS, ACTIONS, STATES, SLOTS = 2, 3, 56, 6, 7, 5, 5
 LENGTHS = {"lang": 9, "response": 6, "metadata": 7}

@@ -25,7 +25,6 @@ from paddle_vl.parallel.sharding import Sharding, ShardingOptions, buckets
 from paddle_vl.parallel.sharding.pending import Pending
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.parallel.traffic import observed
-from tests.launch import run_checks
 from tests.multi_card_tests.sharding_models import (
     DIM,
     VOCAB,
@@ -37,6 +36,7 @@ from tests.multi_card_tests.sharding_models import (
     toy,
     trained,
 )
+from tests.support.launch import run_checks
 
 STEPS, MICRO_BATCHES = 3, 2
 

@@ -12,7 +12,7 @@ import pytest
 from paddle_vl.parallel.agree import check_fields_agree
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.topology import initialize
-from tests.launch import launch, outcome_of, run_checks
+from tests.support.launch import launch, outcome_of, run_checks
 
 # By rank.
 FIELDS = {

@@ -12,9 +12,9 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
-from tests.finished_runs import arrays_of, assert_close
-from tests.launch import launch
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.finished_runs import arrays_of, assert_close
+from tests.support.launch import launch
 
 BEFORE = Path(__file__).parents[1] / "golden" / "own_engine_run"
 SETTINGS = [

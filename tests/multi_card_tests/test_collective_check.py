@@ -25,8 +25,8 @@ from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recorder import first_difference, record_collectives
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.train.build import build_trainer
-from tests.launch import launch, outcome_of, run_checks
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
+from tests.support.launch import launch, outcome_of, run_checks
 
 # Far below gloo's own time-out, far above what a check takes.
 SECONDS = 20.0

@@ -13,14 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.finished_runs import (
-    TOLERANCE,
-    arrays_of,
-    assert_close,
-    assert_equal_runs,
-    lasting_metrics,
-)
-from tests.launch import launch
 from tests.multi_card_tests.test_training import (
     MODEL,
     SHARDING,
@@ -30,6 +22,14 @@ from tests.multi_card_tests.test_training import (
     worker,
 )
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
+from tests.support.finished_runs import (
+    TOLERANCE,
+    arrays_of,
+    assert_close,
+    assert_equal_runs,
+    lasting_metrics,
+)
+from tests.support.launch import launch
 
 EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8,

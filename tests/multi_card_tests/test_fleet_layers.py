@@ -24,17 +24,17 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.checkpoint.pretrained import parameters_to_write
 from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.models.checkpoint.pretrained import parameters_to_write
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.gradients import sum_partial_gradients
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.train.optimizer import Optimizer
-from tests.launch import launch, outcome_of, run_checks
-from tests.tiny import tiny_model, token_rows
+from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.tiny import tiny_model, token_rows
 
 TOLERANCE = 1e-5
 OVERLAPS = {

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from paddle_vl.parallel.recorder import first_difference
-from tests.launch import launch, outcome_of
 from tests.multi_card_tests.fleet_sharding_checks import OPTIONS, worker
 from tests.multi_card_tests.sharding_models import toy, trained
+from tests.support.launch import launch, outcome_of
 
 TOLERANCE = 1e-5
 NUM_TRAINED = len(trained(toy()))

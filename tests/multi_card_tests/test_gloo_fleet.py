@@ -12,7 +12,6 @@ makes its own assertions in every rank.
 
 import pytest
 
-from tests.launch import launch, outcome_of, run_checks
 from tests.multi_card_tests.gloo_checks import (  # noqa: F401 - importing enters their checks
     collectives,
     messages,
@@ -23,6 +22,7 @@ from tests.multi_card_tests.gloo_checks.registry import (
     size_asked_for,
     start_fleet,
 )
+from tests.support.launch import launch, outcome_of, run_checks
 
 
 def collectives_worker() -> dict:

@@ -6,11 +6,11 @@ import pytest
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer
 
-from tests.launch import launch
 from tests.multi_card_tests.gloo_checks.registry import (
     start_fleet,
     tensor,
 )
+from tests.support.launch import launch
 
 WIDTH, ROWS, MICRO_BATCHES, STEPS = 4, 3, 4, 2
 

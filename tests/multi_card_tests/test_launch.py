@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import launch, outcome_of, run_checks
+from tests.support.launch import launch, outcome_of, run_checks
 
 
 def environment_of_rank(argument):

@@ -22,8 +22,8 @@ import pytest
 from paddle_vl.parallel.collective_check import VARIABLE
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.topology import initialize
-from tests.launch import launch
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.launch import launch
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = {"127.0.0.1", "::1"}

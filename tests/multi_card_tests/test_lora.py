@@ -19,17 +19,17 @@ from paddle.distributed import fleet
 from safetensors.numpy import load_file
 
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
-from paddle_vl.data.processor import Qwen3VLProcessor
-from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.families.qwen3_vl.build_model import model_config
+from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.build_model import model_config
-from tests.finished_runs import TOLERANCE, assert_close
-from tests.launch import launch
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
+from tests.support.finished_runs import TOLERANCE, assert_close
+from tests.support.launch import launch
 
 TOPOLOGIES = {
     "mp2 with sequence parallelism": [

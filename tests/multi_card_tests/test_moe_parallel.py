@@ -24,8 +24,8 @@ from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
-from tests.launch import launch, outcome_of, run_checks
-from tests.tiny import EXPERTS, IMAGE, patches, tiny_config, tiny_model, token_rows
+from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.tiny import EXPERTS, IMAGE, patches, tiny_config, tiny_model, token_rows
 
 TOLERANCE = 1e-5
 BATCHES = ("images", "text")

@@ -14,7 +14,7 @@ import pytest
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.objects import gather_arrays, gather_bytes, gather_values
 from paddle_vl.parallel.topology import initialize
-from tests.launch import launch, outcome_of, run_checks
+from tests.support.launch import launch, outcome_of, run_checks
 
 VALUES = [
     {"text": "Bär \U0001f43b", "numbers": [1, -2, 0.1, 10**30], "nested": {"": [None, True]}},

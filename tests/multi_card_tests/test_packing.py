@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.finished_runs import TOLERANCE, arrays_of, assert_close, lasting_metrics
-from tests.launch import launch
 from tests.multi_card_tests.test_training import (
     PP,
     SHARDING,
@@ -23,6 +21,8 @@ from tests.multi_card_tests.test_training import (
     train,
     worker,
 )
+from tests.support.finished_runs import TOLERANCE, arrays_of, assert_close, lasting_metrics
+from tests.support.launch import launch
 
 __all__ = ["run_file"]
 

@@ -18,7 +18,7 @@ from paddle.autograd import PyLayer
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.gloo_fleet.peers import PeerError
 from paddle_vl.parallel.topology import initialize
-from tests.launch import launch
+from tests.support.launch import launch
 
 # Seconds that ranks wait for each other.
 LIMIT = 8

@@ -19,11 +19,10 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.models.pi07.prefix_layout import Presence
+from paddle_vl.families.pi07.prefix_layout import Presence
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recorder import first_difference
 from paddle_vl.parallel.topology import initialize
-from tests.launch import launch, outcome_of, run_checks
 from tests.multi_card_tests.pi07_checks import (
     CAMERAS,
     EVERYTHING,
@@ -43,6 +42,7 @@ from tests.multi_card_tests.pi07_checks import (
     seeded_runs,
     sharded_run,
 )
+from tests.support.launch import launch, outcome_of, run_checks
 
 TOLERANCE = 2e-5
 SAME = {

@@ -25,14 +25,14 @@ import paddle.distributed as dist
 import pytest
 from paddle import Tensor
 
-from paddle_vl.models.checkpoint.pretrained import fill_parameters, parameter_array
-from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers, read_header
-from paddle_vl.models.pi07.checkpoint_map import engine_keys
-from paddle_vl.models.pi07.config import PI07Config
-from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching
-from paddle_vl.models.pi07.planner import PI07HighLevelPlannerModel
-from paddle_vl.models.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
+from paddle_vl.checkpoint.pretrained import fill_parameters, parameter_array
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
+from paddle_vl.families.pi07.checkpoint_map import engine_keys
+from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.gradients import sum_partial_gradients
 from paddle_vl.parallel.random_state import seed_split_random
@@ -40,8 +40,8 @@ from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
-from tests.launch import launch, outcome_of, run_checks
-from tests.pi07_golden import (
+from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.pi07_golden import (
     CASES,
     CharacterTokenizer,
     FirstValueActionTokenizer,

@@ -22,7 +22,7 @@ from paddle_vl.parallel.pipeline.runner import PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import num_parts
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.topology import initialize
-from tests.launch import launch, outcome_of, run_checks
+from tests.support.launch import launch, outcome_of, run_checks
 
 STAGES, WIDTH = 3, 3
 VIRTUAL = {"num_virtual_stages": 2}

@@ -20,16 +20,16 @@ import numpy as np
 import paddle.distributed as dist
 import pytest
 
+from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.config.load import load_run_config
-from paddle_vl.models.checkpoint.safetensors_io import read_header
 from paddle_vl.train.build import build_trainer
-from tests.finished_runs import (
+from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
+from tests.support.finished_runs import (
     arrays_of,
     assert_close,
     assert_equal_runs,
 )
-from tests.launch import launch
-from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
+from tests.support.launch import launch
 
 SP = "parallel.sequence_parallel=true"
 SHARDING, PP = "parallel.sharding_degree=2", "parallel.pp_degree=2"

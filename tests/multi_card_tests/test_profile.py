@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.profile.last_words import read_words
-from tests.launch import ROOT
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.launch import ROOT
 
 STEPS = ["--nproc", "2", "--warmup", "1", "--steps", "2"]
 TOPOLOGIES = {

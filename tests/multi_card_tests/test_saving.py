@@ -13,17 +13,17 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_vl.models.checkpoint import sharded
-from paddle_vl.models.checkpoint.manifest import Manifest, SummedStream
-from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
+from paddle_vl.checkpoint import sharded
+from paddle_vl.checkpoint.manifest import Manifest, SummedStream
+from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.parallel.writers import FleetWriters
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.saving.verify import examine
-from tests.launch import launch, outcome_of, run_checks
 from tests.single_card_tests.train.saved import filled, settings, steps_in
+from tests.support.launch import launch, outcome_of, run_checks
 
 RANKS = 2
 ROWS, COUNT = 1024, 6

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from paddle_vl.parallel.sharding.memory import Elements, ModelElements, at_peak, passing_bytes
-from tests.launch import launch, outcome_of
 from tests.multi_card_tests.sharding_checks import HALVES, MICRO_BATCHES, MODES, worker
 from tests.multi_card_tests.sharding_models import NUM_BLOCKS, NUM_LAYERS, NUM_WIDE, WIDE_BYTES
+from tests.support.launch import launch, outcome_of
 
 TOLERANCE = 1e-5
 UNITS = NUM_BLOCKS + NUM_LAYERS

@@ -22,9 +22,9 @@ import paddle
 import pytest
 from paddle import Tensor, nn
 
+from paddle_vl.checkpoint.pretrained import save_parameters
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.models.checkpoint.pretrained import save_parameters
-from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.nn.master_weights import MasterWeights, gradient_of
 from paddle_vl.nn.placement import SingleDevicePlacement, Writers
 from paddle_vl.parallel.degrees import ParallelDegrees
@@ -39,9 +39,9 @@ from paddle_vl.parallel.sharding.memory import (
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.parallel.writers import FleetWriters
 from paddle_vl.train.optimizer import Optimizer
-from tests.launch import launch, outcome_of, run_checks
 from tests.multi_card_tests.families import loss_of, pi07, qwen_fresh, units_of
 from tests.multi_card_tests.sharding_models import HalfModel
+from tests.support.launch import launch, outcome_of, run_checks
 
 RANKS = 2
 STAGES = (0, 1, 2, 3)

@@ -23,9 +23,9 @@ from paddle.base.core import (
     host_memory_stat_reset_peak_value,
 )
 
+from paddle_vl.checkpoint.filling import Fillable
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.models.checkpoint.filling import Fillable
 from paddle_vl.nn.fused import fused_columns
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.placement import SingleDevicePlacement
@@ -36,7 +36,6 @@ from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train import build as run_building
 from paddle_vl.train.optimizer import Optimizer
-from tests.launch import launch, outcome_of, run_checks
 from tests.multi_card_tests.families import (
     builders,
     pi07,
@@ -47,6 +46,7 @@ from tests.multi_card_tests.families import (
 )
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.launch import launch, outcome_of, run_checks
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 STAGES = (0, 1, 2, 3)

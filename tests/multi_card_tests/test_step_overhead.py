@@ -23,9 +23,9 @@ from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import Phase
 from paddle_vl.train.reporting.gauges import Gauge
 from step_counts import NO_PHASE, counted_turn
-from tests.finished_runs import metrics_of
-from tests.launch import launch
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.finished_runs import metrics_of
+from tests.support.launch import launch
 
 TOPOLOGIES = {"dp2": "parallel.dp_degree=2", "pp2": "parallel.pp_degree=2"}
 STEPS, LOGGING_STEPS = 8, 3

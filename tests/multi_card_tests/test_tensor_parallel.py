@@ -22,8 +22,8 @@ from paddle_vl.parallel.gradients import sum_partial_gradients
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
-from tests.launch import launch, outcome_of, run_checks
-from tests.tiny import IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.tiny import IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
 
 TOLERANCE = 1e-5
 BATCHES = ("images", "mixed", "one_image", "text")

@@ -17,7 +17,7 @@ from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.topology import ParallelDegrees, Topology, initialize
 from paddle_vl.train.random_state import seed_step
-from tests.launch import launch, outcome_of, run_checks
+from tests.support.launch import launch, outcome_of, run_checks
 
 PROCESSES = 4
 AXES = ("dp", "mp", "pp", "sharding")

@@ -19,17 +19,17 @@ import numpy as np
 import paddle.distributed as dist
 import pytest
 
+from paddle_vl.checkpoint import sharded
 from paddle_vl.config.load import load_run_config
-from paddle_vl.models.checkpoint import sharded
 from paddle_vl.train.build import build_trainer
-from tests.finished_runs import (
+from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
+from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
+from tests.support.finished_runs import (
     arrays_of,
     assert_close,
     assert_equal_runs,
 )
-from tests.launch import launch
-from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
-from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
+from tests.support.launch import launch
 
 SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
 PP = ("parallel.pp_degree=2",)

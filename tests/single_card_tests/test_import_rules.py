@@ -21,43 +21,31 @@ ALLOWED = {
     "batch": set(),
     "compat": set(),
     "nn": {"batch", "compat"},
-    "models": {"nn", "batch", "config", "compat", "files"},
+    "checkpoint": {"nn", "config", "files", "compat"},
+    "generation": {"files"},
     "data": {"batch", "config", "files"},
+    "families": {
+        *("nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"),
+        *("train", "parallel"),
+    },
     "parallel": {"nn", "batch", "config", "compat"},
-    "train": {"models", "data", "parallel", "nn", "batch", "config", "compat", "files"},
-    "infer": {"models", "data", "nn", "batch", "config", "compat"},
-    "profile": {"train", "models", "data", "parallel", "nn", "batch", "config", "compat"},
+    "train": {
+        *("families", "data", "parallel", "checkpoint", "nn", "batch", "config"),
+        *("compat", "files"),
+    },
+    "profile": {"train", "families", "data", "parallel", "nn", "batch", "config", "compat"},
     "report": {"train", "config", "files"},
     "cli": {
-        "profile",
-        "report",
-        "train",
-        "infer",
-        "models",
-        "data",
-        "parallel",
-        "nn",
-        "batch",
-        "config",
-        "compat",
-        "files",
+        *("profile", "report", "train", "families", "generation", "checkpoint", "data"),
+        *("parallel", "nn", "batch", "config", "compat", "files"),
     },
     # Names that are looked up on first use; the command.
     "__init__": set(),
     "__main__": {"cli"},
 }
-# Beyond the direction: models, data and parallel meet in these training files.
-MEETING_PLACES = (
-    "train/build.py",
-    "train/build_model.py",
-    "train/build_evaluation.py",
-    *(f"train/families/{name}.py" for name in ("language", "policy", "planner", "choice")),
-    *(
-        f"train/families/{name}.py"
-        for name in ("policy_batches", "policy_objective", "policy_evaluation")
-    ),
-)
-WITHOUT_PADDLE = ("files", "config", "batch", "data")
+# Files of a family that may know the trainer.
+RECIPES = ("recipe", "planner_recipe", "build_model", "evaluation", "objective", "registry")
+WITHOUT_PADDLE = ("files", "config", "batch", "data", "inputs", "demonstrations")
 FOREIGN = ("torch", "transformers", "lerobot", "paddlenlp", "paddleformers")
 
 
@@ -92,6 +80,11 @@ def part(dotted_or_path: str) -> str:
     return dotted_or_path.removeprefix("paddle_vl.").replace("/", ".").split(".")[0]
 
 
+def is_without_paddle(module: str) -> bool:
+    """Whether a file runs in loader workers: NumPy only."""
+    return bool({part(module), *module.split("/")[2:-1]} & set(WITHOUT_PADDLE))
+
+
 @pytest.mark.parametrize("module", modules())
 def test_imports_follow_the_allowed_directions(module):
     own = part(module)
@@ -105,7 +98,7 @@ def test_imports_follow_the_allowed_directions(module):
 def test_paddle_and_its_distributed_part_stay_where_they_belong(module):
     names = imported_names(module)
     own = part(module)
-    if own in WITHOUT_PADDLE:
+    if is_without_paddle(module):
         assert not {name for name in names if name.split(".")[0] == "paddle"}
     if own != "parallel":
         assert not {name for name in names if name.startswith("paddle.distributed")}
@@ -113,17 +106,24 @@ def test_paddle_and_its_distributed_part_stay_where_they_belong(module):
     assert not {name for name in names if name.split(".")[0] in FOREIGN}
 
 
-def test_models_and_data_meet_in_the_training_files_that_build():
-    """Elsewhere in train/ the model is whatever has the methods; only its file format is shared."""
+def test_only_a_family_s_recipe_knows_the_trainer():
     for module in modules():
-        if part(module) == "train" and module not in MEETING_PLACES:
+        if part(module) == "families" and Path(module).stem not in RECIPES:
             imported = {name for name in imported_names(module) if name.startswith("paddle_vl.")}
-            assert not {
-                name
-                for name in imported
-                if part(name) in ("models", "data")
-                and not name.startswith("paddle_vl.models.checkpoint.")
-            }, module
+            assert not {part(name) for name in imported} & {"train", "parallel"}, module
+
+
+def test_families_do_not_import_each_other():
+    for module in modules():
+        if module.count("/") < 2 or part(module) != "families":
+            continue
+        own = module.split("/")[1]
+        others = {
+            name.split(".")[2]
+            for name in imported_names(module)
+            if name.startswith("paddle_vl.families.") and name.count(".") > 2
+        }
+        assert others <= {own, "flops", "base", "registry"}, module
 
 
 def loaded_by_importing(names: list[str]) -> set[str]:
@@ -150,5 +150,5 @@ def test_whole_package_loads_without_torch_and_transformers():
 
 
 def test_worker_parts_load_without_paddle():
-    names = [dotted(module) for module in modules() if part(module) in WITHOUT_PADDLE]
+    names = [dotted(module) for module in modules() if is_without_paddle(module)]
     assert "paddle" not in loaded_by_importing(names)

@@ -11,8 +11,8 @@ from PIL import Image
 
 from fuzzing.mutations import damaged_bytes
 from fuzzing.parser import Parser
-from paddle_vl.data.vision.image_file import image_size, load_rgb
-from paddle_vl.data.vision.video_reader import open_video
+from paddle_vl.data.image_file import image_size, load_rgb
+from paddle_vl.data.video_reader import open_video
 
 _PLAYLISTS = [
     b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", b"ffconcat version 1.0\nfile ../outside.png\n",

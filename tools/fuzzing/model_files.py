@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from fuzzing.mutations import as_json, json_bytes
 from fuzzing.parser import Files, Parser
 from fuzzing.samples import small_processor
-from paddle_vl.data.processor import Qwen3VLProcessor
-from paddle_vl.data.sft.conversation import parse_record
-from paddle_vl.models.generation.config import GenerationConfig
-from paddle_vl.models.pi07.config import PI07Config
-from paddle_vl.models.pi07.planner_config import PLANNER_TYPE, PI07PlannerConfig
+from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.families.pi07.planner_config import PLANNER_TYPE, PI07PlannerConfig
+from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
+from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.generation.config import GenerationConfig
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -26,8 +26,8 @@ def _one(name: str, seeds: list[Any], most: int = 2) -> st.SearchStrategy[Files]
 
 def hf_config(folder: Path) -> Parser:
     """config.json of a Qwen3-VL, dense and with experts, in both dialects; written back."""
-    from paddle_vl.models.qwen3_vl.config import Qwen3VLConfig
-    from paddle_vl.models.qwen3_vl.sizes import size_values
+    from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+    from paddle_vl.families.qwen3_vl.sizes import size_values
 
     sizes = [size_values(name) for name in ("qwen3-vl-2b", "qwen3-vl-8b", "qwen3-vl-30b-a3b")]
     seeds = sizes + [_as_transformers_5(values) for values in sizes]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from fuzzing.mutations import as_json, damaged_bytes, json_bytes
 from fuzzing.parser import Parser
-from paddle_vl.models.checkpoint.adapter_files import StoredAdapter
-from paddle_vl.models.checkpoint.manifest import FileSum, Manifest, check_weights
-from paddle_vl.models.checkpoint.safetensors_io import (
+from paddle_vl.checkpoint.adapter_files import StoredAdapter
+from paddle_vl.checkpoint.manifest import FileSum, Manifest, check_weights
+from paddle_vl.checkpoint.safetensors_io import (
     TensorToWrite,
     read_checkpoint_headers,
     read_header,

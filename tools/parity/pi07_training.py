@@ -3,12 +3,12 @@
 import numpy as np
 import paddle
 
+from paddle_vl.checkpoint.pretrained import parameter_array
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.models.checkpoint.pretrained import parameter_array
-from paddle_vl.models.pi07.checkpoint_map import UNUSED_KEYS
-from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
-from paddle_vl.models.pi07.losses import flow_counts
-from paddle_vl.models.pi07.prefix_layout import Presence, presence_of
+from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS
+from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
+from paddle_vl.families.pi07.losses import flow_counts
+from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.train.optimizer import Optimizer
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, model_of

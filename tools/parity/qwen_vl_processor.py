@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from paddle_vl.data.vision.image_processor import ImageProcessor
-from paddle_vl.data.vision.resize_rule import smart_resize, smart_resize_video
-from paddle_vl.data.vision.video_frames import (
+from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
+from paddle_vl.families.qwen3_vl.inputs.resize_rule import smart_resize, smart_resize_video
+from paddle_vl.families.qwen3_vl.inputs.video_frames import (
     patch_timestamps,
     process_frames,
     sample_frame_indices,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paddle_vl.models.checkpoint.manifest import (
+from paddle_vl.checkpoint.manifest import (
     FileSum,
     Manifest,
     files_as_json,

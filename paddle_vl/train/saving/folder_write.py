@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from paddle_vl.models.checkpoint.manifest import damaged_files
+from paddle_vl.checkpoint.manifest import damaged_files
 from paddle_vl.train.checkpoint import partial_of
 from paddle_vl.train.saving.commit import Part
 from paddle_vl.train.saving.snapshot import AbandonedError, Snapshot

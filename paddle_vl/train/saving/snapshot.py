@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_vl.files.named_errors import naming
-from paddle_vl.models.checkpoint.manifest import FileSum, SummedStream
-from paddle_vl.models.checkpoint.safetensors_io import (
+from paddle_vl.checkpoint.manifest import FileSum, SummedStream
+from paddle_vl.checkpoint.safetensors_io import (
     FileWriter,
     TensorToWrite,
     bytes_of,
     file_header,
     write_file,
 )
+from paddle_vl.files.named_errors import naming
 
 # What memory is taken in beyond what was known to be needed.
 _BLOCK_BYTES = 1 << 26

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.models.checkpoint.adapter_files import TENSOR_FILE
-from paddle_vl.models.checkpoint.manifest import (
+from paddle_vl.checkpoint.adapter_files import TENSOR_FILE
+from paddle_vl.checkpoint.manifest import (
     MANIFEST_FILE,
     WEIGHT_FILES,
     Manifest,
@@ -23,7 +23,7 @@ from paddle_vl.models.checkpoint.manifest import (
     listed_weights,
     shared_out,
 )
-from paddle_vl.models.checkpoint.safetensors_io import read_checkpoint_headers, read_header
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
 from paddle_vl.train.checkpoint import (
     MODEL_FILES,
     OPTIMIZER_STEM,

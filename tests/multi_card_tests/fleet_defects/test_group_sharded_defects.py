@@ -30,7 +30,7 @@ from paddle.distributed.sharding import group_sharded_parallel
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.topology import initialize
-from tests.launch import launch, outcome_of, run_checks
+from tests.support.launch import launch, outcome_of, run_checks
 
 RANKS, WIDTH = 2, 64
 

@@ -15,7 +15,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl.parallel.gloo_fleet import install
-from tests.launch import launch, outcome_of, run_checks
+from tests.support.launch import launch, outcome_of, run_checks
 
 
 def start(world: int, **mp_configs: bool):

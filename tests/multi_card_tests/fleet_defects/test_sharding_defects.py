@@ -18,7 +18,7 @@ from paddle.distributed.fleet.utils.hybrid_parallel_util import (
 
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.topology import initialize
-from tests.launch import launch, outcome_of, run_checks
+from tests.support.launch import launch, outcome_of, run_checks
 
 OPTIONS = {"split_param": True, "comm_overlap": False, "release_gradients": False}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from paddle_vl.batch.positions import mrope_position_ids
-from tests.tiny import GOLDEN, IMAGE, VIDEO, token_rows
+from tests.support.tiny import GOLDEN, IMAGE, VIDEO, token_rows
 
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 

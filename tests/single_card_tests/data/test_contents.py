@@ -12,22 +12,22 @@ import os
 import pytest
 
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.data.policy.dataset import DemonstrationsDataset
-from paddle_vl.data.policy.training_set import DrawnDemonstrations
-from paddle_vl.data.sft.dataset import MessagesDataset
-from tests.single_card_tests.data.chat_builders import (
-    question,
-    random_image,
-    tiny_processor,
-    write_jsonl,
-)
-from tests.single_card_tests.data.policy.demonstration_builders import (
+from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
+from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
+from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from tests.single_card_tests.data.probe_datasets import NumberDataset, stack_numbers
+from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,
     save_image,
     write_lines,
 )
-from tests.single_card_tests.data.probe_datasets import NumberDataset, stack_numbers
+from tests.single_card_tests.families.qwen3_vl.chat_builders import (
+    question,
+    random_image,
+    tiny_processor,
+    write_jsonl,
+)
 
 PROCESSOR = tiny_processor()
 

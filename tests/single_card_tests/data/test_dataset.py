@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.sft.dataset import MessagesDataset
-from tests.single_card_tests.data.chat_builders import (
+from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from tests.single_card_tests.data.video_files import write_video
+from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     question,
     random_image,
     tiny_processor,
     user,
     write_jsonl,
 )
-from tests.single_card_tests.data.video_files import write_video
 
 PROCESSOR = tiny_processor()
 

@@ -13,8 +13,8 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.vision.image_file import FORMATS, image_size, load_rgb
-from tests.single_card_tests.data.chat_builders import random_image
+from paddle_vl.data.image_file import FORMATS, image_size, load_rgb
+from tests.single_card_tests.families.qwen3_vl.chat_builders import random_image
 
 RED = (255, 0, 0)
 WHITE = (255, 255, 255)

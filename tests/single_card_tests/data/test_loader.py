@@ -23,22 +23,22 @@ import numpy as np
 import pytest
 
 from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.collate import VLCollator
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.data.sft.dataset import MessagesDataset
 from paddle_vl.data.worker_pool import WorkerPool
-from tests.single_card_tests.data.chat_builders import (
-    question,
-    random_image,
-    tiny_processor,
-    write_jsonl,
-)
+from paddle_vl.families.qwen3_vl.inputs.collate import VLCollator
+from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from tests.single_card_tests.data.probe_datasets import (
     DyingDataset,
     HeldDataset,
     NumberDataset,
     die_halfway,
     stack_numbers,
+)
+from tests.single_card_tests.families.qwen3_vl.chat_builders import (
+    question,
+    random_image,
+    tiny_processor,
+    write_jsonl,
 )
 
 TRAIN = {"shuffle": True, "drop_last": True, "seed": 5}

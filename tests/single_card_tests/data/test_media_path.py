@@ -7,16 +7,16 @@ conversations and demonstrations, when opening and when reading; what leads back
 import pytest
 
 from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.policy.dataset import DemonstrationsDataset
-from paddle_vl.data.sft.dataset import MessagesDataset
-from tests.single_card_tests.data.chat_builders import (
+from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
+from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from tests.single_card_tests.data.video_files import write_video
+from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, line, write_lines
+from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     question,
     random_image,
     tiny_processor,
     write_jsonl,
 )
-from tests.single_card_tests.data.policy.demonstration_builders import SHAPES, line, write_lines
-from tests.single_card_tests.data.video_files import write_video
 
 PROCESSOR = tiny_processor()
 

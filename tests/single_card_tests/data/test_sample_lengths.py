@@ -15,14 +15,14 @@ from paddle_vl.data import sample_lengths as module
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
-from paddle_vl.data.sft.dataset import MessagesDataset
-from tests.single_card_tests.data.chat_builders import (
+from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from tests.single_card_tests.data.video_files import write_video
+from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     question,
     random_image,
     tiny_processor,
     write_jsonl,
 )
-from tests.single_card_tests.data.video_files import write_video
 
 BUDGET = RowBudget(1000)
 

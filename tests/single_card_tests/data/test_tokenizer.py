@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_vl.data.tokenizer import TextTokenizer, train_bpe
-from tests.single_card_tests.data.chat_builders import TEXTS, tiny_tokenizer
+from tests.single_card_tests.families.qwen3_vl.chat_builders import TEXTS, tiny_tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_end|>")
 TOKENIZER = train_bpe(TEXTS, 280, SPECIAL)

@@ -10,9 +10,9 @@ import av
 import pytest
 from PIL import Image
 
+from paddle_vl.data import video_reader
 from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.vision import video_reader
-from paddle_vl.data.vision.video_reader import open_video
+from paddle_vl.data.video_reader import open_video
 from tests.single_card_tests.data.video_files import write_video
 
 

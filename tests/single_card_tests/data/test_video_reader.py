@@ -19,9 +19,9 @@ import av
 import numpy as np
 import pytest
 
+from paddle_vl.data import video_reader
 from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.vision import video_reader
-from paddle_vl.data.vision.video_reader import VideoFrames, frame_rate, open_video
+from paddle_vl.data.video_reader import VideoFrames, frame_rate, open_video
 from tests.single_card_tests.data.video_files import (
     decode_all,
     moving_frames,
@@ -217,7 +217,7 @@ def test_pyav_is_needed_for_files_only(tmp_path):
         "import sys; sys.modules['av'] = None\n"
         "import numpy as np\n"
         "from paddle_vl.data import processor\n"
-        "from paddle_vl.data.vision.video_reader import VideoFrames, open_video\n"
+        "from paddle_vl.data.video_reader import VideoFrames, open_video\n"
         "print(open_video(VideoFrames(np.zeros((2, 4, 4, 3), np.uint8), 1.0)).num_frames)\n"
         f"try: open_video({str(path)!r})\n"
         "except RuntimeError as error: print(error)\n"

@@ -19,7 +19,7 @@ from paddle_vl.nn.experts import (
     sort_by_expert,
     unpermute_rows,
 )
-from tests.tiny import forbid_host_reads
+from tests.support.tiny import forbid_host_reads
 
 NUM_EXPERTS, WIDTH, INNER, TOKENS = 5, 6, 4, 7
 CHOICES = {

@@ -69,7 +69,7 @@ def foreign(folder: Path) -> Parser:
 
 def nameless(folder: Path) -> Parser:
     """A refusal of this package that does not name the file."""
-    from paddle_vl.models.qwen3_vl.sizes import size_values
+    from paddle_vl.families.qwen3_vl.sizes import size_values
 
     def fault(number: int) -> None:
         if number > 900:

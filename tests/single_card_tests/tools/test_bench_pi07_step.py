@@ -6,8 +6,8 @@ Guarantees: parameters and lengths are those that the configuration's file gives
 import json
 
 import bench_pi07_step
-from paddle_vl.models.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
-from paddle_vl.models.pi07.prefix_layout import presence_of
+from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
+from paddle_vl.families.pi07.prefix_layout import presence_of
 
 # The expert's head, which nothing uses and this package leaves out: 8 tokens of width 128.
 UNUSED_HEAD = 8 * 128

@@ -8,7 +8,7 @@ from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.train.feeding.micro_batch import MicroBatch, counted
 from paddle_vl.train.objective import LANGUAGE
 from paddle_vl.train.step import StepOutcome, StepTotals
-from tests.tiny import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows
+from tests.support.tiny import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows
 
 
 def image_batch(texts: list[list[int]], prompt_lengths: list[int], seed: int = 0) -> dict:

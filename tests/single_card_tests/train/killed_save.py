@@ -10,8 +10,8 @@ import signal
 import sys
 import time
 
+from paddle_vl.checkpoint.manifest import SummedStream
 from paddle_vl.config.load import load_run_config
-from paddle_vl.models.checkpoint.manifest import SummedStream
 from paddle_vl.train.build import build_trainer
 
 plain = SummedStream.write

@@ -11,7 +11,7 @@ import logging
 
 import pytest
 
-from paddle_vl.models.checkpoint.manifest import FileSum, Manifest, check_weights, shared_out
+from paddle_vl.checkpoint.manifest import FileSum, Manifest, check_weights, shared_out
 from paddle_vl.train.checkpoint import model_folder
 from paddle_vl.train.resume import checkpoint_to_resume
 from paddle_vl.train.saving.verify import examine

@@ -14,8 +14,8 @@ import time
 import numpy as np
 import pytest
 
-from paddle_vl.models.checkpoint.manifest import Manifest, SummedStream
-from paddle_vl.models.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
+from paddle_vl.checkpoint.manifest import Manifest, SummedStream
+from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
 from paddle_vl.train.saving import folder_write
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from tests.single_card_tests.train.saved import (

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from paddle_vl.models.checkpoint.manifest import SummedStream
+from paddle_vl.checkpoint.manifest import SummedStream
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.checkpoint import model_folder
 from paddle_vl.train.reporting.run_starts import read_starts
-from tests.finished_runs import metrics_of as run_metrics
 from tests.single_card_tests.train.batches import outcome
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
+from tests.support.finished_runs import metrics_of as run_metrics
 
 
 def test_resumed_run_is_bit_identical(whole_run, run_file, tmp_path):

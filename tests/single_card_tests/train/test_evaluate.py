@@ -11,7 +11,7 @@ import pytest
 from paddle_vl.train.evaluate import Answer, FirstSamples, evaluation_report, mean_losses
 from paddle_vl.train.step import WholeModel
 from tests.single_card_tests.train.batches import image_batch, split_batch
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
 

@@ -23,7 +23,7 @@ from paddle_vl.train.reporting.gauges import GaugeLayout, local_values
 from paddle_vl.train.step import WholeModel
 from tests.single_card_tests.train.batches import image_batch, split_batch
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
-from tests.tiny import EXPERTS, tiny_model
+from tests.support.tiny import EXPERTS, tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
 WEIGHT = 0.5

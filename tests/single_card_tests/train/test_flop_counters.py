@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.families.registry import model_family
 from paddle_vl.nn.placement import SingleDevicePlacement
-from paddle_vl.train.families.choice import model_family
 from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.processes import ONE_PROCESS
-from tests.counted_products import counted_products
 from tests.single_card_tests.train.tiny_policy_run import MODEL, write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.counted_products import counted_products
 
 LORA = "model.lora={r: 2, target_modules: [q_proj, down_proj], modules_to_save: [mergers]}"
 PLANNER = {

@@ -18,9 +18,9 @@ from safetensors.numpy import load_file
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.host_reads import record_host_reads
-from tests.finished_runs import lasting, metrics_of
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.finished_runs import lasting, metrics_of
 
 OF_THE_CPU = "nn/masked_attention.py"
 

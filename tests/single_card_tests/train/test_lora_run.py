@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
-from paddle_vl.data.processor import Qwen3VLProcessor
+from paddle_vl.families.qwen3_vl.build_model import model_config
+from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.build_model import model_config
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 
 LORA = "model.lora={r: 2, target_modules: [q_proj, down_proj, qkv], modules_to_save: [mergers]}"

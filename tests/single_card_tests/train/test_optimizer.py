@@ -18,7 +18,7 @@ from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.step import WholeModel, train_step
 from tests.single_card_tests.train.batches import image_batch, micro_batches
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 
 def build(model, freeze=(), **settings):

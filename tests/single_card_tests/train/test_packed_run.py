@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data import sample_lengths as lengths_module
 from paddle_vl.train.build import build_trainer
-from tests.finished_runs import lasting
-from tests.finished_runs import metrics_of as run_metrics
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.finished_runs import lasting
+from tests.support.finished_runs import metrics_of as run_metrics
 
 PACKED = ["data.packing=true", "data.packing_length=256", "train.save_steps=2"]
 

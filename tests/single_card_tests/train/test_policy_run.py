@@ -16,11 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.models.pi07.policy.planner import PI07HighLevelPlanner
-from paddle_vl.models.pi07.policy.policy import PI07LowLevelPolicy
+from paddle_vl.families.pi07.evaluation import policy_losses, policy_report
+from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
+from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.families.policy_evaluation import policy_losses, policy_report
-from tests.finished_runs import lasting, metrics_of
 from tests.single_card_tests.train.batches import count_calls
 from tests.single_card_tests.train.tiny_policy_run import (
     MODEL,
@@ -28,6 +27,7 @@ from tests.single_card_tests.train.tiny_policy_run import (
     SHAPES,
     write_tiny_policy_run,
 )
+from tests.support.finished_runs import lasting, metrics_of
 
 NO_DROPS = (
     "data.drops={history_state_drop_prob: 0.0, subgoal_drop_prob: 0.0, response_drop_prob: 0.0, "

@@ -21,7 +21,7 @@ from tests.single_card_tests.train.batches import (
     micro_batches,
     split_batch,
 )
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
 

@@ -8,8 +8,8 @@ from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
-from tests.finished_runs import lasting
-from tests.finished_runs import metrics_of as run_metrics
+from tests.support.finished_runs import lasting
+from tests.support.finished_runs import metrics_of as run_metrics
 
 
 def build(run_file: Path, output_dir: Path, *overrides: str):

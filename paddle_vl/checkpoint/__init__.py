@@ -1,0 +1,1 @@
+"""Model files: HF's safetensors and configuration, sharded writing, manifests."""

@@ -1,0 +1,277 @@
+"""Adapters in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`.
+
+Keys are `base_model.model.` and HF's module with `.lora_A.weight` `[r, in]` or `.lora_B.weight`
+`[out, r]`; modules that were trained whole have their parameters' own keys. PEFT also saves the
+weight of an adapted head or embedding, as `.base_layer.weight`.
+
+Source: PEFT 0.21, `peft/utils/save_and_load.py` and `peft/tuners/lora/config.py`.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from paddle_vl.checkpoint.safetensors_io import (
+    FileWriter,
+    StoredTensor,
+    TensorToWrite,
+    encoded,
+    read_header,
+    write_file,
+)
+from paddle_vl.config.schema import LoRAConfig
+from paddle_vl.files.json_file import read_json_object, shown
+from paddle_vl.files.named_errors import write_text
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+A_KEY, B_KEY = ".lora_A.weight", ".lora_B.weight"
+_BASE_LAYER = ".base_layer."
+# Settings of PEFT that change what an adapter computes, unless they are null, false, empty or this.
+_NOT_SUPPORTED = {
+    "bias": "none", "use_dora": None, "rank_pattern": None, "alpha_pattern": None,
+    "fan_in_fan_out": None, "lora_bias": None, "target_parameters": None,
+    "trainable_token_indices": None, "layer_replication": None, "use_qalora": None,
+    "use_bdlora": None, "alora_invocation_tokens": None, "arrow_config": None, "kasa_config": None,
+    "velora_config": None, "monteclora_config": None,
+}  # fmt: skip
+
+
+# What counts of an adapter's settings.
+_COMPUTED = ("r", "lora_alpha", "lora_dropout", "use_rslora")
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+_TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("target_modules", lambda v: isinstance(v, str) or _are_texts(v), "a list of names"),
+    ("modules_to_save", _are_texts, "a list of names"),
+    ("base_model_name_or_path", lambda v: isinstance(v, str), "the path of a folder"),
+)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Which adapters a model has.
+
+    Attributes:
+        targets: HF modules of the linears with a low-rank adapter.
+        saved: HF modules that are trained whole.
+        base: folder of the model that the adapters were trained beside, as far as known.
+    """
+
+    config: LoRAConfig
+    targets: tuple[str, ...]
+    saved: tuple[str, ...] = ()
+    base: str | None = None
+
+    def owns(self, key: str) -> bool:
+        """Whether the HF key is of the adapters, and not of the base."""
+        return key.endswith((A_KEY, B_KEY)) or any(key.startswith(f"{m}.") for m in self.saved)
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter folder, its tensors unread.
+
+    Attributes:
+        tensors: by HF key; some may be parameters of the base, which then count instead of its own.
+        modules_to_save: as PEFT has them, which may be the ends of names.
+    """
+
+    folder: Path
+    config: LoRAConfig
+    modules_to_save: tuple[str, ...]
+    base: str | None
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def read(cls, folder: Path) -> "StoredAdapter":
+        """Read an adapter's configuration and the places of its tensors.
+
+        Raises:
+            RuntimeError: a file is missing or damaged.
+            ValueError: a setting of PEFT that is not supported, or keys that are not PEFT's.
+        """
+        values = _config_values(folder)
+        tensors = {}
+        for key, tensor in read_header(folder / TENSOR_FILE).items():
+            if not key.startswith(PREFIX):
+                raise ValueError(
+                    f"{folder / TENSOR_FILE} holds {key}, but keys of PEFT's format begin with "
+                    f"{PREFIX}: it is not an adapter for a whole model"
+                )
+            tensors[key.removeprefix(PREFIX).replace(_BASE_LAYER, ".")] = tensor
+        targets = [key.removesuffix(A_KEY) for key in tensors if key.endswith(A_KEY)]
+        if not targets:
+            raise ValueError(f"{folder / TENSOR_FILE} has no tensor that ends in {A_KEY}")
+        settings = {name: values[name] for name in _COMPUTED if values.get(name) is not None}
+        try:
+            config = LoRAConfig(**settings, target_modules=targets)
+        except ValidationError as error:
+            found = "; ".join(
+                f"{fault['loc'][0]} is {shown(fault['input'])}, "
+                f"{fault['msg'].replace('Input', 'it', 1)}"
+                for fault in error.errors()
+            )
+            raise ValueError(f"{folder / CONFIG_FILE}: {found}") from error
+        saved = tuple(values.get("modules_to_save") or ())
+        return cls(folder, config, saved, values.get("base_model_name_or_path"), tensors)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Modules of the low-rank adapters; what the files hold counts, not the patterns."""
+        return tuple(self.config.target_modules)
+
+    def merged(self, base: Mapping[str, StoredTensor]) -> list[TensorToWrite]:
+        """The base's tensors with the adapter added, computed as they are written.
+
+        Raises:
+            ValueError: tensors of the adapter that do not fit the base.
+        """
+        self._check_fits(base)
+        return [
+            TensorToWrite(key, tensor.shape, tensor.dtype, partial(self._merged, key, tensor))
+            for key, tensor in base.items()
+        ]
+
+    def _merged(self, key: str, tensor: StoredTensor) -> np.ndarray:
+        array, module = self.tensors.get(key, tensor).read(), key.removesuffix(".weight")
+        if module + A_KEY in self.tensors:
+            array = array.astype(np.float32) + self.delta(module)
+        return encoded(array, tensor.dtype)
+
+    def _check_fits(self, base: Mapping[str, StoredTensor]) -> None:
+        shapes = {key: base[key].shape for key in self.tensors if key in base}
+        for module in self.targets:
+            weight = base.get(f"{module}.weight")
+            if weight is not None and len(weight.shape) == 2:
+                shapes[module + A_KEY] = (self.config.r, weight.shape[1])
+                shapes[module + B_KEY] = (weight.shape[0], self.config.r)
+        strange = sorted(self.tensors.keys() - shapes.keys())
+        misfits = [
+            f"{key} {list(self.tensors[key].shape) if key in self.tensors else 'absent'}, not "
+            f"{list(shape)}"
+            for key, shape in sorted(shapes.items())
+            if key not in self.tensors or self.tensors[key].shape != shape
+        ]
+        if strange or misfits:
+            raise ValueError(
+                f"the adapter in {self.folder} does not fit the base: {len(strange)} tensors are "
+                f"for what it does not have ({', '.join(strange)}), {len(misfits)} are of other "
+                f"shapes ({'; '.join(misfits)}); choose its own base"
+            )
+
+    def delta(self, module: str) -> np.ndarray:
+        """What the adapter adds to a module's weight, `[out, in]` float32."""
+        a, b = (self.tensors[module + end].read().astype(np.float32) for end in (A_KEY, B_KEY))
+        return (b @ a) * np.float32(self.config.scaling)
+
+
+def is_low_rank(key: str) -> bool:
+    """Whether the key is a factor of a low-rank adapter."""
+    return key.endswith((A_KEY, B_KEY))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds adapters, and no model."""
+    return (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
+
+
+def base_folder(folder: Path, base: str | Path | None = None) -> Path:
+    """The model that an adapter belongs to.
+
+    Args:
+        base: the folder to use instead of the one that the adapter names.
+
+    Raises:
+        RuntimeError: the adapter names none, or one that is not there.
+    """
+    named = base or _config_values(folder).get("base_model_name_or_path")
+    if not named:
+        raise RuntimeError(
+            f"{folder / CONFIG_FILE} names no base_model_name_or_path: say which model the adapter "
+            "belongs to (--base)"
+        )
+    path = Path(named)
+    if not (path / "config.json").is_file():
+        source = "" if base else f", which {folder / CONFIG_FILE} names as its base,"
+        raise RuntimeError(
+            f"{path}{source} is not a model folder (it has no config.json): say where the base "
+            "lies (--base)"
+        )
+    return path
+
+
+def folder_with(file: str, folder: Path, base: str | Path | None = None) -> Path:
+    """The model folder itself, or for adapters without that file their base's."""
+    has_it = (folder / file).is_file() or not is_adapter(folder)
+    return folder if has_it else base_folder(folder, base)
+
+
+def write_adapter(
+    folder: Path,
+    adapter: Adapter,
+    tensors: Iterable[TensorToWrite],
+    write: FileWriter = write_file,
+) -> None:
+    """Write both files; tensors under HF's keys.
+
+    Modules are named in full, so that PEFT finds exactly these, whatever the patterns were.
+    """
+    config = adapter.config
+    alpha = config.lora_alpha
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base,
+        "r": config.r,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": config.lora_dropout,
+        "use_rslora": config.use_rslora,
+        "target_modules": list(adapter.targets),
+        "modules_to_save": list(adapter.saved) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_dora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    text = json.dumps(values, indent=2) + "\n"
+    write_text(folder / CONFIG_FILE, text)
+    write(folder / TENSOR_FILE, [t._replace(name=PREFIX + t.name) for t in tensors])
+
+
+def _config_values(folder: Path) -> dict:
+    file = folder / CONFIG_FILE
+    values = read_json_object(file, "an adapter's configuration")
+    if values.get("peft_type") != "LORA":
+        raise ValueError(
+            f"{file}: peft_type is {values.get('peft_type')!r}, only LORA is supported"
+        )
+    absent = [name for name in ("r", "lora_alpha") if name not in values]
+    if absent:
+        raise ValueError(f"{file} has no {', '.join(absent)}: it is not a LoRA configuration")
+    for name, is_right, needed in _TYPES:
+        value = values.get(name)
+        if value is not None and not is_right(value):
+            raise ValueError(f"{file}: {name} is {shown(value)}; {needed} is needed")
+    found = [
+        f"{name} {shown(values[name])}"
+        for name, neutral in _NOT_SUPPORTED.items()
+        if values.get(name) and values[name] != neutral
+    ]
+    if found:
+        raise ValueError(f"{file}: {', '.join(found)} is not supported; train it without, or merge")
+    return values

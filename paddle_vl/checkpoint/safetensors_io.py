@@ -1,0 +1,331 @@
+"""Safetensors files, one tensor in memory at a time.
+
+The `safetensors` library maps a whole file when reading, so that the file ends up beside the model
+in resident memory, and wants every tensor at once when writing. Here a tensor is read straight into
+its own array and written straight from it. Format: 8 bytes of header length (little endian), a JSON
+header {name: {dtype, shape, data_offsets}}, the raw tensors.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paddle_vl.checkpoint.manifest import FileSum, SummedStream
+from paddle_vl.files.json_file import parse_json_object, read_json_object, shown
+from paddle_vl.files.named_errors import naming
+
+_NUMPY_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+    # NumPy has no bfloat16: its bits, as Paddle keeps them on the host.
+    "BF16": np.uint16,
+}
+FLOATING = ("F64", "F32", "F16", "BF16")
+_MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMS = 32
+# Values that are looked at together: a part that a processor's cache holds.
+_CHECKED_AT_ONCE = 1 << 16
+_COMPARED_AT_ONCE = 1 << 22
+_REMEDY = "fetch or save it again"
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies on disk.
+
+    Attributes:
+        shape: of the tensor as it is read.
+        is_swapped: its last two dims are the other way round on disk.
+        name: in the file, for messages.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    is_swapped: bool = False
+    name: str = "a tensor"
+
+    def swapped(self) -> "StoredTensor":
+        """The same tensor, read with its last two dims exchanged."""
+        *leading, rows, columns = self.shape
+        return self._replace(shape=(*leading, columns, rows), is_swapped=not self.is_swapped)
+
+    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
+        """The tensor as a new array; bfloat16 widened to float32.
+
+        Raises:
+            RuntimeError: the file ends before the tensor does, or the tensor holds NaN or infinite
+                values.
+        """
+        dtype = np.dtype(_NUMPY_DTYPES[self.dtype])
+        count = self.num_bytes // dtype.itemsize
+        array = np.fromfile(self.file, dtype=dtype, count=count, offset=self.offset)
+        if array.size != count:
+            raise RuntimeError(
+                f"{self.file} ends inside {self.name}: {array.size} of {count} values could be "
+                f"read; the file is incomplete, {_REMEDY}"
+            )
+        if self.dtype == "BF16":
+            array = array.astype(np.uint32)
+            array <<= 16
+            array = array.view(np.float32)
+        if must_be_finite and self.dtype in FLOATING:
+            self._check_finite(array)
+        if self.is_swapped:
+            return np.ascontiguousarray(array.reshape(self.swapped().shape).swapaxes(-1, -2))
+        return array.reshape(self.shape)
+
+    def has_values_of(self, other: "StoredTensor") -> bool:
+        """Whether both tensors hold the same numbers, compared without reading them whole."""
+        if self.shape != other.shape:
+            return False
+        if self.dtype != other.dtype or self.is_swapped != other.is_swapped:
+            return bool(np.array_equal(self.read(), other.read()))
+        with self.file.open("rb") as own, other.file.open("rb") as others:
+            own.seek(self.offset)
+            others.seek(other.offset)
+            left = self.num_bytes
+            while left:
+                size = min(left, _COMPARED_AT_ONCE)
+                if own.read(size) != others.read(size):
+                    return False
+                left -= size
+        return True
+
+    def _check_finite(self, array: np.ndarray) -> None:
+        """One pass over the values, less than half of what reading them took."""
+        parts = (array[i : i + _CHECKED_AT_ONCE] for i in range(0, array.size, _CHECKED_AT_ONCE))
+        if all(np.isfinite(part).all() for part in parts):
+            return
+        bad = int(array.size - np.isfinite(array).sum())
+        raise RuntimeError(
+            f"{self.file}: {self.name} holds {bad} values that are NaN or infinite, of "
+            f"{array.size}: its weights are lost; take an earlier checkpoint, or {_REMEDY}"
+        )
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Names and places of a file's tensors.
+
+    Raises:
+        RuntimeError: the file is missing, truncated, or not in the format: its tensors must lie one
+            behind the other from the header to the end of the file.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (0,)
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"header length {length} in a file of {size} bytes")
+            text = stream.read(length)
+    except (OSError, ValueError) as error:
+        raise RuntimeError(
+            f"{file} is not a complete safetensors file ({error}); {_REMEDY}"
+        ) from error
+    header = parse_json_object(text, file, "a safetensors file, by its header", _REMEDY)
+    header.pop("__metadata__", None)
+    try:
+        tensors = {name: _placed(file, name, entry, 8 + length) for name, entry in header.items()}
+        _check_layout(tensors.values(), 8 + length, size)
+    except ValueError as error:
+        raise RuntimeError(
+            f"{file} is not a complete safetensors file ({error}); {_REMEDY}"
+        ) from error
+    return tensors
+
+
+def _placed(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
+    """A tensor by its entry in the header, whose data begin at a byte of the file.
+
+    Raises:
+        ValueError: the entry contradicts itself.
+    """
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{name} is {shown(entry)}; dtype, shape and data_offsets are needed")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _NUMPY_DTYPES:
+        raise ValueError(f"{name} has dtype {shown(dtype)}, not one of {sorted(_NUMPY_DTYPES)}")
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
+        raise ValueError(f"{name} has shape {shown(shape)}; whole numbers from 0 are needed")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{name} has data_offsets {shown(offsets)}; a first and a last are needed")
+    first, last = offsets
+    num_bytes = math.prod(shape) * np.dtype(_NUMPY_DTYPES[dtype]).itemsize
+    if last - first != num_bytes:
+        raise ValueError(
+            f"{name} spans {last - first} bytes, {dtype} {shown(shape)} needs {num_bytes}"
+        )
+    return StoredTensor(file, dtype, tuple(shape), begin + first, num_bytes, name=name)
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_layout(tensors: Iterable[StoredTensor], begin: int, size: int) -> None:
+    """Refuse data that overlap, and bytes of no tensor.
+
+    Raises:
+        ValueError: naming the tensor where it begins.
+    """
+    end = begin
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
+        if tensor.offset != end:
+            what = "overlaps the one before it" if tensor.offset < end else "leaves a hole"
+            raise ValueError(f"{tensor.name} begins at byte {tensor.offset}, not {end}: it {what}")
+        end += tensor.num_bytes
+        if end > size:
+            raise ValueError(f"{tensor.name} ends at byte {end} of a file of {size}")
+    if end != size:
+        raise ValueError(f"the last tensor ends at byte {end} of a file of {size}")
+
+
+def read_checkpoint_headers(folder: Path, stem: str = "model") -> dict[str, StoredTensor]:
+    """All tensors of `STEM.safetensors`, or of the files that `STEM.safetensors.index.json` names.
+
+    Raises:
+        RuntimeError: neither is there, or a shard is missing or holds less or more than what the
+            index says.
+    """
+    single = folder / f"{stem}.safetensors"
+    index_file = folder / f"{single.name}.index.json"
+    if not index_file.exists():
+        if not single.exists():
+            raise RuntimeError(
+                f"{folder} has neither {single.name} nor {index_file.name}: it is not a model "
+                "folder or checkpoint"
+            )
+        return read_header(single)
+    weight_map = read_json_object(index_file, "a shard index").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise RuntimeError(
+            f"{index_file} is not a shard index: weight_map is {shown(weight_map)}, not the file "
+            f"of each tensor; {_REMEDY}"
+        )
+    for key, shard in weight_map.items():
+        if not _is_inside(shard):
+            raise RuntimeError(
+                f"{index_file}: weight_map has {shown(shard)} for {key}, which is no file of this "
+                f"folder; {_REMEDY}"
+            )
+    shards = {name: read_header(folder / name) for name in sorted(set(weight_map.values()))}
+    lost = sorted(key for key, shard in weight_map.items() if key not in shards[shard])
+    if lost:
+        raise RuntimeError(f"{index_file} names tensors that their shards do not hold: {lost}")
+    unnamed = sorted(
+        key for shard, held in shards.items() for key in held if weight_map.get(key) != shard
+    )
+    if unnamed:
+        raise RuntimeError(
+            f"{index_file} does not name tensors that its shards hold: {unnamed}; index and shards "
+            f"are of two models, {_REMEDY}"
+        )
+    return {key: shards[shard][key] for key, shard in weight_map.items()}
+
+
+def _is_inside(shard: Any) -> bool:
+    """Whether it is the name of a file in or below a folder; it may be a link to another."""
+    if not isinstance(shard, str) or not shard or "\0" in shard or "\\" in shard:
+        return False
+    path = PurePosixPath(shard)
+    return not path.is_absolute() and ".." not in path.parts and path.name != ""
+
+
+def _as_it_is(array: np.ndarray) -> np.ndarray:
+    return array
+
+
+class TensorToWrite(NamedTuple):
+    """A tensor whose array is made only when its turn to be written comes.
+
+    Attributes:
+        shape, dtype: as in the file.
+        produce: makes the array. It may be memory that changes later, such as a parameter's own.
+        arrange: brings it into the layout of the file. That needs no other rank and no device, so
+            it may run later and in another thread.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    produce: Callable[[], np.ndarray]
+    arrange: Callable[[np.ndarray], np.ndarray] = _as_it_is
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape)) * np.dtype(_NUMPY_DTYPES[self.dtype]).itemsize
+
+
+def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
+    """An array of numbers as a file holds them; bfloat16 as its bits, rounded to even."""
+    if dtype != "BF16":
+        return array.astype(_NUMPY_DTYPES[dtype], copy=False)
+    bits = np.asarray(array, dtype=np.float32, order="C").view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)
+
+
+# Writes tensors into a file, at once or later. The arrays are to be produced within the call.
+FileWriter = Callable[[Path, Iterable[TensorToWrite]], object]
+
+
+def file_header(tensors: Iterable[TensorToWrite]) -> bytes:
+    """What a file of these tensors begins with, of a multiple of 8 bytes."""
+    header: dict = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.num_bytes],
+        }
+        offset += tensor.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def bytes_of(tensor: TensorToWrite, produced: np.ndarray) -> np.ndarray:
+    """A tensor's bytes in a file, `[n]` uint8, from what it produced; maybe the same memory."""
+    dtype = _NUMPY_DTYPES[tensor.dtype]
+    # Not ascontiguousarray, which gives a tensor without dims one.
+    array = np.asarray(tensor.arrange(produced), dtype=dtype, order="C")
+    if array.shape != tuple(tensor.shape):
+        raise AssertionError(f"{tensor.name}: {array.shape} announced as {tensor.shape}")
+    return array.reshape(-1).view(np.uint8)
+
+
+def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> FileSum:
+    """Write one file; it appears under its name only when it is complete on disk.
+
+    Returns:
+        Its size and checksum.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
+    """
+    tensors = list(tensors)
+    partial = file.with_name(file.name + ".partial")
+    with naming(file), partial.open("wb") as stream:
+        summed = SummedStream(stream)
+        summed.write(file_header(tensors))
+        for tensor in tensors:
+            summed.write(bytes_of(tensor, tensor.produce()))
+        written = summed.to_disk()
+    os.replace(partial, file)
+    return written

@@ -1,1 +1,0 @@
-"""Demonstrations of robots: samples, drops, draws, statistics."""

@@ -1,1 +1,0 @@
-"""Supervised fine-tuning: conversations, the chat template, the dataset over JSONL files."""

@@ -1,0 +1,1 @@
+"""The model families, one folder each; `registry` knows their names."""

@@ -1,0 +1,1 @@
+"""pi07: everything particular to the robot policy and its planner."""

@@ -1,0 +1,1 @@
+"""Robot demonstrations: files, samples, statistics. NumPy only; runs in loader workers."""

@@ -1,0 +1,1 @@
+"""From raw observations and demonstrations to model inputs. NumPy only; runs in loader workers."""

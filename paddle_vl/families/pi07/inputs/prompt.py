@@ -1,0 +1,240 @@
+"""What the backbone reads: prompts, responses and metadata as token ids.
+
+The texts are joined with fixed words here; other fixed words ("State: " and the like) stand
+between them in the model's prefix.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
+from paddle_vl.families.pi07.inputs.policy_metadata import metadata_problem
+from paddle_vl.files.json_file import read_json_object, shown
+from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
+
+CONFIG_FILE = "tokenizer_config.json"
+_PAD_TOKEN = "<pad>"
+_SPECIAL_TOKENS = (_PAD_TOKEN, "<eos>", "<bos>", "<unk>")
+# Metadata in the order in which they are told; numbers have a flag that says they are absent.
+_METADATA = (
+    ("speed", "Speed"),
+    ("quality", "Quality"),
+    ("mistake", "Mistake"),
+    ("robot_type", "Robot"),
+    ("fps", "FPS"),
+    ("control_mode", "Control"),
+)
+_WORDS = ("robot_type", "control_mode")
+
+
+class PromptTokenizer:
+    """The backbone's tokenizer; Gemma 3's for published weights, any with its own.
+
+    Attributes:
+        bos_id: is put before texts that are told to have special tokens; None for what the file
+            itself does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, bos_id: int | None = None, pad_id: int = 0):
+        self._tokenizer, self.bos_id, self.pad_id = tokenizer, bos_id, pad_id
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "PromptTokenizer":
+        """Read a `tokenizer.json`, given as a file or by its folder; a `tokenizer_config.json`
+        beside it says which tokens begin and fill texts.
+
+        Raises:
+            RuntimeError: there is none, or it cannot be read.
+        """
+        path = Path(path)
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        if not file.is_file():
+            raise RuntimeError(
+                f"there is no tokenizer file {file}: give a folder with the {TOKENIZER_FILE} of "
+                "the backbone (of google/gemma-3-4b-pt for published weights)"
+            )
+        tokenizer, beside = read_tokenizer(file), file.with_name(CONFIG_FILE)
+        settings = read_json_object(beside, "a tokenizer's settings") if beside.is_file() else {}
+        pad, bos = (_token_text(settings, name, beside) for name in ("pad_token", "bos_token"))
+        pad_id = tokenizer.token_to_id(pad or _PAD_TOKEN)
+        bos_id = None
+        if settings.get("add_bos_token"):
+            bos_id = tokenizer.token_to_id(bos or "<bos>")
+        return cls(tokenizer, bos_id, pad_id or 0)
+
+    @classmethod
+    def fit(cls, texts: Iterable[str], vocab_size: int) -> "PromptTokenizer":
+        """A byte-level tokenizer made for texts like these, for a policy with weights of its own.
+
+        Its first tokens are Gemma's special ones, in Gemma's order.
+
+        Raises:
+            ValueError: the vocabulary cannot hold the bytes and the special tokens.
+        """
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        if vocab_size < (least := len(alphabet) + len(_SPECIAL_TOKENS)):
+            raise ValueError(f"vocab_size is {vocab_size}; at least {least} is needed")
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            show_progress=False,
+            special_tokens=list(_SPECIAL_TOKENS),
+            initial_alphabet=alphabet,
+        )
+        tokenizer.train_from_iterator(texts, trainer=trainer)
+        return cls(tokenizer, tokenizer.token_to_id("<bos>"), tokenizer.token_to_id(_PAD_TOKEN))
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write `tokenizer.json`, and what `from_pretrained` reads beside it."""
+        write_text(Path(path) / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True))
+        settings: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": self._tokenizer.id_to_token(self.pad_id),
+        }
+        if self.bos_id is not None:
+            bos = self._tokenizer.id_to_token(self.bos_id)
+            settings |= {"add_bos_token": True, "bos_token": bos}
+        text = json.dumps(settings, indent=2) + "\n"
+        write_text(Path(path) / CONFIG_FILE, text)
+
+    @property
+    def highest_id(self) -> int:
+        """The largest id that a text can have."""
+        return highest_id(self._tokenizer)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of a text, as many as it has."""
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens)
+
+    def token_id(self, token: str) -> int:
+        """Id of one token by its name.
+
+        Raises:
+            ValueError: the tokenizer has none of that name.
+        """
+        found = self._tokenizer.token_to_id(token)
+        if found is None:
+            raise ValueError(f"the tokenizer has no token {token!r}: give the backbone's own")
+        return found
+
+    def padded(
+        self, texts: Sequence[str], length: int, add_special_tokens: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of texts, cut or filled on the right to one length.
+
+        Returns:
+            Ids `[B, length]` int64 and a mask `[B, length]` bool, True for real tokens.
+        """
+        ids_BL = np.full((len(texts), length), self.pad_id, dtype=np.int64)
+        mask_BL = np.zeros((len(texts), length), dtype=bool)
+        for row, text in enumerate(texts):
+            ids = self.encode(text, add_special_tokens)[:length]
+            ids_BL[row, : len(ids)] = ids
+            mask_BL[row, : len(ids)] = True
+        return ids_BL, mask_BL
+
+
+def check_vocabulary(tokenizer: PromptTokenizer, config: Gemma3WithExpertConfig) -> None:
+    """Refuse a tokenizer that has more tokens than the backbone.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    size = config.gemma3_config.text_config.vocab_size
+    if tokenizer.highest_id >= size:
+        raise ValueError(
+            f"the tokenizer has the id {tokenizer.highest_id}, text_config.vocab_size is {size}: "
+            "give the tokenizer that the policy was trained with"
+        )
+
+
+def prompt_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
+    """What the policy is told to do.
+
+    Raises:
+        ValueError: the batch has no prompts, or not one for each sample.
+    """
+    if "prompt" not in batch:
+        raise ValueError(f"the batch has no 'prompt'; its entries are {sorted(batch)}")
+    return [f"Task: {text}, " for text in words_of(batch, "prompt", batch_size)]
+
+
+def response_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
+    """The planner's subtasks; empty texts where there are none."""
+    words = words_of(batch, "response", batch_size)
+    return [f"Subtask: {text}, " if text else "" for text in words]
+
+
+def metadata_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
+    """What is known about the demonstration; empty texts where nothing is.
+
+    Numbers count where `<name>_is_pad` is there and False, words where they are not empty.
+    """
+    told = []
+    for row in range(batch_size):
+        segments = []
+        for name, title in _METADATA:
+            if name in _WORDS:
+                value = words_of(batch, name, batch_size)[row]
+            else:
+                value = _number(batch, name, batch_size, row)
+            if value not in ("", None):
+                segments.append(f"{title}: {value}, ")
+        told.append(f"Metadata: {' '.join(segments)}" if segments else "")
+    return told
+
+
+def words_of(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
+    """The texts of an entry, one for each sample; empty ones if there is none.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    words = batch.get(name, "")
+    words = [words] * batch_size if isinstance(words, str) else [str(word) for word in words]
+    if len(words) != batch_size:
+        raise ValueError(f"{name!r} has {len(words)} texts for a batch of {batch_size}")
+    return words
+
+
+def _number(batch: Mapping[str, Any], name: str, batch_size: int, row: int) -> str | None:
+    if name not in batch or f"{name}_is_pad" not in batch:
+        return None
+    values, is_pad = np.asarray(batch[name]), np.asarray(batch[f"{name}_is_pad"])
+    if values.shape != (batch_size,) or is_pad.shape != (batch_size,):
+        raise ValueError(
+            f"{name!r} has shape {list(values.shape)} and {name}_is_pad {list(is_pad.shape)}; both "
+            f"must be [{batch_size}]"
+        )
+    if is_pad[row]:
+        return None
+    value = values[row].item()
+    if name != "mistake":
+        if isinstance(value, bool):
+            raise ValueError(f"{name!r} is {value!r}; a number is needed")
+        if (problem := metadata_problem(name, value)) is not None:
+            raise ValueError(problem)
+    return str(value)
+
+
+def _token_text(settings: Mapping[str, Any], name: str, file: Path) -> str | None:
+    token = settings.get(name)
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if text is not None and not (isinstance(text, str) and text.isprintable()):
+        raise RuntimeError(f"{file}: {name} is {shown(token)}; the name of a token is needed")
+    return text

@@ -1,0 +1,77 @@
+"""Questions in messages, images and videos, answers as text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paddle_vl.checkpoint.adapter_files import folder_with
+from paddle_vl.data.image_file import ImageSource
+from paddle_vl.data.video_reader import VideoSource
+from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.generation.config import GenerationConfig
+from paddle_vl.generation.text_pieces import text_pieces
+
+
+class Chat:
+    """A model with its processor."""
+
+    def __init__(self, model: Qwen3VLForConditionalGeneration, processor: Qwen3VLProcessor):
+        self.model = model
+        self.processor = processor
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, dtype: str = "float32", base: str | Path | None = None
+    ) -> "Chat":
+        """Load a model folder that holds its processor files too, or adapters and their base.
+
+        Args:
+            base: the model to load adapters beside, instead of the one that their files name.
+
+        Raises:
+            ValueError, RuntimeError: it is neither.
+        """
+        return cls(
+            Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, base=base),
+            Qwen3VLProcessor.from_pretrained(folder_with("tokenizer.json", Path(path), base)),
+        )
+
+    def ask(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[ImageSource] = (),
+        videos: Sequence[VideoSource] = (),
+        **settings: Any,
+    ) -> str:
+        """The model's answer to a conversation; arguments as of `stream`."""
+        return "".join(self.stream(messages, images, videos, **settings))
+
+    def stream(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[ImageSource] = (),
+        videos: Sequence[VideoSource] = (),
+        **settings: Any,
+    ) -> Iterator[str]:
+        """The model's answer in pieces, as soon as each is certain; see `text_pieces`.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`, the last one the user's.
+            images: paths, PIL images or uint8 arrays for the `<image>` tags, in order.
+            videos: paths, `VideoFrames` or uint8 arrays of frames for the `<video>` tags.
+            settings: of `GenerationConfig`, in place of the model's own; where neither names
+                ending tokens, the tokenizer's end the answer.
+
+        Raises:
+            ValueError: a message, image or video that cannot be used, tags and images or videos
+                that differ in number, or a bad setting.
+            RuntimeError: a video file is given and PyAV is not installed.
+        """
+        config = self.model.generation_config or GenerationConfig()
+        config = config.updated(**settings)
+        if config.eos_token_id is None:
+            config = config.updated(eos_token_id=self.processor.eos_token_ids)
+        inputs = self.processor(messages=messages, images=images, videos=videos)
+        steps = self.model.stream(**inputs, generation_config=config)
+        return text_pieces((int(token_id) for (token_id,) in steps), self.processor.decode)

@@ -1,0 +1,69 @@
+"""Qwen3-VL parameters under HF's key names."""
+
+from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
+from paddle_vl.checkpoint.safetensors_io import StoredTensor
+from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
+
+HEAD_KEY = "lm_head.weight"
+EMBEDDING_KEY = "model.language_model.embed_tokens.weight"
+
+
+def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
+    """The rule table, special cases first."""
+    vision = config.vision_config
+    kernel = (
+        vision.in_channels,
+        vision.temporal_patch_size,
+        vision.patch_size,
+        vision.patch_size,
+    )
+    return (
+        *(
+            Rule(f"{ours}*.lora.{factor}", f"{theirs}*.lora_{factor}.weight", LinearWeights())
+            for ours, theirs in (
+                ("visual", "model.visual"),
+                ("language_model", "model.language_model"),
+                ("lm_head", "lm_head"),
+            )
+            for factor in "AB"
+        ),
+        Rule(
+            "visual.patch_embed.weight", "model.visual.patch_embed.proj.weight", PatchKernel(kernel)
+        ),
+        Rule("visual.patch_embed.bias", "model.visual.patch_embed.proj.bias", Same()),
+        Rule("visual.pos_embed.weight", "model.visual.pos_embed.weight", Same()),
+        Rule("visual.*", "model.visual.*", LinearWeights()),
+        Rule("language_model.embedding.embed_tokens.weight", EMBEDDING_KEY, Same()),
+        # Experts, whose names end here: a linear's end with ".weight".
+        Rule("language_model.*.gate_up_proj", "model.language_model.*.gate_up_proj", Same()),
+        Rule("language_model.*.down_proj", "model.language_model.*.down_proj", Same()),
+        Rule("language_model.*", "model.language_model.*", LinearWeights()),
+        # A tied head has a weight of its own only on a rank that has no embedding.
+        Rule(HEAD_KEY, EMBEDDING_KEY if config.tie_word_embeddings else HEAD_KEY, Same()),
+    )
+
+
+def with_experts_as_here(
+    stored: dict[str, StoredTensor], config: Qwen3VLConfig
+) -> dict[str, StoredTensor]:
+    """A checkpoint's tensors, those of experts read as `[E, in, out]` whichever way they lie.
+
+    The hub's files and transformers 4.57 have `[E, in, out]`; transformers 5.x writes the
+    transpose under the same keys. Their shapes tell, and those of one layer lie the same way: only
+    one of them can be square. What has neither shape is left as it is.
+    """
+    text = config.text_config
+    if not isinstance(text, Qwen3VLMoeTextConfig):
+        return stored
+    width, inner = text.hidden_size, text.moe_intermediate_size
+    stored = dict(stored)
+    for layer in filter(text.has_experts, range(text.num_hidden_layers)):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts."
+        shapes = {f"{prefix}gate_up_proj": (width, 2 * inner), f"{prefix}down_proj": (inner, width)}
+        found = {key: stored[key].shape[-2:] for key in shapes if key in stored}
+        is_swapped = any(shape == shapes[key][::-1] != shapes[key] for key, shape in found.items())
+        is_straight = any(shape == shapes[key] != shapes[key][::-1] for key, shape in found.items())
+        if is_swapped and not is_straight:
+            stored |= {key: stored[key].swapped() for key in found}
+    return stored

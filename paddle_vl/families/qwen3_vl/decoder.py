@@ -1,0 +1,234 @@
+"""The Qwen3 decoder over token rows, with deepstack levels added after its first layers.
+
+Shapes: B batch, L padded length, T = B * L token rows, batch-major (this rank's part of them under
+sequence parallelism); D width; N query heads, K key heads, H head width; S cached and new keys.
+
+Source: Qwen3VLTextModel of HF transformers.
+"""
+
+from typing import Any
+
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.families.qwen3_vl.deepstack import DeepstackLayer
+from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
+from paddle_vl.families.qwen3_vl.moe import LoadBalance, SparseMoE
+from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
+from paddle_vl.nn.activation import swiglu
+from paddle_vl.nn.attention import MASKED_SCORE, PackedSamples, causal_attention
+from paddle_vl.nn.fused import Columns
+from paddle_vl.nn.norm import RMSNorm
+from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.rope import apply_rotary
+
+
+class KeyValueCache:
+    """Keys and values of one decoder layer: buffers `[B, K, capacity, H]` that grow in chunks.
+
+    New ones are written in place. Heads come before places, as the CPU's attention wants them, so
+    what `append` returns is a view, where Paddle has views (`paddle_vl.compat.strided_views`), and
+    no step copies the past.
+    """
+
+    CHUNK = 256
+
+    def __init__(self):
+        self.length = 0
+        self._key_BKCH: Tensor | None = None
+        self._value_BKCH: Tensor | None = None
+
+    def append(self, key_BLKH: Tensor, value_BLKH: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values so far, the new ones last: `[B, S, K, H]` each."""
+        begin, self.length = self.length, self.length + key_BLKH.shape[1]
+        self._key_BKCH = self._written(self._key_BKCH, key_BLKH, begin)
+        self._value_BKCH = self._written(self._value_BKCH, value_BLKH, begin)
+        if begin == 0:
+            return key_BLKH, value_BLKH
+        key_BSKH, value_BSKH = (
+            buffer[:, :, : self.length].transpose([0, 2, 1, 3])
+            for buffer in (self._key_BKCH, self._value_BKCH)
+        )
+        return key_BSKH, value_BSKH
+
+    def _written(self, buffer_BKCH: Tensor | None, new_BLKH: Tensor, begin: int) -> Tensor:
+        batch, _, heads, width = new_BLKH.shape
+        capacity = 0 if buffer_BKCH is None else buffer_BKCH.shape[2]
+        if self.length > capacity:
+            capacity = -(-self.length // self.CHUNK) * self.CHUNK
+            grown = paddle.empty([batch, heads, capacity, width], dtype=new_BLKH.dtype)
+            if buffer_BKCH is not None:
+                grown[:, :, :begin] = buffer_BKCH[:, :, :begin]
+            buffer_BKCH = grown
+        buffer_BKCH[:, :, begin : self.length] = new_BLKH.transpose([0, 2, 1, 3])
+        return buffer_BKCH
+
+
+class LanguageModel(nn.Layer):
+    """Embedding, decoder layers with deepstack adds between them, and the final norm.
+
+    Rows stay this rank's own from the embedding on; attention and MLP see all of them. A rank of a
+    pipeline has some of these layers, and a placeholder for each of the others.
+    """
+
+    def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
+        super().__init__()
+        text = config.text_config
+        self.embedding = GPTEmbedding(config, placement) if placement.held.embedding else None
+        self.layers = nn.LayerList(
+            [
+                DecoderLayer(text, placement, i) if placement.holds_layer(i) else nn.Identity()
+                for i in range(text.num_hidden_layers)
+            ]
+        )
+        self.deepstack_layers = nn.LayerList(
+            [DeepstackLayer() for _ in config.vision_config.deepstack_visual_indexes]
+        )
+        self.norm = (
+            placement.row_wise(RMSNorm(text.hidden_size, text.rms_norm_eps))
+            if placement.held.head
+            else None
+        )
+
+    def forward(
+        self,
+        dict_args: dict[str, Any],
+        caches: list[KeyValueCache] | None = None,
+        balance: LoadBalance | None = None,
+    ) -> Tensor:
+        """This rank's token rows after the final norm, `[T, D]`.
+
+        Args:
+            dict_args: the input of `GPTEmbedding`.
+            caches: one per layer when generating; attention then sees their keys too.
+            balance: collects where the layers with experts route the rows.
+        """
+        inputs = self.embedding(dict_args)
+        levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
+        every_layer = range(len(self.layers))
+        return self.norm(
+            self.run_layers(every_layer, inputs["hidden_states"], levels, inputs, caches, balance)
+        )
+
+    def run_layers(
+        self,
+        layers: range,
+        x_TD: Tensor,
+        levels: dict[int, Tensor],
+        inputs: dict[str, Any],
+        caches: list[KeyValueCache] | None = None,
+        balance: LoadBalance | None = None,
+    ) -> Tensor:
+        """Some of the layers in order, each with its deepstack level added behind it.
+
+        Args:
+            levels: `[M_local, D]` by the layer that they follow.
+            inputs: `rotary_pos_emb`, and `attention_mask`, `packed` and `visual_update_indices` if
+                there are any, as `GPTEmbedding` returns them.
+        """
+        cos_BLH, sin_BLH = inputs["rotary_pos_emb"]
+        key_bias_BS = None
+        if inputs.get("attention_mask") is not None:
+            key_bias_BS = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
+        packed = inputs.get("packed")
+        for i in layers:
+            cache = None if caches is None else caches[i]
+            if balance is not None and self.layers[i].has_experts:
+                x_TD, sums_2E = self.layers[i](
+                    x_TD, cos_BLH, sin_BLH, key_bias_BS, cache, packed, balance.real_T
+                )
+                balance.add(sums_2E)
+            else:
+                x_TD = self.layers[i](x_TD, cos_BLH, sin_BLH, key_bias_BS, cache, packed)
+            if i in levels:
+                x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
+        return x_TD
+
+
+class DecoderLayer(nn.Layer):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, the MLP one or a mixture of experts."""
+
+    def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement, number: int):
+        super().__init__()
+        self.has_experts = config.has_experts(number)
+        self.self_attn = SelfAttention(config, placement)
+        self.mlp = (SparseMoE if self.has_experts else SwiGLUMLP)(config, placement)
+        width, epsilon = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = placement.row_wise(RMSNorm(width, epsilon))
+        self.post_attention_layernorm = placement.row_wise(RMSNorm(width, epsilon))
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        cos_BLH: Tensor,
+        sin_BLH: Tensor,
+        key_bias_BS: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        packed: PackedSamples | None = None,
+        real_T: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The rows; with `real_T`, for a layer that has experts, and its `routing_sums`."""
+        x_TD = x_TD + self.self_attn(
+            self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias_BS, cache, packed
+        )
+        rows_TD = self.post_attention_layernorm(x_TD)
+        if not self.has_experts:
+            return x_TD + self.mlp(rows_TD)
+        mlp_TD, sums_2E = self.mlp(rows_TD, real_T)
+        return x_TD + mlp_TD if sums_2E is None else (x_TD + mlp_TD, sums_2E)
+
+
+class SelfAttention(nn.Layer):
+    """Causal attention with grouped key heads; queries and keys are normalised, then rotated."""
+
+    def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, std = config.hidden_size, config.initializer_range
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        query_width, key_width = heads * config.head_dim, key_heads * config.head_dim
+        columns = [
+            Columns("q_proj", query_width, heads),
+            Columns("k_proj", key_width, key_heads),
+            Columns("v_proj", key_width, key_heads),
+        ]
+        self.qkv_proj = placement.projections(width, columns, std)
+        self.o_proj = placement.row_linear(query_width, width, std)
+        self.q_norm = placement.head_wise(RMSNorm(config.head_dim, config.rms_norm_eps))
+        self.k_norm = placement.head_wise(RMSNorm(config.head_dim, config.rms_norm_eps))
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        cos_BLH: Tensor,
+        sin_BLH: Tensor,
+        key_bias_BS: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        packed: PackedSamples | None = None,
+    ) -> Tensor:
+        batch, length, _ = cos_BLH.shape
+        cos_BLH, sin_BLH = cos_BLH.astype(x_TD.dtype), sin_BLH.astype(x_TD.dtype)
+        heads = [batch, length, -1, self.head_dim]
+        q_BLNH, k_BLKH, v_BLKH = (rows.reshape(heads) for rows in self.qkv_proj(x_TD))
+        q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
+        q_BLNH = apply_rotary(q_BLNH, cos_BLH, sin_BLH)
+        k_BLKH = apply_rotary(k_BLKH, cos_BLH, sin_BLH)
+        if cache is not None:
+            k_BLKH, v_BLKH = cache.append(k_BLKH, v_BLKH)
+        out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias_BS, packed)
+        return self.o_proj(out_BLNH.reshape([batch * length, -1]))
+
+
+class SwiGLUMLP(nn.Layer):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
+        super().__init__()
+        width, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
+        self.gate_up_proj = placement.projections(width, columns, std, splits=False)
+        self.down_proj = placement.row_linear(inner, width, init_std=std)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(swiglu(*self.gate_up_proj(x_TD)))

@@ -1,0 +1,214 @@
+"""GPTEmbedding: token rows with the visual rows in place, and all the decoder needs to know once.
+
+Shapes: B batch, L padded length, T = B * L token rows (this rank's part of them under sequence
+parallelism), D width, M visual rows of the batch, M_local those of this rank, G deepstack levels.
+"""
+
+from typing import Any
+
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.batch.visual_index import (
+    VisualIndices,
+    check_visual_counts,
+    compute_visual_indices,
+)
+from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.rope import mrope_cos_sin
+
+
+def decoder_positions(config: Qwen3VLConfig, dict_args: dict[str, Any]) -> dict[str, Any]:
+    """What every decoder layer needs beside its rows, see `GPTEmbedding.forward`."""
+    text = config.text_config
+    position_ids = dict_args["position_ids"]
+    cos_sin = mrope_cos_sin(position_ids, text.head_dim, text.rope_theta, text.mrope_section)
+    outputs = {"position_ids": position_ids, "rotary_pos_emb": cos_sin}
+    if dict_args.get("attention_mask") is not None:
+        outputs["attention_mask"] = dict_args["attention_mask"]
+    if dict_args.get("packed") is not None:
+        outputs["packed"] = dict_args["packed"]
+    return outputs
+
+
+class GPTEmbedding(nn.Layer):
+    """Embeds tokens, writes visual rows over their placeholders, and gathers the deepstack levels.
+
+    The visual indices are taken from the batch when it carries them and computed here otherwise,
+    once per step either way; every later user gets them as tensors.
+    """
+
+    def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
+        super().__init__()
+        self.config = config
+        self.placement = placement
+        text = config.text_config
+        self.embed_tokens = placement.vocab_embedding(
+            text.vocab_size, text.hidden_size, text.initializer_range
+        )
+
+    def forward(self, dict_args: dict[str, Any]) -> dict[str, Any]:
+        """Prepare the decoder's input.
+
+        Args:
+            dict_args: `input_ids` `[B, L]` int64; `position_ids` `[3, B, L]` int64; optionally
+                `attention_mask` and `packed`, passed on; `image_embeds` / `video_embeds` `[M, D]`;
+                `deepstack_image_embeds` / `deepstack_video_embeds`, lists of G `[M, D]`;
+                `visual_update_indices`, `visual_gather_indices` and, with both modalities,
+                `visual_source_indices` (see `paddle_vl.batch.visual_index`), and how many visual
+                rows these leave out on purpose, `num_unused_visual_rows`; `decoder_input`
+                `[B, L, D]` or `[T, D]` in place of the embedded `input_ids`.
+
+        Returns:
+            `hidden_states` `[T, D]`; `position_ids`; `rotary_pos_emb`, cosine and sine `[B, L, H]`;
+            `attention_mask` and `packed` if given; and, unless the batch is all text,
+            `visual_pos_masks` `[B, L]` bool, `deepstack_visual_emb` (G tensors `[M_local, D]`),
+            `visual_update_indices` and `visual_gather_indices` `[M_local]`.
+
+        Raises:
+            ValueError: placeholders and visual rows differ in number, per modality, or sequence
+                parallelism does not divide the rows.
+        """
+        outputs = decoder_positions(self.config, dict_args)
+        outputs["hidden_states"] = self._token_rows(dict_args)
+        indices, gather = self._visual_indices(dict_args)
+        if indices is None:
+            return outputs
+        merged_MD = _in_one(dict_args.get("image_embeds"), dict_args.get("video_embeds"))
+        levels = _levels_in_one(
+            dict_args.get("deepstack_image_embeds"), dict_args.get("deepstack_video_embeds")
+        )
+        if gather is not None:
+            merged_MD = paddle.index_select(merged_MD, gather)
+            levels = [paddle.index_select(level, gather) for level in levels]
+        hidden = outputs["hidden_states"]
+        outputs["hidden_states"] = paddle.scatter(
+            hidden, indices.update, merged_MD.astype(hidden.dtype)
+        )
+        if dict_args.get("input_ids") is not None:
+            image_mask_BL, video_mask_BL = self._masks(dict_args["input_ids"])
+            outputs["visual_pos_masks"] = image_mask_BL | video_mask_BL
+        return outputs | {
+            "deepstack_visual_emb": levels,
+            "visual_update_indices": indices.update,
+            "visual_gather_indices": indices.gather,
+        }
+
+    def _token_rows(self, dict_args: dict[str, Any]) -> Tensor:
+        """This rank's token rows, visual rows still holding the placeholder's embedding."""
+        hidden = dict_args.get("decoder_input")
+        if hidden is None:
+            hidden = self.embed_tokens(dict_args["input_ids"])
+        hidden = hidden.reshape([-1, hidden.shape[-1]])
+        part = self.placement.row_part
+        if part.size > 1:
+            part.bounds(hidden.shape[0])
+        return self.placement.enter_rows(hidden)
+
+    def _masks(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return input_ids == self.config.image_token_id, input_ids == self.config.video_token_id
+
+    def _visual_indices(
+        self, dict_args: dict[str, Any]
+    ) -> tuple[VisualIndices | None, Tensor | None]:
+        """The indices of this step, None for an all-text batch, and beside them the row of
+        `[images; videos]` that each local visual row takes, None when that is all rows as they are.
+        """
+        image_embeds, video_embeds = dict_args.get("image_embeds"), dict_args.get("video_embeds")
+        both = image_embeds is not None and video_embeds is not None
+        update, gather, source = (
+            dict_args.get(f"visual_{name}_indices") for name in ("update", "gather", "source")
+        )
+        carried = update is not None
+        if carried:
+            _check_carried(dict_args, self.placement.row_part.size == 1)
+        else:
+            self._check_counts(dict_args, image_embeds, video_embeds)
+        if image_embeds is None and video_embeds is None:
+            return None, None
+        if carried:
+            indices = VisualIndices(update, gather, source if both else None)
+        else:
+            image_mask_BL, video_mask_BL = self._masks(dict_args["input_ids"])
+            indices = compute_visual_indices(
+                video_mask_BL if image_embeds is None else image_mask_BL,
+                video_mask_BL if both else None,
+                nonzero=_nonzero,
+                part=self.placement.row_part,
+            )
+        if indices.source is not None:
+            return indices, paddle.index_select(indices.source, indices.gather)
+        takes_all = not carried and self.placement.row_part.size == 1
+        return indices, None if takes_all else indices.gather
+
+    def _check_counts(
+        self, dict_args: dict[str, Any], image_embeds: Tensor | None, video_embeds: Tensor | None
+    ) -> None:
+        """Compare counts that eager mode knows from shapes; a traced program knows none."""
+        if dict_args.get("input_ids") is None:
+            if image_embeds is not None or video_embeds is not None:
+                raise ValueError(
+                    "decoder_input came without input_ids and without visual_update_indices and "
+                    "visual_gather_indices: nothing says where the visual rows belong; pass either"
+                )
+        elif paddle.in_dynamic_mode():
+            image_mask_BL, video_mask_BL = self._masks(dict_args["input_ids"])
+            check_visual_counts(
+                _nonzero(image_mask_BL.reshape([-1])).shape[0],
+                _num_rows(image_embeds),
+                _nonzero(video_mask_BL.reshape([-1])).shape[0],
+                _num_rows(video_embeds),
+            )
+
+
+def _check_carried(dict_args: dict[str, Any], is_whole: bool) -> None:
+    """Check the index tensors that came with the batch by their shapes alone.
+
+    Raises:
+        ValueError: one of them is missing, or they cannot belong to the visual rows given.
+    """
+    image_embeds, video_embeds = dict_args.get("image_embeds"), dict_args.get("video_embeds")
+    update = dict_args["visual_update_indices"]
+    if dict_args.get("visual_gather_indices") is None:
+        raise ValueError(
+            "the batch carries visual_update_indices without visual_gather_indices: give both, or "
+            "neither and they are computed"
+        )
+    if (
+        image_embeds is not None
+        and video_embeds is not None
+        and dict_args.get("visual_source_indices") is None
+    ):
+        raise ValueError(
+            "the batch has images and videos and carries visual indices without "
+            "visual_source_indices, which says how the two interleave: add it (the collator "
+            "does), or leave all index tensors out"
+        )
+    num_rows = _num_rows(image_embeds) + _num_rows(video_embeds)
+    num_rows -= dict_args.get("num_unused_visual_rows", 0)
+    if paddle.in_dynamic_mode() and is_whole and update.shape[0] != num_rows:
+        raise ValueError(
+            f"visual_update_indices names {update.shape[0]} token rows but the batch has "
+            f"{num_rows} visual rows ({_num_rows(image_embeds)} image, {_num_rows(video_embeds)} "
+            "video): the indices belong to another batch"
+        )
+
+
+def _num_rows(embeds: Tensor | None) -> int:
+    return 0 if embeds is None else embeds.shape[0]
+
+
+def _nonzero(mask: Tensor) -> Tensor:
+    return paddle.nonzero(mask).reshape([-1])
+
+
+def _in_one(image: Tensor | None, video: Tensor | None) -> Tensor:
+    present = [embeds for embeds in (image, video) if embeds is not None]
+    return present[0] if len(present) == 1 else paddle.concat(present, axis=0)
+
+
+def _levels_in_one(image: list[Tensor] | None, video: list[Tensor] | None) -> list[Tensor]:
+    if image and video:
+        return [_in_one(image[g], video[g]) for g in range(len(image))]
+    return list(image or video or [])

@@ -1,0 +1,151 @@
+"""Operations of a Qwen3-VL for a batch, by what its tower and its decoder do for real tokens.
+
+The tower: patch embedding and blocks for every patch, attention within a frame of an item, and one
+merger and those of the deepstack levels for every merged row. The decoder: linears, or the router
+and the K experts that see a token, for every real token; attention of each sample of length L with
+its L (L + 1) / 2 visible pairs; and the head, which the model computes for every token. See
+`paddle_vl.families.flops` for what is counted at all.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from paddle_vl.batch.packing import real_lengths
+from paddle_vl.families.flops import FlopCounter, Operations, causal_pairs
+from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
+
+_EMBEDDING = "model.language_model.embed_tokens.weight"
+
+
+class Qwen3VLFlops(FlopCounter):
+    """Counts the operations of batches, see `FlopCounter`.
+
+    Args:
+        trained: HF names of the parameters that are trained, of the whole model; None for all.
+        ranks: of the adapters, by the HF module that they are beside.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3VLConfig,
+        trained: Collection[str] | None = None,
+        ranks: Mapping[str, int] = {},
+    ):
+        self.config, self._trained, self._ranks = config, trained, ranks
+        self._with_images, self._without = self._walk(True), self._walk(False)
+
+    def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """`patches`, `merged_rows`, `patch_pairs` that see each other, `tokens` and `token_pairs`.
+
+        Rows of the tower that no token takes (`num_unused_visual_rows`) keep processes in step and
+        are no work of the batch.
+        """
+        lengths = real_lengths(batch["attention_mask"], batch.get("cu_seqlens"))
+        t, h, w = _grids(batch).T
+        patches = int((t * h * w).sum())
+        return {
+            "patches": patches,
+            "merged_rows": patches // self.config.vision_config.spatial_merge_size**2,
+            "patch_pairs": int((t * (h * w) ** 2).sum()),
+            "tokens": int(lengths.sum()),
+            "token_pairs": causal_pairs(lengths),
+        }
+
+    def operations(self, batch: Mapping[str, Any]) -> Operations:
+        """Without images no gradient passes the decoder's first rows on to the tower."""
+        return self._with_images if _grids(batch).size else self._without
+
+    def _walk(self, has_visual: bool) -> Operations:
+        operations = Operations(self._trained, self._ranks)
+        merged, levels = _tower(operations, self.config)
+        rows = operations.trains(_EMBEDDING) or (has_visual and merged)
+        for layer in range(self.config.text_config.num_hidden_layers):
+            rows = _decoder_layer(operations, self.config, layer, rows)
+            if has_visual and layer < len(levels):
+                rows |= levels[layer]
+        rows = operations.norm("model.language_model.norm", rows)
+        text = self.config.text_config
+        if self.config.tie_word_embeddings:
+            operations.matrix("tokens", _EMBEDDING, text.hidden_size * text.vocab_size, rows)
+        else:
+            operations.linear("tokens", "lm_head", text.hidden_size, text.vocab_size, rows)
+        return operations
+
+
+def _grids(batch: Mapping[str, Any]) -> np.ndarray:
+    """`[n, 3]`, patches (t, h, w) of every image and video that tokens stand for."""
+    names = () if batch.get("num_unused_visual_rows") else ("image_grid_thw", "video_grid_thw")
+    grids = [np.asarray(batch[name]) for name in names if batch.get(name) is not None]
+    return np.concatenate([np.zeros([0, 3], dtype=np.int64), *grids])
+
+
+def _tower(operations: Operations, config: Qwen3VLConfig) -> tuple[bool, list[bool]]:
+    """Whether gradients pass the merged rows, and each deepstack level."""
+    vision, root = config.vision_config, "model.visual"
+    width, inner = vision.hidden_size, vision.intermediate_size
+    rows = operations.linear("patches", f"{root}.patch_embed.proj", vision.patch_dim, width, False)
+    rows |= operations.trains(f"{root}.pos_embed.weight")
+    levels = [False] * len(vision.deepstack_visual_indexes)
+    for i in range(vision.depth):
+        block = f"{root}.blocks.{i}"
+        normed = operations.norm(f"{block}.norm1", rows)
+        qkv = operations.linear("patches", f"{block}.attn.qkv", width, 3 * width, normed)
+        seen = operations.attention("patch_pairs", width, qkv, qkv, qkv)
+        rows |= operations.linear("patches", f"{block}.attn.proj", width, width, seen)
+        hidden = operations.norm(f"{block}.norm2", rows)
+        hidden = operations.linear("patches", f"{block}.mlp.linear_fc1", width, inner, hidden)
+        rows |= operations.linear("patches", f"{block}.mlp.linear_fc2", inner, width, hidden)
+        if i in vision.deepstack_visual_indexes:
+            level = vision.deepstack_visual_indexes.index(i)
+            levels[level] = _merger(
+                operations, config, f"{root}.deepstack_merger_list.{level}", rows
+            )
+    return _merger(operations, config, f"{root}.merger", rows), levels
+
+
+def _merger(operations: Operations, config: Qwen3VLConfig, module: str, rows: bool) -> bool:
+    vision = config.vision_config
+    block = vision.hidden_size * vision.spatial_merge_size**2
+    rows = operations.norm(f"{module}.norm", rows)
+    rows = operations.linear("merged_rows", f"{module}.linear_fc1", block, block, rows)
+    return operations.linear(
+        "merged_rows", f"{module}.linear_fc2", block, vision.out_hidden_size, rows
+    )
+
+
+def _decoder_layer(operations: Operations, config: Qwen3VLConfig, number: int, rows: bool) -> bool:
+    text, layer = config.text_config, f"model.language_model.layers.{number}"
+    width, attention = text.hidden_size, f"{layer}.self_attn"
+    queries = text.num_attention_heads * text.head_dim
+    keys = text.num_key_value_heads * text.head_dim
+    normed = operations.norm(f"{layer}.input_layernorm", rows)
+    q = operations.linear("tokens", f"{attention}.q_proj", width, queries, normed)
+    k = operations.linear("tokens", f"{attention}.k_proj", width, keys, normed)
+    v = operations.linear("tokens", f"{attention}.v_proj", width, keys, normed)
+    q = operations.norm(f"{attention}.q_norm", q)
+    k = operations.norm(f"{attention}.k_norm", k)
+    seen = operations.attention("token_pairs", queries, q, k, v)
+    rows |= operations.linear("tokens", f"{attention}.o_proj", queries, width, seen)
+    normed = operations.norm(f"{layer}.post_attention_layernorm", rows)
+    mlp = _experts if text.has_experts(number) else _mlp
+    return mlp(operations, text, f"{layer}.mlp", normed)
+
+
+def _mlp(operations: Operations, text: Any, module: str, rows: bool) -> bool:
+    width, inner = text.hidden_size, text.intermediate_size
+    gate = operations.linear("tokens", f"{module}.gate_proj", width, inner, rows)
+    up = operations.linear("tokens", f"{module}.up_proj", width, inner, rows)
+    return operations.linear("tokens", f"{module}.down_proj", inner, width, gate or up)
+
+
+def _experts(operations: Operations, text: Qwen3VLMoeTextConfig, module: str, rows: bool) -> bool:
+    chosen, width, inner = text.num_experts_per_tok, text.hidden_size, text.moe_intermediate_size
+    weights = operations.linear("tokens", f"{module}.gate", width, text.num_experts, rows)
+    hidden = operations.matrix(
+        "tokens", f"{module}.experts.gate_up_proj", chosen * width * 2 * inner, rows
+    )
+    out = operations.matrix("tokens", f"{module}.experts.down_proj", chosen * inner * width, hidden)
+    return out or weights

@@ -1,0 +1,176 @@
+"""Generation with a key-value cache: the tower and deepstack run once, in the prefill.
+
+Shapes: B batch, L prompt length, S keys so far, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from paddle_vl.compat import strided_views
+from paddle_vl.families.qwen3_vl.decoder import KeyValueCache
+from paddle_vl.generation.config import GenerationConfig
+from paddle_vl.generation.logits import LogitsRules
+from paddle_vl.generation.sampling import TokenChoice
+
+if TYPE_CHECKING:
+    from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+
+
+def stream(
+    model: "Qwen3VLForConditionalGeneration",
+    input_ids: np.ndarray,
+    attention_mask: np.ndarray | None = None,
+    pixel_values: np.ndarray | None = None,
+    image_grid_thw: np.ndarray | None = None,
+    pixel_values_videos: np.ndarray | None = None,
+    video_grid_thw: np.ndarray | None = None,
+    *,
+    generation_config: GenerationConfig | None = None,
+    on_logits: Callable[[np.ndarray], None] | None = None,
+    **overrides: Any,
+) -> Iterator[np.ndarray]:
+    """Tokens as they are chosen, until every row has ended; the arguments are checked at the call.
+
+    A step reads `[B]` ids on the host and nothing else.
+
+    Args:
+        input_ids: `[B, L]` prompts, padded on the left so that all end at the last column.
+        attention_mask: `[B, L]`, 1 at real tokens.
+        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as the model takes them.
+        generation_config: the settings; the model's own `generation_config` when left out, the
+            defaults when it has none either.
+        on_logits: called with the float32 logits `[B, V]` of every step, before any rule.
+        overrides: single settings to use instead, see `GenerationConfig`.
+
+    Returns:
+        An iterator of `[B]` int64, one per step; a row that has ended gives the pad token.
+
+    Raises:
+        ValueError: a prompt padded on the right, a bad setting, a model that is one rank's part.
+    """
+    config = generation_config or model.generation_config or GenerationConfig()
+    config = config.updated(**overrides)
+    config.check_vocabulary(model.config.text_config.vocab_size)
+    if model.placement.splits_parameters:
+        raise ValueError(
+            "this model is one process's part of a model; to generate, load the checkpoint in a "
+            "single process"
+        )
+    prompt_BL = np.asarray(input_ids, dtype=np.int64)
+    mask_BL = np.ones_like(prompt_BL)
+    if attention_mask is not None:
+        mask_BL = np.asarray(attention_mask).astype(np.int64)
+    if not mask_BL[:, -1].all():
+        rows = np.flatnonzero(mask_BL[:, -1] == 0).tolist()
+        raise ValueError(
+            f"prompts {rows} are padded on the right; generation continues at the last column, so "
+            "pad them on the left (data.padding_side: left)"
+        )
+    visual = {
+        "pixel_values": pixel_values,
+        "image_grid_thw": image_grid_thw,
+        "pixel_values_videos": pixel_values_videos,
+        "video_grid_thw": video_grid_thw,
+    }
+    return _chosen_tokens(model, prompt_BL, mask_BL, visual, config, on_logits)
+
+
+def generate(model: "Qwen3VLForConditionalGeneration", *args: Any, **batch: Any) -> np.ndarray:
+    """All new tokens, `[B, n]` int64 with n <= max_new_tokens; arguments as of `stream`."""
+    return np.stack(list(stream(model, *args, **batch)), axis=1)
+
+
+def _chosen_tokens(
+    model: "Qwen3VLForConditionalGeneration",
+    prompt_BL: np.ndarray,
+    mask_BL: np.ndarray,
+    visual: dict[str, np.ndarray | None],
+    config: GenerationConfig,
+    on_logits: Callable[[np.ndarray], None] | None,
+) -> Iterator[np.ndarray]:
+    vocab = model.config.text_config.vocab_size
+    rules = LogitsRules(config, prompt_BL, mask_BL.astype(bool), vocab)
+    choose = TokenChoice(config, len(prompt_BL))
+    ended_B = np.zeros(len(prompt_BL), dtype=bool)
+    decoder = _CachedDecoder(model, prompt_BL, mask_BL, visual)
+    was_training = model.training
+    model.eval()
+    try:
+        token_B = None
+        for _ in range(config.max_new_tokens):
+            is_prefill = token_B is None
+            with paddle.no_grad(), nullcontext() if is_prefill else strided_views():
+                logits_BV = decoder.prefill() if is_prefill else decoder.advance(token_B)
+                if on_logits is not None:
+                    on_logits(logits_BV.numpy())
+                chosen_B = choose(rules(logits_BV))
+                rules.append(chosen_B)
+                token_B = chosen_B.numpy()
+            if config.fill_token_id is not None:
+                token_B = np.where(ended_B, config.fill_token_id, token_B)
+            ended_B |= np.isin(token_B, config.eos_token_ids)
+            yield token_B
+            if ended_B.all():
+                return
+    finally:
+        if was_training:
+            model.train()
+
+
+class _CachedDecoder:
+    """A batch of prompts and what was appended to them."""
+
+    def __init__(
+        self,
+        model: "Qwen3VLForConditionalGeneration",
+        prompt_BL: np.ndarray,
+        mask_BL: np.ndarray,
+        visual: dict[str, np.ndarray | None],
+    ):
+        self._model, self._prompt_BL, self._mask_BS = model, prompt_BL, mask_BL
+        self._visual = visual
+        self._position_ids, rope_deltas_B = model.position_ids(
+            prompt_BL, mask_BL, visual["image_grid_thw"], visual["video_grid_thw"]
+        )
+        self._next_position_B = mask_BL.sum(axis=1) + rope_deltas_B
+        self._has_padding = bool((mask_BL == 0).any())
+        self._caches = [KeyValueCache() for _ in model.decoder_layers]
+
+    def prefill(self) -> Tensor:
+        """Logits `[B, V]` float32 behind the prompts."""
+        return self._last_logits(self._prompt_BL, self._position_ids, **self._visual)
+
+    def advance(self, token_B: np.ndarray) -> Tensor:
+        """Append a token to every row; logits `[B, V]` float32 behind it.
+
+        A chosen token that happens to be a visual placeholder is a token like any other.
+        """
+        token_B1 = token_B[:, None]
+        self._mask_BS = np.concatenate([self._mask_BS, np.ones_like(token_B1)], axis=1)
+        position_ids = np.broadcast_to(self._next_position_B[:, None], (3, len(token_B), 1))
+        self._next_position_B = self._next_position_B + 1
+        nothing = paddle.zeros([0], dtype="int64")
+        return self._last_logits(
+            token_B1,
+            np.ascontiguousarray(position_ids),
+            visual_update_indices=nothing,
+            visual_gather_indices=nothing,
+        )
+
+    def _last_logits(self, input_ids: np.ndarray, position_ids: np.ndarray, **rest: Any) -> Tensor:
+        output = self._model(
+            input_ids=input_ids,
+            attention_mask=self._mask_BS,
+            position_ids=position_ids,
+            has_left_padding=self._has_padding,
+            caches=self._caches,
+            logits_to_keep=1,
+            output_router_logits=False,
+            **rest,
+        )
+        return output.logits[:, -1].astype("float32")

@@ -1,0 +1,265 @@
+"""Videos to the patches, grids and timestamps that the model takes."""
+
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paddle_vl.data.video_reader import (
+    MIN_FRAMES,
+    VideoFile,
+    VideoFrames,
+    VideoSource,
+    frame_rate,
+    open_video,
+)
+from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor, named_item
+from paddle_vl.families.qwen3_vl.inputs.preprocessor_files import (
+    check_settings,
+    common_settings,
+    find_settings,
+    refuse_unsupported,
+    write_settings,
+)
+from paddle_vl.families.qwen3_vl.inputs.resize_rule import smart_resize_video
+from paddle_vl.families.qwen3_vl.inputs.video_frames import (
+    patch_timestamps,
+    process_frames,
+    sample_frame_indices,
+)
+
+CONFIG_FILE = "video_preprocessor_config.json"
+
+# Steps that are always done here; a checkpoint that turns one off cannot be honoured.
+_ALWAYS_ON = (
+    "do_resize",
+    "do_rescale",
+    "do_normalize",
+    "do_convert_rgb",
+    "do_sample_frames",
+)
+# Of HF's class; the published checkpoints do not state them.
+_SAMPLING = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
+# Of the published checkpoints, for a folder that has settings of images only.
+_MIN_PIXELS, _MAX_PIXELS = 4096, 25165824
+
+
+class ProcessedVideos(NamedTuple):
+    """All videos of a sample, in order.
+
+    Attributes:
+        arrays: pixel_values_videos `[P, 3 * temporal_patch_size * patch_size ** 2]` float32 and
+            video_grid_thw `[n, 3]` int64, in patches.
+        timestamps: seconds shown by each temporal patch, per video.
+    """
+
+    arrays: dict[str, np.ndarray]
+    timestamps: list[list[float]]
+
+
+@dataclass(frozen=True)
+class VideoProcessor:
+    """Chooses, resizes, normalises and cuts frames into patches.
+
+    Attributes:
+        fps: frames taken per second of video.
+        min_frames, max_frames: bounds of how many are taken; a shorter video gives all it has.
+        min_pixels, max_pixels: frames x height x width of a video after resizing; pixels.
+        patch_size, temporal_patch_size, merge_size, image_mean, image_std: as for images.
+        source_config: settings as read from a checkpoint, kept for writing them back.
+    """
+
+    min_pixels: int
+    max_pixels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+    fps: float = _SAMPLING["fps"]
+    min_frames: int = _SAMPLING["min_frames"]
+    max_frames: int = _SAMPLING["max_frames"]
+    source_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_settings(self, "video")
+        for low, high, least in (
+            ("min_pixels", "max_pixels", 1),
+            ("min_frames", "max_frames", MIN_FRAMES),
+        ):
+            values = getattr(self, low), getattr(self, high)
+            if not least <= values[0] <= values[1]:
+                raise ValueError(
+                    f"video {low} {values[0]} and {high} {values[1]}: {least} <= {low} <= {high} "
+                    f"is needed; set data.video_{low} and data.video_{high} together, or correct "
+                    f"{CONFIG_FILE}"
+                )
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | os.PathLike, images: ImageProcessor, **replaced: float | None
+    ) -> "VideoProcessor":
+        """Read `video_preprocessor_config.json` (or `processor_config.json`) of a checkpoint.
+
+        Args:
+            images: the checkpoint's image processor; where no file is about videos they are cut
+                as its images are, and have the budget of the published Qwen3-VL checkpoints.
+            replaced: fps, min_frames, max_frames, min_pixels or max_pixels instead of the file's,
+                where not None.
+
+        Raises:
+            RuntimeError: the file is not JSON.
+            ValueError: a setting is missing, out of range, or cannot be honoured.
+        """
+        found = find_settings(Path(directory), CONFIG_FILE, "video_processor")
+        if found is None:
+            processor = cls.like_images(images)
+        else:
+            path, config = found
+            processor = cls.from_dict(config, name=str(path))
+        return replace(processor, **{k: v for k, v in replaced.items() if v is not None})
+
+    @classmethod
+    def like_images(cls, images: ImageProcessor) -> "VideoProcessor":
+        """The patches of an image processor, and the budget of the published checkpoints."""
+        return cls(
+            min_pixels=_MIN_PIXELS,
+            max_pixels=_MAX_PIXELS,
+            patch_size=images.patch_size,
+            temporal_patch_size=images.temporal_patch_size,
+            merge_size=images.merge_size,
+            image_mean=images.image_mean,
+            image_std=images.image_std,
+        )
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], name: str = "the settings") -> "VideoProcessor":
+        """Build from HF's settings.
+
+        Raises:
+            ValueError: naming every setting that is missing, out of range, or cannot be honoured.
+        """
+        refuse_unsupported(config, name, always_on=_ALWAYS_ON)
+        if config.get("num_frames") is not None or config.get("cap_pixels_per_frame"):
+            raise ValueError(
+                f"{name} asks for num_frames {config.get('num_frames')} and cap_pixels_per_frame "
+                f"{config.get('cap_pixels_per_frame')}, which are not implemented here: remove "
+                "them and bound videos by fps, max_frames and size.longest_edge"
+            )
+        values = common_settings(config, name)
+        values.update({key: config[key] for key in _SAMPLING if config.get(key) is not None})
+        try:
+            return cls(**values, source_config=dict(config))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """HF's settings, in the dialect of the published Qwen3-VL checkpoints."""
+        kept = {
+            key: value
+            for key, value in self.source_config.items()
+            if key not in ("min_pixels", "max_pixels")
+        }
+        return {
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            "processor_class": "Qwen3VLProcessor",
+            **kept,
+            "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+            "patch_size": self.patch_size,
+            "temporal_patch_size": self.temporal_patch_size,
+            "merge_size": self.merge_size,
+            "image_mean": list(self.image_mean),
+            "image_std": list(self.image_std),
+            **{key: getattr(self, key) for key in _SAMPLING},
+        }
+
+    def save_pretrained(self, directory: str | os.PathLike) -> None:
+        """Write `video_preprocessor_config.json`."""
+        write_settings(Path(directory) / CONFIG_FILE, self.to_dict())
+
+    def __call__(self, videos: Sequence[VideoSource]) -> ProcessedVideos:
+        """Patches and timestamps of all videos, in order.
+
+        Args:
+            videos: paths, `VideoFrames`, or uint8 `[R, H, W, 3]` arrays; at least one.
+
+        Raises:
+            BadSampleError: a video that cannot be read or resized, with its number.
+            RuntimeError: a file is given and PyAV is not installed.
+        """
+        if not videos:
+            raise ValueError("no video given: a sample without has no pixel_values_videos")
+        arrays, timestamps = [], []
+        for number, source in enumerate(videos, start=1):
+            with named_item("video", number, source):
+                patches, times = self._process(source)
+            arrays.append(patches)
+            timestamps.append(times)
+        joined = {
+            key: arrays[0][key] if len(arrays) == 1 else np.concatenate([a[key] for a in arrays])
+            for key in arrays[0]
+        }
+        return ProcessedVideos(joined, timestamps)
+
+    def grids(self, videos: Sequence[VideoSource]) -> tuple[np.ndarray, list[list[float]]]:
+        """Grids `[n, 3]` int64 and timestamps of videos from their headers and first frames.
+
+        Raises:
+            BadSampleError, RuntimeError: as a call, as far as these show it.
+        """
+        grids, timestamps = np.empty((len(videos), 3), dtype=np.int64), []
+        for number, source in enumerate(videos, start=1):
+            with named_item("video", number, source):
+                video, indices, times = self._chosen(source)
+                with closing(video.frames([0])) as frames:
+                    height, width = next(frames).shape[:2]
+                sides = smart_resize_video(
+                    len(indices),
+                    height,
+                    width,
+                    self.patch_size * self.merge_size,
+                    self.min_pixels,
+                    self.max_pixels,
+                    temporal_factor=self.temporal_patch_size,
+                )
+            grids[number - 1] = len(times), *(side // self.patch_size for side in sides)
+            timestamps.append(times)
+        return grids, timestamps
+
+    def tokens_per_patch(self, video_grid_thw: np.ndarray) -> np.ndarray:
+        """Visual tokens of one temporal patch of every video of a `[n, 3]` grid: `[n]` int64."""
+        return video_grid_thw[:, 1:].prod(axis=1) // self.merge_size**2
+
+    def _process(self, source: VideoSource) -> tuple[dict[str, np.ndarray], list[float]]:
+        video, indices, times = self._chosen(source)
+        arrays = process_frames(
+            video.frames(indices.tolist()),
+            len(indices),
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
+            patch_size=self.patch_size,
+            temporal_patch_size=self.temporal_patch_size,
+            merge_size=self.merge_size,
+            image_mean=self.image_mean,
+            image_std=self.image_std,
+        )
+        return arrays, times
+
+    def _chosen(
+        self, source: VideoSource
+    ) -> tuple[VideoFrames | VideoFile, np.ndarray, list[float]]:
+        """A video, the numbers of the frames to take, and what times they show."""
+        video = open_video(source)
+        fps = frame_rate(video)
+        indices = sample_frame_indices(
+            video.num_frames,
+            fps,
+            target_fps=self.fps,
+            min_frames=self.min_frames,
+            max_frames=self.max_frames,
+        )
+        return video, indices, patch_timestamps(indices, fps, self.temporal_patch_size)

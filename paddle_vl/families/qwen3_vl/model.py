@@ -1,0 +1,348 @@
+"""Qwen3-VL in reading order: tower, embedding with visual rows, decoder, head, loss.
+
+Shapes: B batch, L padded length, T = B * L token rows, P patches, M merged visual rows, D width,
+V vocabulary.
+
+Source: Qwen3VLForConditionalGeneration of HF transformers; names, checkpoints and numbers are its.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.batch.packing import check_offsets, restart_offsets
+from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.vision_layout import checked_grid, vision_layout
+from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.families.qwen3_vl.decoder import KeyValueCache, LanguageModel
+from paddle_vl.families.qwen3_vl.generate import generate, stream
+from paddle_vl.families.qwen3_vl.moe import LoadBalance, asked_balance
+from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
+from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
+from paddle_vl.families.qwen3_vl.vision_tower import VisionFeatures, VisionTower
+from paddle_vl.nn.attention import PackedSamples
+from paddle_vl.nn.loss import next_token_targets
+from paddle_vl.nn.placement import SingleDevicePlacement
+
+Array = np.ndarray | Tensor
+
+
+class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
+    """The whole model. Build it with `from_pretrained` or `from_config`."""
+
+    def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement | None = None):
+        super().__init__(config, placement or SingleDevicePlacement())
+        text = config.text_config
+        self.visual, self.lm_head, tied = None, None, None
+        if self.placement.held.embedding:
+            self.visual = VisionTower(config.vision_config)
+            self.placement.mark_tower(self.visual.parameters())
+        self.language_model = LanguageModel(config, self.placement)
+        if self.placement.held.embedding and config.tie_word_embeddings:
+            tied = self.language_model.embedding.embed_tokens.weight
+            self.placement.mark_tied(tied)
+        if self.placement.held.head:
+            self.lm_head = self.placement.vocab_head(
+                text.hidden_size, text.vocab_size, text.initializer_range, tied
+            )
+            if config.tie_word_embeddings and tied is None:
+                self.placement.mark_tied(self.lm_head.weight)
+
+    def forward(
+        self,
+        input_ids: Array,
+        attention_mask: Array | None = None,
+        position_ids: Array | None = None,
+        labels: Array | None = None,
+        pixel_values: Array | None = None,
+        image_grid_thw: Array | None = None,
+        pixel_values_videos: Array | None = None,
+        video_grid_thw: Array | None = None,
+        visual_update_indices: Array | None = None,
+        visual_gather_indices: Array | None = None,
+        visual_source_indices: Array | None = None,
+        num_unused_visual_rows: int = 0,
+        num_target_tokens: int | None = None,
+        has_left_padding: bool | None = None,
+        cu_seqlens: Array | None = None,
+        caches: list[KeyValueCache] | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int = 0,
+    ) -> Qwen3VLOutput:
+        """Run the model on a batch: HF's minimal set, or the collator's full one.
+
+        Args:
+            input_ids: `[B, L]` int64 with placeholders for visual tokens.
+            attention_mask: `[B, L]`, 1 at real tokens; with caches `[B, S]` over all keys so far.
+            position_ids: `[3, B, L]`; computed on the host from ids and grids when left out. Or
+                `[4, B, L]`, a text position first, whose restarts say where packed samples begin
+                if there is neither `cu_seqlens` nor an attention mask; that costs a host read.
+            labels: `[B, L]` int64, not shifted, -100 ignored.
+            pixel_values: `[P, patch_dim]` patches of all images; `pixel_values_videos` of videos.
+            image_grid_thw: `[n, 3]` patches per image; `video_grid_thw` per video. Kept on the
+                host: a Paddle tensor here costs a transfer.
+            visual_update_indices, visual_gather_indices, visual_source_indices: the collator's
+                index arrays, see `paddle_vl.batch.visual_index`; computed when left out.
+            num_unused_visual_rows: visual rows that no token takes, with indices that leave them
+                out; they keep processes in step.
+            num_target_tokens: how many labels count, when the host knows it.
+            has_left_padding: False when no real token follows padding: causality then hides the
+                padding and no mask is applied.
+            cu_seqlens: `[S + 1]` int32 offsets of several samples in a row, see
+                `paddle_vl.batch.packing`; kept on the host. Padding is a segment of its own, and
+                the first label of each sample has to be -100. Not with caches.
+            caches: one per decoder layer when generating.
+            output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
+                the configuration's when left out. Not with caches.
+            logits_to_keep: compute logits of that many last columns only, 0 of all; without labels.
+
+        Raises:
+            ValueError: placeholders, grids and patches do not agree; routers of a model without
+                experts; labels without the logits of all columns; segments that do not tile the
+                rows, or with caches.
+        """
+        if labels is not None and logits_to_keep:
+            raise ValueError(
+                f"logits_to_keep is {logits_to_keep} and there are labels, whose loss needs the "
+                "logits of all columns: leave one of them out"
+            )
+        image_grid_thw, video_grid_thw = _host(image_grid_thw), _host(video_grid_thw)
+        dict_args = self.decoder_arguments(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            visual_update_indices=visual_update_indices,
+            visual_gather_indices=visual_gather_indices,
+            visual_source_indices=visual_source_indices,
+            num_unused_visual_rows=num_unused_visual_rows,
+            has_left_padding=has_left_padding,
+            cu_seqlens=cu_seqlens,
+        )
+        if caches is not None and dict_args["packed"] is not None:
+            raise ValueError(
+                "the batch has several samples in a row and there are caches: generation continues "
+                "one sample per row; give every prompt a row of its own"
+            )
+        dict_args |= self.encode_visual(
+            device_tensor(pixel_values),
+            image_grid_thw,
+            device_tensor(pixel_values_videos),
+            video_grid_thw,
+        )
+        balance = None
+        if caches is None:
+            balance = asked_balance(
+                self.config.text_config,
+                output_router_logits,
+                device_tensor(attention_mask),
+                tuple(input_ids.shape),
+            )
+        hidden_TD = self.language_model(dict_args, caches, balance)
+        shape = list(input_ids.shape)
+        if logits_to_keep:
+            hidden_BLD = hidden_TD.reshape([*shape, -1])[:, -logits_to_keep:]
+            shape = hidden_BLD.shape[:2]
+            hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
+        return self.predict(hidden_TD, shape, labels, num_target_tokens, balance)
+
+    def decoder_arguments(
+        self,
+        *,
+        input_ids: Array,
+        attention_mask: Array | None = None,
+        position_ids: Array | None = None,
+        image_grid_thw: Array | None = None,
+        video_grid_thw: Array | None = None,
+        visual_update_indices: Array | None = None,
+        visual_gather_indices: Array | None = None,
+        visual_source_indices: Array | None = None,
+        num_unused_visual_rows: int = 0,
+        has_left_padding: bool | None = None,
+        cu_seqlens: Array | None = None,
+    ) -> dict[str, Any]:
+        """What `GPTEmbedding` takes, all but the tower's outputs; arguments as of `forward`."""
+        cu_seqlens = _host(cu_seqlens)
+        if position_ids is None:
+            position_ids, _ = self.position_ids(
+                input_ids, attention_mask, image_grid_thw, video_grid_thw, cu_seqlens
+            )
+        elif position_ids.shape[0] == 4:
+            if cu_seqlens is None and attention_mask is None:
+                cu_seqlens = restart_offsets(_host(position_ids[0]))
+            position_ids = position_ids[1:]
+        packed = None
+        if cu_seqlens is not None:
+            batch, length = input_ids.shape
+            check_offsets(cu_seqlens, batch, length)
+            # With one segment a row causality says all, and rows stay a dimension of one product.
+            if len(cu_seqlens) > batch + 1:
+                packed = PackedSamples(cu_seqlens, length)
+        mask_is_needed = (
+            attention_mask is not None and has_left_padding is not False and cu_seqlens is None
+        )
+        return {
+            "input_ids": device_tensor(input_ids),
+            "position_ids": device_tensor(position_ids),
+            "attention_mask": device_tensor(attention_mask) if mask_is_needed else None,
+            "packed": packed,
+            "visual_update_indices": device_tensor(visual_update_indices),
+            "visual_gather_indices": device_tensor(visual_gather_indices),
+            "visual_source_indices": device_tensor(visual_source_indices),
+            "num_unused_visual_rows": num_unused_visual_rows,
+        }
+
+    def predict(
+        self,
+        hidden_TD: Tensor,
+        shape: Sequence[int],
+        labels: Array | None = None,
+        num_target_tokens: int | None = None,
+        balance: LoadBalance | None = None,
+    ) -> Qwen3VLOutput:
+        """Logits and losses of rows behind the final norm; `shape` is (B, L)."""
+        logits_TV = self.lm_head(self.placement.enter_columns(hidden_TD))
+        output = Qwen3VLOutput(logits_TV.reshape([*shape, -1]))
+        if labels is not None:
+            targets_T = next_token_targets(device_tensor(labels))
+            output.loss_sum, count = self.placement.token_loss(logits_TV, targets_T)
+            known = num_target_tokens is not None
+            output.num_target_tokens = num_target_tokens if known else count
+            output.loss = output.loss_sum / (
+                max(num_target_tokens, 1) if known else count.clip(min=1.0)
+            )
+        if balance is not None:
+            output.aux_loss = balance.loss()
+            output.aux_weight = self.config.text_config.router_aux_loss_coef
+            if output.loss is not None:
+                output.loss = output.loss + output.aux_weight * output.aux_loss
+        return output
+
+    def encode_visual(
+        self,
+        pixel_values: Tensor | None,
+        image_grid_thw: np.ndarray | None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: np.ndarray | None = None,
+    ) -> dict[str, Any]:
+        """Run the tower once over images and videos together.
+
+        Returns:
+            `image_embeds`, `deepstack_image_embeds` and the same for videos, as `GPTEmbedding`
+            takes them; nothing for an all-text batch, so that the tower gets no gradient, as in HF.
+
+        Raises:
+            ValueError: pixels without their grid or the reverse, or of another number of patches.
+        """
+        vision = self.config.vision_config
+        kinds = [
+            (kind, pixels, checked_grid(kind, None if pixels is None else pixels.shape[0], grid))
+            for kind, pixels, grid in (
+                ("image", pixel_values, image_grid_thw),
+                ("video", pixel_values_videos, video_grid_thw),
+            )
+            if pixels is not None or grid is not None
+        ]
+        if not kinds:
+            return {}
+        patches = [pixels for _, pixels, _ in kinds]
+        merged, levels = self.placement.encode_visual(
+            self._encode_items,
+            patches[0] if len(kinds) == 1 else paddle.concat(patches),
+            np.concatenate([grid for _, _, grid in kinds]),
+            merge=vision.spatial_merge_size,
+            width=vision.out_hidden_size,
+            num_levels=len(vision.deepstack_visual_indexes),
+        )
+        rows = [
+            int(grid.prod(axis=1).sum()) // vision.spatial_merge_size**2 for _, _, grid in kinds
+        ]
+        embeds = {}
+        for i, (kind, _, _) in enumerate(kinds):
+            embeds[f"{kind}_embeds"] = _part(merged, rows, i)
+            embeds[f"deepstack_{kind}_embeds"] = [_part(level, rows, i) for level in levels]
+        return embeds
+
+    def _encode_items(self, pixels: Tensor, grid_thw: np.ndarray) -> VisionFeatures:
+        vision = self.config.vision_config
+        layout = vision_layout(
+            grid_thw, table_side=vision.table_side, merge=vision.spatial_merge_size
+        )
+        return self.visual(pixels, layout)
+
+    def position_ids(
+        self,
+        input_ids: Array,
+        attention_mask: Array | None = None,
+        image_grid_thw: Array | None = None,
+        video_grid_thw: Array | None = None,
+        cu_seqlens: Array | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Positions `[3, B, L]` and rope deltas `[B]`, see `paddle_vl.batch.positions`."""
+        return mrope_position_ids(
+            _host(input_ids),
+            _host(attention_mask),
+            _host(image_grid_thw),
+            _host(video_grid_thw),
+            image_token_id=self.config.image_token_id,
+            video_token_id=self.config.video_token_id,
+            spatial_merge_size=self.config.vision_config.spatial_merge_size,
+            cu_seqlens=_host(cu_seqlens),
+        )
+
+    def tokens_per_expert(self) -> dict[int, Tensor]:
+        """By layer the rows that each expert had in the last call, padding included: `[E]` int64.
+
+        Empty for a model without experts, and before the first call.
+        """
+        layers = enumerate(self.language_model.layers)
+        counts = {
+            i: layer.mlp.experts.tokens_per_expert
+            for i, layer in layers
+            if self.placement.holds_layer(i) and layer.has_experts
+        }
+        return {i: count for i, count in counts.items() if count is not None}
+
+    def generate(self, *args: Any, **batch: Any) -> np.ndarray:
+        """Answers `[B, n]`, see `paddle_vl.families.qwen3_vl.generate.stream`."""
+        return generate(self, *args, **batch)
+
+    def stream(self, *args: Any, **batch: Any) -> Iterator[np.ndarray]:
+        """Answers a token of every row at a time, see `paddle_vl.families.qwen3_vl.generate`."""
+        return stream(self, *args, **batch)
+
+    @property
+    def vision_blocks(self) -> list[nn.Layer]:
+        """Units of the tower that recompute and sharding work on; none without the tower."""
+        return [] if self.visual is None else list(self.visual.blocks)
+
+    @property
+    def decoder_layers(self) -> list[nn.Layer]:
+        """Units of the decoder that recompute and sharding work on; those this rank has."""
+        layers = enumerate(self.language_model.layers)
+        return [layer for i, layer in layers if self.placement.holds_layer(i)]
+
+    @property
+    def tables(self) -> list[nn.Layer]:
+        """The token embedding and the head, those this rank has; tied ones share their `weight`."""
+        held = self.placement.held.embedding
+        layers = [self.language_model.embedding.embed_tokens] if held else []
+        return layers if self.lm_head is None else [*layers, self.lm_head]
+
+
+def _host(array: Array | None) -> np.ndarray | None:
+    return array.numpy() if isinstance(array, Tensor) else array
+
+
+def device_tensor(array: Array | None) -> Tensor | None:
+    """An array as a tensor on the device; a tensor as it is."""
+    return paddle.to_tensor(array) if isinstance(array, np.ndarray) else array
+
+
+def _part(x: Tensor, rows: list[int], i: int) -> Tensor:
+    """The i-th of consecutive groups of rows."""
+    return x if len(rows) == 1 else x[sum(rows[:i]) : sum(rows[: i + 1])]

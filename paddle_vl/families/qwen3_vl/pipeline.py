@@ -1,0 +1,202 @@
+"""Consecutive layers of a Qwen3-VL as one function of a batch, for a pipeline.
+
+What travels from a part to the next is one tensor: the token rows, and below them the rows of the
+deepstack levels that layers further on add; then, when the load-balancing loss is asked for, the
+sums of where the layers so far routed. Positions and indices do not travel: every process has the
+batch. So both ends of a message know its shape beforehand, and a micro-batch without images has no
+rows but its tokens'.
+
+Shapes: T token rows and M visual rows of this rank, D width; R = T + M * (levels still to add), and
+the rows that carry `[2, E]` sums over E experts.
+"""
+
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.families.qwen3_vl.embedding import decoder_positions
+from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration, device_tensor
+from paddle_vl.families.qwen3_vl.moe import LoadBalance, asked_balance
+from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
+from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
+from paddle_vl.nn.carried import carried, carry, num_carrying_rows
+
+VISUAL_SHARE = 0.5
+_NOT_FOR_DECODER = ("pixel_values", "pixel_values_videos", "labels", "num_target_tokens")
+
+
+def layer_costs(config: Qwen3VLConfig) -> tuple[list[float], float, float]:
+    """Multiplications per token of every decoder layer, and of what comes before and after them.
+
+    Attention scores are left out: they cost every layer the same. Before the layers comes the
+    tower, `merge^2` patches for each visual token, which half of the tokens are taken to be.
+    """
+    text, vision = config.text_config, config.vision_config
+    heads = text.num_attention_heads + text.num_key_value_heads
+    attention = 2 * text.hidden_size * heads * text.head_dim
+    mlps = [_mlp_cost(text, layer) for layer in range(text.num_hidden_layers)]
+    block = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
+    tower = VISUAL_SHARE * vision.spatial_merge_size**2 * vision.depth * block
+    return (
+        [float(attention + mlp) for mlp in mlps],
+        float(tower),
+        float(text.hidden_size * text.vocab_size),
+    )
+
+
+def _mlp_cost(text: Qwen3VLTextConfig, layer: int) -> int:
+    if not text.has_experts(layer):
+        return 3 * text.hidden_size * text.intermediate_size
+    inner = text.num_experts_per_tok * text.moe_intermediate_size
+    return text.hidden_size * (3 * inner + text.num_experts)
+
+
+class Qwen3VLStage:
+    """Some of a model's decoder layers; with the first the embedding, with the last the loss.
+
+    Args:
+        model: one that holds these layers.
+        layers: their numbers.
+
+    Raises:
+        ValueError: the model computes the load-balancing loss, which no stage sees all of.
+    """
+
+    def __init__(self, model: Qwen3VLForConditionalGeneration, layers: range):
+        self.model, self.layers = model, layers
+        config = model.config
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == config.text_config.num_hidden_layers
+        self.num_levels = len(config.vision_config.deepstack_visual_indexes)
+        # Of the routing of the layers so far, for the load-balancing loss at the end.
+        text = config.text_config
+        is_asked = getattr(text, "output_router_logits", False)
+        self.sums_shape = (2, text.num_experts) if is_asked else None
+        self.num_layers_before = sum(text.has_experts(i) for i in range(layers.start))
+        self._dtype = model.parameters()[0].dtype
+
+    def input_shape(self, batch: dict[str, Any]) -> tuple[int, int]:
+        """(R, D) of the rows that arrive, from the shapes of the batch alone.
+
+        Raises:
+            ValueError: the batch has visual tokens without their indices.
+        """
+        return self._shape(self._num_token_rows(batch), _num_visual_rows(batch))
+
+    def reserved_shape(self, batch: dict[str, Any], rows: Any) -> tuple[int, int]:
+        """(R, D) of the rows that arrive of the largest micro-batch that is provided for.
+
+        Args:
+            rows: its `tokens` and `visual` rows, over all ranks.
+
+        Raises:
+            ValueError: the batch is larger, or has visual tokens without their indices.
+        """
+        ranks = self.model.placement.row_part.size
+        tokens = -(-rows.tokens // ranks)
+        if (found := self._num_token_rows(batch)) > tokens:
+            raise ValueError(
+                f"a micro-batch has {found * ranks} tokens with its padding, but the messages of "
+                f"the pipeline have room for {rows.tokens} (parallel.pp_token_rows): set "
+                f"parallel.pp_token_rows={found * ranks} or more, or take shorter or fewer samples"
+            )
+        if (found := _num_visual_rows(batch)) > rows.visual:
+            raise ValueError(
+                f"a micro-batch has {found} visual tokens, but the messages of the pipeline have "
+                f"room for {rows.visual} (parallel.pp_visual_rows): set "
+                f"parallel.pp_visual_rows={found} or more, or take fewer or smaller images"
+            )
+        return self._shape(tokens, min(rows.visual, tokens))
+
+    def _num_token_rows(self, batch: dict[str, Any]) -> int:
+        return batch["input_ids"].size // self.model.placement.row_part.size
+
+    def _shape(self, tokens: int, visual: int) -> tuple[int, int]:
+        rows = tokens + len(self._travelling(self.layers.start)) * visual
+        width = self.model.config.text_config.hidden_size
+        if self.sums_shape is not None:
+            rows += num_carrying_rows(self.sums_shape, width, self._dtype)
+        return rows, width
+
+    def __call__(
+        self, batch: dict[str, Any], rows_RD: Tensor | None = None
+    ) -> Tensor | Qwen3VLOutput:
+        """Rows for the next part, `[R, D]`; of the last part the model's output with its losses.
+
+        Args:
+            batch: as the collator makes it.
+            rows_RD: what the part before returned; None for the first.
+        """
+        model = self.model
+        dict_args = model.decoder_arguments(
+            **{name: value for name, value in batch.items() if name not in _NOT_FOR_DECODER}
+        )
+        balance = asked_balance(
+            model.config.text_config,
+            None,
+            device_tensor(batch["attention_mask"]),
+            tuple(batch["input_ids"].shape),
+        )
+        if self.is_first:
+            inputs = model.language_model.embedding(dict_args | self._encode_visual(batch))
+            x_TD = inputs["hidden_states"]
+            levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
+        else:
+            inputs = dict_args | decoder_positions(model.config, dict_args)
+            x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch), balance)
+        x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, balance=balance)
+        if self.is_last:
+            hidden_TD = model.language_model.norm(x_TD)
+            return model.predict(
+                hidden_TD,
+                batch["input_ids"].shape,
+                batch["labels"],
+                batch["num_target_tokens"],
+                balance,
+            )
+        left = [levels[g] for g in self._travelling(self.layers.stop) if g in levels]
+        if balance is not None:
+            sums_2E = balance.sums_2E
+            if sums_2E is None:
+                sums_2E = paddle.zeros(self.sums_shape)
+            left.append(carry(sums_2E, x_TD.shape[1], x_TD.dtype))
+        return paddle.concat([x_TD, *left]) if left else x_TD
+
+    def _encode_visual(self, batch: dict[str, Any]) -> dict[str, Any]:
+        pixels, video_pixels = (
+            device_tensor(batch.get(name)) for name in ("pixel_values", "pixel_values_videos")
+        )
+        return self.model.encode_visual(
+            pixels, batch.get("image_grid_thw"), video_pixels, batch.get("video_grid_thw")
+        )
+
+    def _unpack(
+        self, rows_RD: Tensor, num_visual: int, balance: LoadBalance | None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        travelling = self._travelling(self.layers.start) if num_visual else range(0)
+        sizes = [num_visual] * len(travelling)
+        if balance is not None:
+            sizes.append(num_carrying_rows(self.sums_shape, rows_RD.shape[1], rows_RD.dtype))
+        if not sizes:
+            return rows_RD, {}
+        x_TD, *others = paddle.split(rows_RD, [rows_RD.shape[0] - sum(sizes), *sizes])
+        if balance is not None:
+            balance.sums_2E = carried(others.pop(), self.sums_shape)
+            balance.num_layers = self.num_layers_before
+        return x_TD, dict(zip(travelling, others, strict=True))
+
+    def _travelling(self, layer: int) -> range:
+        """Levels that are still to be added where that layer begins; level g follows layer g."""
+        return range(min(layer, self.num_levels), self.num_levels)
+
+
+def _num_visual_rows(batch: dict[str, Any]) -> int:
+    indices = batch.get("visual_update_indices")
+    if indices is None and (batch.get("image_grid_thw") is not None):
+        raise ValueError(
+            "a batch with visual tokens goes through a pipeline with its visual_update_indices and "
+            "visual_gather_indices only, which say how many rows travel: the collator adds them"
+        )
+    return 0 if indices is None else indices.shape[0]

@@ -1,0 +1,140 @@
+"""The vision tower: patches of any number of images and videos to merged rows and deepstack levels.
+
+Shapes: P patches of all items, in merge-block order; U tower width; N heads; H head width;
+M = P / merge^2 merged rows; D decoder width. Attention is full within one frame of one item.
+
+Source: Qwen3VLVisionModel of HF transformers.
+"""
+
+from typing import NamedTuple
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+from paddle.nn.initializer import Normal
+
+from paddle_vl.batch.vision_layout import VisionLayout
+from paddle_vl.families.qwen3_vl.config import Qwen3VLVisionConfig
+from paddle_vl.families.qwen3_vl.mergers import PatchMerger
+from paddle_vl.nn.activation import activation
+from paddle_vl.nn.attention import segment_attention
+from paddle_vl.nn.linear import Linear
+from paddle_vl.nn.norm import LayerNorm
+from paddle_vl.nn.rope import apply_rotary, vision_cos_sin
+
+
+class VisionFeatures(NamedTuple):
+    """Tower output in item order: `merged` `[M, D]`, `levels` a list of G tensors `[M, D]`."""
+
+    merged: Tensor
+    levels: list[Tensor]
+
+
+class VisionTower(nn.Layer):
+    """Patch embedding, learned positions, blocks, and a merger at the end and at each level."""
+
+    def __init__(self, config: Qwen3VLVisionConfig):
+        super().__init__()
+        self.config = config
+        std = config.initializer_range
+        # A convolution whose stride is its kernel is one matrix product over flattened patches.
+        self.patch_embed = Linear(config.patch_dim, config.hidden_size, True, std)
+        self.pos_embed = PositionTable(config.num_position_embeddings, config.hidden_size, std)
+        self.blocks = nn.LayerList([VisionBlock(config) for _ in range(config.depth)])
+        self.merger = PatchMerger(config, norm_after_merge=False)
+        self.deepstack_merger_list = nn.LayerList(
+            [PatchMerger(config, norm_after_merge=True) for _ in config.deepstack_visual_indexes]
+        )
+
+    def forward(self, pixel_values: Tensor, layout: VisionLayout) -> VisionFeatures:
+        """Encode a batch of patches.
+
+        Args:
+            pixel_values: `[P, 1536]`, each row one patch flattened (channel, frame, y, x).
+            layout: the host's description of the same patches.
+        """
+        x_PU = self.patch_embed(pixel_values.astype(self.patch_embed.weight.dtype))
+        x_PU = x_PU + self.pos_embed(layout)
+        head_dim = self.config.hidden_size // self.config.num_heads
+        coordinates_P2 = paddle.to_tensor(layout.coordinates)
+        cos_PH, sin_PH = vision_cos_sin(coordinates_P2, head_dim, self.config.rope_theta)
+        levels: list[Tensor] = [None] * len(self.deepstack_merger_list)
+        for i, block in enumerate(self.blocks):
+            x_PU = block(x_PU, cos_PH, sin_PH, layout.segments)
+            if i in self.config.deepstack_visual_indexes:
+                level = self.config.deepstack_visual_indexes.index(i)
+                levels[level] = self.deepstack_merger_list[level](x_PU)
+        return VisionFeatures(self.merger(x_PU), levels)
+
+
+class PositionTable(nn.Layer):
+    """Learned positions on a square grid, read between its points for any frame size."""
+
+    def __init__(self, num_positions: int, width: int, init_std: float):
+        super().__init__()
+        self.weight = self.create_parameter(
+            [num_positions, width], default_initializer=Normal(std=init_std)
+        )
+
+    def forward(self, layout: VisionLayout) -> Tensor:
+        """Bilinear interpolation in float32: `[P, U]` in the table's dtype."""
+        tap_rows_4P = paddle.to_tensor(layout.tap_rows)
+        tap_weights_4P = paddle.to_tensor(layout.tap_weights)
+        table = self.weight.astype("float32")
+        value_PU = sum(
+            F.embedding(tap_rows_4P[tap], table) * tap_weights_4P[tap].unsqueeze(-1)
+            for tap in range(4)
+        )
+        return value_PU.astype(self.weight.dtype)
+
+
+class VisionBlock(nn.Layer):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: Qwen3VLVisionConfig):
+        super().__init__()
+        self.norm1 = LayerNorm(config.hidden_size, 1e-6)
+        self.norm2 = LayerNorm(config.hidden_size, 1e-6)
+        self.attn = VisionAttention(config)
+        self.mlp = VisionMLP(config)
+
+    def forward(
+        self, x_PU: Tensor, cos_PH: Tensor, sin_PH: Tensor, segments: tuple[tuple[int, int], ...]
+    ) -> Tensor:
+        x_PU = x_PU + self.attn(self.norm1(x_PU), cos_PH, sin_PH, segments)
+        return x_PU + self.mlp(self.norm2(x_PU))
+
+
+class VisionAttention(nn.Layer):
+    """Self-attention within segments; the fused projection stacks q, k and v, each head-major."""
+
+    def __init__(self, config: Qwen3VLVisionConfig):
+        super().__init__()
+        self.head_dim = config.hidden_size // config.num_heads
+        width, std = config.hidden_size, config.initializer_range
+        self.qkv = Linear(width, 3 * width, True, std)
+        self.proj = Linear(width, width, True, std)
+
+    def forward(
+        self, x_PU: Tensor, cos_PH: Tensor, sin_PH: Tensor, segments: tuple[tuple[int, int], ...]
+    ) -> Tensor:
+        qkv_P3NH = self.qkv(x_PU).reshape([x_PU.shape[0], 3, -1, self.head_dim])
+        q_PNH, k_PNH, v_PNH = qkv_P3NH.unbind(axis=1)
+        q_PNH = apply_rotary(q_PNH, cos_PH, sin_PH)
+        k_PNH = apply_rotary(k_PNH, cos_PH, sin_PH)
+        out_PNH = segment_attention(q_PNH, k_PNH, v_PNH, segments)
+        return self.proj(out_PNH.reshape([x_PU.shape[0], -1]))
+
+
+class VisionMLP(nn.Layer):
+    """Two linears around the configured GELU (the tanh form in every checkpoint)."""
+
+    def __init__(self, config: Qwen3VLVisionConfig):
+        super().__init__()
+        width, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        self.linear_fc1 = Linear(width, inner, True, std)
+        self.linear_fc2 = Linear(inner, width, True, std)
+        self.act = activation(config.hidden_act)
+
+    def forward(self, x_PU: Tensor) -> Tensor:
+        return self.linear_fc2(self.act(self.linear_fc1(x_PU)))

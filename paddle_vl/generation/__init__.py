@@ -1,0 +1,1 @@
+"""Text from next-token scores: settings, rules, sampling, streaming."""

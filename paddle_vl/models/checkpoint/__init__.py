@@ -1,1 +1,0 @@
-"""Checkpoints in HF's layout: safetensors files, sharded or not, read and written as streams."""

@@ -1,1 +1,0 @@
-"""Qwen3-VL: a vision tower with deepstack levels into a Qwen3 decoder."""

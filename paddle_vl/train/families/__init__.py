@@ -1,1 +1,0 @@
-"""What a run of each family of models is put together from."""

@@ -1,0 +1,188 @@
+"""Weights that cannot be what a model was trained to.
+
+Guarantees: a safetensors header whose tensors overlap, leave holes or contradict themselves, a
+shard index that points elsewhere, weights that are not finite or no weights at all, and a head that
+the configuration denies are refused by file and tensor.
+"""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.checkpoint.safetensors_io import (
+    TensorToWrite,
+    read_checkpoint_headers,
+    read_header,
+    write_file,
+)
+from tests.support.tiny import tiny_model
+
+
+def write(file: Path, header: object, data: bytes = b"\0" * 24) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return file
+
+
+def entry(shape=(2, 3), offsets=(0, 24), dtype="F32") -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def test_a_file_as_it_should_be_is_read(tmp_path):
+    file = write(tmp_path / "a.safetensors", {"__metadata__": {"format": "pt"}, "w": entry()})
+    assert read_header(file)["w"].read().shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("header", "named"),
+    [
+        (b"42", "holds 42, not an object"),
+        (b"[]", r"holds \[\], not an object"),
+        (b"null", "holds None"),
+        (b'"x"', "holds 'x'"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"w": ' * 50_000, "nested too deeply"),
+        (b'{"w": ' + b"9" * 5000 + b"}", "digits"),
+        (b"\xff\xfe{}", "not UTF-8"),
+        (b'{"w": 1, "w": 2}', "the key 'w' is there twice"),
+        ({"w": 3}, "w is 3; dtype, shape and data_offsets"),
+        ({"w": {"dtype": "F32", "shape": [6]}}, "dtype, shape and data_offsets are needed"),
+        ({"w": entry(dtype="F8_E4M3")}, "w has dtype 'F8_E4M3', not one of"),
+        ({"w": entry(dtype=["F32"])}, "w has dtype"),
+        ({"w": entry(dtype="F64")}, "spans 24 bytes, F64.* needs 48"),
+        ({"w": entry(shape=(2, 2))}, "spans 24 bytes, .* needs 16"),
+        ({"w": entry(shape=(-2, -3))}, r"w has shape \[-2, -3\]"),
+        ({"w": entry(shape=(2.0, 3))}, r"w has shape \[2.0, 3\]"),
+        ({"w": entry(shape=(True, 6))}, "w has shape"),
+        ({"w": entry(shape=(1,) * 40, offsets=(0, 4))}, "w has shape"),
+        ({"w": entry(shape=(10**30,), offsets=(0, 4 * 10**30))}, "of a file of"),
+        ({"w": entry(offsets=(-24, 0))}, r"data_offsets \[-24, 0\]"),
+        ({"w": entry(offsets=(24, 0))}, r"data_offsets \[24, 0\]"),
+        ({"w": entry(offsets=(0, 12, 24))}, "data_offsets"),
+        ({"w": entry(offsets=(0.0, 24.0))}, "data_offsets"),
+        ({"a": entry(), "b": entry()}, "b begins at byte .*: it overlaps the one before it"),
+        ({"w": entry(shape=(4,), offsets=(8, 24))}, "w begins at byte .*: it leaves a hole"),
+        ({"w": entry(shape=(4,), offsets=(0, 16))}, "the last tensor ends at byte"),
+    ],
+)  # fmt: skip
+def test_header_that_contradicts_itself_is_refused(tmp_path, header, named):
+    file = write(tmp_path / "bad.safetensors", header)
+    with pytest.raises(RuntimeError, match=rf"(?s)bad\.safetensors.*{named}.*again"):
+        read_header(file)
+
+
+@pytest.mark.parametrize("length", [0, 1, 1000, 2**63, 2**64 - 1])
+def test_header_longer_than_its_file_is_refused(tmp_path, length):
+    file = tmp_path / "bad.safetensors"
+    file.write_bytes(struct.pack("<Q", length) + b"{}")
+    with pytest.raises(RuntimeError, match=r"bad\.safetensors .*header length"):
+        read_header(file)
+
+
+@pytest.mark.parametrize(
+    ("index", "named"),
+    [
+        ([], r"holds \[\], not an object"),
+        (7, "holds 7"),
+        ({}, "weight_map is None"),
+        ({"weight_map": []}, r"weight_map is \[\]"),
+        ({"weight_map": {}}, r"weight_map is \{\}"),
+        ({"weight_map": {"w": 3}}, "has 3 for w, which is no file of this folder"),
+        ({"weight_map": {"w": None}}, "has None for w"),
+        ({"weight_map": {"w": ""}}, "has '' for w"),
+        ({"weight_map": {"w": ".."}}, "has '..' for w"),
+        ({"weight_map": {"w": "../other/part.safetensors"}}, "no file of this folder"),
+        ({"weight_map": {"w": "a/../../part.safetensors"}}, "no file of this folder"),
+        ({"weight_map": {"w": "/etc/passwd"}}, "no file of this folder"),
+        ({"weight_map": {"w": "a\0b"}}, "no file of this folder"),
+        ({"weight_map": {"w": "none.safetensors"}}, "none.safetensors"),
+        ({"weight_map": {"x": "part.safetensors"}}, r"shards do not hold: \['x'\]"),
+        ({"weight_map": {"w": "part.safetensors"}}, r"its shards hold: \['v'\]"),
+    ],
+)  # fmt: skip
+def test_index_that_is_none_or_points_elsewhere_is_refused(tmp_path, index, named):
+    held = {"w": entry(shape=(3,), offsets=(0, 12)), "v": entry(shape=(3,), offsets=(12, 24))}
+    write(tmp_path / "part.safetensors", held)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(RuntimeError, match=named) as error:
+        read_checkpoint_headers(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_shard_may_be_a_link(tmp_path):
+    elsewhere = write(tmp_path / "blob", {"w": entry()})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "part.safetensors").symlink_to(elsewhere)
+    text = json.dumps({"weight_map": {"w": "part.safetensors"}})
+    (folder / "model.safetensors.index.json").write_text(text)
+    assert list(read_checkpoint_headers(folder)) == ["w"]
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F64", "F16", "BF16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, dtype, value):
+    array = np.ones((300, 300), np.float32)
+    array[299, 298:] = value
+    kinds = {"F32": np.float32, "F64": np.float64, "F16": np.float16}
+    stored = array.astype(kinds[dtype]) if dtype in kinds else (array.view(np.uint32) >> 16)
+    stored = stored.astype(np.uint16) if dtype == "BF16" else stored
+    file = tmp_path / "a.safetensors"
+    write_file(file, [TensorToWrite("layer.w", array.shape, dtype, lambda: stored)])
+    tensor = read_header(file)["layer.w"]
+    with pytest.raises(RuntimeError, match=r"a\.safetensors: layer\.w holds 2 values .* of 90000"):
+        tensor.read()
+    assert not np.isfinite(tensor.read(must_be_finite=False)).all()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    tiny_model().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, name: str, array: np.ndarray) -> None:
+    arrays = load_file(folder / "model.safetensors")
+    save_file(arrays | {name: array}, folder / "model.safetensors")
+
+
+def test_model_whose_weights_are_nan_is_refused(folder):
+    change(folder, "model.language_model.norm.weight", np.full(16, np.nan, np.float32))
+    with pytest.raises(RuntimeError, match=r"model\.language_model\.norm\.weight holds 16 values"):
+        Qwen3VLForConditionalGeneration.from_pretrained(folder)
+
+
+def test_weights_relabelled_as_whole_numbers_are_refused(folder):
+    change(folder, "model.language_model.norm.weight", np.ones(16, np.int32))
+    named = r"1 not of floating point numbers: model\.language_model\.norm\.weight \(I32\)"
+    with pytest.raises(ValueError, match=named):
+        Qwen3VLForConditionalGeneration.from_pretrained(folder)
+
+
+def set_tie(folder: Path, tie: bool) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    values["tie_word_embeddings"] = values["text_config"]["tie_word_embeddings"] = tie
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def test_head_of_its_own_where_the_configuration_ties_it_is_refused(folder):
+    set_tie(folder, True)
+    with pytest.raises(ValueError, match=r"config\.json: tie_word_embeddings is true, but"):
+        Qwen3VLForConditionalGeneration.from_pretrained(folder)
+    arrays = load_file(folder / "model.safetensors")
+    change(folder, "lm_head.weight", arrays["model.language_model.embed_tokens.weight"])
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder)
+    assert model.config.tie_word_embeddings
+
+
+def test_missing_head_names_the_setting(folder):
+    arrays = load_file(folder / "model.safetensors")
+    del arrays["lm_head.weight"]
+    save_file(arrays, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tie_word_embeddings is false; 1 missing: lm_head"):
+        Qwen3VLForConditionalGeneration.from_pretrained(folder)

@@ -1,0 +1,93 @@
+"""Files of one model that several ranks write.
+
+Pinned here: every rank writes its files and no other's, together they hold every tensor once and
+the index names them all; tensors are produced in one order on every rank, which is what their
+collectives need; few bytes make one file, whoever writes; stale files of an earlier save go.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from paddle_vl.checkpoint import sharded
+from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
+from paddle_vl.nn.placement import Writers
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Staged(Writers):
+    """One of two stages, whose plans are known."""
+
+    plans: tuple = ()
+
+    def of_stages(self, value):
+        assert value == self.plans[self.stage]
+        return list(self.plans)
+
+
+def tensors(prefix: str, count: int, produced: list[str]) -> list[TensorToWrite]:
+    """Of one KiB each."""
+
+    def produce(name: str, number: int) -> np.ndarray:
+        produced.append(name)
+        return np.full([256], number, np.float32)
+
+    names = [f"{prefix}{number}" for number in range(count)]
+    return [
+        TensorToWrite(name, (256,), "F32", lambda name=name, number=number: produce(name, number))
+        for number, name in enumerate(names)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def small_files_are_worth_a_rank(monkeypatch):
+    monkeypatch.setattr(sharded, "MIN_SHARD_BYTES", KIB)
+
+
+def test_ranks_write_their_own_files_of_one_checkpoint(tmp_path):
+    """Two stages of two ranks; four tensors of one stage, three of the other."""
+    stages = {0: tensors("a", 4, []), 1: tensors("b", 3, [])}
+    plans = tuple(
+        [{t.name: KIB for t in stages[stage][i : i + 2]} for i in range(0, len(stages[stage]), 2)]
+        for stage in (0, 1)
+    )
+    written = {}
+    for stage in (1, 0):
+        for number in (1, 0):
+            before = set(tmp_path.iterdir())
+            produced: list[str] = []
+            own = tensors("ab"[stage], len(stages[stage]), produced)
+            writers = Staged(number, 2, stage, plans)
+            sharded.write_tensors(tmp_path, "model", own, 1 << 30, writers)
+            assert produced == [tensor.name for tensor in own]
+            written[stage, number] = {p.name for p in set(tmp_path.iterdir()) - before}
+    index = {"model.safetensors.index.json"}
+    names = [f"model-{i}-of-00004.safetensors" for i in ("00001", "00002", "00003", "00004")]
+    assert [written[0, 0] - index, written[0, 1], written[1, 0], written[1, 1]] == [
+        {name} for name in names
+    ]
+    stored = read_checkpoint_headers(tmp_path)
+    assert sorted(stored) == ["a0", "a1", "a2", "a3", "b0", "b1", "b2"]
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(tensor.read(), np.full([256], int(name[1])))
+
+
+def test_few_bytes_are_one_file_whoever_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharded, "MIN_SHARD_BYTES", 8 * KIB)
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"old")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    for number in (1, 0):
+        own = tensors("a", 4, [])
+        sharded.write_tensors(tmp_path, "model", own, 1 << 30, Writers(number, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert len(read_checkpoint_headers(tmp_path)) == 4
+
+
+def test_no_file_exceeds_the_limit(tmp_path):
+    sharded.write_tensors(tmp_path, "optimizer", tensors("a", 5, []), 2 * KIB)
+    sizes = [len(read.read()) for read in read_checkpoint_headers(tmp_path, "optimizer").values()]
+    assert sizes == [256] * 5
+    assert len(list(tmp_path.glob("optimizer-*-of-00003.safetensors"))) == 3

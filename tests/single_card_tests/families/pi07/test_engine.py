@@ -1,0 +1,197 @@
+"""The decoder of both streams, and the attention under it.
+
+Guarantees: both streams at once equal the prefix first and the suffix after it, insulated or not;
+insulation passes no gradient into the prefix; both attention implementations agree wherever a query
+sees a key, and pass no gradient where it sees none; every parameter is registered once; a suffix
+without an expert or a prefix is refused; recomputed layers give the same gradients.
+"""
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.families.pi07.attention_masks import (
+    block_mask,
+    prefix_positions,
+    suffix_mask,
+    suffix_positions,
+)
+from paddle_vl.families.pi07.interleaved import InterleavedDecoder, SuffixView
+from paddle_vl.nn import masked_attention as attention
+from paddle_vl.nn.masked_attention import AttentionMask, masked_attention
+from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.parallel.recompute import recompute_layers
+from tests.single_card_tests.nn.flash_kernel import FlashKernel
+from tests.support.pi07_golden import policy_config
+
+BATCH, LENGTH, STEPS, SEEN = 2, 6, 4, 5
+
+
+def make_decoder(**settings) -> InterleavedDecoder:
+    paddle.seed(0)
+    return InterleavedDecoder(
+        policy_config().changed(**settings).vlm_config, SingleDevicePlacement()
+    )
+
+
+def streams(decoder, insulated=False):
+    """Inputs and views of both streams, the second sample's prefix padded in front."""
+    rng = np.random.default_rng(0)
+    inputs = [
+        paddle.to_tensor(rng.standard_normal(shape, dtype=np.float32), stop_gradient=False)
+        for shape in ((BATCH, LENGTH, 64), (BATCH, STEPS, 32), (BATCH, STEPS, 32))
+    ]
+    pad = paddle.to_tensor(np.array([[1] * 6, [0, 0, 1, 1, 1, 1]], bool))
+    marks = paddle.to_tensor(np.array([[0, 0, 0, 1, 1, 1]] * BATCH))
+    prefix_view = decoder.view(prefix_positions(pad), block_mask(pad, marks))
+    own_pad, own_marks = (paddle.ones([BATCH, STEPS], dtype=d) for d in ("bool", "int64"))
+    seen = pad[:, :SEEN]
+    own = decoder.view(suffix_positions(seen, STEPS), suffix_mask(seen, own_pad, own_marks))
+    return inputs, prefix_view, SuffixView(own, SEEN, insulated), pad
+
+
+def gradients(decoder, inputs) -> list[np.ndarray | None]:
+    tensors = [*inputs, *decoder.parameters()]
+    found = [None if x.grad is None else x.grad.numpy() for x in tensors]
+    for x in tensors:
+        x.clear_gradient(False)
+    return found
+
+
+def assert_all_close(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(1, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("insulated", [True, False])
+def test_joint_call_equals_two_passes(insulated):
+    decoder = make_decoder()
+    inputs, prefix_view, suffix_view, _ = streams(decoder, insulated)
+    prefix, suffix, cond = inputs
+    outputs, found = [], []
+    for joint in (True, False):
+        if joint:
+            output = decoder(prefix, suffix, cond, prefix_view, suffix_view)
+            pair = output.prefix, output.suffix
+        else:
+            first = decoder(prefix, prefix_view=prefix_view, keep=True)
+            second = decoder(None, suffix, cond, suffix_view=suffix_view, cache=first.cache)
+            pair = first.prefix, second.suffix
+        outputs.append([x.numpy() for x in pair])
+        sum(x.square().sum() for x in pair).backward()
+        found.append(gradients(decoder, inputs))
+    assert_all_close(*outputs)
+    assert_all_close(*found)
+
+
+@pytest.mark.parametrize("insulated", [True, False])
+def test_insulation_keeps_the_prefix_from_the_suffix(insulated):
+    decoder = make_decoder()
+    inputs, prefix_view, suffix_view, _ = streams(decoder, insulated)
+    decoder(*inputs, prefix_view, suffix_view).suffix.square().sum().backward()
+    prefix = inputs[0]
+    reached = prefix.grad is not None and bool(prefix.grad.abs().sum() > 0)
+    assert reached != insulated
+    assert inputs[1].grad.abs().sum() > 0
+    weight = decoder.layers[0].backbone_layer.self_attn.qkv_proj.weight
+    assert (weight.grad is not None and bool(weight.grad.abs().sum() > 0)) != insulated
+
+
+def test_implementations_agree_where_a_query_sees_a_key():
+    decoder = make_decoder()
+    outputs = []
+    for implementation in ("eager", "sdpa"):
+        decoder.attention_implementation = implementation
+        inputs, prefix_view, suffix_view, pad = streams(decoder)
+        outputs.append(decoder(*inputs, prefix_view, suffix_view))
+    eager, sdpa = outputs
+    real = pad.numpy()
+    np.testing.assert_allclose(
+        eager.prefix.numpy()[real], sdpa.prefix.numpy()[real], rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(eager.suffix.numpy(), sdpa.suffix.numpy(), rtol=1e-4, atol=1e-5)
+    assert np.abs(eager.prefix.numpy() - sdpa.prefix.numpy())[~real].max() > 0.01
+
+
+def test_masks_are_as_flash_attention_takes_them(monkeypatch):
+    decoder, kernel = make_decoder(), FlashKernel()
+    decoder.attention_implementation = "sdpa"
+    inputs, prefix_view, suffix_view, _ = streams(decoder)
+    wanted = decoder(*inputs, prefix_view, suffix_view).suffix
+    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    found = decoder(*inputs, prefix_view, suffix_view).suffix
+    np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-4, atol=1e-5)
+    assert kernel.masks
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_query_without_a_key(implementation):
+    rng = np.random.default_rng(0)
+    shapes = (1, 2, 4, 8), (1, 3, 2, 8), (1, 3, 2, 8)
+    q, k, v = (
+        paddle.to_tensor(rng.standard_normal(s, dtype=np.float32), stop_gradient=False)
+        for s in shapes
+    )
+    visible = paddle.to_tensor(np.array([[[1, 0, 1], [0, 0, 0]]], bool))
+    out = masked_attention(q, k, v, AttentionMask(visible), 0.3, implementation)
+    mean = np.repeat(v.numpy().mean(axis=1)[0], 2, axis=0)
+    wanted = mean if implementation == "eager" else np.zeros_like(mean)
+    np.testing.assert_allclose(out.numpy()[0, 1], wanted, atol=1e-6)
+    out[:, 1].square().sum().backward()
+    assert q.grad.abs().sum() == 0
+    assert k.grad.abs().sum() == 0
+    assert (v.grad.abs().sum() > 0) == (implementation == "eager")
+
+
+def test_attention_follows_the_formula():
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal(s) for s in ((1, 3, 4, 8), (1, 5, 2, 8), (1, 5, 2, 8)))
+    visible = rng.random((1, 3, 5)) < 0.6
+    visible[:, :, 0] = True
+    k_all, v_all = (np.repeat(x, 2, axis=2) for x in (k, v))
+    scores = np.einsum("blnh,bsnh->bnls", q, k_all) * 0.7
+    scores = np.where(visible[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    wanted = np.einsum("bnls,bsnh->blnh", weights, v_all)
+    tensors = (paddle.to_tensor(x.astype(np.float32)) for x in (q, k, v))
+    mask = AttentionMask(paddle.to_tensor(visible))
+    np.testing.assert_allclose(masked_attention(*tensors, mask, 0.7).numpy(), wanted, atol=1e-5)
+
+
+def test_unknown_implementation_is_refused():
+    x = paddle.ones([1, 1, 1, 2])
+    with pytest.raises(ValueError, match="'flash'; 'eager' or 'sdpa'"):
+        masked_attention(x, x, x, AttentionMask(paddle.ones([1, 1, 1], "bool")), 1.0, "flash")
+
+
+def test_every_parameter_is_registered_once():
+    decoder = make_decoder()
+    names = [name for name, _ in decoder.named_parameters()]
+    # Fused projections, but for queries, keys and values of the last backbone layer.
+    expected = 3 * (10 + 8) + 2 + 3
+    assert len(names) == len({id(p) for p in decoder.parameters()}) == expected
+    assert all("backbone_layer" in n or "expert_layer" in n for n in names if "layers" in n)
+
+
+def test_suffix_needs_an_expert_and_a_prefix():
+    decoder = make_decoder()
+    (_, suffix, cond), _, suffix_view, _ = streams(decoder)
+    with pytest.raises(ValueError, match="without a prefix"):
+        decoder(None, suffix, cond, suffix_view=suffix_view)
+
+
+def test_recomputed_layers_give_the_same_gradients():
+    found = []
+    for is_recomputed in (False, True):
+        decoder = make_decoder()
+        inputs, prefix_view, suffix_view, _ = streams(decoder)
+        if is_recomputed:
+            recompute_layers(decoder.layers)
+        output = decoder(*inputs, prefix_view, suffix_view)
+        (output.prefix.square().sum() + output.suffix.square().sum()).backward()
+        found.append(gradients(decoder, inputs))
+    assert_all_close(*found)

@@ -1,0 +1,130 @@
+"""The casts of a bfloat16 pi07, proved by the dtype of every operator that a GPU would run.
+
+Pinned here, for both attention implementations, forward and backward of every hand-written
+gradient: norms, rotary angles, eager scores and their softmax, the flow and both losses compute in
+float32, the time's code in float64; all other matrices, the tower's attention and what lies between
+layers, or travels between the parts of a pipeline, stay in bfloat16; no operator mixes dtypes and
+leaves the choice to Paddle; without any single one of the casts these checks fail.
+"""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.pipeline import PI07LowLevelStage
+from paddle_vl.families.pi07.prefix_layout import Presence
+from tests.support.pi07_golden import case, config_values
+from tests.support.traced import Cast, Operator, trace
+
+CAMERA_FIELDS = {
+    "videos": "video",
+    "vid_masks": "vid_mask",
+    "subgoal_images": "subgoal_image",
+    "subgoal_img_masks": "subgoal_img_mask",
+}
+WIDE = {"rsqrt", "cos", "sin", "softmax", "cross_entropy_with_softmax", "square", "mean"}
+NARROW = {"scaled_dot_product_attention", "gelu", "silu", "embedding", "pool2d"}
+LAYERS, TOWER_LAYERS = 2, 2
+EVERYTHING = Presence(True, True, True)
+
+
+def model_and_batch(implementation: str) -> tuple[PI07LowLevelFlowMatching, dict[str, Any]]:
+    """Those of case 01, of fewer layers: three frames, every optional part."""
+    description, tensors = case("01_all_fields")
+    values = config_values(description, attention_implementation=implementation)
+    vlm = values["vlm_config"]
+    vlm["attention_implementation"] = implementation
+    backbone = vlm["gemma3_config"]
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    backbone["text_config"] |= {"num_hidden_layers": LAYERS} | kinds
+    backbone["vision_config"]["num_hidden_layers"] = TOWER_LAYERS
+    vlm["gemma_expert_config"]["num_hidden_layers"] = LAYERS
+    paddle.set_default_dtype("bfloat16")
+    try:
+        model = PI07LowLevelFlowMatching(
+            PI07Config.from_dict(values), description["config"]["indicator_token_ids"]
+        )
+    finally:
+        paddle.set_default_dtype("float32")
+    batch = {
+        name[3:]: paddle.static.data(name[3:], list(value.shape), str(value.dtype))
+        for name, value in tensors.items()
+        if name.startswith("in.")
+    }
+    for many, one in CAMERA_FIELDS.items():
+        batch[many] = [batch.pop(f"{one}{i}") for i in range(2)]
+    return model, batch
+
+
+def run_model(implementation: str) -> None:
+    model, batch = model_and_batch(implementation)
+    model(batch, EVERYTHING, per_sample=True)
+
+
+def violations(operators: list[Operator], casts: list[Cast], implementation: str) -> list[str]:
+    """What breaks the rules, in words."""
+    found = []
+    for name, takes, gives in operators:
+        if name in WIDE and "bfloat16" in takes + gives:
+            found.append(f"{name} in bfloat16")
+        if name in NARROW and "float32" in takes + gives:
+            found.append(f"{name} in float32")
+    wide_products = operators.count(Operator("matmul", ("float32",) * 2, ("float32",)))
+    # Scores of both streams.
+    if wide_products != (2 * LAYERS if implementation == "eager" else 0):
+        found.append(f"{wide_products} products in float32")
+    widened = sum(op == Operator("cast", ("bfloat16",), ("float32",)) for op in operators)
+    if widened != len(casts):
+        found.append(f"{widened} values became float32, {len(casts)} of them by a cast")
+    return found
+
+
+@pytest.fixture(scope="module", params=["eager", "sdpa"])
+def traced(request):
+    return request.param, *trace(lambda: run_model(request.param))
+
+
+def test_every_operator_has_the_dtype_it_should(traced):
+    implementation, operators, casts = traced
+    assert violations(operators, casts, implementation) == []
+    names = Counter(op.name for op in operators)
+    # Backbone 6 a layer and expert 2, a final one each; two norms a tower layer, and the last, and
+    # the projector's, in one pass of videos and subgoals.
+    assert names["rsqrt"] == 8 * LAYERS + 2 + 2 * TOWER_LAYERS + 2
+    # Two bases of angles for each stream in float32, and the time's code.
+    for name in ("cos", "sin"):
+        dtypes = Counter(op.gives for op in operators if op.name == name)
+        assert dtypes == {("float32",): 4, ("float64",): 1}
+    assert names["softmax"] == (2 * LAYERS if implementation == "eager" else 0)
+    loss = next(op for op in operators if op.name == "cross_entropy_with_softmax")
+    assert loss.gives == ("float32", "float32")
+
+
+def test_parts_of_a_pipeline_exchange_bfloat16():
+    def run_parts() -> None:
+        model, batch = model_and_batch("eager")
+        batch |= {"presence": EVERYTHING, "delay": paddle.static.data("delay", [2], "int64")}
+        arrived_R = PI07LowLevelStage(model, range(1))(batch)
+        assert "bfloat16" in str(arrived_R.dtype).lower()
+        PI07LowLevelStage(model, range(1, LAYERS))(batch, arrived_R)
+
+    assert violations(*trace(run_parts), "eager") == []
+
+
+def test_no_cast_can_be_dropped():
+    # Eager attention has all casts of the other, and its own.
+    run = partial(run_model, "eager")
+    casts = sorted(set(trace(run)[1]))
+    assert len(casts) >= 13
+    for cast in casts:
+        try:
+            found = violations(*trace(run, dropped=cast), "eager")
+        except TypeError as error:
+            # Paddle has no such kernel in bfloat16 here.
+            found = ["bfloat16"] if "dtype: bfloat16" in str(error) else []
+        assert found, cast

@@ -1,0 +1,248 @@
+"""Parts of pi07's models as a pipeline runs them, here one behind the other on one device.
+
+Guarantees: parts give the whole model's losses and every gradient, wherever the layers are cut and
+whatever is laid out, the prefix insulated from the actions or not, the tower frozen or not,
+recomputed or not, which drops the same; a part knows the size of what arrives beforehand, from
+arrays; a batch that lies on the device is not read back, where its presence is given; a part holds
+its own parameters and no others, drawn as one device draws them, and reads its own of a checkpoint;
+the planner's last part has a copy of the token table, and the gradients of both make the whole one;
+a batch without its noise is refused; costs count tower, layers and heads.
+"""
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import paddle
+import pytest
+from paddle import Tensor
+
+from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
+from paddle_vl.families.pi07.layer_costs import low_level_costs, planner_costs
+from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07PlannerStage, PI07Stage
+from paddle_vl.families.pi07.placed_model import PlacedModel
+from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
+from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, write_policy
+from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
+from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.parallel.recompute import recompute_layers
+from paddle_vl.train.host_reads import record_host_reads
+from tests.single_card_tests.families.pi07 import test_flow_matching as low_level
+from tests.single_card_tests.families.pi07 import test_planner as planner
+from tests.support.pi07_golden import CharacterTokenizer, FirstValueActionTokenizer, policy_config
+
+NOTHING, EVERYTHING = Presence(False, False, False), Presence(True, True, True)
+FIRST = HeldLayers(layers=frozenset({0, 1}), head=False)
+LAST = HeldLayers(embedding=False, layers=frozenset({2}))
+
+
+def low_level_batch() -> dict:
+    return low_level.make_batch() | {"delay": np.array([0, 1])}
+
+
+def ranges(ends: list[int]) -> list[range]:
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def through(parts: list[PI07Stage], batch: dict) -> dict:
+    """The losses of the last part."""
+    rows = None
+    for part in parts:
+        if rows is not None:
+            assert part.input_shape(batch) == tuple(rows.shape)
+        rows = part(batch, rows)
+    return rows
+
+
+def gradients_of(model: PlacedModel, loss: Tensor) -> dict[str, np.ndarray | None]:
+    loss.backward()
+    found = {n: None if p.grad is None else p.grad.numpy() for n, p in model.hf_named_parameters()}
+    model.clear_gradients()
+    return found
+
+
+def assert_same_gradients(found: dict, wanted: dict) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (found[name] is None) == (gradient is None), name
+        if gradient is not None:
+            error = np.abs(found[name] - gradient).max()
+            assert error <= 2e-6 * max(np.abs(gradient).max(), 1e-5), name
+
+
+@pytest.mark.parametrize("ends", [[1, 2, 3], [2, 3]], ids=str)
+@pytest.mark.parametrize("presence", [None, NOTHING, Presence(False, True, False)], ids=str)
+@pytest.mark.parametrize("insulated", [True, False], ids=["insulated", "open"])
+@pytest.mark.parametrize("recomputed", [True, False], ids=["recomputed", "kept"])
+def test_parts_in_a_row_are_the_whole_low_level_model(ends, presence, insulated, recomputed):
+    # One of the cuts trains the tower.
+    model = low_level.make_model(
+        knowledge_insulation=insulated, freeze_vision_encoder=len(ends) == 2
+    )
+    batch = low_level_batch()
+    whole = model(batch, presence, per_sample=True)
+    wanted = gradients_of(model, whole["MSE"] + 2 * whole["CE"])
+    if recomputed:
+        recompute_layers([*model.decoder_layers, *model.vision_blocks])
+    parts = [PI07LowLevelStage(model, layers) for layers in ranges(ends)]
+    losses = through(parts, batch if presence is None else batch | {"presence": presence})
+    assert losses.keys() == whole.keys()
+    for name in ("MSE", "CE"):
+        np.testing.assert_allclose(losses[name].item(), whole[name].item(), rtol=1e-6)
+    assert_same_gradients(gradients_of(model, losses["MSE"] + 2 * losses["CE"]), wanted)
+
+
+def test_recomputed_parts_drop_the_same():
+    found = []
+    for recomputed in (False, True, False):
+        model = low_level.make_model(dropout=0.3)
+        if recomputed:
+            recompute_layers([*model.decoder_layers, *model.vision_blocks])
+        paddle.seed(7 + len(found) // 2)
+        parts = [PI07LowLevelStage(model, layers) for layers in ranges([1, 3])]
+        losses = through(parts, low_level_batch())
+        found.append(gradients_of(model, losses["MSE"] + losses["CE"]))
+    assert_same_gradients(found[1], found[0])
+    with pytest.raises(AssertionError):
+        assert_same_gradients(found[2], found[0])
+
+
+@pytest.mark.parametrize("presence", [None, NOTHING])
+def test_parts_in_a_row_are_the_whole_planner(presence):
+    model, batch = planner.make_model(), planner.make_batch()
+    whole = model(batch, presence)
+    wanted = gradients_of(model, whole["CE"])
+    parts = [PI07PlannerStage(model, layers) for layers in ranges([1, 3])]
+    losses = through(parts, batch if presence is None else batch | {"presence": presence})
+    np.testing.assert_allclose(losses["CE"].item(), whole["CE"].item(), rtol=1e-6)
+    assert_same_gradients(gradients_of(model, losses["CE"]), wanted)
+
+
+def test_parts_do_not_read_a_batch_back_from_the_device():
+    model, batch = low_level.make_model(), low_level_batch()
+    parts = [PI07LowLevelStage(model, layers) for layers in ranges([1, 3])]
+    wanted = through(parts, batch)["MSE"].item()
+    on_device = as_tensors(batch) | {"presence": presence_of(batch)}
+    with record_host_reads() as reads:
+        loss = through(parts, on_device)["MSE"]
+    assert [place for place in reads if not place.startswith("nn/masked_attention.py")] == []
+    assert loss.item() == wanted
+
+
+def test_what_arrives_is_known_for_every_presence():
+    model, batch = low_level.make_model(), low_level_batch()
+    first, last = (PI07LowLevelStage(model, layers) for layers in ranges([2, 3]))
+    sizes = set()
+    for flags in product([True, False], repeat=3):
+        with_presence = batch | {"presence": Presence(*flags)}
+        sizes.add(last.input_shape(with_presence))
+        assert sizes >= {tuple(first(with_presence).shape)}
+    assert len(sizes) == 8
+
+
+def held_parts(make: Callable[[SingleDevicePlacement], PlacedModel]) -> list[PlacedModel]:
+    return [make(SingleDevicePlacement(held)) for held in (FIRST, LAST)]
+
+
+def assert_parts_hold_their_own(
+    parts: list[PlacedModel], whole: PlacedModel, shared: set[str]
+) -> None:
+    held = [dict(part.hf_named_parameters()) for part in parts]
+    values = dict(whole.hf_named_parameters())
+    assert held[0].keys() | held[1].keys() == values.keys()
+    assert held[0].keys() & held[1].keys() == shared
+    assert [len(part.decoder_layers) for part in parts] == [2, 1]
+    assert parts[0].vision_blocks
+    assert not parts[1].vision_blocks
+    for part, parameters in zip(parts, held, strict=True):
+        assert part.whole_shapes() == whole.whole_shapes()
+        for name, parameter in parameters.items():
+            np.testing.assert_array_equal(parameter.numpy(), values[name].numpy(), err_msg=name)
+
+
+def test_a_part_draws_its_own_parameters_only():
+    def make(placement: SingleDevicePlacement | None = None) -> PI07LowLevelFlowMatching:
+        paddle.seed(3)
+        tokenizers = CharacterTokenizer(), FirstValueActionTokenizer()
+        config = policy_config(dataset_names=None)
+        return PI07LowLevelPolicy.from_config(config, *tokenizers, placement=placement).model
+
+    assert_parts_hold_their_own(held_parts(make), make(), set())
+
+
+def test_both_copies_of_the_planners_table_make_its_gradient(tmp_path):
+    whole, batch = planner.make_model(), planner.make_batch()
+    write_policy(tmp_path, whole, {})
+
+    def read(placement: SingleDevicePlacement) -> PlacedModel:
+        with paddle.LazyGuard():
+            part = type(whole)(whole.config, whole.label_ids, placement)
+        PolicyCheckpoint(tmp_path).fill(part, {}, (), (), False)
+        part.fill_all()
+        return part
+
+    parts = held_parts(read)
+    table = "gemma3_with_expert.gemma3.model.language_model.embed_tokens.weight"
+    assert_parts_hold_their_own(parts, whole, {table})
+    copies = [dict(part.hf_named_parameters())[table] for part in parts]
+    assert [copy.is_tied for copy in copies] == [True, True]
+    assert [copy.is_tied_copy for copy in copies] == [False, True]
+    wanted = gradients_of(whole, whole(batch)["CE"])
+    stages = [PI07PlannerStage(part, r) for part, r in zip(parts, ranges([2, 3]), strict=True)]
+    through(stages, batch)["CE"].backward()
+    summed = copies[0].grad + copies[1].grad
+    np.testing.assert_allclose(summed.numpy(), wanted[table], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["noise", "time", "delay"])
+def test_a_batch_without_its_draws_is_refused(name):
+    batch = low_level_batch()
+    del batch[name]
+    with pytest.raises(ValueError, match=f"the batch has no {name}: a batch that goes through"):
+        PI07LowLevelStage(low_level.make_model(), range(3))(batch)
+
+
+def test_costs_count_tower_layers_and_heads():
+    model = low_level.make_model(freeze_vision_encoder=False)
+    config, vlm = model.config, model.config.vlm_config
+    text, vision, expert = (
+        vlm.gemma3_config.text_config,
+        vlm.gemma3_config.vision_config,
+        vlm.gemma_expert_config,
+    )
+    layers, before, after = low_level_costs(config)
+    assert len(layers) == text.num_hidden_layers
+    # A token passes every weight of a matrix once.
+    layer = model.decoder_layers[0]
+    sizes = {
+        half: sum(p.size for p in getattr(layer, half).parameters() if p.ndim == 2)
+        for half in ("backbone_layer", "expert_layer")
+    }
+    cameras = sum(f.type == "VISUAL" for f in config.input_features.values())
+    tokens = 2 * cameras * vlm.gemma3_config.mm_tokens_per_image + config.n_obs_steps
+    tokens += config.prompt_max_length + config.response_max_length
+    tokens += config.metadata_max_length + config.discrete_action_max_length
+    wanted = tokens * sizes["backbone_layer"] + config.chunk_size * sizes["expert_layer"]
+    assert layers[0] == layers[-1] == wanted
+    tower = model.prefix.video_encoder.tower
+    matrices = sum(p.size for p in tower.parameters() if p.ndim == 2)
+    matrices -= vision.num_patches * vision.hidden_size
+    frames = cameras * (config.n_obs_steps + 1)
+    suffix = sum(p.size for p in model.suffix.parameters() if p.ndim == 2)
+    assert before == frames * vision.num_patches * matrices + config.chunk_size * suffix
+    frozen = low_level_costs(config.changed(freeze_vision_encoder=True))[1]
+    assert frozen - config.chunk_size * suffix == pytest.approx(
+        frames * vision.num_patches * matrices / 3
+    )
+    assert after == (
+        config.discrete_action_max_length * model.da_head.weight.size
+        + config.chunk_size * expert.hidden_size * config.max_action_dim
+    )
+
+
+def test_costs_of_a_planner_count_its_table_as_the_head():
+    config = planner.make_model().config
+    vlm = config.vlm_config
+    text = vlm.gemma3_config.text_config
+    written = config.memory_max_length + config.response_max_length
+    assert planner_costs(config)[2] == (written - 2) * text.hidden_size * text.vocab_size

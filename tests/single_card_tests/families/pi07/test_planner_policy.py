@@ -1,0 +1,225 @@
+"""The planner around its model: texts in, texts out, and its files.
+
+Guarantees: the prompt tells task, memory and the state's bins; targets end with EOS; what is
+written comes back as text without special tokens; a saved planner is the same planner; files of the
+original are read; what is missing or does not fit is refused by name.
+"""
+
+import json
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+
+from paddle_vl import PI07HighLevelPlanner
+from paddle_vl.families.pi07.inputs.planner_inputs import state_texts
+from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
+from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
+from tests.support.pi07_golden import case, config_values, group_statistics
+
+
+def tokenizer() -> PromptTokenizer:
+    """An id for every printable character, and Gemma's special tokens."""
+    characters = ["<pad>", "<eos>", "<bos>", "\n", *map(chr, range(32, 127))]
+    made = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, "<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.add_special_tokens([AddedToken(t, special=True) for t in ("<pad>", "<eos>", "<bos>")])
+    return PromptTokenizer(made, bos_id=2)
+
+
+def values(**changes) -> dict:
+    low_level = config_values(case("18_policy_level")[0])
+    kept = ("input_features", "normalization_mapping", "resize_imgs_with_padding", "vlm_config")
+    lengths = {"memory_max_length": 8, "response_max_length": 6, "prompt_max_length": 90}
+    own = {name: low_level[name] for name in kept} | lengths | changes
+    own["vlm_config"] = own["vlm_config"] | {"disable_action_expert": True}
+    return own
+
+
+def planner(**changes) -> PI07HighLevelPlanner:
+    config = PI07PlannerConfig.from_dict(values(**changes))
+    paddle.seed(0)
+    return PI07HighLevelPlanner(config, tokenizer(), group_statistics())
+
+
+def batch(**changes) -> dict:
+    """Two samples; an entry of None is taken away."""
+    random = np.random.default_rng(1)
+    made = {
+        "state": np.stack([g["state"]["min"] for g in group_statistics()]),
+        "camera0": random.uniform(0, 1, (2, 3, 40, 56)).astype(np.float32),
+        "camera1": random.uniform(0, 1, (2, 3, 56, 56)).astype(np.float32),
+        "prompt": ["go", "stay"],
+        "past_memory": ["", "went"],
+        "next_memory": ["went", "went far away"],
+        "response": ["stop", ""],
+        "dataset_index": [0, 1],
+    }
+    return {name: value for name, value in (made | changes).items() if value is not None}
+
+
+def texts(inputs: dict, name: str) -> list[str]:
+    rows = zip(inputs[f"{name}_tokens"], inputs[f"{name}_masks"], strict=True)
+    return [tokenizer().decode(ids[mask], skip_special_tokens=False) for ids, mask in rows]
+
+
+def joined(text: str) -> str:
+    """Tokens stand apart in decoded text."""
+    return text.replace(" ", "").replace("<bos>", "[").replace("<eos>", "]")
+
+
+def test_states_are_told_by_bins():
+    states = np.array([[-1.0, 0.0, 1.0], [-2.0, -0.999, 0.5]])
+    assert state_texts(states) == ["0 128 255", "0 0 192"]
+
+
+def test_inputs_tell_task_memory_state_and_targets():
+    inputs = planner().training_inputs(batch(speed=[3, 4], speed_is_pad=[False, True]))
+    # The least state of its group is bin 0; the last value never varies and is in the middle.
+    assert [joined(text) for text in texts(inputs, "lang")] == [
+        "[Task:go,PastMemory:,State:0000127,",
+        "[Task:stay,PastMemory:went,State:0000127,",
+    ]
+    assert [joined(text) for text in texts(inputs, "memory")] == ["[went]", "[wentfa"]
+    assert [joined(text) for text in texts(inputs, "response")] == ["[stop]", "[]"]
+    assert [joined(text) for text in texts(inputs, "metadata")] == ["Metadata:Speed:3,", ""]
+    assert [image.shape for image in inputs["images"]] == [(2, 3, 56, 56)] * 2
+    # Black borders of the letterbox, in the tower's range.
+    assert (inputs["images"][0][:, :, :16] == -1).all()
+    assert inputs["images"][1].min() < -0.9
+
+
+def test_losses_are_the_models():
+    made = planner()
+    made.eval()
+    losses = made(batch())
+    assert losses["MSE"].item() == 0
+    expected = made.model(made.training_inputs(batch()))["CE"].item()
+    assert losses["CE"].item() == expected
+    assert np.isfinite(expected)
+
+
+def test_plans_are_texts():
+    made = planner()
+    written = np.array([[2, 51, 52, 1, 0, 0], [2, 53, 54, 55, 56, 57]])
+    made.model.generate = lambda inputs, bos_id, eos_id: (
+        written,
+        written[::-1] if (bos_id, eos_id) == (2, 1) and "memory_tokens" not in inputs else None,
+    )
+    plan = made.plan(batch(next_memory=None, response=None))
+    assert [joined(text) for text in plan.memory] == ["OP", "QRSTU"]
+    assert [joined(text) for text in plan.response] == ["QRSTU", "OP"]
+
+
+def test_planning_has_no_dropout():
+    made = planner()
+    made.train()
+    plan = made.plan(batch())
+    assert len(plan.memory) == len(plan.response) == 2
+    assert not made.model.training
+
+
+def test_engine_has_no_expert_unless_the_file_says_so():
+    config = PI07PlannerConfig.from_dict({"vlm_config": {"dropout": 0.0}})
+    assert config.vlm_config.disable_action_expert
+    assert config.dropout == 0.0
+    written = PI07PlannerConfig().to_dict() | {"freeze_vision_encoder": False}
+    # OpenTau writes the default at the other level.
+    assert PI07PlannerConfig.from_dict(written).vlm_config.freeze_vision_encoder is False
+
+
+def test_saved_planner_is_the_same_planner(tmp_path):
+    made = planner(dataset_names=["a", "b"])
+    made.save_pretrained(tmp_path)
+    again = PI07HighLevelPlanner.from_pretrained(tmp_path)
+    made.eval()
+    assert again(batch())["CE"].item() == made(batch())["CE"].item()
+    assert again.config.config_version == 1
+    assert json.loads((tmp_path / "config.json").read_text())["type"] == "pi07_high_level"
+
+
+def test_checkpoint_is_read_as_its_configuration_says(tmp_path):
+    planner().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps(written | {"config_version": None}))
+    assert PI07HighLevelPlanner.from_pretrained(tmp_path).config.config_version == 0
+    file.write_text(json.dumps(written | {"skip_normalization_weights": True}))
+    others = group_statistics()[::-1]
+    again = PI07HighLevelPlanner.from_pretrained(tmp_path, statistics=others)
+    rows = again.normalizers["normalize_inputs"].tensors["buffer_state.min"]
+    assert (rows[0] == others[0]["state"]["min"]).all()
+    assert not again.config.skip_normalization_weights
+
+
+def test_files_of_the_original_are_read(tmp_path):
+    made = planner()
+    made.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert "normalize_inputs.buffer_state.min" in tensors
+    engine = "model.gemma3_with_expert"
+    # The original's engine has them in every policy.
+    tensors |= {
+        f"{engine}.da_head.bias": np.zeros(3),
+        f"{engine}.gemma3.lm_head.weight": np.ones(2),
+    }
+    tensors[f"{engine}.discrete_action_embedding.weight"] = np.zeros((3, 2))
+    save_file(tensors, file)
+    again = PI07HighLevelPlanner.from_pretrained(tmp_path)
+    made.eval()
+    assert again(batch())["CE"].item() == made(batch())["CE"].item()
+    del tensors[f"{engine}.gemma3.model.language_model.norm.weight"]
+    save_file(tensors | {"model.extra": np.zeros(1)}, file)
+    with pytest.raises(ValueError, match=r"1 missing: .*norm\.weight; 1 unexpected: extra"):
+        PI07HighLevelPlanner.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"state": None}, "no 'state'"),
+        ({"state": np.zeros((2, 33), np.float32)}, r"\[2, 33\].*32 dims"),
+        ({"state": np.zeros((2, 3, 5), np.float32)}, r"\[2, 3, 5\]"),
+        ({"past_memory": None}, "no 'past_memory'; its entries are"),
+        ({"next_memory": None}, "no 'next_memory'"),
+        ({"response": ["one"]}, "'response' has 1 texts for a batch of 2"),
+        ({"camera0": None}, r"lacks the cameras \['camera0'\]"),
+        ({"dataset_index": [0, 2]}, r"dataset_index is \[0, 2\]"),
+    ],
+)
+def test_bad_batches_are_named(changes, named):
+    with pytest.raises(ValueError, match=named):
+        planner()(batch(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"n_obs_steps": 2}, "one frame only"),
+        ({"dropout": 0.5}, "dropout is 0.5.*0.0 in vlm_config"),
+        ({"type": "pi07_low_level"}, "type is 'pi07_low_level'"),
+        (
+            {"vlm_config": values()["vlm_config"] | {"train_expert_only": True}},
+            "train_expert_only without freeze_vision_encoder",
+        ),
+        ({"memory_length": 5}, r"\['memory_length'\]"),
+        ({"resize_imgs_with_padding": [32, 32]}, "image_size 56: set it to"),
+        ({"normalization_mapping": {"STATE": "NONE"}}, "'NONE'; choose one of"),
+        ({"config_version": 7}, "config_version is 7"),
+        ({"dataset_names": ["a"]}, r"statistics of 2 groups, dataset_names has \['a'\]"),
+        ({"subtask_indicator_max_length": 4}, "the tokenizer makes 9 tokens of 'Subtask: '"),
+    ],
+)
+def test_planners_that_do_not_fit_together_are_named(changes, named):
+    with pytest.raises(ValueError, match=named):
+        planner(**changes)
+
+
+def test_tokenizer_without_special_tokens_is_named():
+    made = planner()
+    made.tokenizer = PromptTokenizer(Tokenizer(models.WordLevel({"a": 0}, "a")))
+    with pytest.raises(ValueError, match="no token '<eos>'"):
+        made.plan(batch())

@@ -1,0 +1,205 @@
+"""From a raw batch to the model's inputs, beside the PyTorch original.
+
+Guarantees: the golden case's inputs come out, tensor by tensor; the texts are the original's;
+absent optional entries mean none; what is missing, too long or of another shape is refused by name.
+"""
+
+import logging
+
+import numpy as np
+import pytest
+
+from paddle_vl.families.pi07.inputs.groups import group_index
+from paddle_vl.families.pi07.inputs.model_inputs import (
+    observation_inputs,
+    prepare_state,
+    target_inputs,
+    warn_of_outliers,
+    whole_action_prefix,
+)
+from paddle_vl.families.pi07.inputs.normalize import Normalizer
+from paddle_vl.families.pi07.inputs.prompt import metadata_texts, prompt_texts, response_texts
+from tests.support.pi07_golden import (
+    CharacterTokenizer,
+    FirstValueActionTokenizer,
+    case,
+    group_statistics,
+    policy_config,
+    under,
+)
+
+
+def raw_batch() -> dict:
+    description, tensors = case("18_policy_level")
+    batch = under(tensors, "in.") | description["strings"]
+    return {name: value for name, value in batch.items() if name not in ("noise", "time")}
+
+
+def prepared(**changes) -> dict:
+    """The golden batch's inputs, with other entries; None takes one away."""
+    config = policy_config()
+    batch = {name: v for name, v in (raw_batch() | changes).items() if v is not None}
+    groups = group_statistics()
+
+    def normalized(features, modes):
+        normalizer = Normalizer(features, modes, 1, len(groups))
+        normalizer.set_statistics(groups)
+        return normalizer.normalize(batch, batch["dataset_index"])
+
+    inputs = observation_inputs(
+        normalized(config.input_features, config.normalization_mapping),
+        config,
+        CharacterTokenizer(),
+    )
+    if "actions" in batch:
+        inputs |= target_inputs(
+            normalized(config.output_features, config.normalization_mapping),
+            normalized(config.output_features, {"ACTION": "MIN_MAX"})["actions"],
+            config,
+            FirstValueActionTokenizer(),
+        )
+    return inputs
+
+
+def flat(inputs: dict) -> dict[str, np.ndarray]:
+    values = {}
+    for name, value in inputs.items():
+        items = enumerate(value) if isinstance(value, list) else [("", value)]
+        values |= {f"{name}{number}": item for number, item in items}
+    return values
+
+
+def test_golden_batch_becomes_the_original_inputs():
+    expected = under(case("18_policy_level")[1], "model_in.")
+    found = flat(prepared())
+    found["group_index"] = raw_batch()["dataset_index"]
+    assert set(found) == set(expected) - {"noise", "time"}
+    for name, value in found.items():
+        assert value.dtype == expected[name].dtype, name
+        np.testing.assert_allclose(value, expected[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_golden_texts():
+    prompts, responses, metadata = case("18_policy_level")[0][
+        "tokenized_texts_prompt_response_metadata"
+    ]
+    batch = raw_batch()
+    assert prompt_texts(batch, 2) == prompts
+    assert response_texts(batch, 2) == responses
+    assert metadata_texts(batch, 2) == metadata
+
+
+def test_metadata_without_flags_is_not_told():
+    assert metadata_texts({"speed": np.array([1.5])}, 1) == [""]
+    batch = {"speed": np.array([1.5]), "speed_is_pad": np.array([False]), "robot_type": "arm"}
+    assert metadata_texts(batch, 1) == ["Metadata: Speed: 1.5,  Robot: arm, "]
+    assert metadata_texts({}, 2) == ["", ""]
+
+
+def test_batch_without_optional_entries_has_none_of_them():
+    absent = dict.fromkeys(
+        ["response", "subgoal0", "subgoal1", "robot_type", "control_mode", "obs_history_is_pad"]
+    )
+    absent |= dict.fromkeys(n for n in raw_batch() if n.endswith("_is_pad"))
+    inputs = prepared(**absent)
+    assert inputs["subgoal_images"] == []
+    assert inputs["subgoal_img_masks"] == []
+    assert not inputs["response_masks"].any()
+    assert not inputs["metadata_masks"].any()
+    assert "obs_history_is_pad" not in inputs
+    assert "actions_is_pad" not in inputs
+
+
+def test_short_states_and_actions_are_filled_with_zeros():
+    state = prepare_state({"state": np.ones((2, 3, 4), np.float32)}, policy_config())
+    assert state.shape == (2, 3, 5)
+    assert not state[..., 4].any()
+    batch = {"actions": np.ones((2, 6, 3), np.float32)}
+    inputs = target_inputs(batch, batch["actions"], policy_config(), FirstValueActionTokenizer())
+    assert inputs["actions"].shape == (2, 6, 7)
+    assert not inputs["actions"][..., 3:].any()
+    # What was filled in is no part of the loss.
+    assert inputs["real_action_dim"].tolist() == [3, 3]
+    prefix = whole_action_prefix(np.ones((2, 2, 3)), policy_config())
+    assert prefix.shape == (2, 6, 7)
+    assert prefix.sum() == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"state": None}, "no 'state'"),
+        ({"prompt": None}, "no 'prompt'"),
+        ({"prompt": ["one"]}, "'prompt' has 1 texts for a batch of 2"),
+        ({"camera0": None}, r"lacks the cameras \['camera0'\].*empty_cameras is 0"),
+        ({"camera0": None, "camera1": None}, "none of the cameras"),
+        ({"camera0": np.zeros((2, 3, 56, 56), np.float32)}, "select_action makes"),
+        ({"camera0": np.zeros((2, 4, 3, 8, 8), np.float32)}, "1 to 3 frames"),
+        ({"camera0": np.zeros((2, 3, 3, 8, 8), np.uint8)}, "'camera0' holds uint8.*divide by 255"),
+        ({"subgoal0": np.zeros((2, 3, 8, 8), np.uint8)}, "'subgoal0' holds uint8"),
+        ({"subgoal1": np.zeros((2, 1, 8, 8), np.float32)}, r"'subgoal1' has shape \[2, 1, 8, 8\]"),
+        ({"speed_is_pad": np.zeros(3, bool)}, r"speed_is_pad \[3\]"),
+        ({"obs_history_is_pad": np.zeros((2, 2), bool)}, r"obs_history_is_pad has shape \[2, 2\]"),
+    ],
+)
+def test_bad_observations_are_named(changes, named):
+    with pytest.raises(ValueError, match=named):
+        prepared(**changes)
+
+
+def test_state_and_actions_that_do_not_fit_are_named():
+    config, tokenizer = policy_config(), FirstValueActionTokenizer()
+    with pytest.raises(ValueError, match="'state' has 6 dims, max_state_dim is 5: raise"):
+        prepare_state({"state": np.zeros((2, 3, 6))}, config)
+    with pytest.raises(ValueError, match="n_obs_steps 3 needs.*select_action makes"):
+        prepare_state({"state": np.zeros((2, 5))}, config)
+    for shape, named in (((2, 5, 7), "chunk_size 6"), ((2, 6, 8), "max_action_dim is 7")):
+        actions = np.zeros(shape, np.float32)
+        with pytest.raises(ValueError, match=named):
+            target_inputs({"actions": actions}, actions, config, tokenizer)
+    actions = np.zeros((2, 6, 7), np.float32)
+    with pytest.raises(ValueError, match="needs an action tokenizer"):
+        target_inputs({"actions": actions}, actions, config, None)
+    with pytest.raises(ValueError, match="at most 6"):
+        whole_action_prefix(np.zeros((1, 7, 7)), config)
+
+
+def test_outliers_are_warned_of(caplog):
+    batch = {"state": np.array([[1.0, 40.0]]), "actions": np.array([[1.0]])}
+    with caplog.at_level(logging.WARNING):
+        warn_of_outliers(batch, 0.0)
+        assert not caplog.records
+        warn_of_outliers(batch, 32.0)
+    assert "state reach 40 in dims [1]" in caplog.text
+    assert "actions" not in caplog.text
+
+
+def test_groups_are_found_by_what_the_batch_says():
+    config = policy_config(
+        dataset_names=["panda::joint", "pen"], dataset_to_norm_index={"a": 0, "b": 0, "pen": 1}
+    )
+
+    def rows(batch):
+        return group_index(batch, 2, config, 2).tolist()
+
+    assert rows({"dataset_index": np.array([1, 0]), "robot_type": ["x", "x"]}) == [1, 0]
+    assert rows({"robot_type": "panda", "control_mode": [" joint", "joint"]}) == [0, 0]
+    assert rows({"dataset_repo_id": ["pen", "b"]}) == [1, 0]
+    assert group_index({}, 2, policy_config(), 1).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        ({}, "does not say which"),
+        ({"dataset_index": [0, 2]}, r"dataset_index is \[0, 2\]"),
+        ({"dataset_index": [0]}, "batch of 2 needs one row for each"),
+        ({"robot_type": ["panda", ""], "control_mode": "joint"}, r"\('', 'joint'\)"),
+        ({"robot_type": ["panda"], "control_mode": "joint"}, "'robot_type' has 1 entries"),
+        ({"dataset_repo_id": "other"}, "other.*trained on"),
+    ],
+)
+def test_unknown_groups_are_named(batch, named):
+    config = policy_config(dataset_names=["panda::joint", "pen"])
+    with pytest.raises(ValueError, match=named):
+        group_index(batch, 2, config, 2)

@@ -1,0 +1,65 @@
+"""Small processors, image files and JSONL files that the data tests build on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from paddle_vl.data.tokenizer import TextTokenizer, train_bpe
+from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
+from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.qwen3_vl.inputs.template import CONTROL_TOKENS
+from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
+
+TEXTS = ["user\n", "assistant\n", "system\n", "What is this?", "A cat on a mat.", "hello hello"]
+
+
+def tiny_tokenizer() -> TextTokenizer:
+    return train_bpe(TEXTS, 300, CONTROL_TOKENS)
+
+
+def tiny_processor() -> Qwen3VLProcessor:
+    """Patches of 4 pixels; an image of 8 x 8 pixels is one visual token, one of 16 x 8 is two.
+
+    So is a temporal patch, two frames of that size; 8 frames of 16 x 8 at most keep it.
+    """
+    image_processor = ImageProcessor(
+        min_pixels=64,
+        max_pixels=256,
+        patch_size=4,
+        temporal_patch_size=2,
+        merge_size=2,
+        image_mean=(0.5, 0.5, 0.5),
+        image_std=(0.5, 0.5, 0.5),
+    )
+    video_processor = replace(
+        VideoProcessor.like_images(image_processor), min_pixels=128, max_pixels=1024
+    )
+    return Qwen3VLProcessor(tiny_tokenizer(), image_processor, video_processor)
+
+
+def random_image(height: int, width: int, seed: int = 0) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def user(content) -> dict:
+    return {"role": "user", "content": content}
+
+
+def assistant(content) -> dict:
+    return {"role": "assistant", "content": content}
+
+
+def question(text: str = "What is this?", answer: str = "A cat.", **entries) -> dict:
+    """A record of one question and its answer."""
+    return {"messages": [user(text), assistant(answer)], **entries}
+
+
+def write_jsonl(path: Path, rows: list) -> Path:
+    """A JSONL file; a row that is a string is written as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path

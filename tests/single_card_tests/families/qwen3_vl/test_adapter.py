@@ -1,0 +1,355 @@
+"""Adapters of the model, and PEFT's files.
+
+Guarantees: logits, loss and every gradient of an adapter that PEFT made equal PEFT's; what is saved
+has PEFT's keys, shapes and values; patterns find linears by HF's names, their ends and
+`all-linear`; all else is frozen; merging, in memory and from file to file, gives the adapted
+model's outputs; what does not fit is refused with names.
+
+A little over 350 lines: one adapter of PEFT's serves all of them.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from paddle_vl import LoRAConfig, Qwen3VLForConditionalGeneration
+from paddle_vl.checkpoint.adapter_files import StoredAdapter
+from paddle_vl.checkpoint.safetensors_io import (
+    TensorToWrite,
+    encoded,
+    read_checkpoint_headers,
+    write_file,
+)
+from paddle_vl.families.qwen3_vl.merge_files import merge_adapter
+from tests.support.tiny import GOLDEN, patches, tiny_model, token_rows
+
+BASE = GOLDEN / "qwen_vl" / "models" / "dense_untied"
+PEFT = GOLDEN / "lora" / "adapter"
+LAYERS = "model.language_model.layers"
+
+
+def config(*target_modules: str, **settings) -> LoRAConfig:
+    return LoRAConfig(target_modules=list(target_modules), **settings)
+
+
+def adapted(*target_modules: str, **settings) -> Qwen3VLForConditionalGeneration:
+    model = tiny_model()
+    model.add_lora(config(*target_modules, **settings))
+    return model
+
+
+def untied_model() -> Qwen3VLForConditionalGeneration:
+    return Qwen3VLForConditionalGeneration.from_pretrained(BASE)
+
+
+def randomise(model, seed: int = 0) -> None:
+    """Adapters away from their initial values."""
+    rng = np.random.default_rng(seed)
+    for name, parameter in model.hf_named_parameters():
+        if model.adapter.owns(name):
+            noise = rng.normal(scale=0.2, size=parameter.shape).astype(np.float32)
+            parameter.set_value(parameter.numpy() + noise)
+
+
+def logits(model) -> np.ndarray:
+    model.eval()
+    pixels, grid = patches([[1, 4, 4]]) if model.config.image_token_id == 60 else (None, None)
+    ids = token_rows([1, 2, ("image", 4), 3, 4] if pixels is not None else [1, 2, 3, 4, 5])
+    return model(input_ids=ids, pixel_values=pixels, image_grid_thw=grid).logits.numpy()
+
+
+@pytest.fixture(scope="module")
+def golden():
+    """The model with PEFT's adapter, a batch, and what PEFT makes of it."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(PEFT, base=BASE)
+    model.eval()
+    stored = load_file(GOLDEN / "qwen_vl" / "multi_image_right_pad" / "tensors.safetensors")
+    skipped = {"in.position_ids", "in.mm_token_type_ids"}
+    batch = {k[3:]: v for k, v in stored.items() if k.startswith("in.") and k not in skipped}
+    return model, batch, load_file(GOLDEN / "lora" / "expected.safetensors")
+
+
+def test_logits_loss_and_gradients_equal_pefts(golden):
+    model, batch, expected = golden
+    output = model(**batch)
+    real = batch["attention_mask"].astype(bool)
+    np.testing.assert_allclose(output.logits.numpy()[real], expected["logits"][real], atol=3e-5)
+    assert output.loss.item() == pytest.approx(expected["loss"].item(), abs=5e-6)
+    output.loss.backward()
+    gradients = {name[5:]: value for name, value in expected.items() if name.startswith("grad.")}
+    trained = {name: p for name, p in model.hf_named_parameters() if not p.stop_gradient}
+    assert trained.keys() == gradients.keys()
+    for name, parameter in trained.items():
+        found = parameter.grad.numpy()
+        found = found.T if found.ndim == 2 else found
+        error = np.abs(found - gradients[name]).max()
+        assert error <= 2e-5 * np.abs(gradients[name]).max(), name
+        parameter.clear_gradient(False)
+
+
+def test_saved_files_are_pefts(golden, tmp_path):
+    model, *_ = golden
+    model.save_adapter(tmp_path)
+    expected = load_file(PEFT / "adapter_model.safetensors")
+    # The head's own weight, which PEFT adds.
+    del expected["base_model.model.lm_head.base_layer.weight"]
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(found[key], array, err_msg=key)
+    theirs = json.loads((PEFT / "adapter_config.json").read_text())
+    ours = json.loads((tmp_path / "adapter_config.json").read_text())
+    for name in ("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias"):
+        assert ours[name] == theirs[name], name
+    assert ours["base_model_name_or_path"] == str(BASE.resolve())
+    modules = {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in expected}
+    assert set(ours["target_modules"]) == modules - {""}
+    assert ours["modules_to_save"] == ["model.visual.merger"]
+
+
+def test_fresh_adapters_change_nothing_and_all_else_is_frozen():
+    model = tiny_model()
+    before = logits(model)
+    model.add_lora(config("all-linear", modules_to_save=["mergers"]))
+    np.testing.assert_array_equal(logits(model), before)
+    for name, parameter in model.hf_named_parameters():
+        is_adapter = ".lora_A." in name or ".lora_B." in name or "merger" in name
+        assert parameter.stop_gradient != is_adapter, name
+
+
+def test_fresh_values_depend_on_the_seed_only():
+    values = []
+    for seed in (1, 1, 2):
+        model = tiny_model()
+        paddle.seed(seed)
+        model.add_lora(config("q_proj"))
+        values.append(model.hf_state_dict()[f"{LAYERS}.1.self_attn.q_proj.lora_A.weight"])
+    np.testing.assert_array_equal(values[0], values[1])
+    assert (values[0] != values[2]).all()
+    assert values[0].shape == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "excluded", "expected"),
+    [
+        (["q_proj"], [], {f"{LAYERS}.{i}.self_attn.q_proj" for i in range(3)}),
+        (["self_attn.[qk]_proj"], ["layers.[12].*"],
+         {f"{LAYERS}.0.self_attn.q_proj", f"{LAYERS}.0.self_attn.k_proj"}),
+        ([f"{LAYERS}.*.mlp.down_proj"], [f"{LAYERS}.1.*"],
+         {f"{LAYERS}.0.mlp.down_proj", f"{LAYERS}.2.mlp.down_proj"}),
+        (["proj"], [], {f"model.visual.blocks.{i}.attn.proj" for i in range(2)}),
+    ],
+)  # fmt: skip
+def test_patterns_fit_names_and_their_ends(patterns, excluded, expected):
+    model = adapted(*patterns, exclude_modules=excluded)
+    assert set(model.adapter.targets) == expected
+    names = {name for name, p in model.hf_named_parameters() if not p.stop_gradient}
+    assert names == {f"{name}.lora_{factor}.weight" for name in expected for factor in "AB"}
+
+
+def test_all_linear_is_every_linear_but_the_head():
+    model = untied_model()
+    shapes = model.whole_shapes()
+    model.add_lora(config("all-linear"))
+    matrices = {name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2}
+    others = {"lm_head", "model.language_model.embed_tokens", "model.visual.pos_embed"}
+    assert set(model.adapter.targets) == matrices - others
+    model.merge_lora()
+    model.add_lora(config("all-linear", "lm_head"))
+    assert "lm_head" in model.adapter.targets
+
+
+def test_modules_to_save_are_trained_whole_and_not_adapted():
+    model = adapted("all-linear", modules_to_save=["vision", "layers.1", "norm"])
+    blocks = [f"model.visual.blocks.{i}" for i in range(2)]
+    saved = set(model.adapter.saved)
+    assert saved >= {"model.visual.patch_embed", "model.visual.pos_embed", *blocks, f"{LAYERS}.1"}
+    assert {"model.language_model.norm", "model.visual.merger.norm"} <= saved
+    assert not any(
+        t.startswith(("model.visual.blocks", f"{LAYERS}.1")) for t in model.adapter.targets
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ["q_porj"]},
+         r"target_modules: the pattern 'q_porj' fits none of \d+ modules; .* \S+\.q_proj"),
+        ({"target_modules": "q", "exclude_modules": ["z"]}, "target_modules: the pattern 'q'"),
+        ({"target_modules": "q_proj", "exclude_modules": ["zz"]}, "exclude_modules: the pattern"),
+        ({"target_modules": "q_proj", "exclude_modules": ["q_proj"]}, "leaves no linear to adapt"),
+        ({"target_modules": "q_proj", "modules_to_save": ["mergres"]}, "modules_to_save: the patt"),
+        ({"target_modules": "patch_embed*"}, "fits none"),
+        ({"target_modules": "q_proj", "modules_to_save": ["language"]}, "leaves no linear"),
+    ],
+)  # fmt: skip
+def test_patterns_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_model().add_lora(LoRAConfig(**settings))
+
+
+def test_a_tied_head_is_neither_adapted_nor_trained_whole():
+    """PEFT would change one of two uses of the one weight."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(BASE.with_name("dense_tied"))
+    with pytest.raises(ValueError, match="'lm_head' fits none"):
+        model.add_lora(config("lm_head"))
+    for modules in (["language"], ["embed_tokens"]):
+        with pytest.raises(ValueError, match="the head's too"):
+            model.add_lora(config("qkv", modules_to_save=modules))
+
+
+def test_merging_keeps_the_outputs():
+    model = adapted("all-linear", r=3, lora_alpha=2, modules_to_save=["mergers"])
+    base = logits(model)
+    randomise(model)
+    expected = logits(model)
+    assert np.abs(expected - base).max() > 1e-2
+    model.merge_lora()
+    assert model.adapter is None
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    np.testing.assert_allclose(logits(model), expected, atol=2e-5)
+
+
+def test_merging_files_equals_merging_in_memory(golden, tmp_path):
+    merge_adapter(PEFT, tmp_path / "merged", BASE)
+    merged = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged")
+    model = Qwen3VLForConditionalGeneration.from_pretrained(PEFT, base=BASE)
+    model.merge_lora()
+    expected = model.hf_state_dict()
+    for name, array in merged.hf_state_dict().items():
+        np.testing.assert_allclose(array, expected[name], atol=1e-6, err_msg=name)
+
+
+def test_merging_keeps_the_bases_dtype_and_what_has_no_adapter(tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(BASE, base)
+    stored = read_checkpoint_headers(base)
+    rounded = {key: encoded(tensor.read(), "BF16") for key, tensor in stored.items()}
+    write_bfloat16(base / "model.safetensors", rounded)
+    merge_adapter(PEFT, tmp_path / "merged", base)
+    adapter, tensors = StoredAdapter.read(PEFT), read_checkpoint_headers(tmp_path / "merged")
+    key = f"{LAYERS}.0.self_attn.k_proj.weight"
+    assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
+    np.testing.assert_array_equal(encoded(tensors[key].read(), "BF16"), rounded[key])
+    key = f"{LAYERS}.0.self_attn.q_proj"
+    whole = read_checkpoint_headers(base)[f"{key}.weight"].read() + adapter.delta(key)
+    found = tensors[f"{key}.weight"].read()
+    np.testing.assert_allclose(found, whole, rtol=2**-8, atol=1e-30)
+
+
+def write_bfloat16(file: Path, arrays: dict[str, np.ndarray]) -> None:
+    tensors = [TensorToWrite(k, a.shape, "BF16", lambda a=a: a) for k, a in arrays.items()]
+    write_file(file, tensors)
+
+
+def test_bfloat16_rounds_to_even_and_keeps_what_is_not_a_number():
+    values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -np.inf, np.nan, 1e-40], np.float32)
+    widened = (encoded(values, "BF16").astype(np.uint32) << 16).view(np.float32)
+    expected = np.array([1.0, 1.0, 1 + 2**-6, -np.inf, np.nan, widened[5]], np.float32)
+    np.testing.assert_array_equal(widened, expected)
+
+
+def test_a_loaded_adapter_is_the_saved_one(tmp_path):
+    model = adapted("all-linear", modules_to_save=["mergers"], lora_alpha=3, use_rslora=True)
+    randomise(model)
+    model.save_adapter(tmp_path)
+    other = tiny_model()
+    other.load_adapter(tmp_path)
+    np.testing.assert_array_equal(logits(other), logits(model))
+    assert not other.hf_state_dict().keys() ^ model.hf_state_dict().keys()
+    randomise(model, seed=1)
+    model.load_adapter(tmp_path)
+    np.testing.assert_array_equal(logits(other), logits(model))
+
+
+def test_adapters_have_the_bases_dtype_and_keep_it_on_disk(tmp_path):
+    """Float32 masters are the optimizer's, as of any weight."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(BASE, dtype="bfloat16")
+    model.add_lora(config("all-linear", r=2))
+    assert {parameter.dtype for _, parameter in model.hf_named_parameters()} == {paddle.bfloat16}
+    model.save_adapter(tmp_path)
+    stored = StoredAdapter.read(tmp_path).tensors
+    assert {tensor.dtype for tensor in stored.values()} == {"BF16"}
+    other = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype="bfloat16", base=BASE)
+    expected = model.hf_state_dict()
+    for name, array in other.hf_state_dict().items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+def test_what_does_not_belong_to_the_model_is_refused(tmp_path):
+    model = adapted("q_proj")
+    with pytest.raises(ValueError, match="already"):
+        model.add_lora(config("v_proj"))
+    with pytest.raises(ValueError, match="save_adapter"):
+        model.save_pretrained(tmp_path)
+    model.save_adapter(tmp_path / "q")
+    with pytest.raises(ValueError, match="of rank 8 and factor 1 on 3 linears"):
+        adapted("v_proj").load_adapter(tmp_path / "q")
+    with pytest.raises(ValueError, match=r"misshapen: .*q_proj\.lora_A\.weight \(file \[8, 16\]"):
+        tiny_model(hidden_size=32).load_adapter(tmp_path / "q")
+    with pytest.raises(ValueError, match=r"layers\.2\.self_attn\.q_proj, which are no linears"):
+        tiny_model(num_hidden_layers=2).load_adapter(tmp_path / "q")
+    with pytest.raises(ValueError, match="no adapters"):
+        tiny_model().merge_lora()
+    tiny_model(hidden_size=32).save_pretrained(tmp_path / "wide")
+    with pytest.raises(
+        ValueError, match=r"does not fit the base: 0 .*\.q_proj\S+ \[8, 16\], not \[8, 32\]"
+    ):
+        merge_adapter(tmp_path / "q", tmp_path / "out", tmp_path / "wide")
+
+
+def test_the_base_is_found_or_asked_for(tmp_path):
+    adapted("q_proj").save_adapter(tmp_path / "nameless")
+    with pytest.raises(RuntimeError, match=r"no base_model_name_or_path.*--base"):
+        Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "nameless")
+    base = tmp_path / "base"
+    tiny_model().save_pretrained(base)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(base)
+    model.add_lora(config("q_proj"))
+    model.save_adapter(tmp_path / "adapter")
+    found = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "adapter")
+    np.testing.assert_array_equal(logits(found), logits(model))
+    base.rename(tmp_path / "moved")
+    with pytest.raises(RuntimeError, match=r"base, .*is not a model folder.*--base|--base"):
+        Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "adapter")
+    Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "adapter", base=tmp_path / "moved")
+    with pytest.raises(ValueError, match="is a whole model"):
+        Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "moved", base=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"bias": "all"}, "bias 'all' is not supported"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern .* is not supported"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+    ],
+)
+def test_settings_of_peft_that_mean_something_else_are_refused(tmp_path, changed, message):
+    shutil.copytree(PEFT, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    with pytest.raises(ValueError, match=message):
+        untied_model().load_adapter(tmp_path / "adapter")
+
+
+def test_files_that_are_not_an_adapter_are_refused(tmp_path):
+    shutil.copytree(PEFT, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    arrays = load_file(file)
+    save_file({"other.weight": np.zeros([1], np.float32)}, file)
+    with pytest.raises(ValueError, match=r"holds other\.weight"):
+        untied_model().load_adapter(tmp_path / "adapter")
+    del arrays["base_model.model.lm_head.lora_B.weight"]
+    save_file(arrays, file)
+    with pytest.raises(ValueError, match=r"1 missing: lm_head\.lora_B\.weight"):
+        untied_model().load_adapter(tmp_path / "adapter")
+    file.unlink()
+    with pytest.raises(RuntimeError, match=r"adapter_model\.safetensors"):
+        untied_model().load_adapter(tmp_path / "adapter")

@@ -1,0 +1,139 @@
+"""Conversations: both spellings of messages give the same turns, and every fault has its message.
+
+Pinned: tags and image parts stand where they stood; paths start at the file's directory; what the
+record says beside messages and media is kept; each kind of bad record is refused with its reason.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.families.qwen3_vl.inputs.conversation import ImagePart, parse_line, parse_record
+from tests.single_card_tests.families.qwen3_vl.chat_builders import (
+    assistant,
+    question,
+    random_image,
+    user,
+)
+
+HERE = Path("/data")
+
+
+def test_tags_take_the_images_in_order_and_keep_the_text_between():
+    record = question("<image>\nBefore<image> after", images=["a.png", "sub/b.png"])
+    turns = parse_record(record, HERE).turns
+    assert turns[0].parts == (
+        ImagePart("/data/a.png"), "\nBefore", ImagePart("/data/sub/b.png"), " after"
+    )  # fmt: skip
+    assert turns[1].parts == ("A cat.",)
+
+
+def test_list_of_parts_gives_the_same_turns_as_tags():
+    parts = [
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "One"},
+        {"type": "image"},
+        {"type": "text", "text": "Two"},
+    ]
+    listed = parse_record(question(parts, images=["b.png"]), HERE)
+    tagged = parse_record(question("<image>One<image>Two", images=["a.png", "b.png"]), HERE)
+    assert listed == tagged
+
+
+def test_videos_are_read_in_both_spellings_among_images_in_any_order():
+    parts = [
+        {"type": "video", "video": "a.mp4"},
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "One"},
+        {"type": "video"},
+    ]
+    listed = parse_record(question(parts, videos=["file:///abs/b.mp4"]), HERE)
+    media = {"images": ["a.png"], "videos": ["a.mp4", "/abs/b.mp4"]}
+    tagged = parse_record(question("<video><image>One<video>", **media), HERE)
+    assert listed == tagged
+    assert listed.videos == [str(HERE / "a.mp4"), "/abs/b.mp4"]
+    kinds = [type(part).__name__ for part in listed.turns[0].parts]
+    assert kinds == ["VideoPart", "ImagePart", "str", "VideoPart"]
+
+
+def test_tags_in_the_text_of_a_part_are_literal():
+    record = {"messages": [user([{"type": "text", "text": "the <image> tag"}])]}
+    assert parse_record(record).turns[0].parts == ("the <image> tag",)
+
+
+def test_absolute_paths_file_urls_and_images_in_memory_are_taken_as_they_are():
+    image, array = random_image(8, 8), np.zeros((8, 8, 3), np.uint8)
+    record = question("<image><image><image>", images=["/abs/a.png", "file:///abs/b.png", image])
+    assert parse_record(record, HERE).images == ["/abs/a.png", "/abs/b.png", image]
+    part = {"type": "image", "image": array}
+    assert parse_record({"messages": [user([part])]}).images[0] is array
+
+
+def test_other_entries_of_the_record_are_kept():
+    assert parse_record(question(task="single", images=[])).extra == {"task": "single"}
+
+
+def test_prompt_is_everything_before_the_last_answer():
+    messages = [user("1?"), assistant("one"), user("2?"), assistant("two"), user("3?")]
+    prompt, answer = parse_record({"messages": messages}).prompt_and_answer()
+    assert [turn.text for turn in prompt.turns] == ["1?", "one", "2?"]
+    assert answer == "two"
+
+
+BAD_RECORDS = {
+    "missing_key": [
+        ({"images": []}, "no 'messages'; it has .*'images'"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": "hello"}, "must be a list"),
+        ({"messages": ["hello"]}, "message 1 is a str"),
+        ({"messages": [{"role": "user"}]}, "message 1 has no 'content'"),
+        ({"messages": [user("a"), {"content": "b"}]}, "message 2 has no 'role'"),
+        ({"messages": [user(3)]}, "content of type int"),
+        ({"messages": [user([{"type": "audio"}])]}, "message 1 has the part"),
+        (question("<image>", images="a.png"), "'images' must be a list"),
+        (question("<image>", images=[{"bytes": 1}]), "is not a path"),
+        (question("<video>", videos="a.mp4"), "'videos' must be a list"),
+        (question("<video>", videos=[["1.jpg", "2.jpg"]]), "video source .* is not a path"),
+    ],
+    "unknown_role": [
+        ({"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; use one of system"),
+        (
+            {"messages": [user("a"), {"role": "system", "content": "b"}]},
+            "message 2 has role 'system'",
+        ),
+    ],
+    "tag_count": [
+        (question("<image>", images=[]), "1 image place.* but 0 entries"),
+        (question("none", images=["a.png", "b.png"]), "0 image place.* but 2 entries"),
+        (question("<image><video>", images=["a.png", "b.mp4"]), "1 image place.* but 2 entries"),
+        (question("<video><video>", videos=["a.mp4"]), "2 video place.* but 1 entries"),
+        (question("a", "<image>", images=["a.png"]), "message 2 is an assistant's"),
+        (question("a", "<video>", videos=["a.mp4"]), "2 is an assistant's .*<video> tag"),
+    ],
+    "unsupported": [
+        (question("<video>", videos=["https://x.org/a.mp4"]), "video .* is not a file"),
+        (question([{"type": "video", "video": "a.mp4", "fps": 1}]), "fps.*set data.video_fps"),
+        (question("<image>", images=["https://x.org/a.png"]), "is not a file"),
+        (question(tools=[{"name": "f"}]), "'tools' cannot be used yet"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "message"),
+    [(kind, *case) for kind, cases in BAD_RECORDS.items() for case in cases],
+)
+def test_bad_record_is_refused_with_its_reason(kind, record, message):
+    with pytest.raises(BadSampleError, match=message) as info:
+        parse_line(json.dumps(record).encode(), HERE)
+    assert info.value.kind == kind
+
+
+@pytest.mark.parametrize("line", [b'{"messages": [', b"[1]", b'"text"', b"\xff\xfe", b"[{}"])
+def test_line_that_is_no_json_object_is_refused(line):
+    with pytest.raises(BadSampleError) as info:
+        parse_line(line, HERE)
+    assert info.value.kind == "broken_json"

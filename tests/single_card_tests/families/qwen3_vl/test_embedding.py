@@ -1,0 +1,278 @@
+"""GPTEmbedding: visual rows in place, indices once per step, rows of each model-parallel rank.
+
+Pinned here: the returned dictionary; the same rows whether indices come with the batch or are
+computed; every mp rank's rows against the whole; no search when indices are carried; no host read;
+a traced program; the errors. The oracle of the parallel cases is the plain path on the same batch.
+"""
+
+import numpy as np
+import paddle
+import pytest
+from paddle.static import InputSpec
+
+from paddle_vl.batch.visual_index import RowPart, host_visual_indices
+from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
+from paddle_vl.nn.placement import SingleDevicePlacement
+from tests.support.tiny import (
+    IMAGE,
+    VIDEO,
+    MockedSequenceParallel,
+    forbid_host_reads,
+    tiny_config,
+    token_rows,
+)
+
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+WIDTH, LEVELS = 16, 2
+
+# Images and videos together, several per sample, a sample without any.
+MIXED = token_rows(
+    [1, ("image", 3), 2, ("video", 2), ("image", 1)], [3, 4, 5], [("video", 4), 6, ("image", 2)],
+    length=16,
+)  # fmt: skip
+IMAGES = token_rows([1, ("image", 7), 2], [3, 4], [5, ("image", 2), 6, ("image", 3)], length=16)
+TEXT = token_rows([1, 2, 3], [4, 5], length=8)
+
+
+def build(placement=None) -> GPTEmbedding:
+    paddle.seed(0)
+    return GPTEmbedding(tiny_config(), placement or SingleDevicePlacement())
+
+
+def visual_args(ids_BL: np.ndarray, seed: int = 0) -> dict:
+    """Embeddings and levels for every placeholder of the batch, and positions."""
+    rng = np.random.default_rng(seed)
+    args = {
+        "input_ids": paddle.to_tensor(ids_BL),
+        "position_ids": paddle.to_tensor(np.tile(np.arange(ids_BL.shape[1]), (3, len(ids_BL), 1))),
+    }
+    for kind, token in (("image", IMAGE), ("video", VIDEO)):
+        count = int((ids_BL == token).sum())
+        if count:
+            draws = rng.normal(size=(1 + LEVELS, count, WIDTH)).astype(np.float32)
+            merged, *levels = (paddle.to_tensor(draw, stop_gradient=False) for draw in draws)
+            args |= {f"{kind}_embeds": merged, f"deepstack_{kind}_embeds": levels}
+    return args
+
+
+def carried(ids_BL: np.ndarray, part: RowPart | None = None) -> dict:
+    arrays = host_visual_indices(
+        ids_BL,
+        num_image_rows=int((ids_BL == IMAGE).sum()),
+        num_video_rows=int((ids_BL == VIDEO).sum()),
+        part=part,
+        **IDS,
+    )
+    return {name: paddle.to_tensor(array) for name, array in arrays.items()}
+
+
+def reading_order(ids_BL: np.ndarray, args: dict, images: str, videos: str, level=None):
+    """Visual rows one token at a time, in reading order."""
+    taken, rows = {IMAGE: 0, VIDEO: 0}, []
+    for token in ids_BL.reshape(-1):
+        if token in taken:
+            source = args[images if token == IMAGE else videos]
+            source = source if level is None else source[level]
+            rows.append(source.numpy()[taken[token]])
+            taken[token] += 1
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("ids_BL", [MIXED, IMAGES], ids=["mixed", "images"])
+@pytest.mark.parametrize("with_indices", [False, True], ids=["computed", "carried"])
+def test_visual_rows_and_levels_stand_in_reading_order(ids_BL, with_indices):
+    embedding, args = build(), visual_args(ids_BL)
+    outputs = embedding(args | (carried(ids_BL) if with_indices else {}))
+    visual = np.isin(ids_BL, (IMAGE, VIDEO)).reshape(-1)
+    hidden = outputs["hidden_states"].numpy()
+    wanted = reading_order(ids_BL, args, "image_embeds", "video_embeds")
+    assert (hidden[visual] == wanted).all()
+    words = embedding.embed_tokens.weight.numpy()[ids_BL.reshape(-1)]
+    assert (hidden[~visual] == words[~visual]).all()
+    for g, level in enumerate(outputs["deepstack_visual_emb"]):
+        wanted = reading_order(ids_BL, args, "deepstack_image_embeds", "deepstack_video_embeds", g)
+        assert (level.numpy() == wanted).all()
+    assert outputs["visual_pos_masks"].numpy().reshape(-1).tolist() == visual.tolist()
+    assert outputs["visual_update_indices"].numpy().tolist() == np.flatnonzero(visual).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("ids_BL", [MIXED, IMAGES], ids=["mixed", "images"])
+@pytest.mark.parametrize("with_indices", [False, True], ids=["computed", "carried"])
+def test_every_rank_holds_its_rows_of_the_whole(size, ids_BL, with_indices, monkeypatch):
+    # A global rank that differs from the mp rank must not matter.
+    monkeypatch.setenv("PADDLE_TRAINER_ID", "5")
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "16")
+    args = visual_args(ids_BL)
+    whole = build()(args)
+    rows = ids_BL.size // size
+    for rank in range(size):
+        placement = MockedSequenceParallel(rank, size)
+        part = carried(ids_BL, placement.row_part) if with_indices else {}
+        outputs = build(placement)(args | part)
+        mine = slice(rank * rows, (rank + 1) * rows)
+        wanted_rows = whole["hidden_states"].numpy()[mine]
+        assert (outputs["hidden_states"].numpy() == wanted_rows).all()
+        update = outputs["visual_update_indices"].numpy()
+        assert outputs["visual_update_indices"].dtype == paddle.int64
+        for g in range(LEVELS):
+            found, wanted = np.zeros((2, rows, WIDTH)), np.zeros((ids_BL.size, WIDTH))
+            wanted[whole["visual_update_indices"].numpy()] = whole["deepstack_visual_emb"][g]
+            found[0][update] = outputs["deepstack_visual_emb"][g].numpy()
+            assert (found[0] == wanted[mine].astype(np.float32)).all()
+
+
+def test_a_rank_without_visual_rows_keeps_the_graph_connected():
+    ids_BL = token_rows([("image", 4), 1, 2, 3, 4])
+    args = visual_args(ids_BL)
+    outputs = build(MockedSequenceParallel(1, 2))(args)
+    assert outputs["visual_update_indices"].shape == [0]
+    (
+        outputs["hidden_states"].sum() + sum(x.sum() for x in outputs["deepstack_visual_emb"])
+    ).backward()
+    for source in (args["image_embeds"], *args["deepstack_image_embeds"]):
+        assert (source.grad.numpy() == 0).all()
+
+
+def test_gradients_of_all_ranks_sum_to_the_whole():
+    def gradients(placement):
+        args = visual_args(MIXED)
+        outputs = build(placement)(args)
+        weight = paddle.arange(1, WIDTH + 1, dtype="float32")
+        total = (outputs["hidden_states"] * weight).sum()
+        for g, level in enumerate(outputs["deepstack_visual_emb"]):
+            total = total + (g + 2) * (level * weight).sum()
+        total.backward()
+        sources = [args[f"{kind}_embeds"] for kind in ("image", "video")]
+        sources += args["deepstack_image_embeds"] + args["deepstack_video_embeds"]
+        return [source.grad.numpy() for source in sources]
+
+    parts = [gradients(MockedSequenceParallel(rank, 4)) for rank in range(4)]
+    for whole, *pieces in zip(gradients(None), *parts, strict=True):
+        np.testing.assert_allclose(sum(pieces), whole)
+
+
+def test_an_all_text_batch_has_no_visual_entries():
+    outputs = build()(visual_args(TEXT))
+    assert set(outputs) == {"hidden_states", "position_ids", "rotary_pos_emb"}
+    assert outputs["hidden_states"].shape == [TEXT.size, WIDTH]
+
+
+def test_no_search_and_no_host_read_when_the_batch_carries_indices(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("nonzero on the device")
+
+    for ids_BL in (MIXED, IMAGES, TEXT):
+        embedding, args = build(), visual_args(ids_BL) | carried(ids_BL)
+        monkeypatch.setattr(paddle, "nonzero", refuse)
+        monkeypatch.setattr(paddle.Tensor, "nonzero", refuse)
+        with forbid_host_reads():
+            embedding(args)
+        monkeypatch.undo()
+
+
+def test_computing_the_indices_reads_nothing_on_the_host():
+    embedding, args = build(MockedSequenceParallel(1, 4)), visual_args(MIXED)
+    with forbid_host_reads():
+        embedding(args)
+
+
+def test_decoder_input_takes_the_place_of_embedded_ids():
+    ids_BL, embedding = IMAGES, build()
+    args = visual_args(ids_BL)
+    wanted = embedding(args)["hidden_states"].numpy()
+    decoder_input = embedding.embed_tokens(args.pop("input_ids"))
+    for given in (decoder_input, decoder_input.reshape([-1, WIDTH])):
+        outputs = embedding(args | carried(ids_BL) | {"decoder_input": given})
+        assert (outputs["hidden_states"].numpy() == wanted).all()
+
+
+class Traced(paddle.nn.Layer):
+    """Tensor arguments in, tensors out, as tracing wants them."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, input_ids, position_ids, image_embeds, level, video_embeds, video_level):
+        outputs = self.embedding(
+            {
+                "input_ids": input_ids,
+                "position_ids": position_ids,
+                "image_embeds": image_embeds,
+                "deepstack_image_embeds": [level],
+                "video_embeds": video_embeds,
+                "deepstack_video_embeds": [video_level],
+            }
+        )
+        return (
+            outputs["hidden_states"],
+            outputs["deepstack_visual_emb"][0],
+            outputs["visual_update_indices"],
+            outputs["visual_gather_indices"],
+        )
+
+
+@pytest.mark.parametrize(
+    ("placement", "batch", "length"),
+    [(None, None, None), (MockedSequenceParallel(1, 4), 3, 16)],
+    ids=["plain-dynamic-shapes", "mp-rank"],
+)
+def test_indices_survive_full_graph_tracing(placement, batch, length):
+    layer = Traced(build(placement))
+    layer.eval()
+    rows = [InputSpec([None, WIDTH], "float32", name) for name in ("a", "b", "c", "d")]
+    traced = paddle.jit.to_static(
+        layer,
+        full_graph=True,
+        input_spec=[
+            InputSpec([batch, length], "int64", "input_ids"),
+            InputSpec([3, batch, length], "int64", "position_ids"),
+            *rows,
+        ],
+    )
+    other = token_rows([("video", 3), 9, ("image", 5)], [1], [("image", 1)], length=16)
+    for ids_BL in (MIXED, other):
+        args = visual_args(ids_BL)
+        inputs = [args["input_ids"], args["position_ids"]]
+        inputs += [args["image_embeds"], args["deepstack_image_embeds"][0]]
+        inputs += [args["video_embeds"], args["deepstack_video_embeds"][0]]
+        eager = Traced(build(placement))(*inputs)
+        for found, wanted in zip(traced(*inputs), eager, strict=True):
+            assert found.numpy().tolist() == wanted.numpy().tolist()
+
+
+def test_counts_that_differ_are_named_for_each_modality():
+    args = visual_args(MIXED)
+    args["image_embeds"] = args["image_embeds"][:-1]
+    with pytest.raises(ValueError, match="6 image placeholder tokens in input_ids but 5 image"):
+        build()(args)
+    args = visual_args(MIXED)
+    del args["video_embeds"], args["deepstack_video_embeds"]
+    with pytest.raises(ValueError, match="6 video placeholder tokens in input_ids but 0 video"):
+        build()(args)
+    with pytest.raises(ValueError, match="2 image placeholder tokens in input_ids but 0 image"):
+        build()(visual_args(TEXT) | {"input_ids": paddle.to_tensor(token_rows([("image", 2)]))})
+
+
+def test_indices_of_another_batch_are_refused():
+    args = visual_args(MIXED) | carried(MIXED)
+    args["image_embeds"] = args["image_embeds"][:-1]
+    with pytest.raises(ValueError, match="names 12 token rows but the batch has 11 visual rows"):
+        build()(args)
+
+
+def test_half_a_pair_of_indices_is_refused():
+    indices = carried(MIXED)
+    del indices["visual_gather_indices"]
+    with pytest.raises(ValueError, match="without visual_gather_indices"):
+        build()(visual_args(MIXED) | indices)
+    indices = carried(MIXED)
+    del indices["visual_source_indices"]
+    with pytest.raises(ValueError, match="visual_source_indices, which says how"):
+        build()(visual_args(MIXED) | indices)
+
+
+def test_rows_that_the_group_does_not_divide_name_both_numbers():
+    with pytest.raises(ValueError, match=r"9 token rows.*degree 2.*data\.pad_to_multiple_of"):
+        build(MockedSequenceParallel(0, 2))(visual_args(token_rows([1] * 9)))

@@ -1,0 +1,204 @@
+"""Operations of a Qwen3-VL, counted from its configuration.
+
+Guarantees: forward and backward are, to the operation, those of the products that the model runs:
+dense, with experts, of packed rows, images, videos and texts, with adapters, and whatever part of
+it is frozen; padding, and rows that no token takes, add none; on a long text they are 6 N per token
+and the published term of attention, half of it because it is causal.
+"""
+
+import fnmatch
+
+import numpy as np
+import pytest
+
+from paddle_vl import Qwen3VLConfig
+from paddle_vl.config.schema import LoRAConfig
+from paddle_vl.families.qwen3_vl.flops import Qwen3VLFlops
+from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.train.feeding.in_step import with_unused_image
+from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
+from tests.support.counted_products import counted_products
+from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+
+COLLATOR = VLCollator(0, IMAGE, VIDEO)
+
+
+def sample(items: list, images: list = (), videos: list = ()) -> dict:
+    ids = token_rows(items)[0]
+    made = {"input_ids": ids, "labels": np.where(ids < 60, ids, -100)}
+    if images:
+        made["pixel_values"], made["image_grid_thw"] = patches(images)
+    if videos:
+        made["pixel_values_videos"], made["video_grid_thw"] = patches(videos)
+    return made
+
+
+BOTH = sample(
+    [1, ("image", 2), 2, ("video", 1), 3, ("video", 1), 4, ("image", 6)],
+    [[1, 2, 4], [1, 4, 6]],
+    [[2, 2, 2]],
+)
+TEXT = sample([5, 6, 7, 8])
+TEXT_AS_LONG = sample(list(range(2, 16)))
+LONG_TEXT = sample(list(range(1, 60)) * 3)
+VIDEO_ALONE = sample([8, ("video", 6), 9, ("video", 6), 10], [], [[2, 4, 6]])
+BATCHES = {
+    "images, video, text": COLLATOR([BOTH, TEXT_AS_LONG]),
+    "video": COLLATOR([VIDEO_ALONE]),
+    "text over several blocks of queries": COLLATOR([LONG_TEXT]),
+    "packed": PackedCollator(COLLATOR)([[BOTH, TEXT], [VIDEO_ALONE, sample([1, 2, 3])]]),
+}
+FROZEN = {
+    "nothing": [],
+    "tower": ["vision"],
+    "tower and mergers": ["vision", "mergers"],
+    "decoder": ["language"],
+    "all but the last level's merger": ["vision", "language", "*visual.merger.*", "*_list.0.*"],
+    "a layer in between": ["model.language_model.layers.1.*", "model.visual.blocks.1.*"],
+    "first layers": ["vision", "mergers", "*embed_tokens*", "model.language_model.layers.[01].*"],
+    "all but biases": ["language", "mergers", "*.weight", "*norm*"],
+    "all but the queries of a layer": [
+        "vision", "mergers", "lm_head.*", "*embed_tokens*", "model.language_model.norm.*",
+        "model.language_model.layers.[02].*", "*norm*", "*mlp*", "*[kvo]_proj*",
+    ],
+}  # fmt: skip
+
+
+def counts_of(model, batch, monkeypatch) -> tuple[int, int]:
+    with counted_products(monkeypatch) as counts:
+        loss = model(**batch).loss
+        if not loss.stop_gradient:
+            loss.backward()
+    model.clear_gradients()
+    return counts.forward, counts.forward + counts.backward
+
+
+def freeze(model, trained) -> None:
+    model.separate(treated_apart(list(model.hf_named_parameters()), trained.__contains__))
+    freeze_parameters(list(model.hf_named_parameters()), trained)
+
+
+def frozen(model, patterns: list[str]) -> Qwen3VLFlops:
+    """Freeze what the patterns say, as a run does; return the counter of such a run."""
+    shapes = model.whole_shapes()
+    trained = trained_names(shapes, patterns, model.adapter_names())
+    freeze(model, trained)
+    adapter = model.adapter
+    ranks = {} if adapter is None else dict.fromkeys(adapter.targets, adapter.config.r)
+    return Qwen3VLFlops(model.config, trained, ranks)
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(
+    "text",
+    [{}, EXPERTS, {"num_attention_heads": 2, "num_key_value_heads": 2}],
+    ids=["dense", "experts", "narrow heads"],
+)
+def test_operations_are_those_of_the_products_that_the_model_runs(text, batch, monkeypatch):
+    model = tiny_model(**text)
+    counter = Qwen3VLFlops(model.config)
+    assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
+
+
+@pytest.mark.parametrize("patterns", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize("text", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", ["images, video, text", "text over several blocks of queries"])
+def test_what_is_frozen_has_the_backward_that_its_place_asks_for(name, text, patterns, monkeypatch):
+    model, batch = tiny_model(**text), BATCHES[name]
+    counter = frozen(model, patterns)
+    assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "model.visual.p*", "*blocks.1.attn.*", "*blocks.0.[mn]*", "*.merger*", "*merger_list.1.*",
+        "*layers.1.self_attn.*", "*layers.[01].mlp.*", "*layers.1.*layernorm*", "*embed_tokens*",
+        "*language_model.norm*", "lm_head*",
+    ],
+)  # fmt: skip
+def test_a_gradient_begins_at_any_parameter(pattern, monkeypatch):
+    model, batch = tiny_model(**EXPERTS), BATCHES["images, video, text"]
+    for name in fnmatch.filter(model.whole_shapes(), pattern):
+        freeze(model, [name])
+        expected = counts_of(model, batch, monkeypatch)[1]
+        assert Qwen3VLFlops(model.config, [name])(batch) == expected, name
+
+
+def test_a_frozen_tower_has_no_backward_and_a_trained_model_three_forward_passes():
+    batch, config = BATCHES["images, video, text"], tiny_config()
+    names = tiny_model().whole_shapes()
+    tower = Qwen3VLFlops(config).operations(batch).forward["patches"]
+    assert tower == Qwen3VLFlops(config, []).operations(batch).forward["patches"] > 0
+    without = Qwen3VLFlops(config, trained_names(names, ["vision"]))
+    assert without.operations(batch).backward["patches"] == 0
+    first = 2 * config.vision_config.patch_dim * config.vision_config.hidden_size
+    # Patches have no gradient: the first product has two.
+    whole = Qwen3VLFlops(config)
+    assert whole(batch) == 3 * whole.forward(batch) - first * whole.units(batch)["patches"]
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["*.q_proj"], ["model.visual.*.linear_fc2"]])
+def test_adapters_on_a_frozen_base_have_gradients_of_inputs_alone(targets, monkeypatch):
+    model, batch = tiny_model(**EXPERTS), BATCHES["images, video, text"]
+    model.add_lora(LoRAConfig(r=3, target_modules=targets))
+    model.fill_all()
+    counter = frozen(model, [])
+    assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
+
+
+def test_a_tied_head_is_trained_as_the_embedding_is(monkeypatch):
+    model = tiny_model()
+    tied = type(model).from_config(model.config.with_tie(True))
+    batch = BATCHES["images, video, text"]
+    for patterns in ([], ["*embed_tokens*"]):
+        counter = frozen(tied, patterns)
+        assert (counter.forward(batch), counter(batch)) == counts_of(tied, batch, monkeypatch)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_no_work(side):
+    counter = Qwen3VLFlops(tiny_config())
+    alone = [counter(COLLATOR([item])) for item in (BOTH, TEXT, LONG_TEXT)]
+    padded = VLCollator(0, IMAGE, VIDEO, padding_side=side, pad_to_multiple_of=64)
+    assert counter(padded([BOTH, TEXT, LONG_TEXT])) == sum(alone)
+    if side == "right":
+        rows = [[TEXT, BOTH], [LONG_TEXT], []]
+        assert counter(PackedCollator(padded)(rows)) == sum(alone)
+
+
+def test_rows_that_no_token_takes_are_no_work():
+    config = tiny_config()
+    counter, batch = Qwen3VLFlops(config), BATCHES["text over several blocks of queries"]
+    assert counter(with_unused_image(batch, config.vision_config)) == counter(batch)
+
+
+@pytest.mark.parametrize(
+    ("size", "billions"),
+    [("qwen3-vl-4b", 3.6), ("qwen3-vl-8b", 6.95), ("qwen3-vl-32b", 31.2)],
+)
+def test_a_long_text_takes_six_operations_per_weight_and_the_published_attention(size, billions):
+    config = Qwen3VLConfig.named(size)
+    text, length, samples = config.text_config, 32768, 4
+    batch = {"attention_mask": np.ones([samples, length], dtype=np.int64)}
+    # PaLM, appendix B: 12 L H Q T per token for all pairs, of which half are visible.
+    attention = 12 * text.num_hidden_layers * text.num_attention_heads * text.head_dim * length
+    per_token = Qwen3VLFlops(config)(batch) / (samples * length)
+    weights = (per_token - attention * (length + 1) / length / 2) / 6
+    # Qwen3's model cards tell the parameters that are neither the table's nor the head's.
+    head = text.vocab_size * text.hidden_size
+    assert (weights - head) / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("size", "billions"), [("qwen3-vl-30b-a3b", 3.3), ("qwen3-vl-235b-a22b", 22.2)]
+)
+def test_experts_count_by_what_sees_a_token(size, billions):
+    config = Qwen3VLConfig.named(size)
+    text = config.text_config
+    batch = {"attention_mask": np.ones([1, 1], dtype=np.int64)}
+    attention = 4 * text.num_hidden_layers * text.num_attention_heads * text.head_dim
+    table = text.vocab_size * text.hidden_size
+    active = (Qwen3VLFlops(config).forward(batch) - attention) / 2 + table
+    # Qwen3's model cards: activated parameters.
+    assert active / 1e9 == pytest.approx(billions, abs=0.06)

@@ -1,0 +1,303 @@
+"""Generation with a key-value cache.
+
+Pinned here: cached steps equal a full forward over the grown sequence; a left-padded row answers as
+it does alone; rows end at their stop tokens and are padded; the tower runs once and a step reads
+the chosen ids only; a seed fixes what is drawn, for every row by itself; the settings come from the
+call, the given configuration or the model; errors come before anything runs.
+"""
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
+from paddle_vl.nn import attention
+from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from tests.single_card_tests.nn.flash_kernel import FlashKernel
+from tests.support.tiny import IMAGE, patches, tiny_config, tiny_model, token_rows
+
+GRIDS = [[1, 4, 4], [1, 2, 4]]
+
+
+def padded_rows() -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Two prompts with an image each, alone and as a left-padded batch with its mask."""
+    rows = [token_rows([1, 9, ("image", 4), 2, 5, 7]), token_rows([4, ("image", 2), 6])]
+    length = rows[0].shape[1]
+    ids, mask = np.zeros((2, length), np.int64), np.zeros((2, length), np.int64)
+    for b, row in enumerate(rows):
+        ids[b, length - row.shape[1] :], mask[b, length - row.shape[1] :] = row, 1
+    return rows, ids, mask
+
+
+def greedy_without_cache(model, ids, pixels, grid, steps):
+    for _ in range(steps):
+        with paddle.no_grad():
+            logits = model(input_ids=ids, pixel_values=pixels, image_grid_thw=grid).logits
+        ids = np.concatenate([ids, logits[:, -1].argmax(axis=-1).numpy()[:, None]], axis=1)
+    return ids[:, -steps:]
+
+
+def test_cached_decoding_equals_a_full_forward_each_step():
+    model, (pixels, grid) = tiny_model(), patches(GRIDS)
+    ids = token_rows([1, ("image", 4), 2, ("image", 2), 3])
+    found = model.generate(
+        input_ids=ids, pixel_values=pixels, image_grid_thw=grid, max_new_tokens=6
+    )
+    assert found.tolist() == greedy_without_cache(model, ids, pixels, grid, 6).tolist()
+
+
+def test_equal_prompts_generate_through_flash_attention(monkeypatch):
+    """On a GPU in bfloat16; the kernel is played, with its demands on masks."""
+    model, (pixels, grid) = tiny_model(), patches([*GRIDS, *GRIDS])
+    ids = np.repeat(token_rows([1, ("image", 4), 2, ("image", 2), 3]), 2, axis=0)
+    inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid}
+    wanted = model.generate(**inputs, max_new_tokens=4)
+    kernel = FlashKernel()
+    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    assert model.generate(**inputs, max_new_tokens=4).tolist() == wanted.tolist()
+    # Neither the tower, nor the prompt, nor a step's one query for each row.
+    assert set(map(str, kernel.masks)) == {"None"}
+    _, ids, mask = padded_rows()
+    model.generate(
+        input_ids=ids, attention_mask=mask, pixel_values=pixels[:24], image_grid_thw=grid[:2],
+        max_new_tokens=2,
+    )  # fmt: skip
+    assert [2, 1, 1, ids.shape[1] + 1] in kernel.masks
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 3}])
+def test_a_left_padded_row_answers_as_it_does_alone(settings):
+    model, (pixels, grid) = tiny_model(), patches(GRIDS)
+    rows, ids, mask = padded_rows()
+    settings |= {"max_new_tokens": 5, "repetition_penalty": 1.5}
+    together = model.generate(
+        input_ids=ids, attention_mask=mask, pixel_values=pixels, image_grid_thw=grid, **settings
+    )
+    pixel_parts = (pixels[:16], pixels[16:])
+    for b, row in enumerate(rows):
+        # A row draws by its number, so the second one must be the second here too.
+        alone = model.generate(
+            input_ids=np.repeat(row, 2, axis=0),
+            pixel_values=np.concatenate([pixel_parts[b]] * 2),
+            image_grid_thw=np.repeat(grid[b : b + 1], 2, axis=0),
+            **settings,
+        )
+        assert together[b].tolist() == alone[b].tolist()
+
+
+def test_rows_end_at_any_stop_token_and_are_filled_with_the_pad_token():
+    model, ids = tiny_model(), token_rows([1, 2, 3], [7, 8, 9])
+    free = model.generate(input_ids=ids, max_new_tokens=6)
+    # Both rows end early, each at a token of its own.
+    stops = [int(free[0, 1]), int(free[1, 3])]
+    ends = [min(i for i, token in enumerate(row) if token in stops) for row in free.tolist()]
+    found = model.generate(
+        input_ids=ids, max_new_tokens=6, eos_token_id=[50, *stops], pad_token_id=33
+    )
+    assert found.shape[1] == max(ends) + 1 < 6
+    for row, wanted, end in zip(found, free, ends, strict=True):
+        assert row[: end + 1].tolist() == wanted[: end + 1].tolist()
+        assert set(row[end + 1 :].tolist()) <= {33}
+    unpadded = model.generate(input_ids=ids, max_new_tokens=6, eos_token_id=[50, *stops])
+    assert set(unpadded[found == 33].tolist()) <= {50}
+    held = model.generate(input_ids=ids, max_new_tokens=6, eos_token_id=stops, min_new_tokens=6)
+    assert held.shape[1] == 6
+    assert not np.isin(held, stops).any()
+
+
+def test_the_tower_and_each_deepstack_level_run_once():
+    model, (pixels, grid) = tiny_model(), patches(GRIDS[:1])
+    calls = []
+    model.visual.register_forward_post_hook(lambda *_: calls.append("tower"))
+    for layer in model.language_model.deepstack_layers:
+        layer.register_forward_post_hook(lambda *_: calls.append("level"))
+    model.generate(
+        input_ids=token_rows([1, ("image", 4), 2]), pixel_values=pixels, image_grid_thw=grid,
+        max_new_tokens=4,
+    )  # fmt: skip
+    assert calls == ["tower", "level", "level"]
+
+
+def test_a_step_reads_the_chosen_ids_only(monkeypatch):
+    model, reads, plain = tiny_model(), [], paddle.Tensor.numpy
+
+    def counted(self, *arguments):
+        reads.append(list(self.shape))
+        return plain(self, *arguments)
+
+    def refuse(*_):
+        raise AssertionError("host read")
+
+    steps = model.stream(
+        input_ids=token_rows([1, 2, 3], [4, 5, 6]), max_new_tokens=4, do_sample=True, top_p=0.9,
+        repetition_penalty=1.2, min_new_tokens=2, eos_token_id=[50],
+    )  # fmt: skip
+    next(steps)
+    monkeypatch.setattr(paddle.Tensor, "numpy", counted)
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(paddle.Tensor, name, refuse)
+    # Its size is known after a read only.
+    monkeypatch.setattr(paddle, "nonzero", refuse)
+    next(steps)
+    assert reads == [[2]]
+
+
+def test_a_seed_fixes_what_is_drawn_and_rows_draw_for_themselves():
+    model, settings = tiny_model(), {"max_new_tokens": 8, "do_sample": True, "temperature": 2.0}
+    ids = token_rows([1, 2, 3], [1, 2, 3], [7, 8, 9])
+    found = model.generate(input_ids=ids, seed=5, **settings)
+    paddle.seed(123)
+    assert model.generate(input_ids=ids, seed=5, **settings).tolist() == found.tolist()
+    assert model.generate(input_ids=ids[:2], seed=5, **settings).tolist() == found[:2].tolist()
+    assert found[0].tolist() != found[1].tolist()
+    others = [model.generate(input_ids=ids, seed=seed, **settings) for seed in (6, None, None)]
+    assert len({str(tokens.tolist()) for tokens in [found, *others]}) == 4
+
+
+def test_an_ended_row_does_not_change_what_the_others_draw():
+    model, settings = tiny_model(), {"max_new_tokens": 8, "do_sample": True, "seed": 1}
+    ids = token_rows([1, 2, 3], [7, 8, 9])
+    free = model.generate(input_ids=ids, **settings)
+    stop = next(int(token) for token in free[0] if token not in free[1])
+    found = model.generate(input_ids=ids, eos_token_id=stop, **settings)
+    assert found[0].tolist() != free[0].tolist()
+    assert found[1].tolist() == free[1].tolist()
+
+
+def test_top_k_of_one_is_greedy():
+    model, ids = tiny_model(), token_rows([1, 2, 3])
+    drawn = model.generate(
+        input_ids=ids, max_new_tokens=6, do_sample=True, top_k=1, temperature=9.0
+    )
+    assert drawn.tolist() == model.generate(input_ids=ids, max_new_tokens=6).tolist()
+
+
+def test_repetition_penalty_forbids_when_it_is_huge():
+    model, ids = tiny_model(), token_rows([1, 2, 3])
+    found = model.generate(input_ids=ids, max_new_tokens=20, repetition_penalty=1e9)[0].tolist()
+    assert len(set(found)) == 20
+    assert not set(found) & {1, 2, 3}
+
+
+def test_padding_is_no_token_to_repeat():
+    model, row = tiny_model(), token_rows([1, 2, 3])
+    first = int(model.generate(input_ids=row, max_new_tokens=1)[0, 0])
+    padded = np.concatenate([np.full((1, 2), first), row], axis=1)
+    settings = {"max_new_tokens": 1, "repetition_penalty": 1e9}
+    mask = np.array([[0, 0, 1, 1, 1]])
+    assert model.generate(padded, mask, **settings).tolist() == [[first]]
+    assert model.generate(padded, **settings).tolist() != [[first]]
+
+
+def test_the_head_sees_the_last_column_only():
+    model, shapes = tiny_model(), []
+    model.lm_head.register_forward_post_hook(lambda _, __, logits: shapes.append(logits.shape))
+    model.generate(input_ids=token_rows([1, 2, 3], [4, 5, 6]), max_new_tokens=2)
+    assert shapes == [[2, 64], [2, 64]]
+
+
+@pytest.mark.parametrize("has_views", [False, True])
+def test_steps_view_the_cache_whatever_the_process_has_chosen(has_views):
+    name, model, found = "FLAGS_use_stride_kernel", tiny_model(), []
+    ids, settings = token_rows([1, 2, 3], [4, 5, 6]), {"max_new_tokens": 3, "do_sample": True}
+    settings |= {"seed": 0, "top_p": 0.9, "repetition_penalty": 1.2}
+    wanted = model.generate(input_ids=ids, **settings).tolist()
+    paddle.set_flags({name: has_views})
+    model.register_forward_pre_hook(lambda *_: found.append(paddle.get_flags(name)[name]))
+    steps = model.stream(input_ids=ids, **settings)
+    tokens = [next(steps)]
+    for _ in range(2):
+        tokens.append(next(steps))
+        assert paddle.get_flags(name)[name] is has_views
+    assert found == [has_views, True, True]
+    assert np.stack(tokens, axis=1).tolist() == wanted
+
+
+def test_streamed_steps_are_the_columns_of_generate():
+    model, ids = tiny_model(), token_rows([1, 2, 3], [7, 8, 9])
+    steps = list(model.stream(input_ids=ids, max_new_tokens=4))
+    assert [step.shape for step in steps] == [(2,)] * 4
+    assert np.stack(steps, axis=1).tolist() == model.generate(ids, max_new_tokens=4).tolist()
+
+
+def test_a_chosen_placeholder_is_an_ordinary_token(monkeypatch):
+    model, ids = tiny_model(), token_rows([1, 2])
+    with paddle.no_grad():
+        model.lm_head.weight.set_value(paddle.zeros_like(model.lm_head.weight))
+    held = {"eos_token_id": [i for i in range(64) if i != IMAGE], "min_new_tokens": 3}
+    assert model.generate(input_ids=ids, max_new_tokens=3, **held).tolist() == [[IMAGE] * 3]
+
+
+def test_settings_of_the_call_come_before_the_given_ones_and_those_before_the_models():
+    model, ids = tiny_model(), token_rows([1, 2])
+    assert model.generate(input_ids=ids).shape == (1, 128)
+    model.generation_config = GenerationConfig(max_new_tokens=4)
+    given = GenerationConfig(max_new_tokens=3)
+    assert model.generate(input_ids=ids).shape == (1, 4)
+    assert model.generate(input_ids=ids, generation_config=given).shape == (1, 3)
+    assert model.generate(ids, generation_config=given, max_new_tokens=2).shape == (1, 2)
+
+
+def test_a_model_folder_carries_its_generation_settings(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "none")
+    assert not (tmp_path / "none" / "generation_config.json").exists()
+    assert (
+        Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "none").generation_config is None
+    )
+    model.generation_config = GenerationConfig(top_k=7, eos_token_id=(4, 5))
+    model.save_pretrained(tmp_path / "some")
+    read = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "some").generation_config
+    assert (read.top_k, read.eos_token_ids) == (7, [4, 5])
+
+
+def test_training_mode_is_restored_also_when_the_stream_is_left():
+    model = tiny_model()
+    model.train()
+    model.generate(input_ids=token_rows([1, 2]), max_new_tokens=2)
+    assert model.training
+    steps = model.stream(input_ids=token_rows([1, 2]), max_new_tokens=2)
+    next(steps)
+    assert not model.training
+    steps.close()
+    assert model.training
+
+
+def test_logits_of_the_last_columns_are_those_of_all():
+    model, ids = tiny_model(), token_rows([1, 2, 3], [7, 8, 9])
+    with paddle.no_grad():
+        whole, last = model(input_ids=ids).logits, model(input_ids=ids, logits_to_keep=2).logits
+    np.testing.assert_allclose(last.numpy(), whole[:, 1:].numpy(), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="logits_to_keep is 2 and there are labels"):
+        model(input_ids=ids, labels=ids, logits_to_keep=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature is 0.0"),
+        ({"eos_token_id": [3, 64]}, "eos_token_id 64 lies outside the model's vocabulary of 64"),
+        ({"pad_token_id": 99}, "pad_token_id 99 lies outside"),
+        ({"temprature": 1.0}, "temprature is not a generation setting; did you mean temperature"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_runs(settings, message):
+    model = tiny_model()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(ValueError, match=message):
+        model.stream(input_ids=token_rows([1]), **settings)
+
+
+def test_a_prompt_padded_on_the_right_is_refused():
+    mask = np.array([[1, 1], [1, 0]])
+    with pytest.raises(ValueError, match=r"prompts \[1\] are padded on the right.*left"):
+        tiny_model().stream(input_ids=token_rows([1, 2], [3]), attention_mask=mask)
+
+
+def test_a_part_of_a_model_does_not_generate():
+    placement = SingleDevicePlacement(HeldLayers(layers=frozenset({0, 1}), head=False))
+    model = Qwen3VLForConditionalGeneration(tiny_config(), placement)
+    with pytest.raises(ValueError, match="one process's part.*single process"):
+        model.generate(input_ids=token_rows([1]))

@@ -1,0 +1,253 @@
+"""Qwen3-VL with experts.
+
+Pinned here: which layers have experts; both configuration dialects, the hub's written, and what is
+refused; experts read whichever way round they lie on disk, square ones too, and written the hub's
+way; routing weights and their sum; the auxiliary loss against its formula: padding left out, layers
+pooled, decided by configuration or call; recomputation and parts of a batch change nothing.
+Equality with HF is in test_golden.py.
+"""
+
+import json
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from paddle_vl.families.qwen3_vl.moe import LoadBalance, Router, SparseMoE, routing_sums
+from paddle_vl.families.qwen3_vl.pipeline import layer_costs
+from paddle_vl.nn.linear import Linear
+from paddle_vl.parallel.recompute import recompute_layers
+from tests.support.tiny import EXPERTS, GOLDEN, IMAGE, patches, tiny_config, tiny_model, token_rows
+
+MODEL = GOLDEN / "qwen_vl" / "models" / "moe"
+
+
+def batch(length: int | None = None) -> dict:
+    pixels, grid = patches([[1, 4, 4]])
+    ids = token_rows([1, 9, ("image", 4), 2, 5, 7], [4, 3, 8, 6], length=length)
+    return {
+        "input_ids": ids, "attention_mask": (ids != 0).astype(np.int64),
+        "labels": np.where((ids != IMAGE) & (ids != 0), ids, -100),
+        "pixel_values": pixels, "image_grid_thw": grid,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "with_experts"),
+    [({}, [0, 1, 2, 3, 4]), ({"mlp_only_layers": [1, 4]}, [0, 2, 3]),
+     ({"decoder_sparse_step": 2}, [1, 3]),
+     ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [3])],
+)  # fmt: skip
+def test_layers_are_dense_by_list_and_by_step(settings, with_experts):
+    config = tiny_config(**EXPERTS | {"mlp_only_layers": []} | settings, num_hidden_layers=5)
+    model = Qwen3VLForConditionalGeneration.from_config(config)
+    found = [i for i, layer in enumerate(model.decoder_layers) if isinstance(layer.mlp, SparseMoE)]
+    assert found == with_experts
+
+
+def test_both_dialects_give_one_configuration_and_the_hubs_is_written(tmp_path):
+    new = Qwen3VLConfig.from_pretrained(MODEL / "config.json")
+    hub = Qwen3VLConfig.from_pretrained(MODEL / "config.hub_style.json")
+    assert new == hub
+    hub.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    published = json.loads((MODEL / "config.hub_style.json").read_text())
+    assert written["model_type"] == "qwen3_vl_moe"
+    assert written["architectures"] == published["architectures"]
+    for part in ("text_config", "vision_config"):
+        assert written[part]["model_type"] == (
+            "qwen3_vl_moe_text" if part == "text_config" else "qwen3_vl_moe"
+        )
+        for key in set(published[part]) & set(written[part]) - {"tie_word_embeddings"}:
+            assert written[part][key] == published[part][key], key
+    assert written["text_config"]["num_experts"] == 8
+    assert "num_local_experts" not in written["text_config"]
+    assert Qwen3VLConfig.from_pretrained(tmp_path) == hub
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be at least 1 and at most"),
+     ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+     ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+     ({"mlp_only_layers": [1, 3]}, r"mlp_only_layers \[3\] lie outside the decoder's 3 layers"),
+     ({"num_local_experts": 4}, "num_experts is 6 and num_local_experts 4"),
+     ({"num_shared_experts": 1}, r"does not know: \['num_shared_experts'\]")],
+)  # fmt: skip
+def test_a_wrong_configuration_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**EXPERTS | settings)
+
+
+def test_a_dense_model_knows_no_experts():
+    values = tiny_config().to_dict()
+    values["text_config"]["num_experts"] = 4
+    with pytest.raises(ValueError, match="does not know: .'num_experts'"):
+        Qwen3VLConfig.from_dict(values)
+    with pytest.raises(ValueError, match="output_router_logits is true but this model has no expe"):
+        tiny_model()(**batch(), output_router_logits=True)
+
+
+# Width 16: no square matrix, gate and up square, down square.
+@pytest.mark.parametrize("inner", [6, 8, 16])
+def test_experts_load_from_either_layout_and_are_written_in_the_hubs(inner, tmp_path):
+    model = tiny_model(**EXPERTS | {"moe_intermediate_size": inner})
+    model.save_pretrained(tmp_path)
+    file, wanted = tmp_path / "model.safetensors", model.hf_state_dict()
+    stored = load_file(file)
+    keys = [key for key in stored if ".experts." in key]
+    assert [stored[key].shape for key in sorted(keys)[:2]] == [(6, inner, 16), (6, 16, 2 * inner)]
+    for turned in (False, True):
+        if turned:
+            save_file(
+                {
+                    key: np.ascontiguousarray(array.swapaxes(1, 2)) if key in keys else array
+                    for key, array in stored.items()
+                },
+                file,
+            )
+        found = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path).hf_state_dict()
+        for key, array in wanted.items():
+            np.testing.assert_array_equal(found[key], array, err_msg=key)
+
+
+def test_experts_of_neither_shape_are_named(tmp_path):
+    tiny_model(**EXPERTS).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    arrays = load_file(file)
+    key = "model.language_model.layers.2.mlp.experts.down_proj"
+    save_file(arrays | {key: arrays[key][:, :5]}, file)
+    with pytest.raises(ValueError, match=r"1 misshapen: .*down_proj \(file \[6, 5, 16\], model"):
+        Qwen3VLForConditionalGeneration.from_pretrained(tmp_path)
+
+
+def test_routing_takes_the_largest_and_makes_their_weights_sum_to_one():
+    linear = Linear(3, 4, bias=False)
+    linear.weight.set_value(np.eye(3, 4, dtype=np.float32))
+    routing = Router(linear, 2)(paddle.to_tensor([[0.0, 2.0, 1.0], [5.0, 0.0, -1.0]]))
+    exponents = np.exp([[2.0, 1.0], [5.0, 0.0]])
+    # The last expert has logit 0 too: of equal ones either may be chosen.
+    assert routing.indices[0].tolist() == [1, 2]
+    assert routing.indices[1].tolist() in ([0, 1], [0, 3])
+    np.testing.assert_allclose(
+        routing.weights.numpy(), exponents / exponents.sum(axis=1, keepdims=True), rtol=1e-6
+    )
+
+
+def auxiliary_loss(model, inputs: dict) -> float:
+    """`E * sum f P` from the routers' own outputs, with NumPy."""
+    routings = []
+    hooks = [
+        layer.mlp.gate.register_forward_post_hook(lambda *call: routings.append(call[-1]))
+        for layer in model.decoder_layers
+        if layer.has_experts
+    ]
+    model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    real = inputs["attention_mask"].reshape(-1).astype(bool)
+    chosen = np.concatenate([routing.indices.numpy()[real] for routing in routings])
+    probabilities = np.concatenate([routing.probabilities.numpy()[real] for routing in routings])
+    num_experts = probabilities.shape[1]
+    share = np.bincount(chosen.reshape(-1), minlength=num_experts) / len(chosen)
+    return num_experts * float((share * probabilities.mean(axis=0)).sum())
+
+
+def test_auxiliary_loss_pools_layers_and_leaves_padding_out():
+    model, inputs = tiny_model(**EXPERTS), batch(length=12)
+    output = model(**inputs, output_router_logits=True)
+    wanted = auxiliary_loss(model, inputs)
+    assert output.aux_loss.item() == pytest.approx(wanted, rel=1e-5)
+    everything = inputs | {"attention_mask": np.ones_like(inputs["attention_mask"])}
+    assert abs(auxiliary_loss(model, everything) - wanted) > 1e-3
+    plain = model(**inputs)
+    assert plain.aux_loss is None
+    assert output.loss_sum.item() == plain.loss_sum.item()
+    weight = model.config.text_config.router_aux_loss_coef
+    assert output.loss.item() == pytest.approx(plain.loss.item() + weight * wanted, rel=1e-6)
+
+
+def test_the_mask_counts_although_nothing_is_padded_on_the_left():
+    model, inputs = tiny_model(**EXPERTS), batch(length=12)
+    wanted = model(**inputs, output_router_logits=True).aux_loss.item()
+    hinted = model(**inputs, has_left_padding=False, output_router_logits=True).aux_loss.item()
+    assert hinted == pytest.approx(wanted, rel=1e-6)
+
+
+def test_the_configuration_asks_for_the_auxiliary_loss_and_a_call_overrides_it():
+    model = tiny_model(**EXPERTS, output_router_logits=True)
+    assert model(**batch()).aux_loss is not None
+    assert model(**batch(), output_router_logits=False).aux_loss is None
+
+
+def test_the_auxiliary_loss_alone_trains_routers_and_spreads_tokens():
+    model, inputs = tiny_model(**EXPERTS), batch()
+    routers = [layer.mlp.gate.weight for layer in model.decoder_layers if layer.has_experts]
+    losses = []
+    for _ in range(20):
+        loss = model(**inputs, output_router_logits=True).aux_loss
+        loss.backward()
+        losses.append(loss.item())
+        for weight in routers:
+            weight.set_value(weight - 0.1 * weight.grad)
+        model.clear_gradients()
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_sums_of_parts_of_a_batch_add_up():
+    rng = np.random.default_rng(0)
+    probabilities = paddle.to_tensor(rng.dirichlet(np.ones(5), size=9).astype(np.float32))
+    indices = probabilities.topk(2)[1]
+    real = paddle.to_tensor([1.0, 1, 0, 1, 1, 1, 0, 1, 1])
+    whole = routing_sums(probabilities, indices, real)
+    parts = [
+        routing_sums(probabilities[part], indices[part], real[part])
+        for part in (slice(0, 4), slice(4, 9))
+    ]
+    np.testing.assert_allclose((parts[0] + parts[1]).numpy(), whole.numpy(), rtol=1e-6)
+    assert whole.sum(axis=1).tolist() == pytest.approx([14, 7], rel=1e-6)
+
+
+def test_experts_used_alike_give_k():
+    balance = LoadBalance(None, (2, 3))
+    indices = paddle.to_tensor([[0, 1], [1, 2], [2, 0]] * 2)
+    balance.add(routing_sums(paddle.full([6, 3], 1 / 3), indices, balance.real_T))
+    assert balance.loss().item() == pytest.approx(2)
+
+
+def test_recomputation_changes_no_gradient():
+    found = []
+    for recomputed in (False, True):
+        model = tiny_model(**EXPERTS, output_router_logits=True, router_aux_loss_coef=1.0)
+        if recomputed:
+            recompute_layers([*model.vision_blocks, *model.decoder_layers])
+        loss = model(**batch()).loss
+        loss.backward()
+        found.append({key: p.grad.numpy() for key, p in model.hf_named_parameters()} | {"": loss})
+    for key, grad in found[0].items():
+        np.testing.assert_allclose(found[1][key], grad, atol=1e-6, err_msg=key)
+
+
+def test_the_last_calls_tokens_per_expert_are_known_by_layer():
+    model, inputs = tiny_model(**EXPERTS), batch()
+    assert model.tokens_per_expert() == {}
+    model(**inputs)
+    counts = model.tokens_per_expert()
+    assert list(counts) == [0, 2]
+    assert [int(count.sum()) for count in counts.values()] == [2 * inputs["input_ids"].size] * 2
+    assert tiny_model().tokens_per_expert() == {}
+
+
+def test_costs_count_the_experts_a_token_sees():
+    layers, *_ = layer_costs(tiny_config(**EXPERTS))
+    attention = 2 * 16 * 6 * 8
+    dense, sparse = attention + 3 * 16 * 24, attention + 16 * (3 * 2 * 8 + 6)
+    assert layers == [sparse, dense, sparse]
+
+
+def test_generation_works_with_a_configuration_that_asks_for_the_auxiliary_loss():
+    prompt = {"input_ids": token_rows([1, 9, 2, 5]), "max_new_tokens": 3, "eos_token_id": 63}
+    answers = tiny_model(**EXPERTS, output_router_logits=True).generate(**prompt)
+    np.testing.assert_array_equal(answers, tiny_model(**EXPERTS).generate(**prompt))

@@ -1,0 +1,149 @@
+"""Several samples in one row of a Qwen3-VL.
+
+Pinned: loss sum and every gradient equal those of the samples alone, with images and videos in the
+rows, deepstack included, whole and in parts as a pipeline runs them, with experts, recomputed; HF's
+`[4, B, L]` positions say the same as offsets, unless there is a mask; offsets that do not fit the
+batch, and caches, are refused.
+"""
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.families.qwen3_vl.decoder import KeyValueCache
+from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage
+from paddle_vl.parallel.recompute import recompute_layers
+from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_model, token_rows
+
+COLLATOR = VLCollator(0, IMAGE, VIDEO, pad_to_multiple_of=4)
+
+
+def sample(items: list, images: list = (), videos: list = ()) -> dict:
+    ids = token_rows(items)[0]
+    made = {"input_ids": ids, "labels": np.where(ids < 60, ids, -100)}
+    if images:
+        made["pixel_values"], made["image_grid_thw"] = patches(images, seed=len(items))
+    if videos:
+        made["pixel_values_videos"], made["video_grid_thw"] = patches(videos, seed=7)
+    return made
+
+
+ROWS = [
+    [
+        sample([1, ("image", 2), 2, ("video", 1), 3, ("video", 1), 4], [[1, 2, 4]], [[2, 2, 2]]),
+        sample([5, 6, 7]),
+        sample([8, ("video", 2), 9, ("image", 4), 10], [[1, 4, 4]], [[1, 2, 4]]),
+    ],
+    [sample([("image", 1), 11, 12], [[1, 2, 2]]), sample([13, 14, 15, 16, 17, 18])],
+    [],
+]
+
+
+def assert_gradients(model, other):
+    """Within 1e-6 as one vector, and every tensor within 5e-6 of its largest entry: a sum over
+    samples is rounded in another order than one over rows."""
+    square = total = 0.0
+    for (name, a), (_, b) in zip(
+        model.hf_named_parameters(), other.hf_named_parameters(), strict=True
+    ):
+        difference = np.abs(a.grad.numpy() - b.grad.numpy())
+        scale = np.abs(b.grad.numpy()).max()
+        assert difference.max() <= 5e-6 * max(scale, 1e-6), name
+        square += np.square(difference, dtype=np.float64).sum()
+        total += np.square(b.grad.numpy(), dtype=np.float64).sum()
+    assert square <= 1e-12 * total
+
+
+@pytest.fixture(scope="module", params=[{}, EXPERTS], ids=["dense", "experts"])
+def text(request) -> dict:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(text):
+    """The model after a backward pass of each sample in a batch of its own, and the loss sum."""
+    model, total = tiny_model(**text), 0.0
+    for one in [each for row in ROWS for each in row]:
+        loss = model(**COLLATOR([one])).loss_sum
+        loss.backward()
+        total += float(loss)
+    return model, total
+
+
+@pytest.fixture
+def batch() -> dict:
+    return PackedCollator(COLLATOR)(ROWS)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_loss_and_gradients_equal_the_samples_alone(alone, text, batch, recomputed):
+    model = tiny_model(**text)
+    if recomputed:
+        recompute_layers([*model.vision_blocks, *model.decoder_layers])
+    loss = model(**batch).loss_sum
+    loss.backward()
+    assert float(loss) == pytest.approx(alone[1], rel=1e-6)
+    assert_gradients(model, alone[0])
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_parts_of_a_pipeline_equal_the_samples_alone(alone, text, batch, cut):
+    model = tiny_model(**text)
+    rows = Qwen3VLStage(model, range(cut))(batch)
+    later = Qwen3VLStage(model, range(cut, 3))
+    assert later.input_shape(batch) == tuple(rows.shape)
+    loss = later(batch, rows).loss_sum
+    loss.backward()
+    assert float(loss) == pytest.approx(alone[1], rel=1e-6)
+    assert_gradients(model, alone[0])
+
+
+def test_four_rows_of_positions_say_the_same_as_offsets(batch):
+    model = tiny_model()
+    wanted = model(**batch).logits.numpy()
+    text = np.concatenate([np.arange(n) for n in np.diff(batch["cu_seqlens"])])
+    positions = np.concatenate([text.reshape(1, 3, -1), batch["position_ids"]])
+    minimal = {key: batch[key] for key in batch if "pixel" in key or "grid" in key}
+    found = model(input_ids=batch["input_ids"], position_ids=positions, **minimal)
+    np.testing.assert_array_equal(found.logits.numpy(), wanted)
+    tensor = paddle.to_tensor(positions)
+    found = model(input_ids=batch["input_ids"], position_ids=tensor, **minimal)
+    np.testing.assert_array_equal(found.logits.numpy(), wanted)
+
+
+def test_restarts_mean_nothing_beside_a_mask():
+    model, ids = tiny_model(), token_rows([1, 2, 3, 4])
+    three = np.broadcast_to([0, 1, 0, 1], (3, 1, 4))
+    four = np.broadcast_to([0, 1, 0, 1], (4, 1, 4))
+    mask = np.ones_like(ids)
+    wanted = model(ids, attention_mask=mask, position_ids=np.array(three)).logits.numpy()
+    found = model(ids, attention_mask=mask, position_ids=np.array(four)).logits.numpy()
+    np.testing.assert_array_equal(found, wanted)
+    packed = model(ids, position_ids=np.array(four)).logits.numpy()
+    assert np.abs(packed[:, 2:] - wanted[:, 2:]).max() > 1e-3
+
+
+def test_positions_are_computed_from_offsets(batch):
+    model = tiny_model()
+    wanted = model(**batch).logits.numpy()
+    del batch["position_ids"]
+    np.testing.assert_array_equal(model(**batch).logits.numpy(), wanted)
+
+
+def test_offsets_of_another_batch_and_caches_are_refused(batch):
+    model = tiny_model()
+    with pytest.raises(ValueError, match="crosses token row"):
+        model(**batch | {"cu_seqlens": batch["cu_seqlens"][[0, -1]]})
+    with pytest.raises(ValueError, match="several samples in a row and there are caches"):
+        model(**batch, caches=[KeyValueCache() for _ in model.decoder_layers])
+
+
+def test_rows_without_samples_learn_nothing():
+    """What a process may get at the end of an epoch."""
+    model, batch = tiny_model(), PackedCollator(COLLATOR)([[], []])
+    assert (batch["input_ids"].shape, batch["num_target_tokens"]) == ((2, 4), 0)
+    output = model(**batch)
+    output.loss.backward()
+    assert float(output.loss) == 0.0
+    assert not any(p.grad is not None and p.grad.numpy().any() for p in model.parameters())

@@ -1,0 +1,228 @@
+"""Processor: conversations, images and videos to inputs, and HF's files.
+
+Pinned: pixels of the golden case come through to the bit with the right number of placeholders;
+prompts are padded on the left and keep the images in order; saving and loading changes nothing and
+carries a checkpoint's own files along; ids are found by name; a checkpoint whose template renders
+otherwise is warned of.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+
+from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.video_reader import VideoFrames
+from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
+from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
+from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
+from tests.single_card_tests.data.video_files import moving_frames
+from tests.single_card_tests.families.qwen3_vl.chat_builders import (
+    assistant,
+    question,
+    random_image,
+    tiny_processor,
+    tiny_tokenizer,
+    user,
+)
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "qwen_vl" / "processor"
+PROCESSOR = tiny_processor()
+SMALL, WIDE = random_image(8, 8), random_image(8, 16)
+
+
+def test_golden_images_keep_their_pixels_and_get_their_placeholders():
+    golden = load_file(GOLDEN / "processor.safetensors")
+    settings = json.loads((GOLDEN / "processor.json").read_text())["image"]["config"]
+    processor = Qwen3VLProcessor(tiny_tokenizer(), ImageProcessor.from_dict(settings))
+    images = [Image.fromarray(golden[f"image.{i}.rgb_uint8"]) for i in range(3)]
+    inputs = processor(messages=[user("<image><image><image>?")], images=images)
+    np.testing.assert_array_equal(inputs["pixel_values"], golden["image.pil.pixel_values"])
+    np.testing.assert_array_equal(inputs["image_grid_thw"], golden["image.image_grid_thw"])
+    ids = inputs["input_ids"][0]
+    starts = np.flatnonzero(ids == processor.vision_start_token_id)
+    ends = np.flatnonzero(ids == processor.vision_end_token_id)
+    assert (ends - starts - 1).tolist() == [6, 10, 6]
+    assert np.count_nonzero(ids == processor.image_token_id) == 22
+
+
+def test_sample_has_ids_labels_pixels_and_grid():
+    sample = PROCESSOR.encode_sample(parse_record(question("<image>?", images=[WIDE])))
+    assert {key: value.dtype.name for key, value in sample.items()} == {
+        "input_ids": "int64", "labels": "int64", "pixel_values": "float32",
+        "image_grid_thw": "int64",
+    }  # fmt: skip
+    assert sample["pixel_values"].shape == (8, 3 * 2 * 4 * 4)
+    assert sample["image_grid_thw"].tolist() == [[1, 2, 4]]
+
+
+def test_text_only_sample_has_no_visual_keys():
+    assert set(PROCESSOR.encode_sample(parse_record(question()))) == {"input_ids", "labels"}
+
+
+def test_prompts_are_padded_on_the_left_and_end_with_the_opened_answer():
+    batch = PROCESSOR(
+        messages=[[user("<image>?")], [user("A long question? A cat on a mat.")]],
+        images=[[SMALL], []],
+    )
+    ids, keep = batch["input_ids"], batch["attention_mask"].astype(bool)
+    assert keep.sum(axis=1).max() == ids.shape[1]
+    assert (np.diff(keep.astype(int), axis=1) >= 0).all()
+    assert (ids[~keep] == PROCESSOR.pad_token_id).all()
+    texts = [PROCESSOR.decode(row[own], False) for row, own in zip(ids, keep, strict=True)]
+    assert texts[0].startswith("<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>?")
+    assert all(text.endswith("<|im_end|>\n<|im_start|>assistant\n") for text in texts)
+
+
+def test_images_of_a_batch_keep_their_order():
+    batch = PROCESSOR([[user("<image>")], [user("<image>")]], images=[[WIDE], [SMALL]])
+    assert batch["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
+    expected = PROCESSOR.image_processor([WIDE, SMALL])["pixel_values"]
+    np.testing.assert_array_equal(batch["pixel_values"], expected)
+
+
+def test_video_has_a_placeholder_for_each_merged_patch_and_its_times():
+    golden = load_file(GOLDEN / "processor.safetensors")
+    tables = json.loads((GOLDEN / "processor.json").read_text())
+    images = ImageProcessor.from_dict(tables["image"]["config"])
+    videos = VideoProcessor.from_dict(
+        {**tables["image"]["config"], "size": tables["video"]["size"]}
+    )
+    processor = Qwen3VLProcessor(tiny_tokenizer(), images, videos)
+    clip = VideoFrames(golden["video.rgb_uint8"], 2.0)
+    inputs = processor([user("<video>?")], videos=[clip])
+    assert inputs["video_grid_thw"].tolist() == tables["video"]["grid"]
+    pads = "<|video_pad|>" * 6
+    frames = [f"<{t} seconds><|vision_start|>{pads}<|vision_end|>" for t in ("0.2", "1.2", "2.0")]
+    text = processor.decode(inputs["input_ids"][0], False)
+    assert text.startswith("<|im_start|>user\n" + "".join(frames) + "?<|im_end|>")
+
+
+@pytest.mark.parametrize("content", ["<image>a<video>", "<video>a<image>", "<video><image><video>"])
+def test_images_and_videos_of_a_sample_come_each_in_reading_order(content):
+    clips = [VideoFrames(moving_frames(n, 8, 16), 2.0) for n in (4, 3)][: content.count("<video>")]
+    record = question(content, images=[SMALL], videos=clips)
+    sample = PROCESSOR.encode_sample(parse_record(record))
+    arrays, _ = PROCESSOR.video_processor(clips)
+    for key, value in (PROCESSOR.image_processor([SMALL]) | arrays).items():
+        np.testing.assert_array_equal(sample[key], value)
+    ids = sample["input_ids"]
+    assert np.count_nonzero(ids == PROCESSOR.video_token_id) == 4 * len(clips)
+    assert sample["video_grid_thw"].tolist() == [[2, 2, 4]] * len(clips)
+
+
+def test_mixed_batch_equals_its_samples_one_by_one():
+    clip = VideoFrames(moving_frames(4, 8, 16), 2.0)
+    messages = [[user("<image>a<video>")], [user("hello")], [user("<video><image>")]]
+    media = {"images": [[SMALL], [], [WIDE]], "videos": [[clip], [], [clip]]}
+    batch = PROCESSOR(messages, **media)
+    for row, (own, *parts) in enumerate(zip(messages, *media.values(), strict=True)):
+        single = PROCESSOR(own, *parts)
+        np.testing.assert_array_equal(
+            batch["input_ids"][row][batch["attention_mask"][row] == 1], single["input_ids"][0]
+        )
+    assert batch["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
+    assert batch["video_grid_thw"].tolist() == [[2, 2, 4], [2, 2, 4]]
+
+
+def test_one_conversation_equals_a_batch_of_one():
+    single = PROCESSOR([user("<image>?")], images=[SMALL])
+    batch = PROCESSOR([[user("<image>?")]], images=[[SMALL]])
+    assert single.keys() == batch.keys()
+    for key in single:
+        np.testing.assert_array_equal(single[key], batch[key])
+
+
+def test_images_that_match_no_conversation_are_refused():
+    with pytest.raises(ValueError, match="2 conversations but 1 lists of images"):
+        PROCESSOR([[user("a")], [user("b")]], images=[[]])
+    with pytest.raises(ValueError, match="2 conversations but 3 lists of videos"):
+        PROCESSOR([[user("a")], [user("b")]], videos=[[], [], []])
+
+
+def test_answer_can_be_left_open_or_not():
+    inputs = PROCESSOR([user("a"), assistant("b")], add_generation_prompt=False)
+    assert PROCESSOR.decode(inputs["input_ids"][0], False).endswith("b<|im_end|>\n")
+
+
+def test_ids_are_found_by_name():
+    names = [PROCESSOR.tokenizer.token(token_id) for token_id in (
+        PROCESSOR.image_token_id, PROCESSOR.video_token_id, PROCESSOR.vision_start_token_id,
+        PROCESSOR.vision_end_token_id, PROCESSOR.pad_token_id, *PROCESSOR.eos_token_ids,
+    )]  # fmt: skip
+    assert names == [
+        "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
+        "<|endoftext|>", "<|im_end|>", "<|endoftext|>",
+    ]  # fmt: skip
+
+
+def test_saved_processor_encodes_the_same(tmp_path):
+    PROCESSOR.save_pretrained(tmp_path)
+    again = Qwen3VLProcessor.from_pretrained(tmp_path)
+    conversation = parse_record(question("<image>What?", images=[WIDE]))
+    expected = PROCESSOR.encode_sample(conversation)
+    for key, value in again.encode_sample(conversation).items():
+        np.testing.assert_array_equal(value, expected[key])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "chat_template.jinja", "preprocessor_config.json", "special_tokens_map.json",
+        "tokenizer.json", "tokenizer_config.json", "video_preprocessor_config.json",
+    ]  # fmt: skip
+
+
+def test_settings_of_videos_replace_the_files_and_are_saved(tmp_path):
+    PROCESSOR.save_pretrained(tmp_path)
+    found = Qwen3VLProcessor.from_pretrained(
+        tmp_path, video_fps=1.0, video_min_frames=2, video_max_frames=6, video_min_pixels=256,
+        video_max_pixels=512,
+    )  # fmt: skip
+    wanted = replace(
+        PROCESSOR.video_processor, fps=1.0, min_frames=2, max_frames=6, min_pixels=256,
+        max_pixels=512,
+    )  # fmt: skip
+    assert found.video_processor == wanted
+    found.save_pretrained(tmp_path / "copy")
+    assert Qwen3VLProcessor.from_pretrained(tmp_path / "copy").video_processor == wanted
+
+
+def test_files_of_the_checkpoint_are_carried_along(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    PROCESSOR.save_pretrained(source)
+    (source / "chat_template.jinja").unlink()
+    own = {"chat_template.json": '{"chat_template": "own"}', "tokenizer_config.json": "{}"}
+    for name, text in own.items():
+        (source / name).write_text(text)
+    Qwen3VLProcessor.from_pretrained(source).save_pretrained(target)
+    assert {name: (target / name).read_text() for name in own} == own
+    assert not (target / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "warning"),
+    [
+        ("{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}",
+         "opens every answer with <think>"),
+        ("You are a helpful assistant.", "adds a default system message"),
+    ],
+)  # fmt: skip
+def test_checkpoint_with_another_template_is_warned_of(tmp_path, template, warning):
+    PROCESSOR.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.warns(UserWarning, match=warning):
+        Qwen3VLProcessor.from_pretrained(tmp_path)
+
+
+@pytest.mark.filterwarnings("error")
+def test_own_template_is_not_warned_of(tmp_path, recwarn):
+    PROCESSOR.save_pretrained(tmp_path)
+    Qwen3VLProcessor.from_pretrained(tmp_path)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_bad_image_is_refused_as_in_training():
+    with pytest.raises(BadSampleError, match=r"image 1 \(gone\.png\)"):
+        PROCESSOR([user("<image>")], images=["gone.png"])

@@ -1,0 +1,214 @@
+"""What a record says beside messages and media is honoured or refused by name.
+
+Pinned: `loss`, `weight`, `label` and `loss_scale` decide which answers are labels, counted targets
+and asked in evaluation, packed or not; a top-level `system` is the first turn; what would change
+what is learned and is not read is refused with its name and remedy; the rest is extra.
+"""
+
+import pytest
+
+from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.families.qwen3_vl.inputs.collate import IGNORED_LABEL, PackedCollator, VLCollator
+from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
+from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from paddle_vl.train.evaluate import _questions
+from tests.single_card_tests.families.qwen3_vl.chat_builders import (
+    assistant,
+    question,
+    tiny_processor,
+    user,
+    write_jsonl,
+)
+
+PROCESSOR = tiny_processor()
+IM_END = PROCESSOR.eos_token_ids[0]
+
+
+def answer(text, **flags):
+    return {**assistant(text), **flags}
+
+
+def two_answers(first=None, second=None, **entries):
+    """Two questions; the flags of each answer."""
+    answers = answer("A cat.", **(first or {})), answer("hello", **(second or {}))
+    return {"messages": [user("What?"), answers[0], user("And?"), answers[1]], **entries}
+
+
+def opened(tmp_path, *rows, **options):
+    return MessagesDataset([write_jsonl(tmp_path / "a.jsonl", rows)], PROCESSOR, **options)
+
+
+def labels_of(text):
+    return [*PROCESSOR.tokenizer.encode(text), IM_END]
+
+
+def expected_labels(sample, learned):
+    """All tokens are ignored but these runs of them, each found once."""
+    ids, labels = sample["input_ids"].tolist(), [IGNORED_LABEL] * len(sample["input_ids"])
+    for text in learned:
+        run = labels_of(text)
+        starts = [i for i in range(len(ids)) if ids[i : i + len(run)] == run]
+        assert len(starts) == 1
+        labels[starts[0] : starts[0] + len(run)] = run
+    return labels
+
+
+MASKS = [
+    ({"loss": False}, None, {}, ["hello"]),
+    ({"loss": 0}, {"loss": 1}, {}, ["hello"]),
+    ({"weight": 0}, {"weight": 1.0}, {}, ["hello"]),
+    ({"label": 1}, {"label": 0}, {}, ["A cat."]),
+    ({"loss_scale": 0.0}, None, {}, ["hello"]),
+    ({"loss": None, "weight": True}, {}, {}, ["A cat.", "hello"]),
+    (None, None, {"label": [0, 1]}, ["hello"]),
+    (None, {"loss": False}, {"label": [1, 0]}, ["A cat."]),
+    (None, None, {"label": None}, ["A cat.", "hello"]),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "entries", "learned"), MASKS)
+def test_only_turns_to_be_learned_are_labels(tmp_path, first, second, entries, learned):
+    plain = opened(tmp_path, two_answers())[0]
+    dataset = opened(tmp_path, two_answers(first, second, **entries))
+    sample = dataset[0]
+    assert sample["input_ids"].tolist() == plain["input_ids"].tolist()
+    assert sample["labels"].tolist() == expected_labels(sample, learned)
+    assert [text for _, _, text in _questions(dataset)] == learned
+    assert dataset.conversation(0).prompt_and_answer()[1] == learned[-1]
+    assert dataset.conversation(0).extra == {}
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_masked_turns_are_no_targets_of_a_batch(tmp_path, is_packed):
+    samples = list(
+        opened(tmp_path, two_answers({"loss": False}), two_answers(), two_answers(label=[1, 0]))
+    )
+    collator = VLCollator(
+        PROCESSOR.pad_token_id, PROCESSOR.image_token_id, PROCESSOR.video_token_id
+    )
+    batch = PackedCollator(collator)([samples]) if is_packed else collator(samples)
+    learned = [["hello"], ["A cat.", "hello"], ["A cat."]]
+    rows = [expected_labels(*each) for each in zip(samples, learned, strict=True)]
+    if is_packed:
+        assert batch["labels"].tolist() == [[label for row in rows for label in row]]
+    else:
+        assert batch["labels"].tolist() == rows
+    assert batch["num_target_tokens"] == 2 * len(labels_of("hello")) + 2 * len(labels_of("A cat."))
+
+
+def test_system_of_the_record_is_the_first_turn(tmp_path):
+    told = [{"role": "system", "content": "hello"}]
+    with_message = question()
+    with_message["messages"] = told + with_message["messages"]
+    wanted = opened(tmp_path, with_message)[0]
+    for row in (question(system="hello"), {**with_message, "system": "hello"}):
+        sample = opened(tmp_path, row)[0]
+        assert sample["input_ids"].tolist() == wanted["input_ids"].tolist()
+        assert sample["labels"].tolist() == wanted["labels"].tolist()
+    for nothing in (None, ""):
+        assert parse_record(question(system=nothing)) == parse_record(question())
+    record = question("<image>", system="<image>like this", images=["1.png", "2.png"])
+    assert parse_record(record).images == ["1.png", "2.png"]
+
+
+REFUSED = {
+    "bad_target": [
+        (two_answers({"weight": 0.5}), r"message 2 has 'weight' '0\.5'; true or false"),
+        (two_answers({"loss": "false"}), "message 2 has 'loss' 'false'; true or false"),
+        (two_answers({"loss": True, "weight": 0}), "'loss' True, 'weight' False; give one"),
+        (two_answers({"loss": False}, label=[1, 1]), "the record's 'label' True, 'loss' False"),
+        (two_answers(label=[1]), "'label' has 1 values and there are 2 assistant messages"),
+        (two_answers(label=[1, 2]), "'label' with '2'"),
+        (two_answers(label=True), "'label' is 'True'; .* rename the entry"),
+        ({"messages": [{**user("a"), "loss": True}, assistant("b")]}, "only an assistant's"),
+    ],
+    "two_systems": [
+        (
+            {
+                **question(),
+                "messages": [{"role": "system", "content": "a"}, user("b")],
+                "system": "c",
+            },
+            "keep one of them",
+        ),
+    ],
+    "missing_key": [(question(system=["a"]), "'system' is of type list; a text")],
+    "no_target": [
+        (two_answers({"loss": False}, {"weight": 0}), "none of the 2 assistant turn"),
+        (question(label=[0]), "none of the 1"),
+    ],
+    "empty_answer": [
+        (question(answer=""), "the answer in turn 2 is empty.*'loss' to false"),
+        (two_answers({"content": [{"type": "text", "text": ""}]}), "turn 2 is empty"),
+    ],
+    "unknown_role": [
+        ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "'tool'.*tools cannot"),
+        ({"messages": [{"role": "developer", "content": "b"}]}, "write it as 'system'"),
+        ({"messages": [{"role": ["user"], "content": "b"}]}, "role .*'user'.*; use one of"),
+    ],
+    "unknown_key": [
+        (two_answers({"los": True}), r"message 2 has 'los' \(is 'loss' meant\?\), which nothing"),
+        (two_answers({"mood": "glad"}), "message 2 has 'mood', which nothing reads"),
+        (
+            question([{"type": "text", "text": "a", "colour": "red"}]),
+            "a part of type text of message 1 has 'colour'",
+        ),
+    ],
+    "unsupported": [
+        (question(rejected_response="No."), "'rejected_response' is for training by preferences"),
+        (question(chosen=[assistant("a")]), "'chosen' is for training by preferences"),
+        (two_answers({"rejected_content": "a"}), "message 2 has 'rejected_content', .*preferences"),
+        (
+            two_answers({"content": "", "tool_calls": [{"type": "function"}]}),
+            "message 2 has 'tool_calls', which cannot be used yet",
+        ),
+        (question(functions=[{"name": "f"}]), "'functions' cannot be used yet"),
+        (two_answers({"reasoning_content": "hm"}), "'reasoning_content'.*<think>"),
+        (two_answers({"train": False}), "'train', which is not read: write it as 'loss'"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "'from'.* write 'role'"),
+        (question("the <bbox>"), "message 1 has the tag <bbox>.*coordinates"),
+        (question("where?", "the <ref-object> there"), "message 2 has the tag <ref-object>"),
+        (question(objects={"bbox": [[1, 2, 3, 4]]}), "'objects' cannot be used yet"),
+        (question(image="a.png"), "'image' is not read: write a list, 'images'"),
+        (question(weight=0.5), "'weight' of a whole record is not read"),
+        (
+            question([{"type": "image", "image": "a.png", "max_pixels": 9}]),
+            "an? image part with max_pixels.*data.max_pixels",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [(kind, *case) for kind, cases in REFUSED.items() for case in cases],
+)
+def test_what_is_not_read_is_refused_by_name(tmp_path, kind, row, message):
+    with pytest.raises(BadSampleError, match=message) as info:
+        opened(tmp_path, row)
+    assert (info.value.kind, info.value.place) == (kind, f"{tmp_path / 'a.jsonl'}:1")
+
+
+def test_empty_entries_say_nothing(tmp_path):
+    """Tables that are written as JSON give every row the keys of all others."""
+    nothing = {"tool_calls": None, "reasoning_content": "", "mood": None, "loss": None}
+    row = two_answers(nothing, tools=[], rejected_response=None, objects={}, image=None)
+    assert opened(tmp_path, row)[0]["labels"].tolist() == (
+        opened(tmp_path, two_answers())[0]["labels"].tolist()
+    )
+
+
+def test_an_empty_answer_that_is_not_learned_is_no_fault(tmp_path):
+    row = two_answers({"content": "", "loss": False})
+    sample = opened(tmp_path, row)[0]
+    assert sample["labels"].tolist() == expected_labels(sample, ["hello"])
+
+
+def test_box_tags_are_text_where_text_is_literal():
+    part = {"type": "text", "text": "the <bbox> tag"}
+    assert parse_record(question([part])).turns[0].parts == ("the <bbox> tag",)
+
+
+def test_other_entries_of_the_record_are_extras():
+    record = question(id=7, task="single", source="web", system="hello")
+    assert parse_record(record).extra == {"id": 7, "task": "single", "source": "web"}

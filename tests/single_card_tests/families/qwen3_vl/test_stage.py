@@ -1,0 +1,170 @@
+"""Parts of a Qwen3-VL as a pipeline runs them, here one behind the other on one device.
+
+Guarantees: parts give the whole model's loss and every gradient, wherever the layers are cut,
+tied or not, with images and without, with experts and their load-balancing loss; a part knows the
+shape of what arrives beforehand, and refuses a batch beyond what is reserved; a batch that lies on
+the device is not read back, as far as the objective says that it may lie there; levels travel no
+further than the layer that adds them; a part holds its own parameters and no others.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.batch.visual_index import host_visual_indices
+from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
+from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
+from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.train.host_reads import record_host_reads
+from paddle_vl.train.objective import LANGUAGE
+from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+
+CUTS = [[3], [1, 2, 3], [1, 3], [2, 3]]
+
+
+def batch_of(grids: list[list[int]]) -> dict:
+    """Two samples; the images of the grids, two visual tokens or more each, are in the first."""
+    tokens = [("image", int(np.prod(grid)) // 4) for grid in grids]
+    ids = token_rows([1, *tokens, 2, 3], [4, 5, 6])
+    batch = {
+        "input_ids": ids, "attention_mask": (ids != 0).astype(np.int64),
+        "labels": np.where(ids < 60, ids, -100), "has_left_padding": False,
+    }  # fmt: skip
+    rows = sum(count for _, count in tokens)
+    if grids:
+        pixels, grid_thw = patches(grids)
+        batch |= {"pixel_values": pixels, "image_grid_thw": grid_thw}
+        batch |= host_visual_indices(
+            ids, image_token_id=IMAGE, video_token_id=VIDEO, num_image_rows=rows
+        )
+    batch["num_target_tokens"] = int((batch["labels"][:, 1:] != -100).sum())
+    return batch
+
+
+def ranges(ends: list[int]) -> list[range]:
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def loss_through_parts(parts: list[Qwen3VLStage], batch: dict) -> Qwen3VLOutput:
+    rows = None
+    for part in parts:
+        if rows is not None:
+            assert part.input_shape(batch) == tuple(rows.shape)
+        rows = part(batch, rows)
+    return rows
+
+
+# The load-balancing loss as large as the other.
+BALANCED = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 4.0}
+
+
+@pytest.mark.parametrize("ends", CUTS, ids=str)
+@pytest.mark.parametrize("grids", [[[1, 2, 4], [1, 4, 2]], []], ids=["images", "text"])
+@pytest.mark.parametrize("text", [{}, BALANCED], ids=["dense", "experts"])
+def test_parts_in_a_row_are_the_whole_model(ends, grids, text):
+    batch = batch_of(grids)
+    model = tiny_model(**text)
+    wanted = model(**batch).share_of_step(3, 2)
+    wanted.backward()
+    gradients = {n: p.grad for n, p in model.hf_named_parameters()}
+    other = tiny_model(**text)
+    parts = [Qwen3VLStage(other, layers) for layers in ranges(ends)]
+    output = loss_through_parts(parts, batch)
+    assert (output.aux_loss is not None) == bool(text)
+    loss = output.share_of_step(3, 2)
+    loss.backward()
+    np.testing.assert_allclose(loss.numpy(), wanted.numpy(), rtol=1e-6)
+    for name, parameter in other.hf_named_parameters():
+        if gradients[name] is None:
+            assert parameter.grad is None, name
+            continue
+        scale = np.abs(gradients[name].numpy()).max()
+        error = np.abs(parameter.grad.numpy() - gradients[name].numpy()).max()
+        assert error <= 1e-6 * max(scale, 1e-6), name
+
+
+def test_parts_do_not_read_a_batch_back_from_the_device():
+    batch, model = batch_of([[1, 2, 4], [1, 4, 2]]), tiny_model()
+    batch["position_ids"], _ = model.position_ids(
+        batch["input_ids"], batch["attention_mask"], batch["image_grid_thw"]
+    )
+    parts = [Qwen3VLStage(model, layers) for layers in ranges([1, 3])]
+    wanted = loss_through_parts(parts, batch).loss_sum.item()
+    on_device = {
+        name: paddle.to_tensor(value)
+        if isinstance(value, np.ndarray) and LANGUAGE.is_for_device(name)
+        else value
+        for name, value in batch.items()
+    }
+    with record_host_reads() as reads:
+        output = loss_through_parts(parts, on_device)
+    assert reads == []
+    assert output.loss_sum.item() == wanted
+
+
+def test_levels_travel_to_the_layer_that_adds_them_and_no_further():
+    model, batch = tiny_model(), batch_of([[1, 2, 4]])
+    tokens, visual = batch["input_ids"].size, len(batch["visual_update_indices"])
+    shapes = [Qwen3VLStage(model, range(i, i + 1)).input_shape(batch)[0] for i in (1, 2)]
+    assert shapes == [tokens + visual, tokens]
+
+
+def test_what_is_reserved_holds_every_level_that_travels_and_refuses_more():
+    part, batch = Qwen3VLStage(tiny_model(), range(1, 3)), batch_of([[1, 2, 4]])
+    tokens, visual = batch["input_ids"].size, len(batch["visual_update_indices"])
+    roomy = SimpleNamespace(tokens=tokens + 5, visual=visual + 1)
+    assert part.reserved_shape(batch, roomy) == (tokens + 5 + visual + 1, 16)
+    exact = SimpleNamespace(tokens=tokens, visual=visual)
+    assert part.reserved_shape(batch, exact) == part.input_shape(batch)
+    with pytest.raises(ValueError, match=f"set parallel.pp_token_rows={tokens} or more"):
+        part.reserved_shape(batch, SimpleNamespace(tokens=tokens - 1, visual=visual))
+    with pytest.raises(ValueError, match=f"set parallel.pp_visual_rows={visual} or more"):
+        part.reserved_shape(batch, SimpleNamespace(tokens=tokens, visual=visual - 1))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_part_holds_its_own_parameters_only(tied):
+    config = tiny_config().with_tie(tied)
+    whole = Qwen3VLForConditionalGeneration.from_config(config)
+    parts = [
+        HeldLayers(layers=frozenset({0, 1}), head=False),
+        HeldLayers(embedding=False, layers=frozenset({2})),
+    ]
+    held = []
+    for part in parts:
+        paddle.seed(0)
+        model = Qwen3VLForConditionalGeneration.from_config(config, SingleDevicePlacement(part))
+        held.append(dict(model.hf_named_parameters()))
+        assert model.whole_shapes() == {
+            item.key: item.stored_shape for item in whole.stored_parameters()
+        }
+    keys = {name for name, _ in whole.hf_named_parameters()}
+    shared = {"model.language_model.embed_tokens.weight"} if tied else set()
+    assert held[0].keys() | held[1].keys() == keys
+    assert held[0].keys() & held[1].keys() == shared
+    for name in shared:
+        np.testing.assert_array_equal(held[0][name].numpy(), held[1][name].numpy())
+        assert [part[name].is_tied_copy for part in held] == [False, True]
+    paddle.seed(0)
+    drawn = dict(Qwen3VLForConditionalGeneration.from_config(config).hf_named_parameters())
+    for part in held:
+        for name, parameter in part.items():
+            np.testing.assert_array_equal(parameter.numpy(), drawn[name].numpy(), err_msg=name)
+
+
+def test_a_batch_without_indices_is_refused():
+    batch = batch_of([[1, 2, 4]])
+    del batch["visual_update_indices"]
+    with pytest.raises(ValueError, match="goes through a pipeline with its visual_update_indices"):
+        Qwen3VLStage(tiny_model(), range(1, 3)).input_shape(batch)
+
+
+def test_costs_count_the_head_and_the_tower():
+    config = tiny_config()
+    layers, tower, head = layer_costs(config)
+    assert layers == [2 * 16 * 6 * 8 + 3 * 16 * 24] * 3
+    assert head == 16 * 64
+    assert tower == 0.5 * 4 * 2 * (4 * 16 * 16 + 2 * 16 * 24)

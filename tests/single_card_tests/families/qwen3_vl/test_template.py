@@ -1,0 +1,190 @@
+"""Chat template: the ids of a conversation, its targets, and no way to forge control tokens.
+
+Pinned: the exact rendering of ChatML with images and videos; no default system message; targets are
+the answers and their end token, nothing else; the ids that training sees before an answer are those
+that generation starts from; special tokens in text are refused by name; the Jinja template for
+HF's users renders the same text.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.tokenizer import train_bpe
+from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
+from paddle_vl.families.qwen3_vl.inputs.template import (
+    CONTROL_TOKENS,
+    JINJA_TEMPLATE,
+    ChatTemplate,
+    VideoPrompt,
+)
+from tests.single_card_tests.families.qwen3_vl.chat_builders import (
+    TEXTS,
+    assistant,
+    tiny_tokenizer,
+    user,
+)
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "qwen_vl" / "processor"
+TABLES = json.loads((GOLDEN / "processor.json").read_text())
+TOKENIZER = tiny_tokenizer()
+TEMPLATE = ChatTemplate(TOKENIZER)
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHAT = [SYSTEM, user("<image>What is this?"), assistant("A cat."), user("Sure?"), assistant("Yes")]
+
+
+def encode(messages, num_image_tokens=(), images=(), videos=(), prompts=(), **options):
+    record = {"messages": messages, "images": list(images), "videos": list(videos)}
+    return TEMPLATE.encode(parse_record(record), num_image_tokens, prompts, **options)
+
+
+def as_text(ids):
+    return TOKENIZER.decode(ids, skip_special_tokens=False)
+
+
+def test_conversation_renders_as_chatml_with_images():
+    assert as_text(encode(CHAT, [2], ["a.png"]).input_ids) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"
+        "What is this?<|im_end|>\n"
+        "<|im_start|>assistant\nA cat.<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n"
+        "<|im_start|>assistant\nYes<|im_end|>\n"
+    )
+
+
+CLIP = VideoPrompt([0.28, 1.4], 2)
+CLIP_TEXT = (
+    "<0.3 seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|>"
+    "<1.4 seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|>"
+)
+PICTURE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+@pytest.mark.parametrize("row", TABLES["frame_sampling"], ids=lambda row: str(row["fps"]))
+def test_video_renders_as_the_golden_timestamps_with_their_patches(row):
+    """The form of transformers 4.57: no other vision tokens around."""
+    prompt = VideoPrompt(row["timestamps"], 1)
+    ids = encode([user("<video>")], videos=["a.mp4"], prompts=[prompt]).input_ids
+    pads = "<|vision_start|><|video_pad|><|vision_end|>"
+    assert as_text(ids) == (
+        "<|im_start|>user\n" + "".join(text + pads for text in row["text"]) + "<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("<image>a<video>b", PICTURE_TEXT + "a" + CLIP_TEXT + "b"),
+        ("a<video><image>b", "a" + CLIP_TEXT + PICTURE_TEXT + "b"),
+        (
+            [{"type": "video", "video": "c.mp4"}, {"type": "text", "text": "<video>"},
+             {"type": "image", "image": "a.png"}],
+            CLIP_TEXT + "<video>" + PICTURE_TEXT,
+        ),
+    ],
+)  # fmt: skip
+def test_images_and_videos_stand_in_the_order_of_the_message(content, expected):
+    tagged = isinstance(content, str)
+    media = {"images": ["a.png"], "videos": ["c.mp4"]} if tagged else {}
+    chat = encode([user(content), assistant("x")], [1], prompts=[CLIP], **media)
+    text = as_text(chat.input_ids)
+    assert text.startswith(f"<|im_start|>user\n{expected}<|im_end|>\n")
+    assert as_text([label for label in chat.labels if label != -100]) == "x<|im_end|>"
+
+
+def test_timestamp_is_tokenised_with_the_text_in_front_of_it():
+    """As HF does, which writes it into the text before tokenising."""
+    tokenizer = train_bpe(["Look:<0.3 seconds>"] * 3, 300, CONTROL_TOKENS)
+    whole = tokenizer.encode("user\nLook:<0.3 seconds>")
+    assert whole != [*tokenizer.encode("user\nLook:"), *tokenizer.encode("<0.3 seconds>")]
+    record = {"messages": [user("Look:<video>")], "videos": ["a.mp4"]}
+    chat = ChatTemplate(tokenizer).encode(parse_record(record), (), [VideoPrompt([0.28], 1)])
+    assert chat.input_ids[1 : 1 + len(whole)] == whole
+
+
+def test_there_is_no_default_system_message():
+    prompt = encode([user("Hi")], add_generation_prompt=True).input_ids
+    assert as_text(prompt) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_targets_are_the_answers_and_their_end_tokens():
+    chat = encode(CHAT, [2], ["a.png"])
+    targets = [label for label in chat.labels if label != -100]
+    assert as_text(targets) == "A cat.<|im_end|>Yes<|im_end|>"
+    aligned = zip(chat.input_ids, chat.labels, strict=True)
+    assert all(label in (-100, token_id) for token_id, label in aligned)
+
+
+@given(st.text(max_size=8), st.text(max_size=8))
+def test_training_sees_the_ids_that_generation_starts_from(text, answer):
+    prompt = encode([user(text)], add_generation_prompt=True).input_ids
+    sample = encode([user(text), assistant(answer)])
+    assert sample.input_ids[: len(prompt)] == prompt
+    assert sample.labels[: len(prompt)] == [-100] * len(prompt)
+    answered = [*TOKENIZER.encode(answer), TOKENIZER.token_id("<|im_end|>")]
+    assert sample.labels[len(prompt) : -1] == answered
+    assert sample.labels[-1] == -100
+
+
+def test_text_between_control_tokens_is_tokenised_as_one():
+    """As HF does: the line break after the role joins one at the start of the text, and parts of
+    text join each other."""
+    tokenizer = train_bpe(["user\n\nA cat"] * 3, 300, CONTROL_TOKENS)
+    parts = [{"type": "text", "text": text} for text in ("\nA c", "at")]
+    ids = ChatTemplate(tokenizer).encode(parse_record({"messages": [user(parts)]}), ()).input_ids
+    im_start, im_end = (tokenizer.token_id(f"<|im_{end}|>") for end in ("start", "end"))
+    whole = tokenizer.encode("user\n\nA cat")
+    assert ids == [im_start, *whole, im_end, *tokenizer.encode("\n")]
+    apart = ("user\n", "\nA c", "at")
+    assert whole != [token_id for text in apart for token_id in tokenizer.encode(text)]
+
+
+def test_special_token_of_the_tokenizer_that_the_template_does_not_use_is_refused_too():
+    template = ChatTemplate(train_bpe(TEXTS, 300, [*CONTROL_TOKENS, "<|box|>"]))
+    with pytest.raises(BadSampleError, match=r"<\|box\|>"):
+        template.encode(parse_record({"messages": [user("a <|box|>")]}), ())
+
+
+@pytest.mark.parametrize("token", CONTROL_TOKENS)
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_special_token_in_text_is_refused_by_name(token, role):
+    with pytest.raises(BadSampleError) as info:
+        encode([{"role": role, "content": f"see {token} here"}])
+    assert token in str(info.value)
+    assert info.value.kind == "special_token"
+
+
+def test_half_a_surrogate_pair_is_refused():
+    with pytest.raises(BadSampleError, match="surrogate"):
+        encode([user("a\ud800b")])
+
+
+def test_tokenizer_without_a_control_token_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"<\|video_pad\|>"):
+        ChatTemplate(train_bpe(TEXTS, 300, CONTROL_TOKENS[:-1]))
+
+
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_jinja_template_renders_the_same_text(add_generation_prompt):
+    sandbox = pytest.importorskip("jinja2.sandbox")
+    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    parts = [
+        {"type": "text", "text": "Look: "},
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": " what?\n "},
+        {"type": "video", "video": "a.mp4"},
+    ]
+    messages = [SYSTEM, user(parts), assistant("A cat."), user("Sure?"), assistant("Yes")]
+    expected = as_text(
+        encode(messages, [1], prompts=[CLIP], add_generation_prompt=add_generation_prompt).input_ids
+    )
+    text = environment.from_string(JINJA_TEMPLATE).render(
+        messages=messages, add_generation_prompt=add_generation_prompt
+    )
+    # HF's processor of 4.57 puts a video's patches in the place of these three tokens.
+    assert text.replace("<|vision_start|><|video_pad|><|vision_end|>", CLIP_TEXT) == expected

@@ -1,0 +1,177 @@
+"""Video processor: settings of HF's files, and videos to patches, grids and timestamps.
+
+Pinned: a file's sampled frames, its grid and its timestamps are those of a full decode cut by the
+plain rules, whether it is read from disk or given as frames; settings are read from and written to
+HF's files, and replaced one by one; what cannot be honoured is refused by name; several videos keep
+their order; a bad one is told by its number and file.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.video_reader import VideoFrames
+from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
+from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
+from tests.single_card_tests.data.video_files import decode_all, moving_frames, write_video
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "qwen_vl" / "processor"
+TABLES = json.loads((GOLDEN / "processor.json").read_text())
+HALF = [0.5, 0.5, 0.5]
+PATCHES = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "image_mean": HALF,
+           "image_std": HALF}  # fmt: skip
+SETTINGS = {"size": {"shortest_edge": 64, "longest_edge": 12288}, **PATCHES}
+IMAGES = ImageProcessor.from_dict(SETTINGS)
+
+
+def processor(**settings) -> VideoProcessor:
+    return VideoProcessor.from_dict({**SETTINGS, **settings})
+
+
+def test_sampled_frames_of_a_file_become_patches_with_times(tmp_path):
+    """25 frames at 10 fps: 2.5 s, 5 frames at 2 fps, an odd number, of which the last repeats."""
+    path = write_video(tmp_path / "a.mp4", 25, fps=10)
+    found = processor()([path])
+    # 5 frames count as 4 of 32 x 48 pixels (round half to even), which fits the budget as it is.
+    assert found.arrays["video_grid_thw"].tolist() == [[3, 8, 12]]
+    assert found.timestamps == [[0.3, 1.5, 2.4]]
+    taken = decode_all(path)[[0, 6, 12, 18, 24, 24]]
+    values = found.arrays["pixel_values_videos"].reshape(3, 4, 6, 2, 2, 3, 2, 4, 4)
+    pixels = values.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(6, 32, 48, 3)
+    np.testing.assert_allclose(pixels, taken / 127.5 - 1, atol=1e-6)
+
+
+def test_file_and_its_frames_in_memory_give_the_same(tmp_path):
+    path = write_video(tmp_path / "a.mkv", 31, fps=15)
+    from_file = processor()([path])
+    from_frames = processor()([VideoFrames(decode_all(path), 15.0)])
+    assert from_file.timestamps == from_frames.timestamps
+    for key, value in from_file.arrays.items():
+        np.testing.assert_array_equal(from_frames.arrays[key], value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_patches", "first"),
+    [
+        ({}, 3, 0.25),
+        ({"fps": 4.0}, 5, 0.1),
+        ({"max_frames": 4}, 2, 0.4),
+        ({"fps": 0.5}, 2, 0.4),
+        ({"fps": 0.5, "min_frames": 2}, 1, 1.2),
+    ],
+)
+def test_each_sampling_setting_acts(settings, num_patches, first):
+    (times,) = processor(**settings)([VideoFrames(moving_frames(25), 10.0)]).timestamps
+    assert len(times) == num_patches
+    assert times[0] == pytest.approx(first, abs=0.06)
+
+
+def test_pixel_budget_counts_all_frames():
+    video = VideoFrames(moving_frames(8), 4.0)
+    small = processor(size={"shortest_edge": 64, "longest_edge": 4 * 16 * 24})([video])
+    assert small.arrays["video_grid_thw"].tolist() == [[2, 4, 6]]
+    large = processor(size={"shortest_edge": 4 * 64 * 96, "longest_edge": 10**6})([video])
+    assert large.arrays["video_grid_thw"].tolist() == [[2, 16, 24]]
+
+
+def test_golden_frames_give_hf_grid_and_patches_up_to_one_step_of_resizing():
+    golden = load_file(GOLDEN / "processor.safetensors")
+    settings = {**TABLES["image"]["config"], "size": TABLES["video"]["size"]}
+    frames = golden["video.rgb_uint8"]
+    # 2 frames per second of 2 frames per second: every frame is taken.
+    found = VideoProcessor.from_dict(settings)([VideoFrames(frames, 2.0)])
+    np.testing.assert_array_equal(found.arrays["video_grid_thw"], golden["video.video_grid_thw"])
+    wanted = golden["video.pixel_values_videos"]
+    assert np.abs(found.arrays["pixel_values_videos"] - wanted).max() <= 2 / 255 + 1e-6
+    assert found.timestamps == [[0.25, 1.25, 2.0]]
+
+
+def test_videos_keep_their_order():
+    videos = [VideoFrames(moving_frames(n, 8, width), 2.0) for n, width in ((4, 16), (7, 8))]
+    both = processor()(videos)
+    assert both.arrays["video_grid_thw"].tolist() == [[2, 2, 4], [4, 2, 2]]
+    apart = [processor()([video]) for video in videos]
+    assert both.timestamps == [times for one in apart for times in one.timestamps]
+    expected = np.concatenate([one.arrays["pixel_values_videos"] for one in apart])
+    np.testing.assert_array_equal(both.arrays["pixel_values_videos"], expected)
+
+
+def test_tokens_of_a_patch_follow_from_the_grid():
+    grid_thw = np.array([[3, 8, 12], [1, 2, 2]])
+    assert processor().tokens_per_patch(grid_thw).tolist() == [24, 1]
+
+
+def test_bad_video_is_told_by_number_and_file(tmp_path):
+    good, bad = VideoFrames(moving_frames(4), 2.0), tmp_path / "gone.mp4"
+    with pytest.raises(BadSampleError, match=r"video 2 \(.*gone\.mp4\): there is no file"):
+        processor()([good, bad])
+    with pytest.raises(BadSampleError, match=r"^video 1: video has 1 frame"):
+        processor()([VideoFrames(moving_frames(1), 2.0)])
+    thin = VideoFrames(moving_frames(4, 8, 4000), 2.0)
+    with pytest.raises(BadSampleError, match="too long and thin"):
+        processor()([thin])
+
+
+def test_settings_are_those_of_hf_files(tmp_path):
+    """The published checkpoints state no sampling: HF's class has it."""
+    config = {**SETTINGS, "video_processor_type": "Qwen3VLVideoProcessor", "own": 1}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(config))
+    found = VideoProcessor.from_pretrained(tmp_path, IMAGES)
+    assert (found.fps, found.min_frames, found.max_frames) == (2, 4, 768)
+    assert (found.min_pixels, found.max_pixels) == (64, 12288)
+    found.save_pretrained(tmp_path / "copy")
+    again = json.loads((tmp_path / "copy" / "video_preprocessor_config.json").read_text())
+    assert again == {
+        **config, "processor_class": "Qwen3VLProcessor", "fps": 2.0, "min_frames": 4,
+        "max_frames": 768,
+    }  # fmt: skip
+    assert VideoProcessor.from_pretrained(tmp_path / "copy", IMAGES) == found
+
+
+def test_nested_file_of_transformers_5_is_read(tmp_path):
+    nested = {"image_processor": {}, "video_processor": {**SETTINGS, "fps": 1}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    assert VideoProcessor.from_pretrained(tmp_path, IMAGES) == processor(fps=1)
+
+
+def test_folder_about_images_only_has_the_published_budget_and_the_patches_of_its_images(tmp_path):
+    found = VideoProcessor.from_pretrained(tmp_path, IMAGES)
+    assert found == processor(size={"shortest_edge": 4096, "longest_edge": 25165824})
+
+
+def test_settings_are_replaced_one_by_one(tmp_path):
+    processor(fps=1).save_pretrained(tmp_path)
+    found = VideoProcessor.from_pretrained(tmp_path, IMAGES, max_frames=6, fps=None)
+    assert found == processor(fps=1, max_frames=6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": None}, "lacks size.shortest_edge"),
+        ({"size": 1}, "has size 1"),
+        ({"do_sample_frames": False}, "do_sample_frames = False"),
+        ({"do_resize": False}, "do_resize = False"),
+        ({"num_frames": 8}, "num_frames 8"),
+        ({"cap_pixels_per_frame": True}, "cap_pixels_per_frame True"),
+        ({"resample": 2}, "resample = 2"),
+        ({"fps": 0}, "fps is 0"),
+        ({"min_frames": 1}, "min_frames 1 and max_frames 768: 2 <= min_frames"),
+        ({"min_frames": 8, "max_frames": 4}, "min_frames 8 and max_frames 4"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 4}}, "min_pixels 9 and max_pixels 4"),
+    ],
+)
+def test_setting_that_cannot_be_honoured_is_refused_by_name(tmp_path, settings, message):
+    file = tmp_path / "video_preprocessor_config.json"
+    file.write_text(json.dumps({**SETTINGS, **settings}))
+    with pytest.raises(ValueError, match=f"{file}.*{message}"):
+        VideoProcessor.from_pretrained(tmp_path, IMAGES)
+
+
+def test_no_video_is_a_fault_of_the_caller():
+    with pytest.raises(ValueError, match="no video given"):
+        processor()([])

@@ -1,0 +1,156 @@
+"""The digits data set: real images, an honest split, and a directory that is all a run needs.
+
+Pinned: no test image occurs in a training conversation; every unseen image has one single-digit
+question; answers are right; an image is four visual tokens; writing is reproducible, and is not
+done again unless something is missing or changed; the tool does the same.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import digits as digits_module
+from digits import make_digits_dataset
+from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+
+datasets = pytest.importorskip("sklearn.datasets")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("digits")
+    assert make_digits_dataset(directory)
+    return directory
+
+
+def rows_of(directory: Path, split: str) -> list[dict]:
+    return [json.loads(line) for line in (directory / f"{split}.jsonl").read_text().splitlines()]
+
+
+def images_of(rows: list[dict]) -> set[str]:
+    return {image for row in rows for image in row["images"]}
+
+
+def test_no_test_image_occurs_in_training(made):
+    train, test = (images_of(rows_of(made, split)) for split in ("train", "test"))
+    assert not train & test
+    assert len(train) + len(test) == len(list((made / "images").glob("*.png"))) == 1797
+
+
+def test_every_unseen_image_has_one_single_digit_question(made):
+    rows = rows_of(made, "test")
+    asked = Counter(row["images"][0] for row in rows if row["task"] == "single")
+    assert set(asked) == images_of(rows)
+    assert set(asked.values()) == {1}
+    assert len(asked) == 300
+
+
+def test_both_splits_hold_all_tasks(made):
+    assert Counter(row["task"] for row in rows_of(made, "test")) == {
+        "single": 300, "two_turn": 100, "compare": 100, "add": 100
+    }  # fmt: skip
+    assert Counter(row["task"] for row in rows_of(made, "train")) == {
+        "single": 2 * 1497, "two_turn": 1497, "compare": 1497, "add": 1497
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_answers_are_right(made, split):
+    target = datasets.load_digits().target
+    for row in rows_of(made, split):
+        shown = [int(target[int(Path(image).stem)]) for image in row["images"]]
+        answers = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
+        first, last = shown[0], shown[-1]
+        if row["task"] == "add":
+            assert answers == [str(first + last)]
+        elif row["task"] == "compare":
+            larger = {1: "The first.", -1: "The second.", 0: "They are equal."}
+            assert answers == [larger[int(np.sign(first - last))]]
+        else:
+            assert answers[0] in (str(first), f"The handwritten digit {first}.")
+        if row["task"] == "two_turn":
+            after = str(first + 1) if first < 9 else "After 9 comes 10."
+            assert answers[1] in (["even", "odd"][first % 2], after)
+
+
+def test_images_are_the_shipped_ones_dark_on_white(made):
+    pixels = datasets.load_digits().images[7]
+    shown = np.asarray(Image.open(made / "images" / "0007.png"), dtype=float)
+    assert shown.shape == (64, 64)
+    blocks = shown.reshape(8, 8, 8, 8).mean(axis=(1, 3))
+    assert np.corrcoef(blocks.ravel(), -pixels.ravel())[0, 1] > 0.99
+    assert shown[pixels.repeat(8, 0).repeat(8, 1) == 0].mean() > 200
+
+
+def test_directory_is_ready_for_a_run_with_four_visual_tokens_an_image(made):
+    processor = Qwen3VLProcessor.from_pretrained(made / "processor")
+    for split in ("train", "test"):
+        dataset = MessagesDataset([made / f"{split}.jsonl"], processor)
+        sample = dataset[len(dataset) - 1]
+        assert sample["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 4]]
+        assert np.count_nonzero(sample["input_ids"] == processor.image_token_id) == 8
+    assert dataset.conversation(0).extra == {"task": "single"}
+
+
+def test_writing_is_reproducible(made, tmp_path):
+    make_digits_dataset(tmp_path)
+    for split in ("train", "test"):
+        name = f"{split}.jsonl"
+        assert (tmp_path / name).read_bytes() == (made / name).read_bytes()
+    tokenizer = Path("processor") / "tokenizer.json"
+    assert (tmp_path / tokenizer).read_bytes() == (made / tokenizer).read_bytes()
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A directory made from the first 120 images."""
+    pixels, target = digits_module._load_digits()
+    monkeypatch.setattr(digits_module, "_load_digits", lambda: (pixels[:120], target[:120]))
+    monkeypatch.setattr(digits_module, "TEST_IMAGES_PER_DIGIT", 3)
+    assert make_digits_dataset(tmp_path)
+    return tmp_path
+
+
+def test_complete_directory_is_left_alone(small):
+    assert not make_digits_dataset(small)
+
+
+@pytest.mark.parametrize(
+    "name", ["images/0003.png", "test.jsonl", "processor/tokenizer.json", "dataset.json"]
+)
+def test_missing_file_is_mended(small, name):
+    (small / name).unlink()
+    assert make_digits_dataset(small)
+    assert (small / name).is_file()
+
+
+def test_changed_file_is_written_anew(small):
+    before = (small / "train.jsonl").read_bytes()
+    (small / "train.jsonl").write_bytes(before + b"{}\n")
+    assert make_digits_dataset(small)
+    assert (small / "train.jsonl").read_bytes() == before
+
+
+def test_changed_recipe_is_written_anew(small, monkeypatch):
+    monkeypatch.setattr(digits_module, "RECIPE_VERSION", digits_module.RECIPE_VERSION + 1)
+    assert make_digits_dataset(small)
+    assert not make_digits_dataset(small)
+
+
+def test_tool_says_what_it_did(made):
+    tool = Path(__file__).parents[3] / "tools" / "make_digits_dataset.py"
+    result = subprocess.run(
+        [sys.executable, str(tool), str(made)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(tool.parents[1])},
+    )
+    assert result.stdout == f"{made}: complete already\n"

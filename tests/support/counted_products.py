@@ -1,0 +1,115 @@
+"""Counts the operations of every matrix product that a model runs, forward and backward.
+
+Independent of `paddle_vl.families.flops`: it reads the shapes of the products as they happen, and
+of attention the masks that the kernel gets.
+"""
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+
+from paddle_vl.nn import attention, backend, experts, masked_attention, rope
+
+
+@dataclass
+class Counts:
+    """Operations of the products so far.
+
+    Attributes:
+        backward: of the gradients that were asked for.
+    """
+
+    forward: int = 0
+    backward: int = 0
+
+
+@contextmanager
+def counted_products(monkeypatch) -> Iterator[Counts]:
+    """Count while the block runs."""
+    counts, matmul = Counts(), paddle.matmul
+    run_backward, is_backward = paddle.Tensor.backward, False
+
+    def counting(x, y, transpose_x=False, transpose_y=False, **settings):
+        out = matmul(x, y, transpose_x, transpose_y, **settings)
+        operations = _operations(x, y, transpose_x, transpose_y)
+        # Backward passes that are written out multiply by hand, and other ones behind our back.
+        if is_backward:
+            counts.backward += operations
+        else:
+            counts.forward += operations
+            _count_gradients(counts, out, operations * sum(not t.stop_gradient for t in (x, y)))
+        return out
+
+    def backward(*args, **kwargs):
+        nonlocal is_backward
+        is_backward = True
+        run_backward(*args, **kwargs)
+        is_backward = False
+
+    with monkeypatch.context() as patch:
+        # Sums and rotations, which are products on the CPU only.
+        uncounted = types.SimpleNamespace(**vars(paddle))
+        patch.setattr(backend, "paddle", uncounted)
+        patch.setattr(rope, "paddle", uncounted)
+        patch.setattr(experts, "unpermute_rows", _weighted_sum)
+        patch.setattr(paddle, "matmul", counting)
+        patch.setattr(paddle.Tensor, "backward", backward)
+        for module in (attention, masked_attention):
+            patch.setattr(module, "SoftmaxAttention", _Attention(counts, matmul))
+        yield counts
+
+
+class _Attention:
+    """Stands for `SoftmaxAttention`: plain operations, of which visible pairs alone are counted."""
+
+    def __init__(self, counts: Counts, matmul):
+        self.counts, self.matmul = counts, matmul
+
+    def apply(self, q_ZRH, k_ZSH, v_ZSH, blocks, key_bias_Z1S):
+        outputs = [
+            self._block(block, block.rows(q_ZRH), block.keys(k_ZSH), block.keys(v_ZSH))
+            for block in blocks
+        ]
+        assert key_bias_Z1S is None
+        return paddle.concat(outputs, axis=1)
+
+    def _block(self, block, q, k, v):
+        bias = paddle.zeros([q.shape[0], q.shape[1], k.shape[1]])
+        if block.bias is not None:
+            bias = bias + block.bias()
+        out = self.matmul(
+            F.softmax(self.matmul(q * q.shape[-1] ** -0.5, k, transpose_y=True) + bias), v
+        )
+        product = 2 * q.shape[-1] * np.count_nonzero(bias.numpy() == 0)
+        self.counts.forward += 2 * product
+        needs_q, needs_k, needs_v = (not x.stop_gradient for x in (q, k, v))
+        gradients = (needs_q or needs_k) + needs_q + needs_k + needs_v
+        _count_gradients(self.counts, out, product * gradients)
+        return out
+
+
+def _count_gradients(counts: Counts, out, operations: int) -> None:
+    if out.stop_gradient:
+        return
+
+    def count(grad):
+        counts.backward += operations
+
+    out.register_hook(count)
+
+
+def _weighted_sum(y_ND, dispatch, weights_TK):
+    y_TKD = experts.reorder_rows(y_ND, dispatch[1], dispatch[0]).reshape([*weights_TK.shape, -1])
+    return (weights_TK.unsqueeze(-1) * y_TKD).sum(axis=1)
+
+
+def _operations(x, y, transpose_x: bool, transpose_y: bool) -> int:
+    inner = x.shape[-2 if transpose_x else -1]
+    rows, columns = x.shape[-1 if transpose_x else -2], y.shape[-2 if transpose_y else -1]
+    many = max(np.prod(x.shape[:-2]), np.prod(y.shape[:-2]))
+    return 2 * int(many * rows * inner * columns)

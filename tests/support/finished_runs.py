@@ -1,0 +1,58 @@
+"""What runs left behind, to be compared: metrics, less what depends on the machine, and arrays."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+
+TOLERANCE = 1e-5
+
+_OF_THE_MACHINE = ("_per_second", "_seconds", "memory")
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def lasting(lines: list[dict]) -> list[dict]:
+    """The lines without entries that another run of the same may have differently."""
+    return [
+        {key: v for key, v in line.items() if not any(part in key for part in _OF_THE_MACHINE)}
+        for line in lines
+    ]
+
+
+def lasting_metrics(folder: Path) -> list[dict]:
+    """Lines that another run of the same has too."""
+    return lasting(metrics_of(folder))
+
+
+def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Every parameter and every state of the optimizer, whole."""
+    stored = {
+        **read_checkpoint_headers(checkpoint, "model"),
+        **read_checkpoint_headers(checkpoint, "optimizer"),
+    }
+    return {name: tensor.read() for name, tensor in stored.items()}
+
+
+def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    """Every array within the tolerance of its largest entry."""
+    assert found.keys() == wanted.keys()
+    for key, array in wanted.items():
+        assert found[key].shape == array.shape, key
+        error = np.abs(found[key] - array).max()
+        assert error <= TOLERANCE * max(np.abs(array).max(), 1e-6), key
+
+
+def assert_equal_runs(found: Path, wanted: Path, checkpoint: str = "checkpoint-4") -> None:
+    """Every metric of every step, and every parameter and moment of a checkpoint."""
+    for ours, theirs in zip(lasting_metrics(found), lasting_metrics(wanted), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert ours[key] == pytest.approx(value, rel=TOLERANCE), (theirs["step"], key)
+    assert_close(arrays_of(found / checkpoint), arrays_of(wanted / checkpoint))

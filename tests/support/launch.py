@@ -1,0 +1,202 @@
+"""Runs a function of a test module in several real processes, as Paddle's launcher starts them.
+
+Starting takes seconds, so one launch should serve many tests: a module defines a worker function
+that returns a dict of outcomes by name (`run_checks` makes one), launches it once in a
+module-scoped fixture, and each parametrised test asserts on one name (`outcome_of`).
+
+    def worker():
+        dist.init_parallel_env()
+        return run_checks({"sum": check_sum, "gather": check_gather})
+
+    @pytest.fixture(scope="module")
+    def outcomes():
+        return launch(worker, processes=2)
+
+    @pytest.mark.parametrize("name", ["sum", "gather"])
+    def test_collective(outcomes, name):
+        outcome_of(outcomes, name)
+"""
+
+import importlib.util
+import inspect
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+POLL_INTERVAL = 0.02
+SHOWN_LINES = 40
+
+
+def launch(
+    worker: Callable,
+    processes: int,
+    *,
+    arguments: Sequence[Any] = (),
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> list[Any]:
+    """Run a module-level function of a test module in so many processes, on CPUs with gloo.
+
+    Args:
+        worker: imported from its file in each process; what it returns must be picklable.
+        arguments: picklable, the same for each process.
+        environment: variables on top of this process's and the launcher's.
+        timeout: seconds until all are killed.
+
+    Returns:
+        What the ranks returned, by rank.
+
+    Raises:
+        AssertionError: a process failed or the time is up; shows the output of the first process
+            that failed, or the ends of all that did not come to an end.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        ports = [_reserve_port(stack) for _ in range(processes)]
+        job = Path(folder) / "job"
+        job.write_bytes(pickle.dumps((_source(worker), worker.__name__, tuple(arguments))))
+        deadline = time.monotonic() + timeout
+        ranks = _Ranks(Path(folder))
+        stack.callback(ranks.kill)
+        for rank in range(processes):
+            ranks.start(job, _environment(rank, ports, environment or {}))
+        ranks.wait(deadline, timeout)
+        return [pickle.loads(path.read_bytes()) for path in ranks.results]
+
+
+def run_checks(checks: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[Any, str | None]]:
+    """Call each check in turn, in a worker; one that raises on all ranks does not stop the rest.
+
+    Returns:
+        (what it returned, None) or (None, traceback) by the checks' names.
+    """
+    outcomes = {}
+    for name, check in checks.items():
+        # The last line of a process that hangs.
+        print("check:", name, flush=True)
+        try:
+            outcomes[name] = (check(), None)
+        except (Exception, pytest.fail.Exception):
+            outcomes[name] = (None, traceback.format_exc())
+    return outcomes
+
+
+def outcome_of(outcomes: Sequence[Mapping[str, tuple[Any, str | None]]], name: str) -> list[Any]:
+    """What a check returned, by rank. Raises the first failure as an AssertionError."""
+    for rank, of_rank in enumerate(outcomes):
+        error = of_rank[name][1]
+        assert error is None, f"check {name!r} on rank {rank} of {len(outcomes)}:\n{error}"
+    return [of_rank[name][0] for of_rank in outcomes]
+
+
+class _Ranks:
+    """Running processes, their output files and what they return."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.processes: list[subprocess.Popen] = []
+
+    @property
+    def results(self) -> list[Path]:
+        return [self.folder / f"result{rank}" for rank in range(len(self.processes))]
+
+    def start(self, job: Path, environment: dict[str, str]) -> None:
+        rank = len(self.processes)
+        with (self.folder / f"output{rank}").open("wb") as output:
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, str(job), str(self.folder / f"result{rank}")],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=ROOT,
+                    env=environment,
+                    # A session of its own, so that what it starts is killed with it.
+                    start_new_session=True,
+                )
+            )
+
+    def wait(self, deadline: float, timeout: float) -> None:
+        while True:
+            codes = [process.poll() for process in self.processes]
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+            if failed:
+                rank = failed[0]
+                raise AssertionError(
+                    f"rank {rank} of {len(codes)} ended with {codes[rank]}:\n{self._end(rank)}"
+                )
+            if None not in codes:
+                return
+            if time.monotonic() > deadline:
+                running = [rank for rank, code in enumerate(codes) if code is None]
+                ends = "\n".join(f"--- rank {rank}\n{self._end(rank)}" for rank in running)
+                raise AssertionError(f"ranks {running} still run after {timeout} s:\n{ends}")
+            time.sleep(POLL_INTERVAL)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _end(self, rank: int) -> str:
+        text = (self.folder / f"output{rank}").read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-SHOWN_LINES:])
+
+
+def _reserve_port(stack: ExitStack) -> int:
+    """A port that only a socket that reuses addresses, as the store's does, gets until the end."""
+    placeholder = stack.enter_context(socket.socket())
+    placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    placeholder.bind(("127.0.0.1", 0))
+    return placeholder.getsockname()[1]
+
+
+def _environment(rank: int, ports: list[int], extra: Mapping[str, str]) -> dict[str, str]:
+    endpoints = [f"127.0.0.1:{port}" for port in ports]
+    inherited = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
+    return {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")]),
+        "PADDLE_DISTRI_BACKEND": "gloo",
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(len(ports)),
+        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "OMP_NUM_THREADS": "1",
+        **extra,
+    }
+
+
+def _source(worker: Callable) -> str:
+    source = inspect.getsourcefile(worker)
+    if source is None or worker.__qualname__ != worker.__name__:
+        raise ValueError(f"{worker.__qualname__} is not a function at the top of a test module.")
+    return source
+
+
+def _run_as_rank(job: Path, result: Path) -> None:
+    source, name, arguments = pickle.loads(job.read_bytes())
+    spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    result.write_bytes(pickle.dumps(getattr(module, name)(*arguments)))
+    sys.stdout.flush()
+    # As paddle_vl.cli.main.run does, and why.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _run_as_rank(Path(sys.argv[1]), Path(sys.argv[2]))
