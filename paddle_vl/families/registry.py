@@ -8,16 +8,16 @@ from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.families.pi07.planner_recipe import PlannerFamily
-from paddle_vl.families.pi07.recipe import PolicyFamily
-from paddle_vl.families.qwen3_vl.recipe import LanguageFamily
+from paddle_vl.families.pi07.planner_recipe import PI07PlannerRecipe
+from paddle_vl.families.pi07.recipe import PI07Recipe
+from paddle_vl.families.qwen3_vl.recipe import Qwen3VLRecipe
 
-Family = LanguageFamily | PolicyFamily
+Family = Qwen3VLRecipe | PI07Recipe
 
 # By `type` in a policy's config.json.
 _POLICIES = {
-    "pi07_low_level": (PI07Config, PolicyFamily),
-    "pi07_high_level": (PI07PlannerConfig, PlannerFamily),
+    "pi07_low_level": (PI07Config, PI07Recipe),
+    "pi07_high_level": (PI07PlannerConfig, PI07PlannerRecipe),
 }
 
 # Settings that say nothing to models of the other family.
@@ -69,7 +69,7 @@ def model_family(config: RunConfig, checkpoint: Path | None) -> Family:
         ]
     )
     if not trains_policy:
-        return LanguageFamily(config, checkpoint)
+        return Qwen3VLRecipe(config, checkpoint)
     form_class, family = _POLICIES[values["type"]]
     form = form_class.from_dict(values) if folder is None else form_class.from_pretrained(folder)
     return family(config, form, folder)

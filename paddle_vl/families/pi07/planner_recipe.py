@@ -13,11 +13,11 @@ from paddle_vl.families.pi07.layer_costs import Costs, planner_costs
 from paddle_vl.families.pi07.objective import PlannerObjective, PolicyObjective
 from paddle_vl.families.pi07.pipeline import PI07PlannerStage
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
-from paddle_vl.families.pi07.recipe import PolicyFamily, feature_dims
+from paddle_vl.families.pi07.recipe import PI07Recipe, feature_dims
 
 
-class PlannerFamily(PolicyFamily):
-    """What `paddle_vl.train.build` asks of a family, for the planner; see `LanguageFamily`."""
+class PI07PlannerRecipe(PI07Recipe):
+    """What `paddle_vl.train.build` asks of a family, for the planner; see `Qwen3VLRecipe`."""
 
     losses = ("CE_memory", "CE_response")
     policy_class = PI07HighLevelPlanner

@@ -53,8 +53,8 @@ from paddle_vl.train.processes import SingleProcess
 EVALUATION_SEED = 0
 
 
-class PolicyFamily:
-    """What `paddle_vl.train.build` asks of a family, for pi07; see `LanguageFamily`.
+class PI07Recipe:
+    """What `paddle_vl.train.build` asks of a family, for pi07; see `Qwen3VLRecipe`.
 
     Attributes:
         losses: names of the losses that train.loss_weighting weighs.
@@ -145,7 +145,7 @@ class PolicyFamily:
         ]
 
     def flop_counter(self, model: nn.Layer, trained: Collection[str]) -> FlopCounter:
-        """See `LanguageFamily.flop_counter`."""
+        """See `Qwen3VLRecipe.flop_counter`."""
         return self.counter_class(model.config, model.label_ids, trained, self._counted_losses())
 
     def save_model(self, model: nn.Layer, folder: Path, write: FileWriter) -> None:

@@ -24,7 +24,7 @@ from paddle_vl.train.objective import LANGUAGE
 from paddle_vl.train.processes import SingleProcess
 
 
-class LanguageFamily:
+class Qwen3VLRecipe:
     """What `paddle_vl.train.build` asks of a family, for Qwen3-VL.
 
     Attributes:
