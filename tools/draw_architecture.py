@@ -88,19 +88,13 @@ def picture() -> str:
     lines += [f'    {names[part]}["{part}"]' for part in sorted(graph)]
     for part, targets in sorted(reduced(graph).items()):
         lines += [f"    {names[part]} --> {names[target]}" for target in sorted(targets)]
-    lines += ["```", "", "| part | what it is | files | lines |", "| --- | --- | --- | --- |"]
+    lines += ["```", "", "| part | what it is | files |", "| --- | --- | --- |"]
     for part in sorted(graph):
         files = [f for f in (PACKAGE / part).rglob("*.py") if f.name != "__init__.py"]
         if part == _SPLIT:
             files = [f for f in files if f.parent == PACKAGE / part]
-        count = sum(len(f.read_text(encoding="utf-8").splitlines()) for f in files)
-        # Rounded, so that the page changes when a part does and not with every line.
-        lines.append(f"| `{part}` | {first_sentence(part)} | {len(files)} | {_rounded(count)} |")
+        lines.append(f"| `{part}` | {first_sentence(part)} | {len(files)} |")
     return "\n".join(lines)
-
-
-def _rounded(count: int) -> str:
-    return f"{count / 1000:.1f}k"
 
 
 def path() -> str:

@@ -1,4 +1,4 @@
-"""Lists the files of the package that one batch of Qwen3-VL passes, from its JSONL line to the update.
+"""Lists the files that one batch of Qwen3-VL passes, from its JSONL line to the update.
 
     python tools/trace_batch.py
 
