@@ -13,6 +13,7 @@ from pathlib import Path
 
 import paddle
 import pdoc
+import pdoc.render
 
 import paddle_vl
 
@@ -44,7 +45,8 @@ def build(output: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("
+")[0])
     parser.add_argument("--output", type=Path, default=Path("site/api"), help="folder of the pages")
     options = parser.parse_args()
     try:

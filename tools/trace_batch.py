@@ -54,9 +54,9 @@ class PassedFiles:
         if event == "call":
             self.calls[name] = self.calls.get(name, 0) + 1
         if name not in self.first and _carries(_values(frame, event, value)):
-            self.first[name] = frame.f_code.co_qualname if hasattr(
-                frame.f_code, "co_qualname"
-            ) else frame.f_code.co_name  # fmt: skip
+            # Qualified names came with Python 3.11.
+            code = frame.f_code
+            self.first[name] = getattr(code, "co_qualname", code.co_name)
 
 
 def _values(frame: FrameType, event: str, value: Any) -> list[Any]:
@@ -111,7 +111,8 @@ def passed_files() -> PassedFiles:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    argparse.ArgumentParser(description=(__doc__ or "").split("
+")[0]).parse_args()
     logging.disable(logging.INFO)
     passed = passed_files()
     for number, (name, function) in enumerate(passed.first.items(), 1):
