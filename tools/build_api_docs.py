@@ -45,8 +45,7 @@ def build(output: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("
-")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("site/api"), help="folder of the pages")
     options = parser.parse_args()
     try:

@@ -121,8 +121,7 @@ def written(page: str, name: str, text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("
-")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing, compare only")
     options = parser.parse_args()
     logging.disable(logging.INFO)

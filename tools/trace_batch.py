@@ -111,8 +111,7 @@ def passed_files() -> PassedFiles:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").split("
-")[0]).parse_args()
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     logging.disable(logging.INFO)
     passed = passed_files()
     for number, (name, function) in enumerate(passed.first.items(), 1):
