@@ -26,10 +26,9 @@ import paddle
 from paddle import nn
 
 from paddle_vl.checkpoint.manifest import Manifest, damaged_files
-from paddle_vl.checkpoint.pretrained import parameters_to_write
 from paddle_vl.checkpoint.rules import LinearWeights, StoredParameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter
-from paddle_vl.checkpoint.sharded import write_tensors
+from paddle_vl.checkpoint.writing import parameters_to_write, write_tensors
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights

@@ -24,11 +24,11 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.checkpoint.pretrained import parameters_to_write
+from paddle_vl.checkpoint.writing import parameters_to_write
 from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.gradients import sum_partial_gradients
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
@@ -110,7 +110,7 @@ def worst_difference(
     finally:
         patch.undo()
     (whole, wanted_loss), (model, loss) = found
-    sum_partial_gradients(model.parameters(), group)
+    all_reduce_partial_gradients(model.parameters(), group)
     wanted = {
         item.key: item.layout.to_stored(item.of_own(item.parameter.grad.numpy()))
         for item in whole.stored_parameters()

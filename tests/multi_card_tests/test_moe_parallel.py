@@ -17,8 +17,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.gradients import sum_partial_gradients
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.sharding import Sharding
@@ -68,7 +68,7 @@ def worst_difference(folder: str, group, sequence_parallel: bool, name: str) -> 
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
     output = model(**batch(name))
     output.loss.backward()
-    sum_partial_gradients(model.parameters(), group)
+    all_reduce_partial_gradients(model.parameters(), group)
     losses, wanted, counts = reference(name)
     assert [count.tolist() for count in model.tokens_per_expert().values()] == counts
     found = [output.loss.item(), output.aux_loss.item()]

@@ -25,16 +25,17 @@ import paddle.distributed as dist
 import pytest
 from paddle import Tensor
 
-from paddle_vl.checkpoint.pretrained import fill_parameters, parameter_array
+from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
+from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
+from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.gradients import sum_partial_gradients
 from paddle_vl.parallel.random_state import seed_split_random
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import Collective, record_collectives
@@ -211,7 +212,7 @@ def step_of(group, setup: Setup) -> Step:
         recording.phase = "backward"
         loss.backward()
         recording.phase = "gradients"
-        sum_partial_gradients(model.parameters(), group)
+        all_reduce_partial_gradients(model.parameters(), group)
     collectives = {phase: recording.of(phase) for phase in ("forward", "backward", "gradients")}
     worst = max((abs(f - w) / max(w, 1e-30), "loss") for f, w in zip(found, wanted, strict=True))
     worst = max(worst, *gradient_differences(model, whole))
@@ -291,7 +292,7 @@ def dropped_rows(group, sequence_parallel: bool) -> list[float]:
     placement = FleetPlacement(group, sequence_parallel)
     paddle.seed(1)
     seed_split_random([1], group.rank)
-    return placement.row_dropout(0.5)(paddle.ones([8, 8])).numpy().ravel().tolist()
+    return placement.layers.row_dropout(0.5)(paddle.ones([8, 8])).numpy().ravel().tolist()
 
 
 def worker(folder: str, num_ranks: int) -> dict:

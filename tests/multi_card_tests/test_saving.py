@@ -18,8 +18,8 @@ from paddle_vl.checkpoint.manifest import Manifest, SummedStream
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.processes import FleetProcesses
+from paddle_vl.parallel.tensor import FleetCheckpointRanks
 from paddle_vl.parallel.topology import initialize
-from paddle_vl.parallel.writers import FleetWriters
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.saving.verify import examine
 from tests.single_card_tests.train.saved import filled, settings, steps_in
@@ -58,7 +58,7 @@ class Checks:
     def __init__(self, folder: str):
         topology = initialize(ParallelDegrees(mp_degree=RANKS))
         self.folder, self.processes = Path(folder), FleetProcesses(topology)
-        self.writers, self.group = FleetWriters.of(topology), topology.mp_group
+        self.writers, self.group = FleetCheckpointRanks.of(topology), topology.mp_group
 
     def fill(self, folder, write) -> None:
         if self.processes.is_main:

@@ -22,11 +22,11 @@ import paddle
 import pytest
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.pretrained import save_parameters
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.checkpoint.writing import save_parameters
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights, gradient_of
-from paddle_vl.nn.placement import SingleDevicePlacement, Writers
+from paddle_vl.nn.placement import CheckpointRanks, SingleDevicePlacement
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
@@ -36,8 +36,8 @@ from paddle_vl.parallel.sharding.memory import (
     between_steps,
     counted_bytes,
 )
+from paddle_vl.parallel.tensor import FleetCheckpointRanks
 from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.parallel.writers import FleetWriters
 from paddle_vl.train.optimizer import Optimizer
 from tests.multi_card_tests.families import loss_of, pi07, qwen_fresh, units_of
 from tests.multi_card_tests.sharding_models import HalfModel
@@ -75,7 +75,7 @@ class Run:
     ):
         self.model, self.units = model, units
         self.placement = model.placement
-        parameters = model.fill() if hasattr(model, "fill") else model.parameters()
+        parameters = model.materialize() if hasattr(model, "fill") else model.parameters()
         self.tables = getattr(model, "tables", ())
         group = topology.sharding_group
         if stage == 0:
@@ -140,7 +140,7 @@ def held(
 
 
 def regime(
-    name: str, stage: int, topology: Topology, folder: str, writers: Writers
+    name: str, stage: int, topology: Topology, folder: str, writers: CheckpointRanks
 ) -> dict[str, Any]:
     """Dtypes and elements of everything that a bfloat16 run keeps, and of its checkpoint."""
     model = MODELS[name]("bfloat16")
@@ -200,7 +200,7 @@ def stage_3(
 ) -> list[str]:
     """Gradients that are not twice one process's, beyond rounding; "loss" if that differs."""
     single = MODELS[name]("float32")
-    single.fill_all()
+    single.materialize_all()
     wanted_loss = loss(single)
     wanted_loss.backward()
     wanted = {n: p.grad for n, p in single.named_parameters() if p.grad is not None}
@@ -225,7 +225,7 @@ def stage_3(
 
 def worker(folder: str) -> dict:
     topology = initialize(ParallelDegrees(sharding_degree=RANKS))
-    writers = FleetWriters.of(topology)
+    writers = FleetCheckpointRanks.of(topology)
     checks = {}
     for mode, (stage, options) in MODES.items():
         for name in MODELS:

@@ -23,7 +23,7 @@ from paddle.base.core import (
     host_memory_stat_reset_peak_value,
 )
 
-from paddle_vl.checkpoint.filling import Fillable
+from paddle_vl.checkpoint.reading import Materializable
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.fused import fused_columns
@@ -83,7 +83,7 @@ def start(
     model = build()
     units = units_of(model)
     elements = ModelElements.of(model.parameters(), units, width, model.tables)
-    parameters: Iterable[Tensor] = model.fill()
+    parameters: Iterable[Tensor] = model.materialize()
     if is_old:
         parameters = list(parameters)
     group = topology.sharding_group
@@ -141,8 +141,8 @@ def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_building, "Optimizer", optimizer)
         if is_old:
-            fill = Fillable.fill
-            patch.setattr(Fillable, "fill", lambda model: list(fill(model)))
+            fill = Materializable.fill
+            patch.setattr(Materializable, "fill", lambda model: list(fill(model)))
         host_memory_stat_reset_peak_value("Allocated", 0)
         model = run_building.build_trainer(config, writes=False).runner.model
     elements = ModelElements.of(model.parameters(), units_of(model), 4, model.tables)
@@ -159,9 +159,9 @@ def largest(build: Callable[[], nn.Layer]) -> int:
 def differing(build: Callable[[], nn.Layer], group) -> list[str]:
     """Parameters that are not those of a model filled whole, stage 3."""
     wanted = build()
-    wanted.fill_all()
+    wanted.materialize_all()
     model = build()
-    sharding = Sharding(model.fill(), group, 3, [units_of(model)], model.tables)
+    sharding = Sharding(model.materialize(), group, 3, [units_of(model)], model.tables)
     values = dict(wanted.named_parameters())
     return [
         name

@@ -12,13 +12,13 @@ import pytest
 
 from paddle_vl.checkpoint import sharded
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
-from paddle_vl.nn.placement import Writers
+from paddle_vl.nn.placement import CheckpointRanks
 
 KIB = 1024
 
 
 @dataclass(frozen=True)
-class Staged(Writers):
+class Staged(CheckpointRanks):
     """One of two stages, whose plans are known."""
 
     plans: tuple = ()
@@ -81,7 +81,7 @@ def test_few_bytes_are_one_file_whoever_writes(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     for number in (1, 0):
         own = tensors("a", 4, [])
-        sharded.write_tensors(tmp_path, "model", own, 1 << 30, Writers(number, 2))
+        sharded.write_tensors(tmp_path, "model", own, 1 << 30, CheckpointRanks(number, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert len(read_checkpoint_headers(tmp_path)) == 4
 

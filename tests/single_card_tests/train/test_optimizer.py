@@ -13,9 +13,8 @@ import pytest
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.placement import SingleDevicePlacement
-from paddle_vl.train.freeze import freeze_parameters, trained_names
+from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.step import WholeModel, train_step
 from tests.single_card_tests.train.batches import image_batch, micro_batches
 from tests.support.tiny import tiny_model

@@ -24,7 +24,7 @@ from paddle_vl.families.pi07.placed_model import PlacedModel
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, write_policy
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
-from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.host_reads import record_host_reads
 from tests.single_card_tests.families.pi07 import test_flow_matching as low_level
@@ -32,8 +32,8 @@ from tests.single_card_tests.families.pi07 import test_planner as planner
 from tests.support.pi07_golden import CharacterTokenizer, FirstValueActionTokenizer, policy_config
 
 NOTHING, EVERYTHING = Presence(False, False, False), Presence(True, True, True)
-FIRST = HeldLayers(layers=frozenset({0, 1}), head=False)
-LAST = HeldLayers(embedding=False, layers=frozenset({2}))
+FIRST = StageLayers(layers=frozenset({0, 1}), head=False)
+LAST = StageLayers(embedding=False, layers=frozenset({2}))
 
 
 def low_level_batch() -> dict:
@@ -140,7 +140,7 @@ def test_what_arrives_is_known_for_every_presence():
     assert len(sizes) == 8
 
 
-def held_parts(make: Callable[[SingleDevicePlacement], PlacedModel]) -> list[PlacedModel]:
+def held_parts(make: Callable[[Placement], PlacedModel]) -> list[PlacedModel]:
     return [make(SingleDevicePlacement(held)) for held in (FIRST, LAST)]
 
 
@@ -161,7 +161,7 @@ def assert_parts_hold_their_own(
 
 
 def test_a_part_draws_its_own_parameters_only():
-    def make(placement: SingleDevicePlacement | None = None) -> PI07LowLevelFlowMatching:
+    def make(placement: Placement | None = None) -> PI07LowLevelFlowMatching:
         paddle.seed(3)
         tokenizers = CharacterTokenizer(), FirstValueActionTokenizer()
         config = policy_config(dataset_names=None)
@@ -174,11 +174,11 @@ def test_both_copies_of_the_planners_table_make_its_gradient(tmp_path):
     whole, batch = planner.make_model(), planner.make_batch()
     write_policy(tmp_path, whole, {})
 
-    def read(placement: SingleDevicePlacement) -> PlacedModel:
+    def read(placement: Placement) -> PlacedModel:
         with paddle.LazyGuard():
             part = type(whole)(whole.config, whole.label_ids, placement)
         PolicyCheckpoint(tmp_path).fill(part, {}, (), (), False)
-        part.fill_all()
+        part.materialize_all()
         return part
 
     parts = held_parts(read)

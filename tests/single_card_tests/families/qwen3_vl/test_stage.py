@@ -17,7 +17,7 @@ from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
-from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.train.host_reads import record_host_reads
 from paddle_vl.train.objective import LANGUAGE
 from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
@@ -130,8 +130,8 @@ def test_a_part_holds_its_own_parameters_only(tied):
     config = tiny_config().with_tie(tied)
     whole = Qwen3VLForConditionalGeneration.from_config(config)
     parts = [
-        HeldLayers(layers=frozenset({0, 1}), head=False),
-        HeldLayers(embedding=False, layers=frozenset({2})),
+        StageLayers(layers=frozenset({0, 1}), head=False),
+        StageLayers(embedding=False, layers=frozenset({2})),
     ]
     held = []
     for part in parts:
