@@ -271,7 +271,6 @@ def sharded_run(setup: Setup, group, recording: Recording | None = None) -> Shar
         recompute_layers([layer for chain in chains for layer in chain])
     tables = model.tables if setup.wholly_divided else []
     sharding = Sharding(model.parameters(), group, setup.stage, chains, tables)
-    model.placement.trained = sharding
     lengths, frames = [], []
     model.prefix.register_forward_post_hook(
         lambda layer, inputs, prefix: lengths.append(prefix.embs.shape[1])
@@ -321,7 +320,8 @@ def compared_run(setup: Setup, group) -> dict[str, Any]:
 
 def model_parallel_run(setup: Setup, topology: Topology, **placing: Any) -> dict[str, Any]:
     """A step of ranks that share matrices as well; terms beside those of one process."""
-    placement = FleetPlacement(topology.mp_group, **placing)
+    is_collective = setup.stage > 1
+    placement = FleetPlacement(topology.mp_group, layers_are_collective=is_collective, **placing)
     group = topology.sharding_group
     run = sharded_run(replace(setup, model_settings={"placement": placement}), group)
     found: dict[str, Any] = {"terms": run.terms, "calls": run.calls}

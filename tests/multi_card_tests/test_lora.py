@@ -54,8 +54,7 @@ def worker(run_file: str, output_dir: str, overrides: list[str]) -> dict[str, np
     if group.nranks == 1:
         return {}
     placement = FleetPlacement(group)
-    tower = Linear(32, 32, bias=True)
-    placement.mark_tower([tower.weight, tower.bias])
+    tower = placement.layers.tower(Linear(32, 32, bias=True))
     layers = {
         "whole rows": placement.layers.column_linear(32, 64),
         "own features": placement.layers.row_linear(64, 32),

@@ -58,12 +58,6 @@ WEIGHTS = CASES / "weights_A.safetensors"
 PARTS = ("response", "metadata", "subgoal")
 
 
-class CollectivePlacement(FleetPlacement):
-    """As under stage 3: every rank runs every layer."""
-
-    layers_are_collective = True
-
-
 @dataclass(frozen=True)
 class Setup:
     """A model and its batch.
@@ -71,6 +65,7 @@ class Setup:
     Attributes:
         parts: optional parts that samples have, each in every other one.
         num_samples: of one camera if it is one.
+        layers_are_collective: as under stage 3, every rank runs every layer.
     """
 
     sequence_parallel: bool = True
@@ -81,7 +76,7 @@ class Setup:
     recomputed: bool = False
     num_samples: int = SAMPLES
     is_planner: bool = False
-    placement: type[FleetPlacement] = FleetPlacement
+    layers_are_collective: bool = False
 
 
 SETUPS = {
@@ -102,7 +97,7 @@ SETUPS = {
     "one video": Setup(num_samples=1, parts=("metadata",)),
     "one video and a goal": Setup(num_samples=1, parts=("subgoal",)),
     "one video, frozen": Setup(num_samples=1, parts=(), frozen=True),
-    "one video on all": Setup(num_samples=1, parts=(), placement=CollectivePlacement),
+    "one video on all": Setup(num_samples=1, parts=(), layers_are_collective=True),
 }
 
 
@@ -202,7 +197,13 @@ def step_of(group, setup: Setup) -> Step:
     whole, batch = make_model(setup), make_batch(setup)
     wanted, loss = losses_of(whole, batch)
     loss.backward()
-    model = make_model(setup, setup.placement(group, setup.sequence_parallel, setup.vision))
+    placement = FleetPlacement(
+        group,
+        setup.sequence_parallel,
+        setup.vision,
+        layers_are_collective=setup.layers_are_collective,
+    )
+    model = make_model(setup, placement)
     frames: list[int] = []
     tower = model.prefix.video_encoder.tower
     tower.register_forward_pre_hook(lambda _, given: frames.append(given[0].shape[0]))
@@ -212,7 +213,8 @@ def step_of(group, setup: Setup) -> Step:
         recording.phase = "backward"
         loss.backward()
         recording.phase = "gradients"
-        all_reduce_partial_gradients(model.parameters(), group)
+        table = model.placement.parameter_table
+        all_reduce_partial_gradients(table.with_specs(model.parameters()), group)
     collectives = {phase: recording.of(phase) for phase in ("forward", "backward", "gradients")}
     worst = max((abs(f - w) / max(w, 1e-30), "loss") for f, w in zip(found, wanted, strict=True))
     worst = max(worst, *gradient_differences(model, whole))

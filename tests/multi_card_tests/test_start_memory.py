@@ -28,7 +28,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.fused import fused_columns
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.sharding import FleetSharding, Sharding
 from paddle_vl.parallel.sharding.memory import ModelElements, between_steps
@@ -106,12 +106,12 @@ def start_fleet(
     parameters: Iterable[Tensor], topology: Topology, elements: ModelElements, before: int
 ) -> tuple[int, float]:
     """Bytes of stage 1 with its optimizer: fleet moves parameters into its buffers one by one."""
-    placement = SingleDevicePlacement()
-    parameters = list(parameters)
-    placement.trained = FleetSharding(parameters, topology)
+    parameters, table = list(parameters), ParameterTable()
+    table.add(parameters)
+    store = FleetSharding(parameters, topology, table)
     named = [(p.name, p) for p in parameters if not p.stop_gradient]
     train = TrainConfig(output_dir="unused", learning_rate=1.0)
-    optimizer = Optimizer(named, train, set(), placement)
+    optimizer = Optimizer(named, train, set(), store, table)
     peak = host_memory_stat_peak_value("Allocated", 0) - before
     after = host_memory_stat_current_value("Allocated", 0) - before
     assert optimizer.tensors
@@ -141,8 +141,8 @@ def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_building, "Optimizer", optimizer)
         if is_old:
-            fill = Materializable.fill
-            patch.setattr(Materializable, "fill", lambda model: list(fill(model)))
+            materialize = Materializable.materialize
+            patch.setattr(Materializable, "materialize", lambda model: list(materialize(model)))
         host_memory_stat_reset_peak_value("Allocated", 0)
         model = run_building.build_trainer(config, writes=False).runner.model
     elements = ModelElements.of(model.parameters(), units_of(model), 4, model.tables)

@@ -81,7 +81,7 @@ def worst_difference(
         freeze_tower(model)
     output = model(**batch(name))
     output.loss.backward()
-    all_reduce_partial_gradients(model.parameters(), group)
+    all_reduce_partial_gradients(placement.parameter_table.with_specs(model.parameters()), group)
     loss, wanted = reference(name, frozen)
     worst = (abs(output.loss.item() - loss) / loss, "loss")
     for item in model.stored_parameters():
@@ -143,7 +143,9 @@ def step_collectives(folder: str, group, sequence_parallel: bool, name: str) -> 
         recording.phase = "backward"
         loss.backward()
         recording.phase = "gradients"
-        all_reduce_partial_gradients(model.parameters(), group)
+        all_reduce_partial_gradients(
+            placement.parameter_table.with_specs(model.parameters()), group
+        )
     return recording.calls
 
 

@@ -58,7 +58,7 @@ class PlannerEmbedding(nn.Layer):
         layers = backbone.vision_config.num_hidden_layers
         self.video_encoder = VideoEncoder(backbone, 1, layers + 1, placement)
         self.embed_tokens = PaddedEmbedding(
-            placement.layers.vocab_embedding(backbone.text_config.vocab_size, width),
+            placement.layers.vocab_embedding(backbone.text_config.vocab_size, width, is_tied=True),
             scale=width**0.5,
         )
 

@@ -1,10 +1,9 @@
-"""Models whose parameters get their values one by one.
+"""Models whose parameters are materialized one by one.
 
-Guarantees: fresh weights, and the random numbers after them, are those of parameters that were
-drawn as they were made, for both families and both dtypes; one parameter at a time gets its value,
-after the one before was taken; every parameter comes once; a later value of a
-parameter stands in place of the earlier, which is not made; what is added to a filled model is
-filled at once.
+Guarantees: initial weights, and the random numbers after them, are those of parameters that are
+drawn as they are made, for both families and both dtypes; one parameter at a time gets its value,
+after the one before was taken; every parameter comes once; a later value of a parameter replaces
+the earlier, which is not made; values that are added to a materialized model are set at once.
 """
 
 import numpy as np
