@@ -301,8 +301,11 @@ def specs(topology: Topology) -> list[tuple]:
     found = []
     for parameter in (model.rare, model.head.weight):
         updated = run.trained.shard_of(parameter)
-        spec = next((s for t, s in run.optimizer.tensors_with_specs() if t is updated), None)
-        found.append(updated and (spec is run.table[parameter], updated.is_distributed))
+        if updated is None:
+            found.append(None)
+            continue
+        spec = next(s for t, s in run.optimizer.tensors_with_specs() if t is updated)
+        found.append((spec is run.table[parameter], updated.is_distributed))
     return found
 
 
