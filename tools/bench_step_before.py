@@ -54,7 +54,7 @@ class Before:
         terms = runner.accumulate_gradients(batches, totals.counts, store)
         with phase(Phase.GRADIENT_SUM):
             store.end_backward()
-            processes.sum_gradients(optimizer.tensors_with_specs())
+            processes.sum_gradients(optimizer.tensors_with_specs)
         with phase(Phase.METRICS):
             means = processes.sum_losses(terms).tolist()
             tokens = self._summed(sum(batch.num_tokens for batch in micro_batches))

@@ -34,6 +34,7 @@ class Optimizer:
 
     Attributes:
         store: what is updated in place of the parameters.
+        tensors_with_specs: what is updated on this rank, with the specs of the parameters.
         masks_updates: a skipped update is masked on the device, and the host does not read its
             flag; False on a CPU, where the flag is read.
 
@@ -90,16 +91,16 @@ class Optimizer:
         self._fleet = self.store if isinstance(self.store, FleetSharding) else None
         if self._fleet is not None:
             self._fleet.distribute(self._adamw)
-        self._updated: list[tuple[Tensor, ParamSpec]] = []
+        self.tensors_with_specs: list[tuple[Tensor, ParamSpec]] = []
         for parameter, names in self._named:
             tensor = self.store.shard_of(parameter)
             has_decay = _of_all(names, decayed.__contains__, "weight decay")
             # None where other ranks have all of the parameter.
             if tensor is not None:
-                self._updated.append((tensor, self._table[parameter]))
+                self.tensors_with_specs.append((tensor, self._table[parameter]))
                 if has_decay:
                     with_decay.add(tensor.name)
-        self.tensors = [tensor for tensor, _ in self._updated]
+        self.tensors = [tensor for tensor, _ in self.tensors_with_specs]
         # Paddle makes state at the first step; a checkpoint is loaded before that.
         block = framework.default_main_program().global_block()
         self._adamw._create_accumulators(block, self.tensors)
@@ -107,14 +108,6 @@ class Optimizer:
         self.masks_updates = not paddle.get_device().startswith("cpu")
         if self.masks_updates:
             self._keep_powers_on_device()
-
-    @property
-    def _names(self) -> set[str]:
-        return {name for name, _ in self.parameters}
-
-    def tensors_with_specs(self) -> list[tuple[Tensor, ParamSpec]]:
-        """What is updated on this rank, with the specs of the parameters."""
-        return self._updated
 
     @paddle.no_grad()
     def squared_norm(self, processes: SingleProcess = ONE_PROCESS) -> Tensor:
@@ -128,7 +121,7 @@ class Optimizer:
                 "check model.freeze against what the batches contain"
             )
         total = paddle.zeros([])
-        for tensor, spec in self._updated:
+        for tensor, spec in self.tensors_with_specs:
             grad = gradient_of(tensor)
             if grad is not None and processes.counts_here(spec):
                 total = total + grad.astype("float32").square().sum()
@@ -217,7 +210,8 @@ class Optimizer:
                     produce = SharedArray(full, whole_slices(parameter)).slices()
             else:
                 shapes = [(1,)] * len(names)
-                produce = [partial(_host_value, power, (id(parameter), state))] * len(names)
+                key = id(parameter), state
+                produce = [lambda key=key: power(key).numpy()] * len(names)
             tensors += [
                 TensorToWrite(f"{name}/{state}", shape, "F32", make)
                 for name, shape, make in zip(names, shapes, produce, strict=True)
@@ -273,8 +267,9 @@ class Optimizer:
             ValueError: every missing and unexpected entry, or every misshapen one.
         """
         names = {f"{name}/{state}" for names, state, _, _ in self._states() for name in names}
+        own_names = {name for name, _ in self.parameters}
         elsewhere = {
-            name for name in arrays if name.rpartition("/")[0] in self.trained_names - self._names
+            name for name in arrays if name.rpartition("/")[0] in self.trained_names - own_names
         }
         problems = [f"missing {name}" for name in sorted(names - arrays.keys())]
         problems += [f"unexpected {name}" for name in sorted(arrays.keys() - names - elsewhere)]
@@ -318,10 +313,6 @@ class Optimizer:
     def _gradients(self) -> list[Tensor]:
         grads = map(gradient_of, self.tensors)
         return [grad for grad in grads if grad is not None]
-
-
-def _host_value(find: Callable[[tuple], Tensor], key: tuple) -> np.ndarray:
-    return find(key).numpy()
 
 
 def _has_layout(state: str) -> bool:

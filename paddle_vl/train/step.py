@@ -193,7 +193,7 @@ def train_step(
     terms = runner.accumulate_gradients(batches, totals.counts, store)
     with phase(Phase.GRADIENT_SUM):
         store.end_backward()
-        processes.sum_gradients(optimizer.tensors_with_specs())
+        processes.sum_gradients(optimizer.tensors_with_specs)
     with phase(Phase.CLIP):
         terms, norm = _summed(terms, optimizer, processes)
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)

@@ -89,7 +89,7 @@ class Run:
     def sum_gradients(self) -> None:
         self.trained.end_backward()
         if self.processes is not None:
-            self.processes.sum_gradients(self.optimizer.tensors_with_specs())
+            self.processes.sum_gradients(self.optimizer.tensors_with_specs)
 
     def micro_batches(self, step: int) -> list[tuple]:
         if self.topology is None:
@@ -304,7 +304,7 @@ def specs(topology: Topology) -> list[tuple]:
         if updated is None:
             found.append(None)
             continue
-        spec = next(s for t, s in run.optimizer.tensors_with_specs() if t is updated)
+        spec = next(s for t, s in run.optimizer.tensors_with_specs if t is updated)
         found.append((spec is run.table[parameter], updated.is_distributed))
     return found
 

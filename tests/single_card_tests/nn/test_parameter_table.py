@@ -51,7 +51,7 @@ def test_the_optimizer_has_the_spec_of_a_master_weight():
     settings = TrainConfig(output_dir="unused")
     store = MasterWeights([weight])
     optimizer = Optimizer([("a.weight", weight)], settings, set(), store, table)
-    ((tensor, spec),) = optimizer.tensors_with_specs()
+    ((tensor, spec),) = optimizer.tensors_with_specs
     assert tensor is store.shard_of(weight)
     assert tensor is not weight
     assert spec is PARTIAL
