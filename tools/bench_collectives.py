@@ -207,10 +207,10 @@ def measure(degrees: dict) -> None:
     layout = Layout(run_config, topology, model_shape(config), layer_costs(config))
     placement = layout.placement()
     model = Qwen3VLForConditionalGeneration.from_config(config, placement)
-    layout.prepare_training(model)
+    store = layout.parameter_store(model)
     runner = layout.runner(model, Qwen3VLStage, processes, LANGUAGE)
     named = list(model.hf_named_parameters())
-    optimizer = Optimizer(named, run_config.train, set(), placement)
+    optimizer = Optimizer(named, run_config.train, set(), store, placement.parameter_table)
     batch = make_batch(config)
     if topology.degrees.sequence_parallel:
         # Those of all rows; the model computes its own.

@@ -20,11 +20,10 @@ from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.evaluate import MeanLosses, mean_losses
 from paddle_vl.train.feeding.data_wait import watched
-from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
+from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names, treated_apart
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.random_state import seed_everything
 from paddle_vl.train.reporting.device_peaks import device_peak
@@ -118,12 +117,13 @@ def _build(
     )
     parameters = freeze_parameters(family.named_parameters(model), trained, whole_shapes)
     check_memory(NeededMemory.of(model.parameters(), config.parallel))
-    layout.prepare_training(model)
+    store = layout.parameter_store(model)
     optimizer = Optimizer(
         parameters,
         config.train,
         decayed,
-        placement,
+        store,
+        placement.parameter_table,
         trained,
         factors,
     )
@@ -133,7 +133,7 @@ def _build(
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
     def save_model(folder: Path, write: FileWriter) -> None:
-        family.save_model(model, folder, write)
+        family.save_model(model, folder, write, store)
         if processes.is_main:
             family.save_files(model, folder)
 

@@ -102,7 +102,7 @@ def _groups(
     """The batches, as many together as the runner takes; None where any rank received a stop
     signal. One message before each, on all ranks until the last of them is done."""
     size = runner.batches_at_once
-    if runner.model.placement.layers_are_collective:
+    if runner.model.placement.ops.layers_are_collective:
         stream = in_step(batches, runner, processes, received)
         while group := list(islice(stream, size)):
             yield None if group[-1] is None else group

@@ -128,12 +128,12 @@ class LanguageObjective:
         return name not in _HOST_ARRAYS
 
     def settled(self, batch: Batch, asked: Sequence[int], model: nn.Layer) -> Batch:
-        if asked[0] and model.placement.layers_are_collective and not has_visual(batch):
+        if asked[0] and model.placement.ops.layers_are_collective and not has_visual(batch):
             return with_unused_image(batch, model.config.vision_config)
         return batch
 
     def idle_batch(self, model: nn.Layer) -> Batch:
-        return empty_batch(model.placement.row_part.size)
+        return empty_batch(model.placement.ops.row_part.size)
 
     def output(self, model: nn.Layer, batch: Batch) -> Any:
         with phase(Phase.HOST_TO_DEVICE):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.train.feeding.micro_batch import MicroBatch, totals_of
 from paddle_vl.train.objective import LANGUAGE, Batch, Objective, no_terms
 from paddle_vl.train.optimizer import Optimizer
@@ -86,11 +87,17 @@ class WholeModel:
     ):
         self.model, self.objective, self.processes = model, objective, processes
 
-    def accumulate_gradients(self, batches: Sequence[Batch], totals: Sequence[int]) -> Tensor:
+    def accumulate_gradients(
+        self,
+        batches: Sequence[Batch],
+        totals: Sequence[int],
+        store: ParameterStore | None = None,
+    ) -> Tensor:
         """Add up the gradients of the loss over all batches.
 
         Args:
             totals: what the terms are divided by.
+            store: of the model's parameters; None leaves gradients where autograd put them.
 
         Returns:
             `[n]`, this process's part of each term.
@@ -103,7 +110,8 @@ class WholeModel:
                 loss, parts = self.objective.share(output, totals, num_batches)
             with phase(Phase.BACKWARD):
                 loss.backward()
-                self.model.placement.trained.end_micro_batch()
+                if store is not None:
+                    store.end_micro_batch()
             terms = terms + parts
         return terms
 
@@ -175,17 +183,17 @@ def train_step(
     Raises:
         ValueError: no micro-batch has anything to learn, so that there is no loss.
     """
-    objective, placement = runner.objective, runner.model.placement
+    objective, store = runner.objective, optimizer.store
     totals = totals or agree_on_step(micro_batches, objective, processes)
     batches = [
         objective.settled(micro_batch.batch, asked, runner.model)
         for micro_batch, asked in zip(micro_batches, totals.asked, strict=True)
     ]
-    placement.trained.begin_step(len(batches))
-    terms = runner.accumulate_gradients(batches, totals.counts)
+    store.begin_step(len(batches))
+    terms = runner.accumulate_gradients(batches, totals.counts, store)
     with phase(Phase.GRADIENT_SUM):
-        placement.trained.end_backward()
-        processes.sum_gradients(optimizer.tensors)
+        store.end_backward()
+        processes.sum_gradients(optimizer.tensors_with_specs)
     with phase(Phase.CLIP):
         terms, norm = _summed(terms, optimizer, processes)
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)

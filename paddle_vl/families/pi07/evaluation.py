@@ -30,7 +30,7 @@ def policy_losses(folder: Path, files: Sequence[str], batch_size: int) -> MeanLo
     )
     family, placement = model_family(config, None), SingleDevicePlacement()
     model = family.build_model(placement)
-    model.fill_all()
+    model.materialize_all()
     with family.eval_loader(placement, ONE_PROCESS) as batches:
         return mean_losses(WholeModel(model, ONE_PROCESS, family.objective), batches)
 

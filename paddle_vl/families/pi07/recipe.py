@@ -45,7 +45,8 @@ from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_files import ACTION_TOKENIZER_FOLDER
 from paddle_vl.families.qwen3_vl.build_model import default_dtype
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
 from paddle_vl.parallel.degrees import ModelShape
 from paddle_vl.train.processes import SingleProcess
 
@@ -103,11 +104,11 @@ class PI07Recipe:
         """Whether layers run again in the backward pass; the policy may ask for it too."""
         return self.config.train.recompute == "full" or self.form.gradient_checkpointing
 
-    def build_model(self, placement: SingleDevicePlacement) -> nn.Layer:
-        """This process's part of the model, without values until `fill`."""
+    def build_model(self, placement: Placement) -> nn.Layer:
+        """This process's part of the model, without values until `materialize`."""
         statistics = self._statistics()
         dtype = self.config.model.compute_dtype
-        settings = {"statistics": statistics, "placement": placement, "fills": False}
+        settings = {"statistics": statistics, "placement": placement, "materialize": False}
         settings |= self._tokenizers()
         if self.folder is None:
             with default_dtype(dtype):
@@ -148,22 +149,20 @@ class PI07Recipe:
         """See `Qwen3VLRecipe.flop_counter`."""
         return self.counter_class(model.config, model.label_ids, trained, self._counted_losses())
 
-    def save_model(self, model: nn.Layer, folder: Path, write: FileWriter) -> None:
-        self.policy.save_pretrained(folder, write=write)
+    def save_model(
+        self, model: nn.Layer, folder: Path, write: FileWriter, store: ParameterStore
+    ) -> None:
+        self.policy.save_pretrained(folder, write, store)
 
     def save_files(self, model: nn.Layer, folder: Path) -> None:
         """The policy's folder is complete."""
 
-    def train_loader(
-        self, placement: SingleDevicePlacement, processes: SingleProcess
-    ) -> PrefetchLoader:
+    def train_loader(self, placement: Placement, processes: SingleProcess) -> PrefetchLoader:
         """Batches without end, this process's part of them."""
         batch_size = self.config.train.per_device_train_batch_size
         return self._loader(self.train_data, processes, batch_size, shuffle=True, drop_last=True)
 
-    def eval_loader(
-        self, placement: SingleDevicePlacement, processes: SingleProcess
-    ) -> PrefetchLoader:
+    def eval_loader(self, placement: Placement, processes: SingleProcess) -> PrefetchLoader:
         """Every evaluation sample once, this process's part of them."""
         return self._loader(
             self.eval_data,

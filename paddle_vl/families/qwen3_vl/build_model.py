@@ -16,7 +16,7 @@ from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.qwen3_vl.sizes import size_values
 from paddle_vl.files.checked_values import check_mapping
 from paddle_vl.files.json_file import read_json_object
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 from paddle_vl.parallel.degrees import ModelShape
 
 _TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -127,15 +127,17 @@ def build_model(
     config: RunConfig,
     form: Qwen3VLConfig,
     checkpoint: Path | None,
-    placement: SingleDevicePlacement,
+    placement: Placement,
 ) -> Qwen3VLForConditionalGeneration:
     """This process's part of the model to train, without values: its `fill` gives each parameter
     what to start or continue from."""
     dtype, source = config.model.compute_dtype, _weights(config, checkpoint)
     if source is None:
         with default_dtype(dtype):
-            return Qwen3VLForConditionalGeneration.from_config(form, placement, fills=False)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(source, dtype, placement, fills=False)
+            return Qwen3VLForConditionalGeneration.from_config(form, placement, materialize=False)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(
+        source, dtype, placement, materialize=False
+    )
     if config.model.lora is None:
         return model
     if checkpoint is None:

@@ -19,7 +19,8 @@ from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
 from paddle_vl.train.objective import LANGUAGE
 from paddle_vl.train.processes import SingleProcess
 
@@ -63,7 +64,7 @@ class Qwen3VLRecipe:
         self.form = model_form(config, self.processor, checkpoint)
         self.shape, self.costs = model_shape(self.form), layer_costs(self.form)
 
-    def build_model(self, placement: SingleDevicePlacement) -> nn.Layer:
+    def build_model(self, placement: Placement) -> nn.Layer:
         """This process's part of the model, with the weights to start or continue from."""
         return build_model(self.config, self.form, self.checkpoint, placement)
 
@@ -91,23 +92,26 @@ class Qwen3VLRecipe:
         return Qwen3VLFlops(model.config, trained, ranks)
 
     def save_model(
-        self, model: Qwen3VLForConditionalGeneration, folder: Path, write: FileWriter
+        self,
+        model: Qwen3VLForConditionalGeneration,
+        folder: Path,
+        write: FileWriter,
+        store: ParameterStore,
     ) -> None:
         """Write what this process has of the model; all that have some call it together.
 
         Args:
             write: takes the files of weights, which are in `folder`.
+            store: of the model in training.
         """
         save = model.save_pretrained if model.adapter is None else model.save_adapter
-        save(folder, write=write)
+        save(folder, write=write, store=store)
 
     def save_files(self, model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
         """Write what belongs beside a model; one process does."""
         self.processor.save_pretrained(folder)
 
-    def train_loader(
-        self, placement: SingleDevicePlacement, processes: SingleProcess
-    ) -> PrefetchLoader:
+    def train_loader(self, placement: Placement, processes: SingleProcess) -> PrefetchLoader:
         """Batches without end, this process's part of them."""
         packing = self._packing(processes)
         collator = self._collator(placement)
@@ -125,9 +129,7 @@ class Qwen3VLRecipe:
             size=processes.data_size,
         )
 
-    def eval_loader(
-        self, placement: SingleDevicePlacement, processes: SingleProcess
-    ) -> PrefetchLoader:
+    def eval_loader(self, placement: Placement, processes: SingleProcess) -> PrefetchLoader:
         """Every evaluation sample once, this process's part of them."""
         return PrefetchLoader(
             self.eval_data,
@@ -163,7 +165,7 @@ class Qwen3VLRecipe:
             max_line_bytes=data.max_line_bytes,
         )
 
-    def _collator(self, placement: SingleDevicePlacement) -> VLCollator:
+    def _collator(self, placement: Placement) -> VLCollator:
         processor = self.processor
         return VLCollator(
             pad_token_id=processor.pad_token_id,
@@ -172,7 +174,7 @@ class Qwen3VLRecipe:
             spatial_merge_size=processor.image_processor.merge_size,
             padding_side=self.config.data.padding_side,
             pad_to_multiple_of=self.config.data.pad_to_multiple_of,
-            part=placement.row_part,
+            part=placement.ops.row_part,
         )
 
     def _packing(self, processes: SingleProcess) -> Packing | None:

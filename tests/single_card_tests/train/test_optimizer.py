@@ -12,10 +12,8 @@ import pytest
 
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.placement import SingleDevicePlacement
-from paddle_vl.train.freeze import freeze_parameters, trained_names
+from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.step import WholeModel, train_step
 from tests.single_card_tests.train.batches import image_batch, micro_batches
 from tests.support.tiny import tiny_model
@@ -174,10 +172,8 @@ def half_parameter(values: np.ndarray) -> paddle.Tensor:
 
 
 def with_masters(parameter: paddle.Tensor, **settings) -> Optimizer:
-    placement = SingleDevicePlacement()
-    placement.trained = MasterWeights([parameter])
     train = TrainConfig(output_dir="o", **settings)
-    return Optimizer([("a.weight", parameter)], train, {"a.weight"}, placement)
+    return Optimizer([("a.weight", parameter)], train, {"a.weight"}, MasterWeights([parameter]))
 
 
 def test_half_precision_parameters_keep_float32_master_weights_and_state():
@@ -208,7 +204,7 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
     parameter = half_parameter(start)
     settings = {"weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
     optimizer = with_masters(parameter, **settings)
-    trained, rate = optimizer.placement.trained, 1e-3
+    store, rate = optimizer.store, 1e-3
     master, first, second = start.astype(np.float64), 0.0, 0.0
     for step in range(1, 4):
         total = np.zeros((4, 5), np.float32)
@@ -216,10 +212,10 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
             grad = rounded(rng.normal(size=(4, 5)) * 10.0 ** rng.integers(-4, 3))
             (parameter.astype("float32") * paddle.to_tensor(grad)).sum().backward()
             assert parameter.grad.dtype == paddle.bfloat16
-            trained.end_micro_batch()
+            store.end_micro_batch()
             assert parameter.grad is None
             total = total + grad
-        trained.end_backward()
+        store.end_backward()
         optimizer.step(rate)
         optimizer.clear_gradients()
         first = 0.9 * first + 0.1 * total

@@ -142,7 +142,7 @@ def test_a_frozen_tower_has_no_backward_and_a_trained_model_three_forward_passes
 def test_adapters_on_a_frozen_base_have_gradients_of_inputs_alone(targets, monkeypatch):
     model, batch = tiny_model(**EXPERTS), BATCHES["images, video, text"]
     model.add_lora(LoRAConfig(r=3, target_modules=targets))
-    model.fill_all()
+    model.materialize_all()
     counter = frozen(model, [])
     assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
 
