@@ -126,7 +126,7 @@ def make_runner(settings: dict, num_batches: int, frozen: bool = False, reserved
     trained = SimpleNamespace(end_micro_batch=lambda: ends.append(1))
     model = SimpleNamespace(placement=SimpleNamespace(trained=trained))
     parts = make_parts(num_parts(degrees), frozen)
-    arguments = parts, degrees, topology.pp_rank, "float32", Objective()
+    arguments = parts, degrees, topology.pp_rank, "float32", Objective(), None
     return PipelineRunner(model, *arguments, reserved=reserved), ends
 
 
