@@ -3,14 +3,18 @@
 A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stage, FLOP counter and
 a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
 knows neither the trainer nor `paddle_vl.parallel`: what it needs of them arrives as an argument.
+
+Over 350 lines, as the whole protocol stands in one place.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import paddle
 from paddle import Tensor, nn
 
@@ -66,7 +70,7 @@ class TrainableModel(Protocol):
         """Unsharded shape of every parameter of the full model, by checkpoint key."""
 
 
-class BatchAdapter(Protocol[BatchT]):
+class BatchAdapter(ABC, Generic[BatchT]):
     """What the trainer asks about a batch, and how a batch reaches the model.
 
     A batch that needs an optional branch of the model (a vision tower, an optional part of the
@@ -74,28 +78,40 @@ class BatchAdapter(Protocol[BatchT]):
     batch needs, `synchronized` gives the batch to run once all ranks' needs are known.
     """
 
+    @abstractmethod
     def counts(self, batch: BatchT) -> list[int]:
         """What a batch adds to the divisor of each loss term."""
 
+    @abstractmethod
     def num_samples(self, batch: BatchT) -> int: ...
+
+    @abstractmethod
+    def idle_batch(self, model: Any) -> BatchT:
+        """A batch that adds 0 to every count, for a rank that has no batch left."""
 
     def num_tokens(self, batch: BatchT) -> int:
         """Tokens without padding; 0 where throughput is not measured in tokens."""
+        return 0
 
     def num_packed_places(self, batch: BatchT) -> int:
         """Token capacity of packed rows, padding included; 0 without packing."""
+        return 0
 
     def lengths(self, batch: BatchT) -> list[int]:
         """Tokens of each sample without padding; empty where tokens are not counted."""
+        return []
 
     def optional_branches(self, batch: BatchT) -> list[bool]:
         """Whether the batch needs each optional branch of the model."""
+        return []
 
     def prepared(self, batch: BatchT) -> BatchT:
         """The batch with what has to be read on the host before arrays leave it."""
+        return batch
 
     def is_for_device(self, name: str) -> bool:
         """Whether the model computes with a field; other fields stay on the host."""
+        return True
 
     def synchronized(self, batch: BatchT, needed: Sequence[int], model: Any) -> BatchT:
         """The batch as this rank runs it.
@@ -103,15 +119,20 @@ class BatchAdapter(Protocol[BatchT]):
         Args:
             needed: for each optional branch the number of data-parallel ranks whose batch needs it.
         """
-
-    def idle_batch(self, model: Any) -> BatchT:
-        """A batch that adds 0 to every count, for a rank that has no batch left."""
+        return batch
 
     def to_device(self, batch: BatchT) -> BatchT:
         """The batch with tensors in place of the arrays that the model computes with."""
+        return {
+            name: paddle.to_tensor(value)
+            if isinstance(value, np.ndarray) and self.is_for_device(name)
+            else value
+            for name, value in batch.items()
+        }
 
     def forward(self, model: Any, batch: BatchT) -> Any:
         """The model's output for a batch on the device."""
+        return model(**batch)
 
 
 @dataclass(frozen=True)
@@ -240,7 +261,7 @@ class Chat(Protocol):
         """The same answer in pieces."""
 
 
-class Family(Protocol):
+class Family(ABC):
     """A model family, made for one run: `recipe_class(config, checkpoint)`.
 
     Creating it reads configurations, opens the data and checks that they fit each other.
@@ -256,7 +277,6 @@ class Family(Protocol):
         pad_to_multiple_of: every batch's padded length is a multiple of it; None where no rule of
             the parallel plan needs one.
         fields: optional fields of the data, which must be the same on all ranks.
-        recomputes: whether layers run again in the backward pass (activation recomputation).
         sample_kind: what a batch is counted in, for messages.
         train_data, eval_data: samples; None without evaluation data.
         loss: see `paddle_vl.nn.loss.Loss`.
@@ -267,14 +287,14 @@ class Family(Protocol):
     model_config: Any
     shape: ModelShape
     costs: LayerCosts
-    pad_to_multiple_of: int | None
-    fields: Mapping[str, bool]
-    recomputes: bool
-    sample_kind: str
+    pad_to_multiple_of: int | None = None
+    fields: Mapping[str, bool] = {}
+    sample_kind: str = "samples"
     train_data: Any
     eval_data: Any
     loss: Loss
 
+    @abstractmethod
     def __init__(self, config: RunConfig, checkpoint: Path | None):
         """
         Args:
@@ -284,19 +304,30 @@ class Family(Protocol):
             ValueError: settings or files that do not fit each other.
             RuntimeError: files are missing or damaged.
         """
+        self.config = config
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers run again in the backward pass (activation recomputation)."""
+        return self.config.train.recompute == "full"
+
+    @abstractmethod
     def build_model(self, placement: SingleDevicePlacement) -> BuiltModel:
         """This rank's part of the model; its parameters get their values from `model.fill()`."""
 
+    @abstractmethod
     def named_parameters(self, model: Any) -> list[tuple[str, Tensor]]:
         """This rank's parameters by checkpoint key; a fused one once under each linear's key."""
 
+    @abstractmethod
     def full_shapes(self, model: Any) -> dict[str, tuple[int, ...]]:
         """Unsharded shape of every parameter of the full model, by checkpoint key."""
 
     def trainable_names(self, model: Any) -> Iterable[str] | None:
         """Checkpoint keys that may be trained; None for all."""
+        return None
 
+    @abstractmethod
     def flop_counter(self, model: Any, trained: Collection[str]) -> FlopCounter:
         """Counts floating point operations of batches.
 
@@ -304,13 +335,16 @@ class Family(Protocol):
             trained: checkpoint keys of all trained parameters of the full model.
         """
 
+    @abstractmethod
     def train_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
         """This rank's batches, without end."""
 
+    @abstractmethod
     def eval_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
         """This rank's batches of the evaluation data, every sample once."""
 
     @classmethod
+    @abstractmethod
     def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
         """For `paddle-vl evaluate`.
 
@@ -325,6 +359,7 @@ class Family(Protocol):
         Raises:
             ValueError: the family does not answer questions.
         """
+        raise ValueError(f"the model in {folder} is of a family that does not answer questions")
 
     @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
@@ -333,14 +368,16 @@ class Family(Protocol):
         Raises:
             ValueError: the family has no adapters.
         """
+        raise ValueError(f"the model in {folder} is of a family without adapters")
 
     @classmethod
     def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:
         """The run with synthetic training data, for `paddle-vl profile --synthetic`.
 
         Raises:
-            ValueError: shapes that the family's data do not have.
+            ValueError: the family makes none, or not of these shapes.
         """
+        raise ValueError("the model's family makes no synthetic data: leave --synthetic out")
 
 
 @contextmanager

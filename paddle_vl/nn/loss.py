@@ -1,7 +1,8 @@
 """Losses as sums and counts: the mean over a step is made once, from the counts of all ranks."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import paddle
 import paddle.nn.functional as F
@@ -35,7 +36,7 @@ def token_loss(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
     return total, count
 
 
-class Loss(Protocol):
+class Loss(ABC):
     """The loss of a model family: weighted terms, each a sum divided by a count over a whole step.
 
     The micro-batches of all ranks count as one batch. `paddle_vl.families.base.BatchAdapter` counts
@@ -47,8 +48,9 @@ class Loss(Protocol):
     """
 
     terms: Mapping[str, float]
-    reported_counts: Mapping[str, str]
+    reported_counts: Mapping[str, str] = {}
 
+    @abstractmethod
     def check_counts(self, totals: Sequence[int], num_batches: int) -> None:
         """Refuse a step that has nothing to learn from.
 
@@ -60,6 +62,7 @@ class Loss(Protocol):
             ValueError: a divisor is 0; says what to look at.
         """
 
+    @abstractmethod
     def share(self, output: Any, totals: Sequence[int], num_batches: int) -> tuple[Tensor, Tensor]:
         """What one micro-batch adds to the step.
 
@@ -72,14 +75,17 @@ class Loss(Protocol):
             The scalar to differentiate, and each term `[n]`, detached.
         """
 
+    @abstractmethod
     def sums(self, output: Any) -> Tensor:
         """Each term of a batch before division, `[n]`, for evaluation."""
 
     def metric_counts(self, model: Any) -> Mapping[str, Tensor]:
         """Counters of this rank that a metrics line reports summed over all ranks, each `[n]`."""
+        return {}
 
     def metrics(self, totals: Mapping[str, Any]) -> dict[str, float]:
         """Entries of a metrics line from the summed `metric_counts`."""
+        return {}
 
 
 def weighted_loss(terms: Sequence[float], loss: Loss) -> float:

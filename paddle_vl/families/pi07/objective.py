@@ -14,23 +14,24 @@ from paddle import Tensor, nn
 
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.worker_pool import Collator
+from paddle_vl.families.base import BatchAdapter
 from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
 from paddle_vl.families.pi07.flow_matching import as_tensors
 from paddle_vl.families.pi07.inputs.collate import PlannerBatch, PolicyBatch
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
+from paddle_vl.nn.loss import Loss
 
 PI07Batch = PolicyBatch | PlannerBatch
 
 
-class PolicyLoss:
-    """`MSE` of the flow and `CE` of the discrete actions, see `paddle_vl.nn.loss.Loss`.
+class PolicyLoss(Loss):
+    """`MSE` of the flow and `CE` of the discrete actions.
 
     Args:
         weights: by name; a loss of weight 0 is no part of the graph.
     """
 
     names: tuple[str, ...] = ("MSE", "CE")
-    reported_counts: Mapping[str, str] = {}
 
     def __init__(self, weights: Mapping[str, float]):
         self.terms = dict(weights)
@@ -80,12 +81,6 @@ class PolicyLoss:
     def sums(self, output: dict[str, Any]) -> Tensor:
         return paddle.stack(self._sums(output))
 
-    def metric_counts(self, model: nn.Layer) -> dict[str, Tensor]:
-        return {}
-
-    def metrics(self, totals: Mapping[str, Any]) -> dict[str, float]:
-        return {}
-
     def _sums(self, output: dict[str, Any]) -> list[Tensor]:
         return [output[f"{name}_per_sample"][0].sum() for name in self.terms]
 
@@ -107,8 +102,8 @@ class PlannerLoss(PolicyLoss):
         return [max(total, 1) for total in totals]
 
 
-class PolicyBatchAdapter:
-    """Batches of the low-level policy, see `paddle_vl.families.base.BatchAdapter`.
+class PolicyBatchAdapter(BatchAdapter[PI07Batch]):
+    """Batches of the low-level policy.
 
     Args:
         make_example: makes any batch of the run, from which idle ranks make theirs.
@@ -126,24 +121,12 @@ class PolicyBatchAdapter:
     def num_samples(self, batch: PI07Batch) -> int:
         return len(batch["lang_tokens"])
 
-    def num_tokens(self, batch: PI07Batch) -> int:
-        return 0
-
-    def num_packed_places(self, batch: PI07Batch) -> int:
-        return 0
-
-    def lengths(self, batch: PI07Batch) -> list[int]:
-        return []
-
     def optional_branches(self, batch: PI07Batch) -> list[bool]:
         return list(presence_of(batch)) if self.agrees_on_presence else []
 
     def prepared(self, batch: PI07Batch) -> PI07Batch:
         # With agreement `synchronized` sets it.
         return batch if self.agrees_on_presence else {**batch, "presence": presence_of(batch)}
-
-    def is_for_device(self, name: str) -> bool:
-        return True
 
     def synchronized(self, batch: PI07Batch, needed: Sequence[int], model: nn.Layer) -> PI07Batch:
         if not self.agrees_on_presence:

@@ -1,7 +1,7 @@
 """pi07's policy and planner as families: see `paddle_vl.families.base.Family`.
 
-Both families stand here, as they differ in little: the planner has no actions, so no flow and no
-action tokenizer.
+Over 350 lines, as both stand here: the planner differs in little, having no actions and so neither a
+flow nor an action tokenizer.
 """
 
 import math
@@ -22,6 +22,7 @@ from paddle_vl.families.base import (
     BuiltModel,
     Evaluation,
     EvaluationOptions,
+    Family,
     LayerCosts,
     RankInfo,
     SyntheticData,
@@ -72,7 +73,7 @@ _CAMERA = "VISUAL"
 PolicyConfig = PI07Config | PI07PlannerConfig
 
 
-class PI07Recipe:
+class PI07Recipe(Family):
     """A run that trains a pi07 policy on demonstrations."""
 
     config_class: type[PI07Config] | type[PI07PlannerConfig] = PI07Config
@@ -82,8 +83,6 @@ class PI07Recipe:
     counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops
     parts: Mapping[str, Sequence[str]] = POLICY_PARTS
     make_stage: type[PI07Stage] = PI07LowLevelStage
-    sample_kind = "samples"
-    pad_to_multiple_of = None
 
     def __init__(self, config: RunConfig, checkpoint: Path | None):
         pretrained = config.model.pretrained
@@ -114,7 +113,7 @@ class PI07Recipe:
 
     @property
     def recomputes(self) -> bool:
-        return self.config.train.recompute == "full" or self.model_config.gradient_checkpointing
+        return super().recomputes or self.model_config.gradient_checkpointing
 
     def build_model(self, placement: SingleDevicePlacement) -> BuiltModel:
         statistics, config = self._statistics(), self.model_config
@@ -201,12 +200,6 @@ class PI07Recipe:
             "demonstrations are told by `paddle-vl evaluate`, its actions by select_action of "
             "paddle_vl.PI07LowLevelPolicy.from_pretrained(...), the planner's texts by "
             "paddle_vl.PI07HighLevelPlanner"
-        )
-
-    @classmethod
-    def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
-        raise ValueError(
-            f"{folder} is a pi07 policy, which has no adapters: there is none to merge"
         )
 
     @classmethod

@@ -14,16 +14,15 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.packing import real_lengths
 from paddle_vl.batch.schema import VLBatch
+from paddle_vl.families.base import BatchAdapter
 from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
+from paddle_vl.nn.loss import Loss
 
 _HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})
 
 
-class VLLoss:
-    """Mean cross entropy over target tokens, plus the load-balancing loss if the model has one.
-
-    See `paddle_vl.nn.loss.Loss`.
-    """
+class VLLoss(Loss):
+    """Mean cross entropy over target tokens, plus the load-balancing loss if the model has one."""
 
     terms: Mapping[str, float] = {"loss": 1.0}
     reported_counts: Mapping[str, str] = {"loss": "target_tokens"}
@@ -54,8 +53,8 @@ class VLLoss:
         return {} if counts is None else expert_load(counts)
 
 
-class VLBatchAdapter:
-    """See `paddle_vl.families.base.BatchAdapter`. The one optional branch is the vision tower."""
+class VLBatchAdapter(BatchAdapter[VLBatch]):
+    """Batches of `VLCollator`. The one optional branch is the vision tower."""
 
     def counts(self, batch: VLBatch) -> list[int]:
         return [batch["num_target_tokens"]]
@@ -75,9 +74,6 @@ class VLBatchAdapter:
     def optional_branches(self, batch: VLBatch) -> list[bool]:
         return [has_visual(batch)]
 
-    def prepared(self, batch: VLBatch) -> VLBatch:
-        return batch
-
     def is_for_device(self, name: str) -> bool:
         return name not in _HOST_ARRAYS
 
@@ -88,17 +84,6 @@ class VLBatchAdapter:
 
     def idle_batch(self, model: nn.Layer) -> VLBatch:
         return empty_batch(model.placement.row_part.size)
-
-    def to_device(self, batch: VLBatch) -> VLBatch:
-        return {
-            name: paddle.to_tensor(value)
-            if isinstance(value, np.ndarray) and self.is_for_device(name)
-            else value
-            for name, value in batch.items()
-        }
-
-    def forward(self, model: nn.Layer, batch: VLBatch) -> Qwen3VLOutput:
-        return model(**batch)
 
 
 def has_visual(batch: VLBatch) -> bool:

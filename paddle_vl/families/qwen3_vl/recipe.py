@@ -21,6 +21,7 @@ from paddle_vl.families.base import (
     BuiltModel,
     Evaluation,
     EvaluationOptions,
+    Family,
     RankInfo,
     SyntheticData,
     default_dtype,
@@ -48,13 +49,11 @@ from paddle_vl.nn.placement import SingleDevicePlacement
 Model = Qwen3VLForConditionalGeneration
 
 
-class Qwen3VLRecipe:
+class Qwen3VLRecipe(Family):
     """A run that trains a Qwen3-VL on conversations."""
 
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage = Qwen3VLStage
-    # Batches with and without images mix freely.
-    fields: Mapping[str, bool] = {}
 
     def __init__(self, config: RunConfig, checkpoint: Path | None):
         self.config, self.checkpoint = config, checkpoint
@@ -75,10 +74,6 @@ class Qwen3VLRecipe:
         self.loss = VLLoss()
         self.model_config = self._model_config()
         self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
-
-    @property
-    def recomputes(self) -> bool:
-        return self.config.train.recompute == "full"
 
     @property
     def sample_kind(self) -> str:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paddle
 from paddle import Tensor
 
 from paddle_vl.config.families import ModelShape, model_values
@@ -14,14 +13,17 @@ from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.tokenizer import TextTokenizer
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.base import (
+    BatchAdapter,
     BuiltModel,
     Evaluation,
     EvaluationOptions,
+    Family,
     RankInfo,
     SyntheticData,
     losses_report,
 )
 from paddle_vl.families.flops import FlopCounter, Operations
+from paddle_vl.nn.loss import Loss
 from paddle_vl.nn.placement import SingleDevicePlacement
 from tests.support.captioner.inputs import (
     END,
@@ -33,8 +35,8 @@ from tests.support.captioner.inputs import (
 from tests.support.captioner.model import Captioner, CaptionerConfig, CaptionerStage
 
 
-class CaptionLoss:
-    """Mean cross entropy over the captions' tokens, see `paddle_vl.nn.loss.Loss`."""
+class CaptionLoss(Loss):
+    """Mean cross entropy over the captions' tokens."""
 
     terms: Mapping[str, float] = {"caption": 1.0}
     reported_counts: Mapping[str, str] = {"caption": "caption_tokens"}
@@ -52,15 +54,9 @@ class CaptionLoss:
     def sums(self, output: Tensor) -> Tensor:
         return output.reshape([1])
 
-    def metric_counts(self, model: Captioner) -> dict[str, Tensor]:
-        return {}
 
-    def metrics(self, totals: Mapping[str, Any]) -> dict[str, float]:
-        return {}
-
-
-class CaptionBatchAdapter:
-    """See `paddle_vl.families.base.BatchAdapter`; there is no optional branch."""
+class CaptionBatchAdapter(BatchAdapter[CaptionBatch]):
+    """Batches of `CaptionCollator`; the model has no optional branch."""
 
     def counts(self, batch: CaptionBatch) -> list[int]:
         return [batch["num_target_tokens"]]
@@ -71,25 +67,8 @@ class CaptionBatchAdapter:
     def num_tokens(self, batch: CaptionBatch) -> int:
         return batch["num_target_tokens"]
 
-    def num_packed_places(self, batch: CaptionBatch) -> int:
-        return 0
-
     def lengths(self, batch: CaptionBatch) -> list[int]:
         return (batch["labels"] != -100).sum(axis=1).tolist()
-
-    def optional_branches(self, batch: CaptionBatch) -> list[bool]:
-        return []
-
-    def prepared(self, batch: CaptionBatch) -> CaptionBatch:
-        return batch
-
-    def is_for_device(self, name: str) -> bool:
-        return True
-
-    def synchronized(
-        self, batch: CaptionBatch, needed: Sequence[int], model: Captioner
-    ) -> CaptionBatch:
-        return batch
 
     def idle_batch(self, model: Captioner) -> CaptionBatch:
         config = model.config
@@ -99,15 +78,6 @@ class CaptionBatchAdapter:
             "features": np.zeros([1, config.num_regions, config.num_features], dtype=np.float32),
             "num_target_tokens": 0,
         }
-
-    def to_device(self, batch: CaptionBatch) -> CaptionBatch:
-        return {
-            name: paddle.to_tensor(value) if isinstance(value, np.ndarray) else value
-            for name, value in batch.items()
-        }
-
-    def forward(self, model: Captioner, batch: CaptionBatch) -> Tensor:
-        return model(**batch)
 
 
 class CaptionerFlops(FlopCounter):
@@ -136,13 +106,11 @@ class CaptionerFlops(FlopCounter):
         return self._operations
 
 
-class CaptionerRecipe:
+class CaptionerRecipe(Family):
     """A run that trains a captioner."""
 
     parts: Mapping[str, Sequence[str]] = {"decoder": ("captioner.layers.*",)}
     make_stage = CaptionerStage
-    fields: Mapping[str, bool] = {}
-    pad_to_multiple_of = None
     sample_kind = "captions"
 
     def __init__(self, config: RunConfig, checkpoint: Path | None):
@@ -166,10 +134,6 @@ class CaptionerRecipe:
         )
         self.costs = [1.0] * model.num_hidden_layers, 0.1, 0.5
 
-    @property
-    def recomputes(self) -> bool:
-        return self.config.train.recompute == "full"
-
     def build_model(self, placement: SingleDevicePlacement) -> BuiltModel:
         dtype = self.config.model.compute_dtype
         if self.folder is None:
@@ -189,9 +153,6 @@ class CaptionerRecipe:
 
     def full_shapes(self, model: Captioner) -> dict[str, tuple[int, ...]]:
         return model.whole_shapes()
-
-    def trainable_names(self, model: Captioner) -> None:
-        return None
 
     def flop_counter(self, model: Captioner, trained: Collection[str]) -> FlopCounter:
         return CaptionerFlops(model.config, trained)
@@ -231,14 +192,6 @@ class CaptionerRecipe:
         collator = CaptionCollator(tokenizer.token_id(END))
         loader = _every_sample_once(samples, collator, options.batch_size)
         return Evaluation(model, CaptionLoss(), CaptionBatchAdapter(), loader, losses_report)
-
-    @classmethod
-    def chat(cls, folder: Path, base: str | None) -> Any:
-        raise ValueError(f"{folder} is a captioner, which answers no questions")
-
-    @classmethod
-    def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
-        raise ValueError(f"{folder} is a captioner, which has no adapters")
 
     @classmethod
     def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:
