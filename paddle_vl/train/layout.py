@@ -6,11 +6,14 @@ from typing import Any
 
 from paddle import nn
 
+from paddle_vl.config.families import ModelShape
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.families.base import BatchAdapter
+from paddle_vl.nn.loss import Loss
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
-from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import num_parts, parts_of_stage
 from paddle_vl.parallel.pipeline.split import split_layers
@@ -18,9 +21,8 @@ from paddle_vl.parallel.pipeline.split_backward import split_backward
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetCheckpointRanks, FleetPlacement
 from paddle_vl.parallel.topology import Topology
-from paddle_vl.train.objective import Objective
 from paddle_vl.train.processes import SingleProcess
-from paddle_vl.train.step import WholeModel
+from paddle_vl.train.step import ModelRunner, Runner
 
 
 @dataclass(frozen=True)
@@ -149,22 +151,24 @@ class Layout:
     def runner(
         self,
         model: nn.Layer,
-        make_part: Callable[[Any, range], Part],
+        make_stage: Callable[[Any, range], Part],
         processes: SingleProcess,
-        objective: Objective,
-    ) -> WholeModel | PipelineRunner:
-        """What computes losses and gradients: the full model, or this pipeline stage."""
+        loss: Loss,
+        adapter: BatchAdapter,
+    ) -> Runner:
+        """What computes losses and gradients: the model, or this process's parts of it."""
         if self.topology.degrees.pp_degree == 1:
-            return WholeModel(model, processes, objective)
+            return ModelRunner(model, loss, adapter, processes)
         if self.topology.degrees.pp_schedule == "dualpipev":
             split_backward(model.decoder_layers)
         return PipelineRunner(
             model,
-            [make_part(model, layers) for layers in self.all_parts],
+            [make_stage(model, layers) for layers in self.all_parts],
             self.topology.degrees,
             self.topology.pp_rank,
             self.config.model.compute_dtype,
-            objective,
+            loss,
+            adapter,
             processes.data_size,
             self.reserved,
         )

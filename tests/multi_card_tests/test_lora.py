@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.qwen3_vl.build_model import model_config
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.qwen3_vl.processor_fit import model_config
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.parallel.tensor import FleetPlacement

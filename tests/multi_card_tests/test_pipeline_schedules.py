@@ -125,7 +125,7 @@ def make_runner(settings: dict, num_batches: int, frozen: bool = False, reserved
     ends = []
     store = SimpleNamespace(end_micro_batch=lambda: ends.append(1))
     parts = make_parts(num_parts(degrees), frozen)
-    arguments = parts, degrees, topology.pp_rank, "float32", Objective()
+    arguments = parts, degrees, topology.pp_rank, "float32", Objective(), None
     return PipelineRunner(SimpleNamespace(), *arguments, reserved=reserved), store, ends
 
 

@@ -14,8 +14,8 @@ from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.step import WholeModel, train_step
-from tests.single_card_tests.train.batches import image_batch, micro_batches
+from paddle_vl.train.step import train_step
+from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
 from tests.support.tiny import tiny_model
 
 
@@ -45,7 +45,7 @@ def test_frozen_parameters_get_no_gradient_state_or_update(batch):
     model = tiny_model()
     optimizer = build(model, ["model.visual.*", "*.layers.0.mlp.*"])
     before = model.hf_state_dict()
-    train_step(WholeModel(model), optimizer, micro_batches(batch), 0.01)
+    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
     changed = {
         name for name, value in model.hf_state_dict().items() if (value != before[name]).any()
     }
@@ -87,7 +87,7 @@ def test_learning_rates_of_parts_are_peaks_of_the_one_schedule(batch):
         model, learning_rate=1e-2, part_learning_rates=rates, adam_epsilon=1e-30, weight_decay=0.5
     )
     before = model.hf_state_dict()
-    WholeModel(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
+    vl_runner(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
     # Half of the peak.
     optimizer.step(5e-3)
     after, seen = model.hf_state_dict(), set()
@@ -135,7 +135,7 @@ def test_weight_decay_moves_only_decayed_parameters():
 def test_clipping_is_torchs_formula_over_trained_parameters(batch, max_norm):
     model = tiny_model()
     optimizer = build(model, ["model.visual.*"], max_grad_norm=max_norm)
-    WholeModel(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
+    vl_runner(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
     # A fused parameter has several names, and counts once.
     before = {p.name: p.grad.numpy().copy() for _, p in optimizer.parameters}
     expected = np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in before.values()))
@@ -153,13 +153,13 @@ def test_state_round_trips_bit_for_bit(batch):
     """One step, a move of weights and state to other objects, one step: equal to two steps."""
     model = tiny_model()
     optimizer = build(model, weight_decay=0.1)
-    train_step(WholeModel(model), optimizer, micro_batches(batch), 0.01)
+    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
     other = tiny_model(seed=5)
     other.set_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     moved = build(other, weight_decay=0.1)
     moved.load_state(arrays(optimizer))
-    train_step(WholeModel(model), optimizer, micro_batches(batch), 0.01)
-    train_step(WholeModel(other), moved, micro_batches(batch), 0.01)
+    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
+    train_step(vl_runner(other), moved, micro_batches(batch), 0.01)
     for name, value in model.hf_state_dict().items():
         np.testing.assert_array_equal(other.hf_state_dict()[name], value, err_msg=name)
     for name, value in arrays(optimizer).items():
@@ -249,7 +249,7 @@ def test_powers_of_beta_may_lie_where_the_device_counts_them(batch):
     optimizers[1]._keep_powers_on_device()
     for _ in range(2):
         for model, optimizer in zip((plain, moved), optimizers, strict=True):
-            train_step(WholeModel(model), optimizer, micro_batches(batch), 0.01)
+            train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
     expected, found = map(arrays, optimizers)
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)

@@ -15,7 +15,7 @@ from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.qwen3_vl.flops import Qwen3VLFlops
 from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
-from paddle_vl.train.feeding.in_step import with_unused_image
+from paddle_vl.families.qwen3_vl.objective import with_unused_image
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from tests.support.counted_products import counted_products
 from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows

@@ -15,12 +15,12 @@ import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter
 from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.train.host_reads import record_host_reads
-from paddle_vl.train.objective import LANGUAGE
 from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
 
 CUTS = [[3], [1, 2, 3], [1, 3], [2, 3]]
@@ -96,7 +96,7 @@ def test_parts_do_not_read_a_batch_back_from_the_device():
     wanted = loss_through_parts(parts, batch).loss_sum.item()
     on_device = {
         name: paddle.to_tensor(value)
-        if isinstance(value, np.ndarray) and LANGUAGE.is_for_device(name)
+        if isinstance(value, np.ndarray) and VLBatchAdapter().is_for_device(name)
         else value
         for name, value in batch.items()
     }
