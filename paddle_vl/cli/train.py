@@ -91,7 +91,7 @@ def natural(text: str) -> int:
 
 
 def _train_epilog() -> str:
-    from paddle_vl.config.schema import setting_descriptions
+    from paddle_vl.config.family_settings import settings_help
 
     lines = [
         "examples:",
@@ -114,10 +114,14 @@ def _train_epilog() -> str:
         "",
         "Ctrl-C, SIGTERM or a closed terminal finishes the step, saves a checkpoint and exits with",
         "130, 143 or 129; once more ends at once, with 1. See train.stop_grace_s.",
-        "",
-        "settings (default):",
     ]
-    for name, (default, description) in setting_descriptions().items():
-        lines.append(f"  {name} ({'null' if default == 'None' else default})")
-        lines += textwrap.wrap(description, 90, initial_indent="      ", subsequent_indent="      ")
+    for title, parts, described in settings_help():
+        lines += ["", f"{title} (default):"]
+        if parts:
+            lines.append(f"  parts of the model: {', '.join(parts)}")
+        for name, (default, description) in described.items():
+            lines.append(f"  {name} ({default})")
+            lines += textwrap.wrap(
+                description, 90, initial_indent="      ", subsequent_indent="      "
+            )
     return "\n".join(lines)

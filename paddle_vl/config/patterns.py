@@ -4,33 +4,6 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 
-# The parts of a Qwen3-VL that a setting may name, as patterns over HF parameter names.
-PARTS: dict[str, tuple[str, ...]] = {
-    "vision": ("model.visual.patch_embed.*", "model.visual.pos_embed.*", "model.visual.blocks.*"),
-    "mergers": ("model.visual.merger.*", "model.visual.deepstack_merger_list.*"),
-    "language": ("model.language_model.*", "lm_head.*"),
-}
-
-# The same for a policy, over the keys of its checkpoint.
-_ENGINE = "model.gemma3_with_expert"
-POLICY_PARTS: dict[str, tuple[str, ...]] = {
-    "vision": (f"{_ENGINE}.gemma3.model.vision_tower.*",),
-    "projector": (f"{_ENGINE}.gemma3.model.multi_modal_projector.*",),
-    "backbone": (
-        f"{_ENGINE}.gemma3.model.language_model.*",
-        f"{_ENGINE}.interleaved_layers.*.backbone_layer.*",
-    ),
-    "expert": (
-        f"{_ENGINE}.gemma_expert.*",
-        f"{_ENGINE}.interleaved_layers.*.expert_layer.*",
-        "model.action_in_proj.*",
-        "model.action_out_proj.*",
-        "model.time_mlp_*",
-    ),
-    "state": ("model.state_proj.*",),
-    "discrete_actions": (f"{_ENGINE}.discrete_action_embedding.*", f"{_ENGINE}.da_head.*"),
-}
-
 
 def matching_names(
     patterns: Sequence[str],

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
@@ -20,55 +19,18 @@ _POLICIES = {
     "pi07_high_level": (PI07PlannerConfig, PI07PlannerRecipe),
 }
 
-# Settings that say nothing to models of the other family.
-_POLICIES_ONLY = (
-    "data.synthetic_samples",
-    "data.groups",
-    "data.fields",
-    "data.statistics",
-    "data.drops",
-    "train.loss_weighting",
-    "parallel.branch_sync",
-)
-_LANGUAGE_ONLY = (
-    "model.lora",
-    "data.max_length",
-    "data.min_pixels",
-    "data.max_pixels",
-    "data.video_fps",
-    "data.video_min_frames",
-    "data.video_max_frames",
-    "data.video_min_pixels",
-    "data.video_max_pixels",
-    "data.packing",
-    "data.padding_side",
-    "data.pad_to_multiple_of",
-    "parallel.ep_degree",
-)
-
 
 def model_family(config: RunConfig, checkpoint: Path | None) -> Family:
     """The family of the run's model, with its data.
 
     Raises:
-        ValueError: settings of the other family, all named; what each family refuses.
+        ValueError: what each family refuses.
         RuntimeError: files that are missing or damaged.
     """
     pretrained = config.model.pretrained
     folder = checkpoint or (None if pretrained is None else Path(pretrained))
     values = _model_values(config, folder)
-    trains_policy = _is_type(values.get("type"))
-    found, others = (
-        ("pi07 policy", _LANGUAGE_ONLY) if trains_policy else ("Qwen3-VL", _POLICIES_ONLY)
-    )
-    raise_problems(
-        [
-            f"{name} is set, but the model is a {found}, to which it says nothing: remove it"
-            for name in others
-            if _is_set(config, name)
-        ]
-    )
-    if not trains_policy:
+    if not _is_type(values.get("type")):
         return Qwen3VLRecipe(config, checkpoint)
     form_class, family = _POLICIES[values["type"]]
     form = form_class.from_dict(values) if folder is None else form_class.from_pretrained(folder)
@@ -96,10 +58,3 @@ def _json_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def _is_set(config: RunConfig, name: str) -> bool:
-    section, setting = name.split(".")
-    settings = getattr(config, section)
-    default = type(settings).model_fields[setting].get_default(call_default_factory=True)
-    return getattr(settings, setting) != default

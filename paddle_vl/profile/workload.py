@@ -70,7 +70,7 @@ def with_workload(config: RunConfig, workload: Workload, folder: Path) -> RunCon
         values["data"] |= {"train": [], "synthetic_samples": _num_samples(config)}
         if workload.cameras is not None:
             values["model"]["config"] = _with_cameras(config, workload.cameras)
-        return RunConfig.model_validate(values)
+        return type(config).model_validate(values)
     tokenizer = TextTokenizer.from_file(config.data.processor or config.model.pretrained)
     given = {
         "num_images": workload.cameras,
@@ -82,7 +82,7 @@ def with_workload(config: RunConfig, workload: Workload, folder: Path) -> RunCon
     )
     file = write_conversations(folder / "data", shapes, _num_samples(config), tokenizer)
     values["data"]["train"] = [str(file)]
-    return RunConfig.model_validate(values)
+    return type(config).model_validate(values)
 
 
 def is_policy(config: RunConfig) -> bool:

@@ -92,7 +92,7 @@ def _build(
     if checkpoint is not None:
         for change in changed_settings(checkpoint, config):
             logger.info("changed since %s: %s", checkpoint.name, change)
-    if config.model.pretrained is not None and (checkpoint is None or config.model.lora):
+    if config.model.pretrained is not None and (checkpoint is None or config.trains_adapters):
         folder = Path(config.model.pretrained)
         check_pretrained(folder, config.train.verify_checkpoint, processes)
     seed_everything(config.train.seed)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from paddle import Tensor
 
 from paddle_vl.config import patterns as config_patterns
-from paddle_vl.config.patterns import PARTS
+from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.nn.fused import names_by_parameter
 
 logger = logging.getLogger(__name__)

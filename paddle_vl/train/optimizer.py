@@ -16,8 +16,8 @@ from paddle.base import framework
 
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
 from paddle_vl.checkpoint.shared_array import SharedArray
-from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.nn.adamw import STATES, AdamW
 from paddle_vl.nn.fused import fused_columns, names_by_parameter, whole_slices
 from paddle_vl.nn.master_weights import gradient_of

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.train.freeze import matching_names
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from paddle_vl.config.schema import RunConfig
+from paddle_vl.families.pi07.settings import PI07Run
 from paddle_vl.families.registry import is_policy, model_family
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.evaluate import MeanLosses, mean_losses
@@ -19,7 +19,7 @@ def policy_losses(folder: Path, files: Sequence[str], batch_size: int) -> MeanLo
     Raises:
         ValueError, RuntimeError: the folder is not a policy, or the data cannot be used.
     """
-    config = RunConfig(
+    config = PI07Run(
         model={"pretrained": str(folder)},
         data={"train": list(files), "eval": list(files)},
         train={

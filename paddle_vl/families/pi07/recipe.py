@@ -10,7 +10,6 @@ from typing import Any
 from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.safetensors_io import FileWriter
-from paddle_vl.config.patterns import POLICY_PARTS
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
@@ -19,7 +18,7 @@ from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.pi07.demonstrations.draws import FlowDraws
-from paddle_vl.families.pi07.demonstrations.drops import NO_DROPS, DropProbabilities
+from paddle_vl.families.pi07.demonstrations.drops import NO_DROPS
 from paddle_vl.families.pi07.demonstrations.present_fields import present_fields
 from paddle_vl.families.pi07.demonstrations.sample import (
     OPTIONAL_FIELDS,
@@ -44,6 +43,7 @@ from paddle_vl.families.pi07.placed_policy import PlacedPolicy
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_files import ACTION_TOKENIZER_FOLDER
+from paddle_vl.families.pi07.settings import PARTS
 from paddle_vl.families.qwen3_vl.build_model import default_dtype
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ModelShape
@@ -63,7 +63,7 @@ class PI07Recipe:
     losses: tuple[str, ...] = ("MSE", "CE")
     policy_class: type[PlacedPolicy] = PI07LowLevelPolicy
     counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops
-    parts: Mapping[str, Sequence[str]] = POLICY_PARTS
+    parts: Mapping[str, Sequence[str]] = PARTS
     make_part: type[PI07Stage] = PI07LowLevelStage
     sample_kind = "samples"
     pad_to_multiple_of = None
@@ -82,8 +82,7 @@ class PI07Recipe:
         self.source = self._source(config.data.train)
         eval_source = self._source(config.data.eval) if config.data.eval else None
         flow, seed = self._flow_draws(), config.train.seed
-        drops = DropProbabilities(**config.data.drops.model_dump())
-        self.train_data = DrawnDemonstrations(self.source, drops, flow, seed)
+        self.train_data = DrawnDemonstrations(self.source, config.data.drops, flow, seed)
         self.eval_data = (
             None
             if eval_source is None

@@ -6,7 +6,6 @@ from pathlib import Path
 from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.safetensors_io import FileWriter
-from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
@@ -19,6 +18,7 @@ from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
+from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.objective import LANGUAGE
 from paddle_vl.train.processes import SingleProcess

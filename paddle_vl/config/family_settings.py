@@ -1,0 +1,142 @@
+"""Which family's settings a run has, and which of its settings belong to other families.
+
+Every family registers a subclass of `RunConfig` in `paddle_vl.config.families`. A run's model says
+which of them applies. A setting of another family is accepted at its default, since checkpoints of
+earlier versions list the settings of all families, and refused otherwise.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from paddle_vl.config.families import families, family_of
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.config.section import Section, section_of, setting_descriptions
+
+Key = tuple[str | int, ...]
+Descriptions = dict[str, tuple[str, str]]
+
+
+def settings_classes() -> list[type[RunConfig]]:
+    """The settings of all families, each class once, in the order of registration."""
+    return list(dict.fromkeys(entry.settings_class() for entry in families()))
+
+
+def settings_class_of(values: Mapping[str, Any]) -> type[RunConfig]:
+    """The settings class for the values of a configuration, by its model.
+
+    If the model's config.json cannot be read, which is an error of its own when the run starts, it
+    is the class with the fewest settings of other families among the values.
+    """
+    content = model_values(values)
+    if content is not None:
+        return family_of(_texts(content)).settings_class()
+    return min(settings_classes(), key=lambda run: len(own_settings(values, run)[1]))
+
+
+def model_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The content of the model's config.json; empty for a published size, None if unreadable.
+
+    It is read from model.pretrained or model.config, or if these are gone from the checkpoint that
+    train.resume_from_checkpoint names.
+    """
+    model, train = (_mapping(values.get(name)) for name in ("model", "train"))
+    pretrained, config = model.get("pretrained"), model.get("config")
+    if pretrained is None and isinstance(config, dict):
+        return config
+    if isinstance(pretrained, str):
+        content = _json_object(Path(pretrained) / "config.json")
+    elif isinstance(config, str):
+        content = _json_object(Path(config))
+        if content is None and not config.endswith(".json"):
+            return {}
+    else:
+        return None
+    checkpoint = train.get("resume_from_checkpoint")
+    if content is None and isinstance(checkpoint, str):
+        content = _json_object(Path(checkpoint) / "config.json")
+    return content
+
+
+def own_settings(
+    values: Mapping[str, Any], run: type[RunConfig]
+) -> tuple[dict[str, Any], dict[Key, str]]:
+    """Separate settings of other families from the rest.
+
+    Returns:
+        The values without settings of other families, and the settings of other families that are
+        not at their default, with the names of these families. Unknown keys stay in the values.
+    """
+    found: dict[Key, str] = {}
+    others = [(other.family, other) for other in settings_classes() if other is not run]
+    return _own_settings(values, run, others, (), found), found
+
+
+def settings_help() -> Iterator[tuple[str, tuple[str, ...], Descriptions]]:
+    """Groups of settings with default and description: those of every run, then each family's.
+
+    Yields:
+        A title, the words for parts of the family's model, and the settings of the group.
+    """
+    common = setting_descriptions(RunConfig)
+    yield "settings of every run", (), common
+    for run in settings_classes():
+        own = setting_descriptions(run)
+        own = {name: described for name, described in own.items() if name not in common}
+        yield f"settings of {run.family} only", tuple(run.parts), own
+
+
+def _own_settings(
+    values: Mapping[str, Any],
+    section: type[Section],
+    others: Sequence[tuple[str, type[Section]]],
+    key: Key,
+    found: dict[Key, str],
+) -> dict[str, Any]:
+    own = {}
+    for name, value in values.items():
+        theirs = [
+            (family, other.model_fields[name])
+            for family, other in others
+            if name in other.model_fields
+        ]
+        field = section.model_fields.get(name)
+        if field is None and theirs:
+            if not any(_is_default(value, other) for _, other in theirs):
+                found[(*key, name)] = ", ".join(dict.fromkeys(family for family, _ in theirs))
+            continue
+        inner = None if field is None else section_of(field)
+        if inner is not None and isinstance(value, Mapping):
+            sections = [(family, section_of(other)) for family, other in theirs]
+            nested = [(family, other) for family, other in sections if other is not None]
+            value = _own_settings(value, inner, nested, (*key, name), found)
+        own[name] = value
+    return own
+
+
+def _is_default(value: Any, field: FieldInfo) -> bool:
+    """Whether a value from a file is the field's default, of nested settings all of them."""
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, Section) and isinstance(value, Mapping):
+        inner = type(default).model_fields
+        return all(name in inner and _is_default(value[name], inner[name]) for name in value)
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if isinstance(value, str)}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _json_object(file: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
