@@ -1,8 +1,8 @@
-"""Which family's settings a run has, and which of its settings belong to other families.
+"""The settings class of a run's model family, and settings that belong to other families.
 
-Every family registers a subclass of `RunConfig` in `paddle_vl.config.families`. A run's model says
-which of them applies. A setting of another family is accepted at its default, since checkpoints of
-earlier versions list the settings of all families, and refused otherwise.
+Every family registers a subclass of `RunConfig` in `paddle_vl.config.families`; the run's model
+decides which one applies. A setting of another family is accepted at its default value, because
+checkpoints of earlier versions list the settings of all families, and refused otherwise.
 """
 
 import json
@@ -26,39 +26,18 @@ def settings_classes() -> list[type[RunConfig]]:
 
 
 def settings_class_of(values: Mapping[str, Any]) -> type[RunConfig]:
-    """The settings class for the values of a configuration, by its model.
+    """The settings class of the family that the model belongs to.
 
-    If the model's config.json cannot be read, which is an error of its own when the run starts, it
-    is the class with the fewest settings of other families among the values.
+    A model whose config.json cannot be read is reported when the run starts. Its class is the one
+    that leaves the fewest settings to other families.
+
+    Args:
+        values: the run's configuration, as read from YAML.
     """
-    content = model_values(values)
+    content = _model_content(values)
     if content is not None:
         return family_of(_texts(content)).settings_class()
     return min(settings_classes(), key=lambda run: len(own_settings(values, run)[1]))
-
-
-def model_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The content of the model's config.json; empty for a published size, None if unreadable.
-
-    It is read from model.pretrained or model.config, or if these are gone from the checkpoint that
-    train.resume_from_checkpoint names.
-    """
-    model, train = (_mapping(values.get(name)) for name in ("model", "train"))
-    pretrained, config = model.get("pretrained"), model.get("config")
-    if pretrained is None and isinstance(config, dict):
-        return config
-    if isinstance(pretrained, str):
-        content = _json_object(Path(pretrained) / "config.json")
-    elif isinstance(config, str):
-        content = _json_object(Path(config))
-        if content is None and not config.endswith(".json"):
-            return {}
-    else:
-        return None
-    checkpoint = train.get("resume_from_checkpoint")
-    if content is None and isinstance(checkpoint, str):
-        content = _json_object(Path(checkpoint) / "config.json")
-    return content
 
 
 def own_settings(
@@ -76,10 +55,11 @@ def own_settings(
 
 
 def settings_help() -> Iterator[tuple[str, tuple[str, ...], Descriptions]]:
-    """Groups of settings with default and description: those of every run, then each family's.
+    """Settings in groups for `--help`: those of every run, then those of each family.
 
     Yields:
-        A title, the words for parts of the family's model, and the settings of the group.
+        The group's title, the words for parts of the family's model, and default and description
+        of each setting.
     """
     common = setting_descriptions(RunConfig)
     yield "settings of every run", (), common
@@ -87,6 +67,30 @@ def settings_help() -> Iterator[tuple[str, tuple[str, ...], Descriptions]]:
         own = setting_descriptions(run)
         own = {name: described for name, described in own.items() if name not in common}
         yield f"settings of {run.family} only", tuple(run.parts), own
+
+
+def _model_content(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The content of the model's config.json; empty for a published size, None if unreadable.
+
+    If model.pretrained and model.config are gone, the checkpoint of train.resume_from_checkpoint
+    is read.
+    """
+    model, train = (_mapping(values.get(name)) for name in ("model", "train"))
+    pretrained, config = model.get("pretrained"), model.get("config")
+    if pretrained is None and isinstance(config, dict):
+        return config
+    if isinstance(pretrained, str):
+        content = _json_object(Path(pretrained) / "config.json")
+    elif isinstance(config, str):
+        content = _json_object(Path(config))
+        if content is None and not config.endswith(".json"):
+            return {}
+    else:
+        return None
+    checkpoint = train.get("resume_from_checkpoint")
+    if content is None and isinstance(checkpoint, str):
+        content = _json_object(Path(checkpoint) / "config.json")
+    return content
 
 
 def _own_settings(
@@ -118,7 +122,7 @@ def _own_settings(
 
 
 def _is_default(value: Any, field: FieldInfo) -> bool:
-    """Whether a value from a file is the field's default, of nested settings all of them."""
+    """Whether a value from YAML is the field's default; nested settings must all be."""
     default = field.get_default(call_default_factory=True)
     if isinstance(default, Section) and isinstance(value, Mapping):
         inner = type(default).model_fields

@@ -1,4 +1,4 @@
-"""Patterns over names: of parameters, of modules."""
+"""Patterns (`*`, `?`) over the names of parameters or modules."""
 
 import difflib
 import fnmatch
@@ -14,16 +14,16 @@ def matching_names(
     groups: Mapping[str, Sequence[str]] | None = None,
     by_suffix: bool = False,
 ) -> set[str]:
-    """The names that at least one pattern (`*`, `?`, case counts) fits.
+    """The names that match at least one pattern (`*`, `?`, case-sensitive).
 
     Args:
-        setting: where the patterns come from, for the message.
-        kind: what the names are of, for the message.
-        groups: words that may stand for several patterns.
-        by_suffix: a pattern may also fit the end of a name, behind a dot.
+        setting: name of the setting with the patterns, for the error.
+        kind: what the names belong to, for the error.
+        groups: words that stand for several patterns.
+        by_suffix: a pattern may also match the end of a name after a dot.
 
     Raises:
-        ValueError: a pattern that fits no name, with the nearest names.
+        ValueError: a pattern matches no name; the message has the nearest names.
     """
     names, groups = list(names), groups or {}
     matched: set[str] = set()
@@ -31,20 +31,18 @@ def matching_names(
         alternatives = list(groups.get(pattern, [pattern]))
         if by_suffix:
             alternatives += [f"*.{alternative}" for alternative in alternatives]
-        fitting = {
-            name for name in names if any(fnmatch.fnmatchcase(name, p) for p in alternatives)
-        }
-        if not fitting:
+        found = {name for name in names if any(fnmatch.fnmatchcase(name, p) for p in alternatives)}
+        if not found:
             raise ValueError(
                 f"{setting}: the pattern {pattern!r} fits none of {len(names)} {kind}; the nearest "
                 f"are {', '.join(_nearest(pattern, names, by_suffix))}"
             )
-        matched |= fitting
+        matched |= found
     return matched
 
 
 def _nearest(pattern: str, names: Sequence[str], by_suffix: bool) -> list[str]:
-    """Three names like the pattern; where it may be an end of them, those with such an end."""
+    """Three names close to the pattern, compared by their ends if it may match ends."""
     depth = pattern.count(".") + 1
     ends: dict[str, str] = {}
     for name in names:
