@@ -1,9 +1,9 @@
 """Each family's own settings.
 
-Guarantees: the model decides whose settings a run has, wherever its configuration stands; a setting
-of another family is refused by name, place and remedy, all of them at once, and accepted at its
-default, as checkpoints of earlier versions have it; a family from outside of the package brings its
-settings with one registration; nothing of this loads Paddle or NumPy.
+Guarantees: the model's config.json decides which settings class a run has; settings of another
+family are refused together with name, place and remedy, and accepted at their default, as in
+checkpoints of earlier versions; a family from outside of the package brings its settings with one
+registration; reading settings loads neither Paddle nor NumPy.
 """
 
 import json
@@ -80,7 +80,7 @@ def test_files_decide(write, folder):
 
 @pytest.mark.parametrize("model", [{"pretrained": "gone"}, {"config": "gone.json"}])
 def test_settings_decide_where_the_model_cannot_be_read(write, model):
-    """That it cannot is told when the run starts."""
+    """The unreadable model is an error of its own when the run starts."""
     assert type(load_run_config(write(model))) is Qwen3VLRun
     assert type(load_run_config(write(model), ["data.statistics=s.json"])) is PI07Run
     assert type(load_run_config(write(model), ["data.max_length=64"])) is Qwen3VLRun
@@ -134,7 +134,7 @@ class CaptionStyle(Section):
 
 
 class CaptionRun(RunConfig):
-    """A family with a setting that another one has too, a section and a rule of its own."""
+    """A family that shares a setting's name with Qwen3-VL and has its own section and rule."""
 
     family: ClassVar[str] = "captioner"
     needs_processor: ClassVar[bool] = False

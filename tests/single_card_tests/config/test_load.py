@@ -1,8 +1,8 @@
 """Reading a run's configuration.
 
-Guarantees: numbers are read as people write them; every unknown key, wrong type, duplicate key and
-broken rule is reported, all together, with its place and the nearest valid name; overrides win over
-the file; what is saved reads back equal; every setting is described and read by the package.
+Guarantees: 1e-4 is a number; unknown keys, wrong types, duplicate keys and broken rules are
+reported all together, each with its place and the nearest valid name; overrides win over the file;
+a saved configuration reads back equal; every setting has a description and is read by the package.
 """
 
 import ast
@@ -113,7 +113,7 @@ def test_wrong_value_is_named(write, override, part):
     assert part in message
 
 
-def test_missing_setting_is_named_with_its_meaning(write):
+def test_missing_setting_is_named_with_its_description(write):
     message = problems(write(MINIMAL.replace("  output_dir: runs/a\n", "")))
     assert "run.yaml:5: train.output_dir is missing (folder for checkpoints" in message
 
@@ -130,7 +130,7 @@ def test_all_problems_are_reported_together(write):
         assert part in message
 
 
-def test_thousands_of_unknown_keys_are_told_in_short_and_at_once(write):
+def test_thousands_of_unknown_keys_are_reported_briefly_and_fast(write):
     keys = "".join(f"  key_number_{number}: 1\n" for number in range(20_000))
     begin = time.process_time()
     message = problems(write(MINIMAL + keys))
@@ -139,7 +139,7 @@ def test_thousands_of_unknown_keys_are_told_in_short_and_at_once(write):
     assert message.endswith("run.yaml: 19900 more settings are wrong")
 
 
-def test_long_name_is_told_in_short_and_at_once(write):
+def test_long_name_is_reported_briefly_and_fast(write):
     begin = time.process_time()
     message = problems(write(MINIMAL), "train." + "max_steps" * 10_000 + "=1")
     assert time.process_time() - begin < 2
@@ -148,7 +148,7 @@ def test_long_name_is_told_in_short_and_at_once(write):
     assert len(message) < 2000
 
 
-def test_last_override_of_a_name_holds(write):
+def test_last_override_of_a_name_wins(write):
     config = load_run_config(write(MINIMAL), ["train.max_steps=5", "train.max_steps=6"])
     assert config.train.max_steps == 6
 
@@ -214,7 +214,7 @@ def test_configuration_is_frozen(write):
     sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml")),
     ids=lambda path: path.name,
 )
-def test_every_example_loads_and_its_processes_add_up(path):
+def test_every_example_loads_and_its_ranks_add_up(path):
     config = load_run_config(path)
     launched = {"digits_4_processes": 4, "eight_gpus": 8, "one_node_8_gpus": 8, "two_nodes": 16}
     multiple = config.data.pad_to_multiple_of if isinstance(config, Qwen3VLRun) else None

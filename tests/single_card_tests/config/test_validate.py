@@ -1,6 +1,6 @@
 """Rules across settings.
 
-Guarantees: each rule fires on the one combination it forbids and names the values, and a sound
+Guarantees: each rule refuses the combination that it forbids and names the values; a valid
 configuration passes all of them.
 """
 
@@ -17,7 +17,7 @@ HALF = {"parallel__reduce_dtype": "bfloat16", "model__compute_dtype": "bfloat16"
 
 
 def make(**changes: object) -> Qwen3VLRun:
-    """A sound configuration with `section__name` values changed."""
+    """A valid configuration with `section__name` values changed."""
     values = {
         "model": {"pretrained": "m"},
         "data": {"train": ["t.jsonl"]},
@@ -37,7 +37,7 @@ def existing(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_sound_configuration_passes(existing):
+def test_valid_configuration_passes(existing):
     assert rule_problems(make()) == []
     assert launch_problems(make(), CPU) == []
 
