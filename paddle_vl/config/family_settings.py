@@ -5,7 +5,6 @@ decides which one applies. A setting of another family is accepted at its defaul
 checkpoints of earlier versions list the settings of all families, and refused otherwise.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pydantic.fields import FieldInfo
 from paddle_vl.config.families import families, family_of
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import Section, section_of, setting_descriptions
+from paddle_vl.files.json_file import read_json_object
 
 Key = tuple[str | int, ...]
 Descriptions = dict[str, tuple[str, str]]
@@ -140,7 +140,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _json_object(file: Path) -> dict[str, Any] | None:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        # A pipe would block.
+        return read_json_object(file, "a config.json") if file.is_file() else None
+    except (OSError, RuntimeError):
         return None
-    return values if isinstance(values, dict) else None
