@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from paddle_vl.config.bounded_yaml import read_document
 from paddle_vl.config.family_settings import Key, own_settings, settings_class_of
@@ -53,14 +54,12 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
         f"model is a {run.family}: remove it"
         for key, families in foreign.items()
     ]
-    config = None
     try:
         config = run.model_validate(values)
     except ValidationError as error:
-        problems += _schema_problems(error, run, places, str(path))
-    if config is not None:
-        problems += rule_problems(config)
-    raise_problems(problems)
+        raise_problems([*problems, *_schema_problems(error, run, places, str(path))])
+        raise
+    raise_problems([*problems, *rule_problems(config)])
     return config
 
 
@@ -183,13 +182,13 @@ def _schema_problems(
     described = setting_descriptions(run)
     settings = {tuple(name.split(".")) for name in described}
     sections = {setting[:-1] for setting in settings}
-    by_key: dict[Key, list[dict]] = {}
+    by_key: dict[Key, list[ErrorDetails]] = {}
     for item in error.errors(include_url=False):
         key = item["loc"]
         known = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in settings), None)
         # Beyond a setting the location names a list item or the alternative of a union.
-        is_inner = known is not None and known not in sections
-        if is_inner and not all(isinstance(name, int) for name in key[len(known) :]):
+        inside = () if known is None or known in sections else key[len(known) :]
+        if known is not None and not all(isinstance(name, int) for name in inside):
             key = known
         by_key.setdefault(key, []).append(item)
     reported = list(by_key.items())[:_MAX_REPORTED]
@@ -213,7 +212,7 @@ def _place(key: Key, places: dict[Key, str], path: str) -> str:
 
 
 def _message(
-    key: Key, items: list[dict], run: type[RunConfig], described: dict[str, tuple[str, str]]
+    key: Key, items: list[ErrorDetails], run: type[RunConfig], described: dict[str, tuple[str, str]]
 ) -> str:
     name, first = _dotted(key), items[0]
     if first["type"] == "extra_forbidden":

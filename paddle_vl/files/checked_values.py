@@ -90,8 +90,8 @@ def _needed(value: Any, hint: Any, numbers: Range) -> str | None:
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         if value is None and NoneType in get_args(hint):
             return None
-        found = [_needed(value, kind, numbers) for kind in kinds]
-        return None if None in found else " or ".join(dict.fromkeys(found))
+        found = [needed for kind in kinds if (needed := _needed(value, kind, numbers)) is not None]
+        return None if len(found) < len(kinds) else " or ".join(dict.fromkeys(found))
     if hint is bool:
         return None if isinstance(value, bool) else "true or false"
     if hint is int:
@@ -110,12 +110,13 @@ def _needed(value: Any, hint: Any, numbers: Range) -> str | None:
 
 
 def _needed_list(value: Any, kinds: tuple[Any, ...], numbers: Range) -> str | None:
+    kind = kinds[0]
     count = len(kinds) if len(kinds) > 1 and Ellipsis not in kinds else None
     is_list = isinstance(value, list | tuple) and count in (None, len(value))
-    inner = [_needed(item, kinds[0], numbers) for item in value] if is_list else []
+    inner = [_needed(item, kind, numbers) for item in value] if is_list else []
     if is_list and not any(inner):
         return None
-    of = {int: "whole numbers", float: "finite numbers", str: "texts"}.get(kinds[0], "values")
+    of = {int: "whole numbers", float: "finite numbers", str: "texts"}.get(kind, "values")
     return f"a list of {'' if count is None else f'{count} '}{of}{numbers.words}"
 
 

@@ -23,8 +23,10 @@ class ParallelDegrees(MeshSettings):
         ValueError: a value outside of the setting's range.
     """
 
-    ep_degree: int = Field(1, ge=1, description="expert-parallel degree: dp ranks with one copy")
-    num_micro_batches: int = Field(1, ge=1, description="train.gradient_accumulation_steps")
+    ep_degree: int = Field(
+        default=1, ge=1, description="expert-parallel degree: dp ranks with one copy"
+    )
+    num_micro_batches: int = Field(default=1, ge=1, description="train.gradient_accumulation_steps")
 
     def degree(self, axis: str) -> int:
         """Processes along one of `AXES`."""

@@ -38,23 +38,24 @@ class DropProbabilities(Section):
     defaults."""
 
     history_state_drop_prob: _Probability = Field(
-        0.3,
+        default=0.3,
         description="probability of dropping the past: its frames become black and count as "
         "padding; the state stays and the policy masks it",
     )
     subgoal_drop_prob: _Probability = Field(
-        0.75, description="probability of dropping the goal images of all cameras"
+        default=0.75, description="probability of dropping the goal images of all cameras"
     )
     response_drop_prob: _Probability = Field(
-        0.3,
+        default=0.3,
         description="probability of dropping the response of a sample that keeps its goal images; "
         "without goal images the response stays, since it tells the policy the next step",
     )
     metadata_drop_all_prob: _Probability = Field(
-        0.15, description="probability of dropping all metadata but fps"
+        default=0.15, description="probability of dropping all metadata but fps"
     )
     metadata_drop_each_prob: _Probability = Field(
-        0.05, description="probability of dropping each metadata field, if not all are dropped"
+        default=0.05,
+        description="probability of dropping each metadata field, if not all are dropped",
     )
 
 
@@ -62,28 +63,28 @@ class PI07DataConfig(DataConfig):
     """Demonstrations, their statistics, and what is dropped from them."""
 
     synthetic_samples: int | None = Field(
-        None,
+        default=None,
         ge=1,
         le=10_000_000,
         description="number of generated demonstrations to train on instead of data.train",
     )
     groups: dict[str, str] = Field(
-        {},
+        default={},
         description="statistics group (robot::control mode) of each file of data.train and "
         "data.eval; each group is normalised with its own statistics",
     )
     fields: list[str] | None = Field(
-        None,
+        default=None,
         description="optional fields that samples have (response, subgoal, speed, ...), the same "
         "on every rank; default: the fields found in any line of data.train",
     )
     statistics: str | None = Field(
-        None,
+        default=None,
         description="JSON file with the statistics that normalise states and actions; default: "
         "the checkpoint's, or for a new policy those of data.train",
     )
     drops: DropProbabilities = Field(
-        default_factory=DropProbabilities,
+        default=DropProbabilities(),
         description="probabilities of dropping optional fields from a training sample",
     )
 
@@ -92,7 +93,7 @@ class PI07ParallelConfig(ParallelConfig):
     """How ranks agree on optional prompt parts."""
 
     branch_sync: Literal["hoisted", "all_reduce"] = Field(
-        "hoisted",
+        default="hoisted",
         description="optional prompt parts in a rank's batch: those that its own samples have "
         "(hoisted), or, as in OpenTau, those that any rank has in this micro-batch (all_reduce)",
     )
@@ -102,7 +103,7 @@ class PI07TrainConfig(TrainConfig):
     """The weights of the losses."""
 
     loss_weighting: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
-        None,
+        default=None,
         description="weights of the losses MSE (flow matching) and CE (tokens); a weight of 0 "
         "leaves the loss out, and parameters that only it reaches are not trained; default: 1 each",
     )
@@ -115,7 +116,7 @@ class PI07Run(RunConfig):
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
 
     data: PI07DataConfig
-    parallel: PI07ParallelConfig = Field(default_factory=PI07ParallelConfig)
+    parallel: PI07ParallelConfig = PI07ParallelConfig()
     train: PI07TrainConfig
 
     def problems(self) -> Iterator[str]:

@@ -21,7 +21,7 @@ class Qwen3VLModelConfig(ModelConfig):
     """The Qwen3-VL to train."""
 
     lora: LoRAConfig | None = Field(
-        None, description="train low-rank adapters only, on a frozen model.pretrained"
+        default=None, description="train low-rank adapters only, on a frozen model.pretrained"
     )
 
 
@@ -29,64 +29,73 @@ class Qwen3VLDataConfig(DataConfig):
     """Conversations, their images and videos, and how samples become batches."""
 
     max_length: int = Field(
-        2048, ge=2, le=1 << 22, description="longest sample, in tokens, visual ones included"
+        default=2048,
+        ge=2,
+        le=1 << 22,
+        description="longest sample, in tokens, visual ones included",
     )
     min_pixels: int | None = Field(
-        None, ge=1, le=1 << 40, description="smallest image, in pixels; default: the processor's"
+        default=None,
+        ge=1,
+        le=1 << 40,
+        description="smallest image, in pixels; default: the processor's",
     )
     max_pixels: int | None = Field(
-        None, ge=1, le=1 << 40, description="largest image, in pixels; default: the processor's"
+        default=None,
+        ge=1,
+        le=1 << 40,
+        description="largest image, in pixels; default: the processor's",
     )
     video_fps: float | None = Field(
-        None,
+        default=None,
         gt=0,
         le=1000,
         description="frames sampled per second of video; default: the processor's (Qwen3-VL: 2)",
     )
     video_min_frames: int | None = Field(
-        None,
+        default=None,
         ge=2,
         le=1 << 20,
         description="fewest frames sampled from a video that has them; default: the processor's "
         "(Qwen3-VL: 4)",
     )
     video_max_frames: int | None = Field(
-        None,
+        default=None,
         ge=2,
         le=1 << 20,
         description="most frames sampled from a video; default: the processor's (Qwen3-VL: 768)",
     )
     video_min_pixels: int | None = Field(
-        None,
+        default=None,
         ge=1,
         le=1 << 40,
         description="smallest video, in frames x height x width; default: the processor's",
     )
     video_max_pixels: int | None = Field(
-        None,
+        default=None,
         ge=1,
         le=1 << 40,
         description="largest video, in frames x height x width; default: the processor's",
     )
     packing: bool = Field(
-        False,
+        default=False,
         description="pack several samples into a row of training data, each attending to itself "
         "only; evaluation has one sample per row",
     )
     packing_length: int | None = Field(
-        None,
+        default=None,
         ge=2,
         le=1 << 22,
         description="longest packed row, in tokens; default: data.max_length",
     )
     max_vision_tokens_per_row: int | None = Field(
-        None, ge=1, description="most visual tokens in a packed row; default: no limit"
+        default=None, ge=1, description="most visual tokens in a packed row; default: no limit"
     )
     padding_side: Literal["right", "left"] = Field(
-        "right", description="side on which shorter samples of a batch are padded"
+        default="right", description="side on which shorter samples of a batch are padded"
     )
     pad_to_multiple_of: int = Field(
-        1, ge=1, le=1 << 22, description="pad batches to a multiple of this many tokens"
+        default=1, ge=1, le=1 << 22, description="pad batches to a multiple of this many tokens"
     )
 
 
@@ -94,21 +103,21 @@ class Qwen3VLParallelConfig(ParallelConfig):
     """Experts, and the message sizes of the pipeline."""
 
     ep_degree: int = Field(
-        1,
+        default=1,
         ge=1,
         le=1 << 20,
         description="expert-parallel degree: dp ranks that share the experts of a "
         "mixture-of-experts model",
     )
     pp_token_rows: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="with static pp_shapes: token rows of a micro-batch, padding included, that "
         "messages have room for in all steps (a larger micro-batch is refused); default: each "
         "step's largest, or with pp_visual_rows what data.max_length and the batch size allow",
     )
     pp_visual_rows: int | None = Field(
-        None,
+        default=None,
         ge=0,
         description="with static pp_shapes: visual token rows of a micro-batch that messages have "
         "room for in all steps; default: each step's most, or with pp_token_rows what "
@@ -124,7 +133,7 @@ class Qwen3VLRun(RunConfig):
 
     model: Qwen3VLModelConfig
     data: Qwen3VLDataConfig
-    parallel: Qwen3VLParallelConfig = Field(default_factory=Qwen3VLParallelConfig)
+    parallel: Qwen3VLParallelConfig = Qwen3VLParallelConfig()
 
     @property
     def trains_adapters(self) -> bool:

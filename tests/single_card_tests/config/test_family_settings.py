@@ -126,11 +126,11 @@ def test_a_configuration_with_the_settings_of_all_families_at_their_defaults_loa
 
 
 class CaptionData(DataConfig):
-    max_length: int = Field(77, ge=1, description="longest caption, in tokens")
+    max_length: int = Field(default=77, ge=1, description="longest caption, in tokens")
 
 
 class CaptionStyle(Section):
-    tone: str = Field("plain", description="tone of the captions")
+    tone: str = Field(default="plain", description="tone of the captions")
 
 
 class CaptionRun(RunConfig):
