@@ -26,9 +26,10 @@ from paddle_vl.checkpoint.reading import (
 from paddle_vl.checkpoint.rules import PatchKernel, StoredParameter, by_parameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.checkpoint.writing import STORED_DTYPES, parameter_array
-from paddle_vl.config.patterns import PARTS, matching_names
+from paddle_vl.config.patterns import matching_names
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.qwen3_vl.checkpoint_map import HEAD_KEY, with_experts_as_here
+from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.nn.fused import fused_columns
 from paddle_vl.nn.linear import AdaptableLinear
 from paddle_vl.nn.lora import LowRankSettings, initial_a
