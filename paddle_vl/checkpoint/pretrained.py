@@ -21,7 +21,7 @@ from paddle_vl.checkpoint.safetensors_io import (
 )
 from paddle_vl.checkpoint.sharded import write_tensors
 from paddle_vl.checkpoint.shared_array import SharedArray
-from paddle_vl.nn.fused import whole_slices
+from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.placement import Writers
 
 DEFAULT_SHARD_BYTES = 5_000_000_000

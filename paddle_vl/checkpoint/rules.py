@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from paddle import Tensor
 
-from paddle_vl.nn.fused import fused_columns, whole_slices
+from paddle_vl.nn.linear import fused_columns, whole_slices
 from paddle_vl.nn.placement import SingleDevicePlacement
 
 # Layers of linears of one input, where these are apart.

@@ -1,7 +1,11 @@
-"""RMSNorm and LayerNorm, computed in float32 whatever the activations are.
+"""RMSNorm and LayerNorm, computed in float32 whatever dtype the activations have.
 
-Shapes: N rows, C channels. The backward passes are written out: left to autograd, the gradient of
-a product with a `[C]` weight costs more on Paddle's CPU kernels than everything else in the norm.
+Shapes: N rows, C channels; leading dims may be any number. In float32, since the mean of squares of
+a wide bfloat16 row would lose most of its bits.
+
+In eager mode the backward passes are written out: left to autograd, the gradient of a product with
+a `[C]` weight costs more on Paddle's CPU kernels than everything else in the norm, and more float32
+tensors are kept on a GPU.
 """
 
 import paddle
@@ -9,26 +13,33 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Constant
 
-from paddle_vl.nn.backend import column_sum, row_sum
+from paddle_vl.nn.kernels import column_sum, operation, row_sum
 
 
+@operation
 def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + epsilon)`; the quotient is cast back before the weight.
+    """`weight * (x / sqrt(mean(x^2) + epsilon))`, the mean over C.
 
-    Source: Qwen3VLTextRMSNorm of HF transformers.
+    The quotient is computed in float32 and cast to the dtype of `x` before it is multiplied with
+    the weight. Source: Qwen3VLTextRMSNorm of HF transformers.
+
+    Args:
+        x: `[..., C]`.
+
+    Returns:
+        `[..., C]` in the dtype of `x`, if the weight has that dtype too.
     """
-    if paddle.in_dynamic_mode():
-        return _RMSNorm.apply(x, weight_C, epsilon)
     return rms_quotient(x, epsilon)[0].astype(x.dtype) * weight_C
 
 
 def rms_quotient(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The float32 quotient `[..., C]` and the inverse root mean square `[..., 1]`."""
+    """`x / sqrt(mean(x^2) + epsilon)` `[..., C]` and the factor of `x` `[..., 1]`, float32."""
     x = x.astype("float32")
     inverse = paddle.rsqrt(row_sum(x * x) / x.shape[-1] + epsilon)
     return x * inverse, inverse
 
 
+@rms_norm.register("cpu", "gpu")
 class _RMSNorm(PyLayer):
     @staticmethod
     def forward(ctx, x, weight, epsilon):
@@ -53,22 +64,31 @@ class _RMSNorm(PyLayer):
         return ((scaled - quotient * mean) * inverse).astype(grad.dtype), grad_weight
 
 
+@operation
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    """`weight * (x - mean) / sqrt(var + epsilon) + bias`, the variance being that over C."""
-    if paddle.in_dynamic_mode():
-        return _LayerNorm.apply(x, weight_C, bias_C, epsilon)
+    """`weight * (x - mean) / sqrt(variance + epsilon) + bias`, mean and variance over C.
+
+    All of it is in float32 and cast to the dtype of `x` at the end, as torch's `layer_norm` does.
+
+    Args:
+        x: `[..., C]`.
+
+    Returns:
+        `[..., C]` in the dtype of `x`.
+    """
     weight_C, bias_C = weight_C.astype("float32"), bias_C.astype("float32")
     return (_standardise(x, epsilon)[0] * weight_C + bias_C).astype(x.dtype)
 
 
 def _standardise(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Rows of mean 0 and variance 1 in float32, and the inverse deviation `[..., 1]`."""
+    """Rows of mean 0 and variance 1, and the inverse deviation `[..., 1]`, both float32."""
     x = x.astype("float32")
     centred = x - row_sum(x) / x.shape[-1]
     inverse = paddle.rsqrt(row_sum(centred * centred) / x.shape[-1] + epsilon)
     return centred * inverse, inverse
 
 
+@layer_norm.register("cpu", "gpu")
 class _LayerNorm(PyLayer):
     @staticmethod
     def forward(ctx, x, weight, bias, epsilon):
@@ -101,7 +121,7 @@ class _LayerNorm(PyLayer):
 
 
 class RMSNorm(nn.Layer):
-    """RMSNorm over the last dim with a learned weight, one at the start."""
+    """`rms_norm` over the last dim with a learned weight that starts at one."""
 
     def __init__(self, size: int, epsilon: float = 1e-6):
         super().__init__()
@@ -113,7 +133,7 @@ class RMSNorm(nn.Layer):
 
 
 class LayerNorm(nn.Layer):
-    """LayerNorm over the last dim with weight and bias."""
+    """`layer_norm` over the last dim; weight and bias start at one and zero."""
 
     def __init__(self, size: int, epsilon: float = 1e-6):
         super().__init__()

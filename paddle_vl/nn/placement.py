@@ -14,14 +14,20 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.nn.dropout import RowDropout
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.fused import Columns, whole_slices
-from paddle_vl.nn.linear import AdaptableLinear, Embedding, Linear, VocabHead
+from paddle_vl.nn.functional import RowDropout, token_loss
+from paddle_vl.nn.linear import (
+    AdaptableLinear,
+    Columns,
+    Embedding,
+    FusedLinear,
+    Linear,
+    SeparateLinears,
+    VocabHead,
+    whole_slices,
+)
 from paddle_vl.nn.lora import LowRankSettings
-from paddle_vl.nn.loss import token_loss
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.projections import FusedLinear, SeparateLinears
 
 # Pixels and grid of some items to merged rows `[M, D]` and levels, G times `[M, D]`.
 Encoder = Callable[[Tensor, np.ndarray], tuple[Tensor, list[Tensor]]]
@@ -276,7 +282,7 @@ class SingleDevicePlacement:
         layer.add_low_rank(settings)
 
     def token_loss(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed cross entropy and target count, see `paddle_vl.nn.loss.token_loss`."""
+        """Summed cross entropy and target count, see `paddle_vl.nn.functional.token_loss`."""
         return token_loss(logits_TV, targets_T)
 
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:

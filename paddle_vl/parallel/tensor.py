@@ -27,13 +27,10 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 from paddle.nn.initializer import Normal
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.nn.dropout import RowDropout
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.fused import Columns, column_slices, fused_columns
-from paddle_vl.nn.linear import AdaptableLinear, VocabHead
+from paddle_vl.nn.functional import IGNORE_INDEX, RowDropout, slice_axis
+from paddle_vl.nn.linear import AdaptableLinear, Columns, VocabHead, column_slices, fused_columns
 from paddle_vl.nn.lora import LowRankSettings
-from paddle_vl.nn.loss import IGNORE_INDEX
-from paddle_vl.nn.part import part
 from paddle_vl.nn.placement import (
     Encoder,
     HeldLayers,
@@ -194,7 +191,7 @@ class FleetPlacement(SingleDevicePlacement):
     def pad_rows(self, x_TD: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return x_TD
-        # Of no rows where none are missing: one graph on all ranks, see `paddle_vl.nn.part`.
+        # Of no rows where none are missing: one graph on all ranks, see `paddle_vl.nn.functional`.
         missing = -x_TD.shape[0] % self.mp_group.nranks
         return paddle.concat([x_TD, paddle.zeros([missing, *x_TD.shape[1:]], dtype=x_TD.dtype)])
 
@@ -204,13 +201,13 @@ class FleetPlacement(SingleDevicePlacement):
     def leave_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
         if not self.sequence_parallel:
             return x_TD
-        return part(GatherOp.apply(x_TD), 0, num_rows)
+        return slice_axis(GatherOp.apply(x_TD), 0, num_rows)
 
     def enter_columns(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
         if not self.sequence_parallel:
             return fleet_ops._c_identity(x_TD, group=self.mp_group)
         x_TD = AllGatherOp.apply(x_TD)
-        return x_TD if num_rows is None else part(x_TD, 0, num_rows)
+        return x_TD if num_rows is None else slice_axis(x_TD, 0, num_rows)
 
     def enter_head(self, x_TD: Tensor) -> Tensor:
         return fleet_ops._c_identity(x_TD, group=self.mp_group)

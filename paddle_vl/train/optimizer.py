@@ -19,7 +19,7 @@ from paddle_vl.checkpoint.shared_array import SharedArray
 from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.adamw import STATES, AdamW
-from paddle_vl.nn.fused import fused_columns, names_by_parameter, whole_slices
+from paddle_vl.nn.linear import fused_columns, names_by_parameter, whole_slices
 from paddle_vl.nn.master_weights import gradient_of
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.freeze import NamedParameters, matching_names

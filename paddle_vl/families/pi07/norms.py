@@ -10,7 +10,7 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Constant
 
-from paddle_vl.nn.backend import column_sum, row_sum
+from paddle_vl.nn.kernels import column_sum, row_sum
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.norm import rms_quotient
 

@@ -29,8 +29,7 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write
 from paddle_vl.config.patterns import PARTS, matching_names
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.qwen3_vl.checkpoint_map import HEAD_KEY, with_experts_as_here
-from paddle_vl.nn.fused import fused_columns
-from paddle_vl.nn.linear import AdaptableLinear
+from paddle_vl.nn.linear import AdaptableLinear, fused_columns
 from paddle_vl.nn.lora import LowRankSettings, initial_a
 
 ALL_LINEAR = "all-linear"

@@ -36,8 +36,8 @@ from paddle_vl.families.qwen3_vl.checkpoint_map import (
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig
+from paddle_vl.nn.linear import separate
 from paddle_vl.nn.placement import SingleDevicePlacement
-from paddle_vl.nn.projections import separate
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound="PretrainedQwen3VL")
@@ -199,7 +199,7 @@ class PretrainedQwen3VL(AdaptableModel):
         return {item.key: parameter_array(item) for item in self.stored_parameters()}
 
     def separate(self, weights: Iterable[Tensor]) -> None:
-        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.projections`."""
+        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.linear`."""
         separate(self, weights, self.placement.separate_projections)
 
     def _whole(self: Model) -> Model:
