@@ -44,7 +44,7 @@ from paddle_vl.families.pi07.placed_policy import PlacedPolicy
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_files import ACTION_TOKENIZER_FOLDER
-from paddle_vl.families.qwen3_vl.build_model import default_dtype
+from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ModelShape
 from paddle_vl.train.processes import SingleProcess

@@ -36,7 +36,7 @@ from paddle_vl.families.qwen3_vl.checkpoint_map import (
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig
-from paddle_vl.nn.linear import separate
+from paddle_vl.nn.linear import default_dtype, separate
 from paddle_vl.nn.placement import SingleDevicePlacement
 
 logger = logging.getLogger(__name__)
@@ -132,13 +132,8 @@ class PretrainedQwen3VL(AdaptableModel):
                 "tied" if config.tie_word_embeddings else "not tied",
             )
         owner = _owner(path, config, stored)
-        default_dtype = paddle.get_default_dtype()
-        paddle.set_default_dtype(dtype)
-        try:
-            with paddle.LazyGuard():
-                model = cls(config, placement)
-        finally:
-            paddle.set_default_dtype(default_dtype)
+        with default_dtype(dtype), paddle.LazyGuard():
+            model = cls(config, placement)
         ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
         check_keys(path, stored, model._whole().stored_parameters(), ignored, owner)
 
