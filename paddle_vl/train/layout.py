@@ -124,7 +124,7 @@ class Layout:
         """Give the parameters their values, and the optimizer what it works on.
 
         Each is divided or copied before the next one is filled, see `Fillable.fill`. What is frozen
-        is known. Units of sharding are what recomputation works on, and recomputed already.
+        is known. Units of sharding are the layers that are recomputed.
         """
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
         units = [*model.vision_blocks, *model.decoder_layers]
