@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from paddle import nn
@@ -21,6 +22,7 @@ from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.parallel.writers import FleetWriters
 from paddle_vl.train.objective import Objective
+from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import WholeModel
 
@@ -166,4 +168,5 @@ class Layout:
             objective,
             processes.data_size,
             self.reserved,
+            partial(phase, Phase.FORWARD_BACKWARD),
         )

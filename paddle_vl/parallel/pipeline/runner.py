@@ -9,6 +9,7 @@ reserved, and no shapes travel. With `pp_shapes: dynamic` fleet sends each messa
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import paddle
@@ -78,6 +79,7 @@ class PipelineRunner:
         objective: the losses of the model.
         data_size: parts of the data, each with such a pipeline.
         reserved: the largest micro-batch of training, if that is fixed.
+        marked: opens a context around the forwards and backwards of a step: a clock's phase.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class PipelineRunner:
         objective: Objective,
         data_size: int = 1,
         reserved: ReservedRows | None = None,
+        marked: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
+        self.marked = marked
         self.model, self.objective, self.data_size = model, objective, data_size
         self.parts, self.degrees, self.dtype, self.reserved = parts, degrees, dtype, reserved
         self.own_parts = parts_of_stage(degrees, stage)
@@ -120,8 +124,9 @@ class PipelineRunner:
         def share(output: Any) -> tuple[Tensor, Tensor]:
             return self.objective.share(output, totals, num_batches)
 
-        terms = self._run(self.engine.train, batches, share, self.reserved)
-        return self._summed(terms)
+        with self.marked():
+            terms = self._run(self.engine.train, batches, share, self.reserved)
+            return self._summed(terms)
 
     @paddle.no_grad()
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
