@@ -69,7 +69,7 @@ def strided_views() -> Iterator[None]:
 
 
 def amd_instruction_set(cpu_info: Path = _CPU_INFO) -> str | None:
-    """The matrix library's code for the widest instructions of an AMD processor; None for others."""
+    """The matrix library's code for an AMD processor's widest instructions; None for others."""
     if not cpu_info.exists():
         return None
     text = cpu_info.read_text(encoding="utf-8", errors="replace")
