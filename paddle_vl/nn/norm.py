@@ -29,10 +29,10 @@ def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     Returns:
         `[..., C]` in the dtype of `x`, if the weight has that dtype too.
     """
-    return rms_quotient(x, epsilon)[0].astype(x.dtype) * weight_C
+    return _rms_quotient(x, epsilon)[0].astype(x.dtype) * weight_C
 
 
-def rms_quotient(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _rms_quotient(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """`x / sqrt(mean(x^2) + epsilon)` `[..., C]` and the factor of `x` `[..., 1]`, float32."""
     x = x.astype("float32")
     inverse = paddle.rsqrt(row_sum(x * x) / x.shape[-1] + epsilon)
@@ -43,7 +43,7 @@ def rms_quotient(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 class _RMSNorm(PyLayer):
     @staticmethod
     def forward(ctx, x, weight, epsilon):
-        quotient, inverse = rms_quotient(x, epsilon)
+        quotient, inverse = _rms_quotient(x, epsilon)
         ctx.save_for_backward(quotient, inverse, weight)
         ctx.needs = (not x.stop_gradient, not weight.stop_gradient)
         return quotient.astype(x.dtype) * weight
@@ -60,8 +60,75 @@ class _RMSNorm(PyLayer):
         if not needs_x:
             return None, grad_weight
         scaled = (grad * weight).astype("float32")
-        mean = row_sum(scaled * quotient) / channels
-        return ((scaled - quotient * mean) * inverse).astype(grad.dtype), grad_weight
+        return _quotient_gradient(scaled, quotient, inverse).astype(grad.dtype), grad_weight
+
+
+def _quotient_gradient(grad: Tensor, quotient: Tensor, inverse: Tensor) -> Tensor:
+    """The gradient of x in `_rms_quotient`, all float32."""
+    mean = row_sum(grad * quotient) / grad.shape[-1]
+    return (grad - quotient * mean) * inverse
+
+
+@operation
+def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + epsilon) * (1 + weight)`, the mean over C, as Gemma has it.
+
+    All of it is in float32 and cast to the dtype of `x` at the end, unlike `rms_norm`.
+
+    Args:
+        x: `[..., C]`.
+
+    Returns:
+        `[..., C]` in the dtype of `x`.
+    """
+    scale_C = 1.0 + weight_C.astype("float32")
+    return (_rms_quotient(x, epsilon)[0] * scale_C).astype(x.dtype)
+
+
+@gemma_rms_norm.register("cpu", "gpu")
+class _GemmaRMSNorm(PyLayer):
+    @staticmethod
+    def forward(ctx, x, weight, epsilon):
+        quotient, inverse = _rms_quotient(x, epsilon)
+        scale_C = 1.0 + weight.astype("float32")
+        ctx.save_for_backward(quotient, inverse, scale_C)
+        ctx.needs = (not x.stop_gradient, not weight.stop_gradient)
+        ctx.weight_dtype = weight.dtype
+        return (quotient * scale_C).astype(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        quotient, inverse, scale_C = ctx.saved_tensor()
+        dtype, grad = grad.dtype, grad.astype("float32")
+        needs_x, needs_weight = ctx.needs
+        grad_weight = None
+        if needs_weight:
+            product = (grad * quotient).reshape([-1, grad.shape[-1]])
+            grad_weight = column_sum(product).astype(ctx.weight_dtype)
+        grad_x = None
+        if needs_x:
+            grad_x = _quotient_gradient(grad * scale_C, quotient, inverse).astype(dtype)
+        return grad_x, grad_weight
+
+
+@operation
+def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + epsilon)` over the last dim, float32: a norm without a weight."""
+    return _rms_quotient(x, epsilon)[0]
+
+
+@rms_quotient.register("cpu", "gpu")
+class _RMSQuotient(PyLayer):
+    @staticmethod
+    def forward(ctx, x, epsilon):
+        quotient, inverse = _rms_quotient(x, epsilon)
+        ctx.save_for_backward(quotient, inverse)
+        ctx.dtype = x.dtype
+        return quotient
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _quotient_gradient(grad, *ctx.saved_tensor()).astype(ctx.dtype)
 
 
 @operation
