@@ -60,11 +60,13 @@ def test_a_level_is_taken_once():
 def test_recomputation_changes_no_output_and_no_gradient():
     found = []
     for is_recomputed in (False, True):
-        one, x = layer(), paddle.linspace(-1, 1, 8).reshape([2, 4])
+        one, x, forwards = layer(), paddle.linspace(-1, 1, 8).reshape([2, 4]), []
+        wrap_layer(one, Level.RECOMPUTE - 1, noting("forward", forwards))
         if is_recomputed:
             recompute_layers([one])
         y = one(x)
         (y * y).sum().backward()
+        assert len(forwards) == 1 + is_recomputed
         found.append([y.numpy(), one.weight.grad.numpy(), one.bias.grad.numpy()])
     for plain, recomputed in zip(*found, strict=True):
         np.testing.assert_array_equal(recomputed, plain)
