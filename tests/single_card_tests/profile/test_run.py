@@ -15,9 +15,9 @@ import pytest
 
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
-from paddle_vl.profile.last_words import MemoryLimitError, read_words
-from paddle_vl.profile.measure import measure
 from paddle_vl.profile.memory import Peak
+from paddle_vl.profile.run import measure
+from paddle_vl.profile.supervise import MemoryLimitError, read_statuses
 from paddle_vl.train import phases
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import Phase
@@ -117,7 +117,7 @@ def test_the_command_leaves_a_result_and_nothing_in_the_runs_folder(run_file, tm
     assert result["peak_reserved_gb_worst"] > result["peak_alloc_gb_worst"] > 0
     assert result["data_source"] == "the run's own"
     assert "samples/s" in capfd.readouterr().out
-    assert [word.state for word in read_words(out)] == ["done"]
+    assert [status.state for status in read_statuses(out)] == ["done"]
     assert not run_file.with_name("out").exists()
 
 
@@ -134,7 +134,7 @@ def test_a_profile_above_its_limit_says_so(run_file, tmp_path, capfd):
     arguments = ["--out", str(tmp_path), "--memory-limit-gb", "0.01"]
     assert main(["profile", str(run_file), *arguments]) == 1
     assert "above the limit of 0.01 GB" in capfd.readouterr().err
-    assert [word.state for word in read_words(tmp_path)] == ["oom"]
+    assert [status.state for status in read_statuses(tmp_path)] == ["oom"]
 
 
 @pytest.mark.parametrize(

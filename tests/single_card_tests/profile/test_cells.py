@@ -8,7 +8,7 @@ are refused.
 
 import pytest
 
-from paddle_vl.profile.growth import Doubling, Steps
+from paddle_vl.profile.cells import Doubling, Steps
 
 
 def sizes_tried(growth, capacity: int, known: dict[int, bool] | None = None) -> list[int]:
