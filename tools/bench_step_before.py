@@ -10,8 +10,7 @@ import paddle
 from paddle_vl.train.feeding.feed import BatchFeed
 from paddle_vl.train.objective import weighted
 from paddle_vl.train.phases import Phase, phase
-from paddle_vl.train.random_state import seed_step
-from paddle_vl.train.schedule import learning_rate
+from paddle_vl.train.schedule import learning_rate, seed_step
 from paddle_vl.train.step import agree_on_step
 from paddle_vl.train.trainer import Trainer
 

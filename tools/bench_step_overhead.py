@@ -47,8 +47,7 @@ from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.config.load import load_run_config
 from paddle_vl.parallel.gradients import BUCKET_ELEMENTS
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.reporting.gauges import GaugeLayout, local_values
-from paddle_vl.train.reporting.host_copy import HostCopy
+from paddle_vl.train.reporting.gauges import GaugeLayout, HostCopy, local_values
 from paddle_vl.train.trainer import Trainer
 from step_counts import TurnCounts, by_kind_of_step, counted_turn
 

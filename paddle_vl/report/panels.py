@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from paddle_vl.report.runs import Run
 from paddle_vl.report.series import SKIPPED_UPDATES, Series
-from paddle_vl.train.reporting.metric_groups import EVAL_PREFIX, GROUPS, LOSS, group_of
+from paddle_vl.train.reporting.run_files import EVAL_PREFIX, GROUPS, LOSS, group_of
 
 _STATISTIC = re.compile(r"(.+?)[_/](min|mean|max|median|sum|std|p\d+)")
 _SCHEDULE = "learning_rate"

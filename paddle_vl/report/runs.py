@@ -9,8 +9,7 @@ from typing import Any
 
 from paddle_vl.config.load import flatten, read_yaml
 from paddle_vl.report.series import Series, series_of
-from paddle_vl.train.reporting.metrics_file import METRICS_FILE, MetricsFile
-from paddle_vl.train.reporting.run_starts import read_starts
+from paddle_vl.train.reporting.run_files import METRICS_FILE, MetricsFile, read_starts
 
 CONFIG_FILE = "config.yaml"
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from paddle_vl.train.reporting.metrics_file import Line, numbers_of
+from paddle_vl.train.reporting.run_files import Line, numbers_of
 
 SKIPPED_UPDATES = "skipped_updates"
 # A distance between two lines that is so many times the distances around it is a gap.

@@ -15,9 +15,9 @@ import pytest
 
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.train import checkpoint as checkpoints
-from paddle_vl.train.random_state import seed_step
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
+from paddle_vl.train.schedule import seed_step
 from tests.single_card_tests.train.saved import save_checkpoint, settings, write_arrays
 
 

@@ -22,7 +22,7 @@ import pytest
 from paddle_vl.checkpoint.manifest import SummedStream
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.checkpoint import model_folder
-from paddle_vl.train.reporting.run_starts import read_starts
+from paddle_vl.train.reporting.run_files import read_starts
 from tests.single_card_tests.train.batches import outcome
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
 from tests.support.finished_runs import metrics_of as run_metrics

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from paddle_vl.train.feeding.data_wait import WaitWatch, logger, watched
+from paddle_vl.train.feeding.feed import WaitWatch, logger, watched
 
 AFTER_S = 0.01
 

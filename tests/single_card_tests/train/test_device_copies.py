@@ -150,13 +150,13 @@ def test_lists_empty_arrays_types_and_micro_batches_are_kept_apart():
     assert later["videos"][0].tolist() == [9, 9]
 
 
-def test_it_has_run_dry_when_the_last_step_launched_is_done():
+def test_it_is_idle_when_the_last_step_launched_is_done():
     device = FakeDevice()
     copies = DeviceCopies(device)
     step(copies, {"a": numbers(1)})
-    assert not copies.has_run_dry()
+    assert not copies.is_idle()
     device.compute.events[-1].has_happened = True
-    assert copies.has_run_dry()
+    assert copies.is_idle()
 
 
 def test_a_cpu_needs_no_copies_and_nothing_is_said(caplog):

@@ -20,11 +20,11 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.feeding import data_wait, feed
+from paddle_vl.train.feeding import feed
 from paddle_vl.train.feeding.device_copies import DeviceCopies
 from paddle_vl.train.feeding.feed import BatchFeed
-from paddle_vl.train.host_reads import record_host_reads
 from paddle_vl.train.objective import LANGUAGE
+from step_counts import record_host_reads
 from tests.single_card_tests.data.probe_datasets import HeldDataset, token_rows
 from tests.single_card_tests.train.fake_device import FakeDevice
 from tests.single_card_tests.train.test_host_reads import OF_THE_CPU
@@ -161,6 +161,8 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
+    monotonic = perf_counter
+
 
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
@@ -220,11 +222,11 @@ def test_a_stalled_loader_is_named_and_that_it_goes_on(tmp_path, num_workers, wh
     )  # fmt: skip
     handler = OpensPipe(pipe, who)
     batches = fed_from(loader, wait_warning_s=0.1)
-    data_wait.logger.addHandler(handler)
+    feed.logger.addHandler(handler)
     try:
         step = batches.next_step()
     finally:
-        data_wait.logger.removeHandler(handler)
+        feed.logger.removeHandler(handler)
         batches.close()
     assert numbers_of(step) == [0, 2]
     assert "data: batch 1 of epoch 0, made from data.jsonl:3, data.jsonl:4" in handler.naming

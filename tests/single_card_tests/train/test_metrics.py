@@ -18,9 +18,9 @@ from PIL import Image
 
 from paddle_vl.train.feeding.micro_batch import MicroBatch
 from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, local_values
-from paddle_vl.train.reporting.loss_curve import draw_loss_curve
 from paddle_vl.train.reporting.metrics import StepMeter, longest_skip
-from paddle_vl.train.reporting.metrics_file import MetricsFile
+from paddle_vl.train.reporting.reporter import draw_loss_curve
+from paddle_vl.train.reporting.run_files import MetricsFile
 from tests.single_card_tests.train.batches import outcome
 
 EMPTY = MicroBatch({}, (), (), 0, 0, 0)

@@ -14,8 +14,8 @@ import sys
 import pytest
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from paddle_vl.train.reporting import progress
-from paddle_vl.train.reporting.progress import ProgressBar
+from paddle_vl.train.reporting import reporter
+from paddle_vl.train.reporting.reporter import ProgressBar
 
 LINE = {"step": 2, "loss": 0.1234, "learning_rate": 1e-3, "tokens_per_second": 4321.0}
 
@@ -41,7 +41,7 @@ def on_screen(monkeypatch) -> Screen:
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
     # Drawn at every step, in a width of its own.
-    monkeypatch.setattr(progress, "_DRAW_SECONDS", 0.0)
+    monkeypatch.setattr(reporter, "_DRAW_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "120")
     return screen
 
@@ -49,11 +49,11 @@ def on_screen(monkeypatch) -> Screen:
 @pytest.fixture
 def told(monkeypatch, caplog):
     """What is told in lines, by no other handler than the test's."""
-    monkeypatch.setattr(progress.logger, "propagate", False)
-    progress.logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.INFO, progress.logger.name):
+    monkeypatch.setattr(reporter.logger, "propagate", False)
+    reporter.logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, reporter.logger.name):
         yield caplog
-    progress.logger.removeHandler(caplog.handler)
+    reporter.logger.removeHandler(caplog.handler)
 
 
 def in_pipe(monkeypatch) -> io.StringIO:

@@ -16,6 +16,7 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.train.reporting.run_files import RUN_FILE, read_starts
 from paddle_vl.train.reporting.run_record import (
     RunRecord,
     git_state,
@@ -23,7 +24,6 @@ from paddle_vl.train.reporting.run_record import (
     start_entry,
     versions,
 )
-from paddle_vl.train.reporting.run_starts import RUN_FILE, read_starts
 
 
 @pytest.fixture

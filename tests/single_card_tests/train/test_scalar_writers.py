@@ -14,10 +14,8 @@ import pytest
 
 from paddle_vl.config.schema import LoggingConfig
 from paddle_vl.train.processes import ONE_PROCESS
-from paddle_vl.train.reporting.metric_groups import tag_of
-from paddle_vl.train.reporting.metrics_file import METRICS_FILE, MetricsFile, numbers_of
-from paddle_vl.train.reporting.reporter import Reporter
-from paddle_vl.train.reporting.scalar_writers import ScalarWriters
+from paddle_vl.train.reporting.reporter import Reporter, ScalarWriters
+from paddle_vl.train.reporting.run_files import METRICS_FILE, MetricsFile, numbers_of, tag_of
 
 LINES = [
     {"step": 1, "loss": 0.5, "grad_norm": None, "tokens_per_second": 100.0, "epoch": 1},

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.checkpoint import model_folder
-from paddle_vl.train.reporting.progress import ProgressBar
+from paddle_vl.train.reporting.reporter import ProgressBar
 from tests.single_card_tests.train.batches import outcome
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
 from tests.support.finished_runs import metrics_of as run_metrics
