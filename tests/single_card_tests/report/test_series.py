@@ -7,7 +7,7 @@ updates are told between the lines where their count grew.
 
 import pytest
 
-from paddle_vl.report.series import Series, SkippedUpdates, series_of, skipped_updates
+from paddle_vl.report.runs import Series, SkippedUpdates, series_of, skipped_updates
 from tests.single_card_tests.report.run_folders import LINES
 
 
