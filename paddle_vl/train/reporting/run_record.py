@@ -77,7 +77,7 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
     fleet_options = None
     if degrees.num_processes > 1:
         fleet_options = effective_options(fleet_strategy(degrees, config.parallel.fleet))
-    name = paddle.device.cuda.get_device_name() if device.startswith("gpu") else _processor_name()
+    name = paddle.device.cuda.get_device_name() if device.startswith("gpu") else processor_name()
     return {
         "started": _now(),
         "ended": None,
@@ -148,7 +148,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-def _processor_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+def processor_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Model name of the CPU."""
     if cpu_info.exists():
         for line in cpu_info.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
