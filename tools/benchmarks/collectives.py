@@ -18,7 +18,7 @@ visual rows and G deepstack levels:
 - dp: one all-reduce of all gradients per bucket, nothing in forward and backward.
 - pp: per micro-batch and stage boundary one message of token rows forward, with level rows as long
   as a later layer adds them, and one back. With V virtual stages the first stage sends V
-  forward and V - 1 backward, with dualpipev one each way. Shapes are not sent: every stage knows them.
+  forward and V - 1 backward, with dualpipev one each way. No shapes are sent.
 - sharding, U units (decoder layers and vision blocks). Stage 1: one reduce-scatter of all gradients
   and one all-gather of all parameters per fleet buffer of 256 MiB (with dp one all-reduce more of
   the rank's shard). Stage 2: per micro-batch one reduce-scatter per unit in the backward and one of

@@ -2,16 +2,16 @@
 
     python tools/benchmarks/step.py --family qwen3_vl
     python tools/benchmarks/step.py --family qwen3_vl --against PYTHON   # HF transformers on torch
-    python tools/benchmarks/step.py --family pi07 model.config.n_obs_steps=3
+    python tools/benchmarks/step.py --family pi07 train.recompute=full   # against the default
 
 Trains `configs/bench/FAMILY_step.yaml` in float32 with two threads on made-up samples, and reports
 medians over steps: milliseconds of the step and its phases, tokens or samples per second, and peak
 memory of the process. Every round runs in a new process.
 
-With `--against PYTHON` each round also runs the same step in HF transformers with the interpreter
-PYTHON, which needs torch and transformers; the ratio is the median over rounds. The reference of
-pi07, OpenTau, does not run here: its ratio is to the time recorded in
-`configs/bench/pi07_reference.json`, on another day, and only for the configuration as it is.
+With settings, `section.name=value`, each round also runs the configuration with them. With
+`--against PYTHON` each round also runs the same step in HF transformers, with an interpreter PYTHON
+that has torch and transformers. Ratios are medians over rounds. OpenTau, the reference of pi07,
+does not run here: the ratio is to the time recorded in `configs/bench/pi07_reference.json`.
 """
 
 import argparse
@@ -25,8 +25,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, STEPS_ONLY, Table, in_rounds, launch, leave, make_data, overrides, parser
-from harness import show as show_tables
+from harness import (
+    ROOT,
+    STEPS_ONLY,
+    Table,
+    in_rounds,
+    launch,
+    leave,
+    make_data,
+    overrides,
+    parser,
+    show,
+)
 
 THREADS, WARM_UP = 2, 3
 CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in ("qwen3_vl", "pi07")}
@@ -41,6 +51,8 @@ DATA_OPTIONS = {
 }  # fmt: skip
 PHASES = {"data wait": "dataload_wait", "forward": "forward", "backward": "bwd",
           "optimizer": "optim_step"}  # fmt: skip
+BLANK = [""] * len(PHASES)
+OURS, HF = "paddle-vl", "HF transformers"
 
 
 def build(family: str, settings: list[str], work: Path) -> Any:
@@ -122,11 +134,10 @@ def matmul_gflops() -> float:
     return 2 * 2048 * 768 * 768 / statistics.median(times) / 1e9
 
 
-def run_here(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+def run_here(options: argparse.Namespace, settings: list[str], work: Path) -> dict[str, Any]:
     """The result of a new process."""
     arguments = ["--family", options.family, "--steps", str(options.steps)]
-    arguments += ["--worker", str(work), *options.settings]
-    return launch(__file__, 1, arguments, work)[0]
+    return launch(__file__, 1, [*arguments, "--worker", str(work), *settings], work)[0]
 
 
 def run_reference(options: argparse.Namespace) -> dict[str, Any]:
@@ -138,62 +149,62 @@ def run_reference(options: argparse.Namespace) -> dict[str, Any]:
     )
     if done.returncode:
         raise RuntimeError(f"{options.against} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    return found | {"seconds": {"step": found["step"]}}
 
 
 def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Results of all rounds."""
+    """Results of all rounds, by side."""
     make_data(options.family, work / "data", *DATA_OPTIONS[options.family])
-    runs = {"here": lambda: run_here(options, work)}
+    runs = {OURS: lambda: run_here(options, [], work)}
+    if options.settings:
+        runs[" ".join(options.settings)] = lambda: run_here(options, options.settings, work)
     if options.against:
-        runs["reference"] = lambda: run_reference(options)
+        runs[HF] = lambda: run_reference(options)
     rounds = in_rounds(list(runs), options.rounds, lambda side: runs[side]())
     return {"family": options.family, "rounds": rounds}
 
 
-def tables(found: dict[str, Any], is_unchanged: bool) -> list[Table]:
-    """One table: a row for paddle-vl, one for the reference."""
+def tables(found: dict[str, Any]) -> list[Table]:
+    """One table with a row per side; ratios are of paddle-vl to the others."""
     rounds, family = found["rounds"], found["family"]
-    here = [one["here"] for one in rounds]
-    seconds = {
-        name: statistics.median(one["seconds"][name] for one in here) for name in here[0]["seconds"]
-    }
-    unit = "tokens" if here[0]["tokens"] else "samples"
-    memory = statistics.median(one["peak_rss_mib"] for one in here)
-    columns = ["", "ms per step", *PHASES, f"{unit} per second", "peak MiB"]
-    row = ["paddle-vl", f"{1e3 * seconds['step']:.0f}"]
-    row += [f"{1e3 * seconds[name]:.0f}" for name in PHASES]
-    row += [f"{here[0][unit] / seconds['step']:.3g}", f"{memory:.0f}"]
-    rows, blank = [row], [""] * len(PHASES)
-    gflops = statistics.median(one["gflops"] for one in here)
+    first = rounds[0][OURS]
+    unit = "tokens" if first["tokens"] else "samples"
+
+    def median(side: str, name: str) -> float:
+        return statistics.median(one[side]["seconds"].get(name, 0.0) for one in rounds)
+
+    def row(side: str) -> list[str]:
+        step, memory = median(side, "step"), [one[side]["peak_rss_mib"] for one in rounds]
+        phases = [f"{1e3 * median(side, name):.0f}" for name in PHASES] if side != HF else BLANK
+        speed = f"{first[unit] / step:.3g}"
+        return [side, f"{1e3 * step:.0f}", *phases, speed, f"{statistics.median(memory):.0f}"]
+
+    rows = [row(side) for side in sorted(rounds[0], key=lambda side: side != OURS)]
+    gflops = statistics.median(one[OURS]["gflops"] for one in rounds)
     note = (
-        f"{here[0]['num_parameters'] / 1e6:.1f} million parameters, float32, {THREADS} threads, "
+        f"{first['num_parameters'] / 1e6:.1f} million parameters, float32, {THREADS} threads, "
         f"medians of {len(rounds)} run(s). A plain matrix product reached {gflops:.0f} GFLOP/s."
     )
-    if "reference" in rounds[0]:
-        theirs = [one["reference"] for one in rounds]
-        step = statistics.median(one["step"] for one in theirs)
-        memory = statistics.median(one["peak_rss_mib"] for one in theirs)
-        speed = f"{here[0][unit] / step:.3g}"
-        rows.append(["HF transformers", f"{1e3 * step:.0f}", *blank, speed, f"{memory:.0f}"])
-        ratio = statistics.median(
-            one["here"]["seconds"]["step"] / one["reference"]["step"] for one in rounds
-        )
-        note += f" Median ratio of the step times of a round: {ratio:.2f}."
-    elif family == "pi07" and is_unchanged:
+    changed = [side for side in rounds[0] if side not in (OURS, HF)]
+    for side in set(rounds[0]) - {OURS}:
+        ratios = [one[OURS]["seconds"]["step"] / one[side]["seconds"]["step"] for one in rounds]
+        note += f" {OURS} takes {statistics.median(ratios):.2f} times the step of {side}."
+    if family == "pi07" and not changed:
         recorded = json.loads(PI07_REFERENCE.read_text(encoding="utf-8"))
         case = recorded["cases"]["headline_T1_sdpa"]
         step = case["median_step_s"]
         parts = [f"{1e3 * case[f'median_{name}_s']:.0f}" for name in ("fwd", "bwd", "adamw")]
         rows.append(
             ["OpenTau, recorded", f"{1e3 * step:.0f}", "", *parts,
-             f"{here[0][unit] / step:.3g}", f"{case['peak_rss_mib']:.0f}"]
+             f"{first[unit] / step:.3g}", f"{case['peak_rss_mib']:.0f}"]
         )  # fmt: skip
         note += (
-            f" Ratio to the recorded time of {recorded['source']}, not measured in the same run: "
-            f"{seconds['step'] / step:.2f}."
+            f" {OURS} takes {median(OURS, 'step') / step:.2f} times the recorded step of "
+            f"{recorded['source']}; it was not measured in the same run."
         )
-    return [Table(f"step {family}", columns, rows, note)]
+    columns = ["", "ms per step", *PHASES, f"{unit} per second", "peak MiB"]
+    return [Table(" ".join(["step", family, *changed]), columns, rows, note)]
 
 
 def main() -> int:
@@ -205,22 +216,22 @@ def main() -> int:
         "--against", metavar="PYTHON", help="interpreter with torch and transformers (qwen3_vl)"
     )
     made.add_argument(
-        "settings", nargs="*", metavar="section.name=value", help="change the configuration"
+        "settings", nargs="*", metavar="section.name=value", help="compare with changed settings"
     )
     made.add_argument("--worker", help=argparse.SUPPRESS)
     options = made.parse_args()
     if options.worker:
         leave(measure(options), Path(options.worker))
-    if options.against and (options.family != "qwen3_vl" or options.settings):
-        made.error("--against: HF transformers has the unchanged qwen3_vl only")
+    if options.against and options.family != "qwen3_vl":
+        made.error("--against: HF transformers has no pi07")
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = compare(options, Path(folder))
         except RuntimeError as error:
             print(f"step: a run failed:\n{error}", file=sys.stderr)
             return 1
-    versions = [one["reference"]["versions"] for one in found["rounds"] if "reference" in one]
-    show_tables(options, tables(found, not options.settings), found, **(versions or [{}])[0])
+    versions = found["rounds"][0].get(HF, {}).get("versions", {})
+    show(options, tables(found), found, **versions)
     return 0
 
 
