@@ -71,14 +71,16 @@ class Table:
         return f"{table}\n\n{self.note}".rstrip()
 
 
-def parser(doc: str, **settings: Any) -> argparse.ArgumentParser:
+def parser(doc: str, json: bool = True) -> argparse.ArgumentParser:
     """A parser with the options of all benchmarks.
 
     Args:
         doc: docstring of the benchmark; its first paragraph is shown.
+        json: whether the benchmark has `--json`.
     """
-    made = argparse.ArgumentParser(description=doc.split("\n\n")[0], **settings)
-    made.add_argument("--json", action="store_true", help="print one line of JSON")
+    made = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    if json:
+        made.add_argument("--json", action="store_true", help="print one line of JSON")
     made.add_argument(
         "--write-doc", type=Path, metavar="FILE", help="write the tables into a markdown file"
     )
