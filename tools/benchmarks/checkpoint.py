@@ -92,7 +92,7 @@ def saved(training: Training, config: TrainConfig, folder: Path, saves: int, bet
                 steps, step = steps + 1, step + 1
             writer.wait()
             stall = writer.times.stall if config.async_save else called
-            times.append({"stall_s": stall, "write_s": writer.times.write, "steps_beside": steps})
+            times.append({"stall_s": stall, "write_s": writer.times.write, "steps": steps})
     return times, target
 
 
@@ -111,15 +111,15 @@ def main() -> int:
         training = Training(options.size_mb, config)
         training.step()
         args = (options.saves, options.steps_between)
-        beside, target = saved(training, config, Path(name) / "beside", *args)
-        plain, _ = saved(
-            training, TrainConfig(**settings, async_save=False), Path(name) / "plain", 1, 1
+        asynchronous, target = saved(training, config, Path(name) / "asynchronous", *args)
+        synchronous, _ = saved(
+            training, TrainConfig(**settings, async_save=False), Path(name) / "synchronous", 1, 1
         )
-        result = {"beside": beside, "plain": plain, **verification(target)}
-    for times in beside:
+        result = {"asynchronous": asynchronous, "synchronous": synchronous, **verification(target)}
+    for times in asynchronous:
         times["ratio"] = times["stall_s"] / times["write_s"]
     show(options, [table(result)], result)
-    return int(max(times["ratio"] for times in beside) > options.limit)
+    return int(max(times["ratio"] for times in asynchronous) > options.limit)
 
 
 def verification(folder: Path) -> dict[str, float]:
@@ -142,11 +142,11 @@ def table(result: dict[str, Any]) -> Table:
             f"{times['stall_s']:.3f}",
             f"{times['write_s']:.3f}",
             f"{times['ratio']:.1%}",
-            str(times["steps_beside"]),
+            str(times["steps"]),
         ]
-        for number, times in enumerate(result["beside"])
+        for number, times in enumerate(result["asynchronous"])
     ]
-    rows.append(["synchronous", f"{result['plain'][0]['stall_s']:.3f}", "", "", ""])
+    rows.append(["synchronous", f"{result['synchronous'][0]['stall_s']:.3f}", "", "", ""])
     rates = [f"{result[f'verified_from_{name}_gb_per_s']:.2f}" for name in ("disk", "memory")]
     note = (
         f"Checkpoint of {result['bytes'] / 1e9:.2f} GB. Verification reads {rates[0]} GB/s from "

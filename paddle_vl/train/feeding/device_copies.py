@@ -200,7 +200,7 @@ def device_copies(
     if not pin_memory:
         reason = "data.pin_memory is off"
     elif not name.startswith("gpu"):
-        reason = f"copies beside a running step are made on GPUs only, and this is {name}"
+        reason = f"copies during a running step need a GPU, and this is {name}"
     else:
         try:
             return DeviceCopies(make())

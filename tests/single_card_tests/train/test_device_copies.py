@@ -173,7 +173,7 @@ def cannot_pin():
     ("device", "pin_memory", "reason"),
     [
         ("gpu:0", False, "data.pin_memory is off"),
-        ("xpu:0", True, "made on GPUs only, and this is xpu:0"),
+        ("xpu:0", True, "need a GPU, and this is xpu:0"),
         ("gpu:0", True, "gpu:0 cannot copy from pinned memory (no pinned memory)"),
     ],
 )
