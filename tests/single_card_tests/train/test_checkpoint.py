@@ -1,8 +1,8 @@
-"""Checkpoints on disk, without a model.
+"""Checkpoint folders, without a model.
 
-Guarantees: a save that is interrupted anywhere leaves the complete earlier checkpoint and nothing
-under the new name; leftovers are cleared; random states and arrays round-trip; resuming finds the
-right checkpoint and refuses changed settings.
+Guarantees: a save that is interrupted at any point leaves the earlier checkpoint complete and
+nothing under the new name; leftovers are removed; arrays round-trip; resume finds the right
+checkpoint and refuses changed settings.
 """
 
 import errno

@@ -1,10 +1,10 @@
-"""Writing beside training.
+"""Asynchronous checkpoint writing.
 
-Guarantees: a save returns before its files are written, and what is written is what was there when
-it was called, byte for byte as without a thread; what fails is raised at the next look, names the
-file and costs no earlier checkpoint, on whichever rank it happens; a run that ends by an error lets
-the write end, one that is interrupted gives it up; old checkpoints go only when newer ones have
-been read back, and only good ones count.
+Guarantees: a save returns before its files are written, and the files equal those of a synchronous
+save, byte for byte; a failure on any rank is raised at the next check, names the file and leaves
+earlier checkpoints alone; after an error the write in flight completes, after an interruption it is
+abandoned; old checkpoints are deleted only after a newer one was read back, and only good ones
+count.
 """
 
 import errno

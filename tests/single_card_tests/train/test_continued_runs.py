@@ -1,9 +1,9 @@
-"""Runs that are stopped, go on, and save.
+"""Runs that stop, resume and save.
 
-Guarantees: a run that continues, from a checkpoint or after a signal, is bit-identical to one that
-never stopped; what a signal cut short is made up for; settings that trained nothing replace none;
-checkpoints wait while updates are skipped, hold the step that they were made at, and are not lost
-to a write that fails or is killed.
+Guarantees: a resumed run, from a checkpoint or after a signal, is bit-identical to an uninterrupted
+one; an interrupted evaluation is made up for; config.yaml has settings that trained at least a
+step; checkpoints are postponed while updates are skipped, contain the step at which they were
+requested, and survive a write that fails or is killed.
 """
 
 import errno

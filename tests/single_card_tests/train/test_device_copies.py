@@ -1,10 +1,10 @@
-"""Copies of batches to a device, on a fake one: no GPU is at hand where these tests run.
+"""Copies of batches to a device, on a fake one, as no GPU is available.
 
-Pinned: arrays are pinned, copied, and an event is recorded behind them, which the computing stream
-waits for and not the host; a buffer is filled behind the step before the last, which had it; new
-memory is filled behind everything that was launched; batches of other lengths use the memory there
-is; pinned memory is held until it was read; entries that stay on the host stay what they are; a CPU
-needs no copies and says nothing, another device that goes without says so once.
+Guarantees: arrays are pinned and copied, and the compute stream, not the host, waits for the event
+after the copies; a buffer is overwritten only after the step that used it; new memory is filled
+only after everything launched before; buffers are reused for batches of other lengths; pinned
+memory is kept until it was read; entries for the host stay unchanged; a CPU needs no copies and
+logs nothing, another device without copies logs it once.
 """
 
 import gc

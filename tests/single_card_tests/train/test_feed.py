@@ -1,11 +1,11 @@
-"""What training steps are fed with.
+"""The feed of training steps.
 
-Pinned: without copies batches go on as they are, on demand; with them the next step's are fetched
-when a step was launched, and none beyond the last step; the place told is right behind a step's own
-batches, and continuing there gives the next ones; counts are made before arrays leave the host; a
-fault belongs to the step whose data has it; a wait counts unless the device had work meanwhile; a
-stalled loader is named with its worker; and a run with copies is the run without them, bit for bit,
-resumed too, without a read from the device in its steps.
+Guarantees: without copies batches are fetched on demand; with copies the next step's are fetched
+after a step is launched, none beyond the last step; the data position is that after a step's own
+batches, and resuming there yields the next ones; counts are made before arrays leave the host; an
+error of the data belongs to its step; a wait counts unless the device was busy; a stalled loader is
+named with its worker; a run with copies equals the run without them, bit for bit, also resumed, and
+reads nothing from the device in its steps.
 """
 
 import logging

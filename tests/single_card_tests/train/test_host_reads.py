@@ -1,10 +1,10 @@
-"""What the host reads back from the device in training.
+"""Host reads of the device in training.
 
-Guarantees: nothing in a steady-state step, of either family; one read for a report, made while the
-next step runs; a run whose updates are masked on the device is the run whose flags are read.
+Guarantees: none in a steady-state step, of either family; one per report, made while the next step
+runs; a run with updates masked on the device equals the run that reads the flags.
 
-On a GPU masks are the rule; on a CPU, where reading waits for nothing, this turns them on. What
-`nn/masked_attention.py` reads belongs to the CPU's kernel alone.
+On a GPU updates are masked; on a CPU, where a read waits for nothing, the tests turn masks on.
+Reads in `nn/masked_attention.py` belong to the CPU's kernel.
 """
 
 from collections import Counter

@@ -1,10 +1,9 @@
-"""What a run reports.
+"""Metrics of a run.
 
-Guarantees: means are weighted by target tokens and leave skipped updates out; what all processes
-told comes to what separate reductions give, speed by the slowest; nothing is copied from the host
-to make a report; the window survives a checkpoint;
-lines beyond the resumed step are dropped, torn ones too; the curve is a PNG; a writer whose package
-is absent names its pip extra.
+Guarantees: means are weighted by target tokens and leave out skipped updates; values of all ranks
+equal separate reductions, speed is that of the slowest rank; a report copies nothing from the host
+to the device; the window survives a checkpoint; lines beyond the resumed step are dropped,
+incomplete ones too; the loss curve is a PNG.
 """
 
 import json

@@ -1,9 +1,8 @@
-"""The progress of a run on the terminal.
+"""Progress of a run on the terminal.
 
-Guarantees: a terminal has one bar in one line, which says what the last metrics line does, keeps
-what an evaluation found, and says when the run evaluates; a log message stands above it, whole; a
-file or pipe, and a terminal without a bar, has a whole line for every report, with the time left; a
-process that is not to show anything shows nothing.
+Guarantees: a terminal has one bar with the values of the last metrics line, the last evaluation,
+and a label during evaluations; log messages are printed above it; a file, a pipe or a terminal
+without a bar has one line per report with the time left; ranks other than 0 print nothing.
 """
 
 import io

@@ -1,8 +1,8 @@
 """Curves in VisualDL and TensorBoard.
 
-Guarantees: each of the real packages gets every number of a line, under a grouped name, for readers
-while the run goes on; a resumed run has every step once, whatever was written beyond it; files of
-others stay; a writer whose package is absent names its pip extra and removes nothing.
+Guarantees: each of the real packages gets every number of a line, under a grouped name, readable
+during the run; a resumed run has every step once; files of others stay; a missing package is named
+with its pip extra, and nothing is removed then.
 """
 
 import struct

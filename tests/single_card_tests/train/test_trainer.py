@@ -1,8 +1,8 @@
-"""Whole runs of a tiny model on files.
+"""Whole runs of a tiny model.
 
-Guarantees: two seeded runs are bit-identical, in every weight, the optimizer state and the
-metrics; the output folder holds what the help says; settings reach what they are about. Runs that
-are cut off and go on are in `test_continued_runs`.
+Guarantees: two seeded runs are bit-identical in weights, optimizer state and metrics; the output
+folder holds the documented files; settings take effect. Interrupted and resumed runs are in
+`test_continued_runs`.
 """
 
 import json
