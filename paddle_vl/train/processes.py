@@ -10,6 +10,8 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
+from paddle_vl.nn.parameter_table import ParamSpec
+
 
 class SingleProcess:
     """World size 1.
@@ -66,19 +68,19 @@ class SingleProcess:
         """All-reduce over all ranks. Called by all ranks."""
         return value
 
-    def counts_here(self, tensor: Tensor) -> bool:
-        """Whether this rank contributes a trained tensor to `sum_over_all`; one of its replicas
-        does."""
+    def counts_here(self, spec: ParamSpec) -> bool:
+        """Whether this rank contributes a trained parameter with that spec to `sum_over_all`; one
+        of its replicas does."""
         return True
 
     def seed_split_random(self, entropy: Sequence[int]) -> None:
         """Seed the generator of sharded tensors, before every step."""
 
-    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+    def sum_gradients(self, tensors: Sequence[tuple[Tensor, ParamSpec]]) -> None:
         """Reduce gradients over ranks, once per step. Called by all ranks.
 
         Args:
-            parameters: tensors of the optimizer.
+            tensors: tensors that the optimizer updates, with the specs of their parameters.
         """
 
     def wait(self) -> None:

@@ -9,18 +9,17 @@ from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from paddle_vl.checkpoint.pretrained import DEFAULT_SHARD_BYTES
+from paddle_vl.batch.schema import Batch
 from paddle_vl.checkpoint.safetensors_io import FileWriter
-from paddle_vl.checkpoint.sharded import write_tensors
+from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.families.base import MeanLosses
 from paddle_vl.train import checkpoint as checkpoints
-from paddle_vl.train.evaluate import MeanLosses
 from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, TrainingData
-from paddle_vl.train.objective import Batch
+from paddle_vl.train.freeze import reported_rates
 from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.part_rates import reported_rates
 from paddle_vl.train.phases import Phase, StepTrace, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.reporting.gauges import Gauge, memory_in_use
@@ -32,8 +31,8 @@ from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.saving.snapshot import Fill
 from paddle_vl.train.schedule import learning_rate, seed_step
 from paddle_vl.train.step import (
+    Runner,
     StepOutcome,
-    WholeModel,
     agree_on_step,
     leave_step,
     train_step,
@@ -66,7 +65,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        runner: WholeModel,
+        runner: Runner,
         optimizer: Optimizer,
         data: TrainingData,
         num_steps: int,
@@ -86,10 +85,10 @@ class Trainer:
         self.reporter = Reporter(config.logging, self.output_dir, processes)
         self.writer = CheckpointWriter(self.output_dir, config.train, processes)
         self.trace = StepTrace(config.train.profile, self.output_dir, processes.rank)
-        self.meter = StepMeter(runner.objective, peak_flops)
+        self.meter = StepMeter(runner.loss, peak_flops)
         self.feed = BatchFeed(
             data,
-            runner.objective,
+            runner.adapter,
             config.train.gradient_accumulation_steps,
             num_steps,
             wait_warning_s=config.logging.data_wait_warning_s,
@@ -166,8 +165,8 @@ class Trainer:
 
     def _train(self) -> None:
         with self.writer:
-            num_writers = self.optimizer.placement.writers.size
-            self.writer.prepare(self.optimizer.bytes_to_write() // num_writers)
+            num_ranks = self.runner.model.placement.checkpoint_ranks.size
+            self.writer.prepare(self.optimizer.bytes_to_write() // num_ranks)
             if self._owes_evaluation:
                 self._evaluate()
             while self.stop_signal is None and self.step < self.num_steps:
@@ -212,8 +211,8 @@ class Trainer:
         except DataWaitLeftError:
             self.stop_signal = leave_step(self._num_agreed, self.processes, self.stop.received)
             return None
-        micro_batches, objective = fed.micro_batches, self.runner.objective
-        totals = agree_on_step(micro_batches, objective, self.processes, self.stop.received)
+        micro_batches = fed.micro_batches
+        totals = agree_on_step(micro_batches, self.runner.loss, self.processes, self.stop.received)
         self._num_agreed = totals.num_agreed
         if totals.signal is not None:
             self.stop_signal = totals.signal
@@ -255,14 +254,15 @@ class Trainer:
             self._save_checkpoint(must=is_last)
 
     def _collect_report(self) -> None:
-        processes, objective = self.processes, self.runner.objective
+        processes, loss = self.processes, self.runner.loss
         skipped = self._data_place.skipped if processes.counts_data else 0
         gauges = [
             *self.meter.gauges(processes.counts_data),
             Gauge("skipped_samples", "sum", skipped),
             Gauge("memory", "max", memory_in_use()),
-            *objective.gauges(self.runner.model, processes.counts_losses),
         ]
+        counts, is_counted = loss.metric_counts(self.runner.model), int(processes.counts_losses)
+        gauges += [Gauge(name, "sum", value * is_counted) for name, value in counts.items()]
         rate = learning_rate(self.step - 1, self.num_steps, self.config.train)
         entries = {"epoch": round(self._data_place.passes, 4), "learning_rate": rate}
         entries |= reported_rates(self.config.train, rate)
@@ -272,7 +272,7 @@ class Trainer:
                 "skipped_samples": int(values["skipped_samples"]),
                 "memory_gb": round(values["memory"] / 1e9, 3),
                 **entries,
-                **objective.line(values),
+                **loss.metrics(values),
             }
 
         def check(values: dict[str, Any], line: dict[str, Any]) -> None:
@@ -315,8 +315,8 @@ class Trainer:
 
     def _fill_checkpoint(self, folder: Path, write: FileWriter) -> None:
         self.save_model(folder, write)
-        states, ranks = self.optimizer.state_to_write(), self.optimizer.placement.writers
-        stem = checkpoints.OPTIMIZER_STEM
+        states, stem = self.optimizer.state_to_write(), checkpoints.OPTIMIZER_STEM
+        ranks = self.runner.model.placement.checkpoint_ranks
         write_tensors(folder, stem, states, DEFAULT_SHARD_BYTES, ranks, write)
         if not self.processes.is_main:
             return

@@ -46,7 +46,7 @@ from harness import (
 )
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.config.load import load_run_config
-from paddle_vl.parallel.gradients import BUCKET_ELEMENTS
+from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.reporting.gauges import GaugeLayout, HostCopy, local_values
 from paddle_vl.train.trainer import Trainer
@@ -77,7 +77,7 @@ def seconds_of(turns: int, do: Callable[[], object], wait: Callable[[], None]) -
 def metric_times(trainer: Trainer) -> dict[str, list[float]]:
     """Seconds of the messages of a step besides gradients, each alone."""
     processes = trainer.processes
-    terms_and_norm = paddle.rand([len(trainer.runner.objective.terms) + 1])
+    terms_and_norm = paddle.rand([len(trainer.runner.loss.terms) + 1])
     gauges = trainer.meter.gauges(processes.counts_data)
 
     def gather() -> None:
@@ -118,7 +118,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ]
     trainer.optimizer.masks_updates = masks_here
     num_parameters = sum(tensor.size for tensor in trainer.optimizer.tensors)
-    batch, is_for_device = next(trainer.data), trainer.runner.objective.is_for_device
+    batch, is_for_device = next(trainer.data), trainer.runner.adapter.is_for_device
     found: dict[str, Any] = {
         "family": options.family,
         "num_ranks": options.nproc,

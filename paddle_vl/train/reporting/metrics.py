@@ -15,7 +15,7 @@ Keys of a line, since the previous line or start unless it says "whole run":
     `sequence_length_min`, `_mean`, `_max`: real tokens of the samples; `packing_efficiency` with
         data.packing: share of real tokens in packed rows. These and times restart on resume.
     `target_tokens`, `skipped_updates`, `skipped_samples`: whole run.
-    `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.train.reporting.expert_load`.
+    `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.qwen3_vl.objective`.
     `eval_loss`, of a policy with its terms: in steps that evaluate. An evaluation between two
         reports has a line of its own.
 """
@@ -30,11 +30,10 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.nn.loss import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints
-from paddle_vl.train.feeding.micro_batch import MicroBatch
-from paddle_vl.train.objective import LANGUAGE, Objective, weighted
 from paddle_vl.train.reporting.gauges import Gauge
-from paddle_vl.train.step import StepOutcome
+from paddle_vl.train.step import MicroBatch, StepOutcome
 
 logger = logging.getLogger(__name__)
 Values = Mapping[str, Any]
@@ -49,9 +48,9 @@ class StepMeter:
         peak_flops: peak FLOP/s of this rank's device, if known.
     """
 
-    def __init__(self, objective: Objective = LANGUAGE, peak_flops: float | None = None):
-        self._objective, self._peak_flops = objective, peak_flops
-        zeros = paddle.zeros([len(objective.terms)], dtype="float64")
+    def __init__(self, loss: Loss, peak_flops: float | None = None):
+        self._loss, self._peak_flops = loss, peak_flops
+        zeros = paddle.zeros([len(loss.terms)], dtype="float64")
         # Per loss term: count of the whole run, sum and count of the window.
         self._counted, self._sums, self._counts = zeros, zeros, zeros
         # Skipped updates: whole run, current streak, longest streak in the window.
@@ -133,13 +132,13 @@ class StepMeter:
         Args:
             values: the gauges of `gauges`, reduced over ranks.
         """
-        objective = self._objective
+        loss = self._loss
         line: dict[str, Any] = {"loss": None}
-        means = dict.fromkeys(objective.terms)
+        means = dict.fromkeys(loss.terms)
         if values["counts"].all():
             numbers = (values["sums"] / values["counts"]).tolist()
-            means = dict(zip(objective.terms, numbers, strict=True))
-            line["loss"] = weighted(numbers, objective)
+            means = dict(zip(loss.terms, numbers, strict=True))
+            line["loss"] = weighted_loss(numbers, loss)
         if len(means) > 1:
             line |= means
         norm = float(values["grad_norm"].item())
@@ -150,8 +149,8 @@ class StepMeter:
             mean = values["length_sum"] / values["length_count"]
             line["sequence_length_mean"] = round(mean, 1)
             line["sequence_length_max"] = int(values["length_max"])
-        for term, name in objective.reported_counts.items():
-            line[name] = int(values["counted"][list(objective.terms).index(term)])
+        for term, name in loss.reported_counts.items():
+            line[name] = int(values["counted"][list(loss.terms).index(term)])
         line["skipped_updates"] = int(values["skips"][0])
         if values["places"]:
             line["packing_efficiency"] = round(values["tokens"] / values["places"], 4)

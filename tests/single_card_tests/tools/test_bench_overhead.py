@@ -7,7 +7,7 @@ collective too many, on logging steps or outside of them, is a problem.
 import pytest
 
 from overhead import expected_collectives, problems
-from paddle_vl.parallel.gradients import BUCKET_ELEMENTS
+from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 from paddle_vl.parallel.recorder import Collective
 from step_counts import TurnCounts, by_kind_of_step
 
