@@ -1,15 +1,14 @@
-"""Cost of the visual indices: once per step against recomputation in every deepstack layer.
+"""Time of the visual indices: computed once per step, or in every deepstack layer.
 
-    python tools/bench_visual_indices.py
+    python tools/benchmarks/visual_indices.py
 
-The reference recomputes, in each of three layers, what a rank of a model-parallel group of 4 adds:
-a search of the mask, and per sample a count of the visual tokens before the rank's rows and inside
-them, each read on the host. That is how PaddleFleet's deepstack layers do it. Half of the tokens
-are visual. Printed as medians, and as the ratio to the reference in the same run; then the host
-reads in a decoder forward and backward, which must be 0.
+The reference computes them in each of three layers, as PaddleFleet's deepstack layers do: on a rank
+of a tensor-parallel group of 4 it searches the mask and counts, per sample, the visual tokens
+before and inside the rank's rows; each count is read on the host. Half of the tokens are visual.
+Times are medians. Then the host reads in a decoder forward and backward are counted; exits with 1
+unless they are 0.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -17,13 +16,14 @@ from collections.abc import Callable
 import numpy as np
 import paddle
 
+from harness import Table, in_rounds, parser, show
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.batch.visual_index import RowPart, compute_visual_indices, host_visual_indices
 from paddle_vl.compat import configure_cpu_runtime
+from step_counts import record_host_reads
 
 IMAGE, VIDEO, LEVELS, MP = 500, 501, 3, 4
 SHAPES = ((32, 2048), (8, 32768))
-HOST_READS = ("numpy", "item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 
 
 def half_visual_ids(batch: int, length: int) -> np.ndarray:
@@ -57,7 +57,8 @@ def median_ms(function: Callable[[], object], repeats: int) -> float:
     return statistics.median(times) * 1e3
 
 
-def time_shape(batch: int, length: int, repeats: int) -> None:
+def time_shape(batch: int, length: int, repeats: int) -> dict[str, float]:
+    """Median milliseconds of the three ways."""
     ids_BL = half_visual_ids(batch, length)
     ids = paddle.to_tensor(ids_BL)
     mask, part = ids == IMAGE, RowPart(1, MP)
@@ -76,16 +77,9 @@ def time_shape(batch: int, length: int, repeats: int) -> None:
             ids_BL, image_token_id=IMAGE, video_token_id=VIDEO, num_image_rows=num_rows, part=part
         )
 
-    # In turn, so that a slower moment of the machine falls on all three.
-    found: dict[str, list[float]] = {"reference": [], "traced": [], "host": []}
-    for _ in range(3):
-        for name, function in (("reference", reference), ("traced", traced), ("host", host)):
-            found[name].append(median_ms(function, repeats))
-    loop, paddle_once, numpy_once = (statistics.median(times) for times in found.values())
-    print(f"[{batch}, {length}], half visual, mp {MP}")
-    print(f"  per layer, {LEVELS} layers   {loop:8.3f} ms")
-    print(f"  once, Paddle          {paddle_once:8.3f} ms   {loop / paddle_once:6.1f} times less")
-    print(f"  once, NumPy           {numpy_once:8.3f} ms   {loop / numpy_once:6.1f} times less")
+    ways = {f"in {LEVELS} layers": reference, "once, Paddle": traced, "once, NumPy": host}
+    rounds = in_rounds(list(ways), 3, lambda name: median_ms(ways[name], repeats))
+    return {name: statistics.median(found[name] for found in rounds) for name in ways}
 
 
 def count_host_reads() -> int:
@@ -117,38 +111,31 @@ def count_host_reads() -> int:
     batch = {"input_ids": ids_BL, "position_ids": position_ids, **arrays}
     dict_args = {name: paddle.to_tensor(array) for name, array in batch.items()}
     dict_args |= model.encode_visual(pixels, grid)
-    reads = []
-    kept = {name: getattr(paddle.Tensor, name) for name in HOST_READS}
-    try:
-        for name, method in kept.items():
-            setattr(paddle.Tensor, name, _counting(name, method, reads))
+    with record_host_reads() as reads:
         model.lm_head(model.language_model(dict_args)).sum().backward()
-    finally:
-        for name, method in kept.items():
-            setattr(paddle.Tensor, name, method)
     return len(reads)
 
 
-def _counting(name: str, method: Callable, reads: list[str]) -> Callable:
-    def counted(self, *args, **kwargs):
-        reads.append(name)
-        return method(self, *args, **kwargs)
-
-    return counted
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15, help="timed calls each (default 15)")
-    args = parser.parse_args()
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--repeats", type=int, default=15, help="timed calls each (default 15)")
+    options = made.parse_args()
     configure_cpu_runtime()
-    for batch, length in SHAPES:
-        time_shape(batch, length, args.repeats)
+    found = {str(list(shape)): time_shape(*shape, options.repeats) for shape in SHAPES}
     reads = count_host_reads()
-    print(f"host reads in the decoder, forward and backward: {reads}")
-    if reads:
-        raise SystemExit(1)
+    rows = [
+        [f"{shape} {way}", f"{times[way]:.3f}", f"{next(iter(times.values())) / times[way]:.1f}"]
+        for shape, times in found.items()
+        for way in times
+    ]
+    note = (
+        f"Batch and length of token rows, half of them visual; tensor-parallel degree {MP}. Host "
+        f"reads in the decoder, forward and backward: {reads}."
+    )
+    columns = ["visual indices", "ms", "times faster"]
+    show(options, [Table("visual_indices", columns, rows, note)], found | {"host_reads": reads})
+    return int(reads > 0)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

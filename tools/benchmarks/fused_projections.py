@@ -1,10 +1,9 @@
-"""Time of a decoder whose queries, keys and values, and gate and up, come from one product each,
-beside the same decoder with a product for each of them.
+"""Time of a decoder with fused QKV and gate-up projections, against separate projections.
 
-    python tools/bench_fused_projections.py --width 512 --layers 8
+    python tools/benchmarks/fused_projections.py --width 512 --layers 8
 
-Both run in turn in one process, on this device; the ratio of their shortest times is printed, for a
-training step's forward and backward pass and for a decoding step. Above 1 the fused one is faster.
+Both decoders run in turn in one process. The ratio is separate over fused, of the shortest times of
+forward and backward, and of a decoding step; above 1 fused is faster.
 """
 
 import argparse
@@ -14,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import paddle
 
+from harness import Table, parser, show
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.families.qwen3_vl.decoder import KeyValueCache
 from paddle_vl.nn.linear import fused_columns
@@ -66,35 +66,37 @@ def decoding(model: Qwen3VLForConditionalGeneration, ids_BL: np.ndarray) -> Call
 
 
 def shortest(runs: list[Callable[[], float]], repeats: int) -> list[float]:
-    """Seconds of each, taken in turn."""
+    """Shortest seconds of each, run in turn."""
     best = [float("inf")] * len(runs)
     for turn in range(repeats + 1):
         for number, run in enumerate(runs):
             start = time.perf_counter()
             run()
-            # The first turn warms up.
+            # The first round warms up.
             if turn:
                 best[number] = min(best[number], time.perf_counter() - start)
     return best
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--width", type=int, default=512, help="a multiple of 64 (default: 512)")
-    parser.add_argument("--layers", type=int, default=8, help="(default: 8)")
-    parser.add_argument("--batch", type=int, default=2, help="(default: 2)")
-    parser.add_argument("--length", type=int, default=256, help="(default: 256)")
-    parser.add_argument("--repeats", type=int, default=8, help="(default: 8)")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--width", type=int, default=512, help="a multiple of 64 (default: 512)")
+    made.add_argument("--layers", type=int, default=8, help="(default: 8)")
+    made.add_argument("--batch", type=int, default=2, help="(default: 2)")
+    made.add_argument("--length", type=int, default=256, help="(default: 256)")
+    made.add_argument("--repeats", type=int, default=8, help="(default: 8)")
+    options = made.parse_args()
     models = [make_model(options, is_fused) for is_fused in (True, False)]
     ids_BL = np.random.default_rng(0).integers(0, 900, (options.batch, options.length))
+    rows, found = [], {}
     for name, make in (("training", training), ("decoding", decoding)):
         repeats = options.repeats * (1 if make is training else 4)
         fused, separate = shortest([make(model, ids_BL) for model in models], repeats)
-        print(
-            f"{name}: fused {fused * 1e3:.1f} ms, separate {separate * 1e3:.1f} ms, "
-            f"ratio {separate / fused:.3f}"
-        )
+        found[name] = {"fused": fused, "separate": separate}
+        numbers = [f"{fused * 1e3:.1f}", f"{separate * 1e3:.1f}", f"{separate / fused:.3f}"]
+        rows.append([name, *numbers])
+    columns = ["step", "fused ms", "separate ms", "ratio"]
+    show(options, [Table("fused_projections", columns, rows)], found)
 
 
 if __name__ == "__main__":

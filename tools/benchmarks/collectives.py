@@ -1,45 +1,44 @@
-"""Collectives of one training step per topology: number and bytes, beside what theory gives.
+"""Collectives of one training step per topology: number and bytes, beside the expected numbers.
 
-    python tools/bench_collectives.py                 # all topologies, or those that are named:
-    python tools/bench_collectives.py dp2 "dp2 ep2"
+    python tools/benchmarks/collectives.py                 # all topologies, or the named ones:
+    python tools/benchmarks/collectives.py dp2 "dp2 ep2"
 
-Starts a few processes of a small model for each topology and records what rank 0 sends in each
-phase of a step. The counts hold on any machine. Theory, for N layers, T token rows of width D, M
-visual rows of G + 1 levels:
+Trains a small model on a few ranks for each topology, and records the collectives of rank 0 in each
+phase of a step. Counts hold on any machine. Expected, for N layers, T token rows of width D, M
+visual rows and G deepstack levels:
 
-- every topology: before the forward pass one message between hosts, with what all of them count;
-  behind the gradients' sums one sum of the loss and the squared gradient norm; nothing else for
-  metrics, but for one gather on logging steps (`bench_step_overhead.py`).
-- mp: forward one sum of [T, D] for the embedding and two per layer, three of [T] for the loss, one
-  gather of the visual rows; backward one sum per place where a split product begins (two per layer
-  and the head); one sum of the gradients that come in parts.
-- with sequence parallelism each of those sums is a reduce-scatter and a gather of the same rows,
-  gradients are gathered once more behind the embedding, and that of the visual rows is one sum.
-- dp: one sum of all gradients, bucket by bucket, and nothing in forward or backward.
-- pp: one message of token rows, and level rows as long as a later layer adds them, per micro-batch
-  and boundary, and one back; a first stage sends V forward and V - 1 backward with V virtual parts,
-  in a V (dualpipev) one each way. No message has shapes: every stage knows them.
-- sharding, U units (decoder layers and vision blocks): stage 1 one reduce-scatter of all gradients
-  and one gather of all parameters, for each of fleet's buffers of 256 MiB (with dp one sum of the
-  rank's part more); stage 2 in each micro-batch a reduce-scatter per unit in the
-  backward pass and one for the rest, in the last micro-batch alone with `reduce_once_per_step`, and
-  as many gathers after the update; stage 3 gathers each unit in the forward and in the backward
-  pass instead, token table and head in the forward pass, and after the update the rest alone; with
-  `reshard_after_forward: false` it gathers each of them once a step.
+- every topology: before the forward one message between hosts with all counts; after the gradient
+  reductions one all-reduce of loss and squared gradient norm; on logging steps one all-gather more
+  (`overhead.py`).
+- mp: in the forward one all-reduce of [T, D] for the embedding and two per layer, three of [T] for
+  the loss, and one all-gather of the visual rows; in the backward one all-reduce per
+  column-parallel linear (two per layer and the head); one all-reduce of partial gradients.
+- sequence parallelism: each of those all-reduces is a reduce-scatter and an all-gather; gradients
+  are gathered once more after the embedding, and that of the visual rows is one all-reduce.
+- dp: one all-reduce of all gradients per bucket, nothing in forward and backward.
+- pp: per micro-batch and stage boundary one message of token rows forward, with level rows as long
+  as a later layer adds them, and one back. With V virtual stages the first stage sends V
+  forward and V - 1 backward, with dualpipev one each way. No shapes are sent.
+- sharding, U units (decoder layers and vision blocks). Stage 1: one reduce-scatter of all gradients
+  and one all-gather of all parameters per fleet buffer of 256 MiB (with dp one all-reduce more of
+  the rank's shard). Stage 2: per micro-batch one reduce-scatter per unit in the backward and one of
+  the rest, with `reduce_once_per_step` only in the last micro-batch; as many all-gathers after the
+  update. Stage 3: all-gathers of each unit in forward and backward, of token table and head in the
+  forward, and of the rest after the update; with `reshard_after_forward: false` each of them once.
 """
 
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from harness import Table, launch, leave, parser, show
 from step_counts import NO_PHASE, recorded_phases
 
 TOPOLOGIES = {
@@ -76,7 +75,7 @@ TOPOLOGIES = {
     },
 }
 AXES = ("dp_degree", "mp_degree", "pp_degree", "sharding_degree")
-# Of a step, and what they are called here.
+# Phases of a step, and their names here.
 PHASES = {
     "agreement": "agreement",
     "forward": "forward",
@@ -87,7 +86,7 @@ PHASES = {
     "optim_step": "update",
 }
 LAYERS, DEPTH, WIDTH, LEVELS, ROWS, VISUAL = 8, 2, 64, 2, 2 * 64, 2 * 16
-# Of a pipeline twice its longest.
+# Micro-batches: twice as many as the longest pipeline has stages.
 IMAGE, MICRO_BATCHES = 500, 8
 
 
@@ -111,7 +110,7 @@ def model_settings(degrees: dict) -> dict:
 
 
 def expected_calls(degrees: dict) -> dict[str, Counter]:
-    """Number of each kind per phase, from the formulas above."""
+    """Collectives by kind and phase, from the list above."""
     calls = {phase: Counter() for phase in PHASES.values()}
     calls["agreement"].update(all_gather=1)
     calls["loss and norm"].update(all_reduce=1)
@@ -158,7 +157,7 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
 
 
 def make_batch(config) -> dict:
-    """Two samples, each with an image, as the collator makes them but for sequence parallelism."""
+    """Two samples with an image each, as the collator makes them without sequence parallelism."""
     from paddle_vl.batch.visual_index import host_visual_indices
 
     rng = np.random.default_rng(0)
@@ -177,10 +176,8 @@ def make_batch(config) -> dict:
     }
 
 
-def measure(degrees: dict) -> None:
-    """One process: a step, its collectives as a line of JSON on rank 0."""
-    import paddle
-
+def measure(degrees: dict) -> dict[str, Any]:
+    """Collectives of one step on this rank."""
     from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
     from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
     from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
@@ -213,7 +210,7 @@ def measure(degrees: dict) -> None:
     optimizer = Optimizer(named, run_config.train, set(), store, placement.parameter_table)
     batch = make_batch(config)
     if topology.degrees.sequence_parallel:
-        # Those of all rows; the model computes its own.
+        # They are of all rows; the model computes those of its shard.
         batch = {name: value for name, value in batch.items() if "indices" not in name}
     several = topology.degrees.pp_degree > 1 or topology.degrees.sharding_stage > 1
     num_batches = MICRO_BATCHES if several else 1
@@ -221,69 +218,65 @@ def measure(degrees: dict) -> None:
     with recorded_phases() as recording:
         train_step(runner, optimizer, micro_batches, 1e-3, processes)
     calls = [call._replace(phase=PHASES[call.phase]) for call in recording.calls]
-    if topology.rank == 0:
-        parameters = sum(int(np.prod(parameter.shape)) for parameter in model.parameters())
-        print(json.dumps({"calls": calls, "parameters": parameters}), flush=True)
-    paddle.distributed.barrier()
-    # See paddle_vl.cli.main.run.
-    os._exit(0)
+    parameters = sum(int(np.prod(parameter.shape)) for parameter in model.parameters())
+    return {"calls": calls, "parameters": parameters}
 
 
-def run(degrees: dict) -> dict:
-    """Start the processes of a topology and return what rank 0 measured."""
-    processes = math.prod(value for name, value in degrees.items() if name in AXES)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "paddle.distributed.launch", "--log_dir", folder]
-        command += ["--nproc_per_node", str(processes), __file__, json.dumps(degrees)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        log = (Path(folder) / "workerlog.0").read_text(encoding="utf-8")
-    lines = [line for line in log.splitlines() if line.startswith('{"calls"')]
-    if done.returncode or not lines:
-        raise SystemExit(f"{degrees} failed:\n{log}")
-    return json.loads(lines[0])
+def table(name: str, found: dict[str, Any], expected: dict[str, Counter]) -> Table:
+    """Collectives of a topology by phase and kind."""
+    rows = []
+    for phase in PHASES.values():
+        calls = [call for call in found["calls"] if call[0] == phase]
+        counts = Counter(call[1] for call in calls)
+        for kind in sorted(counts | expected[phase]):
+            size = sum(call[3] for call in calls if call[1] == kind)
+            numbers = [str(counts[kind]), str(expected[phase][kind]), f"{size / 1024:.1f}"]
+            rows.append([f"{phase}: {kind}", *numbers])
+    note = f"{name}, {found['parameters']} parameters on rank 0."
+    return Table(f"collectives {name}", [name, "calls", "expected", "KiB"], rows, note)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument(
         "topologies",
         metavar="TOPOLOGY",
         nargs="*",
         type=_topology,
         help=f"of {', '.join(TOPOLOGIES)} (default: all)",
     )
-    return parser
+    made.add_argument("--worker", help=argparse.SUPPRESS)
+    made.add_argument("--degrees", help=argparse.SUPPRESS)
+    options = made.parse_args()
+    if options.worker:
+        leave(measure(json.loads(options.degrees)), Path(options.worker))
+    tables, all_found, as_expected = [], {}, True
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.topologies or TOPOLOGIES:
+            degrees = TOPOLOGIES[name]
+            num_ranks = math.prod(value for key, value in degrees.items() if key in AXES)
+            work = Path(folder) / name.replace(" ", "_")
+            arguments = ["--worker", str(work), "--degrees", json.dumps(degrees)]
+            try:
+                found = launch(__file__, num_ranks, arguments, work)[0]
+            except RuntimeError as error:
+                print(f"collectives: {name} failed:\n{error}", file=sys.stderr)
+                return 1
+            expected = expected_calls(degrees)
+            tables.append(table(name, found, expected))
+            all_found[name] = found
+            counts = {phase: Counter() for phase in PHASES.values()}
+            for call in found["calls"]:
+                counts[call[0]][call[1]] += 1
+            as_expected &= counts == expected
+    show(options, tables, all_found)
+    return 0 if as_expected else 1
 
 
 def _topology(name: str) -> str:
     if name not in TOPOLOGIES:
         raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(TOPOLOGIES)}")
     return name
-
-
-def main() -> int:
-    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
-        measure(json.loads(sys.argv[1]))
-        return 0
-    options = _parser().parse_args()
-    as_expected = True
-    for name in options.topologies or TOPOLOGIES:
-        degrees = TOPOLOGIES[name]
-        found = run(degrees)
-        expected = expected_calls(degrees)
-        print(f"{name}  ({found['parameters']} parameters on a rank)")
-        for phase in PHASES.values():
-            calls = [call for call in found["calls"] if call[0] == phase]
-            counts = Counter(call[1] for call in calls)
-            as_expected &= counts == expected[phase]
-            for kind in sorted(counts | expected[phase]):
-                size = sum(call[3] for call in calls if call[1] == kind)
-                theory = f"(theory {expected[phase][kind]:3d})"
-                print(
-                    f"  {phase:<13} {kind:<15} {counts[kind]:3d} {theory}  {size / 1024:10.1f} KiB"
-                )
-    return 0 if as_expected else 1
 
 
 if __name__ == "__main__":

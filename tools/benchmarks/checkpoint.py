@@ -1,30 +1,28 @@
-"""How long training stands still for a checkpoint, how long its write takes, and its verification.
+"""How long a checkpoint blocks training, how long its write takes, and how fast it is verified.
 
-    python tools/bench_checkpoint.py                       # 400 MB of weights, 1.2 GB in all
-    python tools/bench_checkpoint.py --size-mb 100 --folder /mnt/shared
+    python tools/benchmarks/checkpoint.py                       # 400 MB of weights, 1.2 GB in all
+    python tools/benchmarks/checkpoint.py --size-mb 100 --folder /mnt/shared
 
-Trains a model of square matrices on random rows, with a checkpoint every few steps, as a run writes
-it: weights and two moments per weight, checksums, on the disk before it counts (fsync). For every
-checkpoint it prints the seconds that training stood still (the copy to host memory), the seconds of
-the write beside training, and their ratio; then the same without a thread. At the end it verifies
-the last checkpoint, from the disk and from memory, and prints GB/s.
+Trains square matrices on random rows, with a checkpoint every few steps as a run writes it: weights
+and two moments per weight, checksums, fsync. Per checkpoint it reports the seconds that training
+was blocked (the copy to host memory), the seconds of the asynchronous write, and their ratio; then
+the same without a thread, and the verification of the last checkpoint from disk and from memory.
 
-The copy's memory is made ready beside the first steps, for which this waits. The write that is in
-flight has to end before the next save begins, so steps between two saves have to take longer than
-the write: `--steps-between` is chosen so unless given. Exits with 1 where the stall of a checkpoint
-is above --limit of its write.
+Host memory is prepared during the first steps, for which this waits. A write has to end before the
+next save begins; unless `--steps-between` is given, steps go on until the write has ended. Exits
+with 1 if training was blocked for more than --limit of a write.
 """
 
-import argparse
-import json
 import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import paddle
 from paddle import nn
 
+from harness import Table, parser, show
 from paddle_vl.checkpoint.manifest import Manifest, damaged_files
 from paddle_vl.checkpoint.rules import LinearWeights, StoredParameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter
@@ -40,7 +38,7 @@ from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 WIDTH = 2048
 ROWS = 64
 SHARD_BYTES = 5_000_000_000
-# A run trains for minutes before its first checkpoint.
+# Time to prepare host memory; a run trains for minutes before its first checkpoint.
 WARM_UP_S = 10.0
 
 
@@ -68,7 +66,7 @@ class Training:
         self.optimizer.clear_gradients()
 
     def fill(self, folder: Path, write: FileWriter) -> None:
-        """What a checkpoint consists of."""
+        """Write what a checkpoint consists of."""
         tensors = parameters_to_write(self.stored)
         write_tensors(folder, "model", tensors, SHARD_BYTES, write=write)
         states = self.optimizer.state_to_write()
@@ -76,7 +74,7 @@ class Training:
 
 
 def saved(training: Training, config: TrainConfig, folder: Path, saves: int, between: int | None):
-    """Times of each of so many checkpoints, and the last one's folder."""
+    """Times of each checkpoint, and the folder of the last one."""
     times, step = [], 0
     with CheckpointWriter(folder, config) as writer:
         writer.prepare(training.optimizer.bytes_to_write())
@@ -94,21 +92,18 @@ def saved(training: Training, config: TrainConfig, folder: Path, saves: int, bet
                 steps, step = steps + 1, step + 1
             writer.wait()
             stall = writer.times.stall if config.async_save else called
-            times.append({"stall_s": stall, "write_s": writer.times.write, "steps_beside": steps})
+            times.append({"stall_s": stall, "write_s": writer.times.write, "steps": steps})
     return times, target
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size-mb", type=int, default=400, help="weights, in MB (default 400)")
-    parser.add_argument("--saves", type=int, default=4, help="checkpoints (default 4)")
-    parser.add_argument("--steps-between", type=int, help="steps between two of them")
-    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
-    parser.add_argument("--limit", type=float, default=0.1, help="of stall to write (default 0.1)")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--size-mb", type=int, default=400, help="weights, in MB (default 400)")
+    made.add_argument("--saves", type=int, default=4, help="checkpoints (default 4)")
+    made.add_argument("--steps-between", type=int, help="steps between two of them")
+    made.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    made.add_argument("--limit", type=float, default=0.1, help="of stall to write (default 0.1)")
+    options = made.parse_args()
     configure_cpu_runtime(len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         settings = {"output_dir": name, "max_steps": 1, "save_total_limit": None}
@@ -116,22 +111,19 @@ def main() -> int:
         training = Training(options.size_mb, config)
         training.step()
         args = (options.saves, options.steps_between)
-        beside, target = saved(training, config, Path(name) / "beside", *args)
-        plain, _ = saved(
-            training, TrainConfig(**settings, async_save=False), Path(name) / "plain", 1, 1
+        asynchronous, target = saved(training, config, Path(name) / "asynchronous", *args)
+        synchronous, _ = saved(
+            training, TrainConfig(**settings, async_save=False), Path(name) / "synchronous", 1, 1
         )
-        result = {"beside": beside, "plain": plain, **verification(target)}
-    for times in beside:
+        result = {"asynchronous": asynchronous, "synchronous": synchronous, **verification(target)}
+    for times in asynchronous:
         times["ratio"] = times["stall_s"] / times["write_s"]
-    if options.json:
-        print(json.dumps(result))
-    else:
-        print_result(result)
-    return int(max(times["ratio"] for times in beside) > options.limit)
+    show(options, [table(result)], result)
+    return int(max(times["ratio"] for times in asynchronous) > options.limit)
 
 
 def verification(folder: Path) -> dict[str, float]:
-    """Bytes of a checkpoint, and how many of them are verified per second."""
+    """Bytes of a checkpoint, and GB verified per second."""
     manifest = Manifest.read(folder)
     size = sum(file.size for file in manifest.files.values())
     rates = {"bytes": size}
@@ -142,20 +134,26 @@ def verification(folder: Path) -> dict[str, float]:
     return rates
 
 
-def print_result(result: dict) -> None:
-    """The figures as a table."""
-    print(f"checkpoint of {result['bytes'] / 1e9:.2f} GB")
-    print(f"{'':<18}{'stall s':>9}{'write s':>9}{'ratio':>8}{'steps beside':>14}")
-    for number, times in enumerate(result["beside"]):
-        name = "beside training" if number else "  the first"
-        print(
-            f"{name:<18}{times['stall_s']:>9.3f}{times['write_s']:>9.3f}{times['ratio']:>8.1%}"
-            f"{times['steps_beside']:>14}"
-        )
-    print(f"{'without a thread':<18}{result['plain'][0]['stall_s']:>9.3f}")
-    for source in ("disk", "memory"):
-        rate = result[f"verified_from_{source}_gb_per_s"]
-        print(f"verified from {source}: {rate:.2f} GB/s")
+def table(result: dict[str, Any]) -> Table:
+    """A row per checkpoint, then one without a thread."""
+    rows = [
+        [
+            "asynchronous" if number else "asynchronous, first",
+            f"{times['stall_s']:.3f}",
+            f"{times['write_s']:.3f}",
+            f"{times['ratio']:.1%}",
+            str(times["steps"]),
+        ]
+        for number, times in enumerate(result["asynchronous"])
+    ]
+    rows.append(["synchronous", f"{result['synchronous'][0]['stall_s']:.3f}", "", "", ""])
+    rates = [f"{result[f'verified_from_{name}_gb_per_s']:.2f}" for name in ("disk", "memory")]
+    note = (
+        f"Checkpoint of {result['bytes'] / 1e9:.2f} GB. Verification reads {rates[0]} GB/s from "
+        f"disk and {rates[1]} GB/s from memory."
+    )
+    columns = ["checkpoint", "stall s", "write s", "ratio", "steps during the write"]
+    return Table("checkpoint", columns, rows, note)
 
 
 if __name__ == "__main__":
