@@ -286,11 +286,18 @@ class RunConfig(Section):
         parts: words that stand for parts of the model in settings, each with its patterns over
             parameter names.
         needs_processor: whether data.processor or model.pretrained must name a folder.
+        fixed_settings: settings, or sections, that must not change when a run is resumed: saved
+            weights, optimizer state, data position and random state depend on them.
     """
 
     family: ClassVar[str] = "a model family"
     parts: ClassVar[dict[str, tuple[str, ...]]] = {}
     needs_processor: ClassVar[bool] = True
+    fixed_settings: ClassVar[tuple[str, ...]] = (
+        *("model.pretrained", "model.config", "model.compute_dtype", "model.freeze"),
+        *("data.train", "data.processor", "data.on_bad_sample"),
+        *("train.seed", "train.gradient_accumulation_steps"),
+    )
 
     model: ModelConfig
     data: DataConfig

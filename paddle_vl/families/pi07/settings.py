@@ -114,6 +114,11 @@ class PI07Run(RunConfig):
 
     family: ClassVar[str] = "pi07"
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
+    fixed_settings: ClassVar[tuple[str, ...]] = (
+        *RunConfig.fixed_settings,
+        *("data.synthetic_samples", "data.groups", "data.fields", "data.drops"),
+        "train.loss_weighting",
+    )
 
     data: PI07DataConfig
     parallel: PI07ParallelConfig = PI07ParallelConfig()

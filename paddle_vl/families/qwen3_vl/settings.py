@@ -130,6 +130,11 @@ class Qwen3VLRun(RunConfig):
 
     family: ClassVar[str] = "Qwen3-VL"
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
+    fixed_settings: ClassVar[tuple[str, ...]] = (
+        *RunConfig.fixed_settings,
+        *("model.lora", "data.max_length", "data.min_pixels", "data.max_pixels"),
+        *("data.packing", "data.packing_length", "data.max_vision_tokens_per_row"),
+    )
 
     model: Qwen3VLModelConfig
     data: Qwen3VLDataConfig
