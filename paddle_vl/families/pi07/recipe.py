@@ -1,6 +1,6 @@
 """pi07's policy and planner as families: see `paddle_vl.families.base.Family`.
 
-Over 350 lines, as both stand here: the planner differs in little, having no actions and so neither a
+Over 350 lines, as both stand here: the planner differs in little. It has no actions, so neither a
 flow nor an action tokenizer.
 """
 

@@ -72,9 +72,6 @@ def test_it_is_profiled_on_data_of_its_own(run_file, tmp_path):
     ("arguments", "message"),
     [
         (["generate", "--model", "{}", "--prompt", "what?"], "does not answer questions"),
-            ["generate", "--model", "{}", "--prompt", "what?"],
-            "family that does not answer questions",
-        ),
         (["evaluate", "{}", "--data", "no.jsonl", "--show", "2"], "leave --show out"),
     ],
 )
