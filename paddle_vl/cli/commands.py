@@ -216,13 +216,8 @@ def _add_generation_settings(parser: argparse.ArgumentParser) -> None:
         ("--max-new-tokens", int, "N", "longest answer, in tokens (without a file 128)"),
         ("--temperature", float, "T", "divides the logits; below 1 favours likely tokens"),
         ("--top-k", int, "K", "sample from the K most likely tokens; 0 for all"),
-        ("--top-p", float, "P", "sample from the most likely tokens with total probability P"),
-        (
-            "--repetition-penalty",
-            float,
-            "R",
-            "above 1 makes tokens that occurred before less likely",
-        ),
+        ("--top-p", float, "P", "sample from the likeliest tokens of total probability P"),
+        ("--repetition-penalty", float, "R", "above 1 makes repeated tokens less likely"),
         ("--seed", int, "N", "seed of sampling"),
     ):
         settings.add_argument(name, type=kind, metavar=metavar, help=text)
