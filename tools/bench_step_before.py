@@ -50,11 +50,11 @@ class Before:
             adapter.synchronized(micro_batch.batch, needed, runner.model)
             for micro_batch, needed in zip(micro_batches, totals.needed, strict=True)
         ]
-        terms = runner.accumulate_gradients(batches, totals.counts)
-        trained = runner.model.placement.trained
+        store = optimizer.store
+        terms = runner.accumulate_gradients(batches, totals.counts, store)
         with phase(Phase.GRADIENT_SUM):
-            trained.end_backward()
-            processes.sum_gradients(optimizer.tensors)
+            store.end_backward()
+            processes.sum_gradients(optimizer.tensors_with_specs)
         with phase(Phase.METRICS):
             means = processes.sum_losses(terms).tolist()
             tokens = self._summed(sum(batch.num_tokens for batch in micro_batches))

@@ -45,7 +45,7 @@ import paddle.distributed as dist
 from bench_step_before import Before
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.config.load import load_run_config
-from paddle_vl.parallel.gradients import BUCKET_ELEMENTS
+from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.reporting.gauges import GaugeLayout, local_values
 from paddle_vl.train.reporting.host_copy import HostCopy

@@ -25,7 +25,8 @@ from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.nn.loss import Loss
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
 
 BatchT = TypeVar("BatchT")
 # Relative cost of every decoder layer, of what comes before them, and of what comes after them.
@@ -53,7 +54,7 @@ class TrainableModel(Protocol):
         tables: token embedding and head, those of this rank.
     """
 
-    placement: SingleDevicePlacement
+    placement: Placement
     vision_blocks: list[nn.Layer]
     decoder_layers: list[nn.Layer]
     tables: list[nn.Layer]
@@ -151,7 +152,7 @@ class BuiltModel:
     model: Any
     adapter: BatchAdapter
     collator: Collator
-    save: Callable[[Path, FileWriter], None]
+    save: Callable[[Path, FileWriter, ParameterStore | None], None]
     save_extra_files: Callable[[Path], None] = lambda folder: None
 
 
@@ -312,8 +313,8 @@ class Family(ABC):
         return self.config.train.recompute == "full"
 
     @abstractmethod
-    def build_model(self, placement: SingleDevicePlacement) -> BuiltModel:
-        """This rank's part of the model; its parameters get their values from `model.fill()`."""
+    def build_model(self, placement: Placement) -> BuiltModel:
+        """This rank's part of the model; `model.materialize()` gives its parameters values."""
 
     @abstractmethod
     def named_parameters(self, model: Any) -> list[tuple[str, Tensor]]:

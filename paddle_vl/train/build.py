@@ -15,18 +15,16 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses
-from paddle_vl.families.registry import check_settings
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.evaluate import mean_losses
 from paddle_vl.train.feeding.data_wait import watched
-from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
+from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names, treated_apart
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.random_state import seed_everything
 from paddle_vl.train.reporting.device_peaks import device_peak
@@ -94,7 +92,7 @@ def _build(
     if checkpoint is not None:
         for change in changed_settings(checkpoint, config):
             logger.info("changed since %s: %s", checkpoint.name, change)
-    if config.model.pretrained is not None and (checkpoint is None or config.model.lora):
+    if config.model.pretrained is not None and (checkpoint is None or config.trains_adapters):
         folder = Path(config.model.pretrained)
         check_pretrained(folder, config.train.verify_checkpoint, processes)
     seed_everything(config.train.seed)
@@ -121,12 +119,13 @@ def _build(
     )
     parameters = freeze_parameters(family.named_parameters(model), trained, full_shapes)
     check_memory(NeededMemory.of(model.parameters(), config.parallel))
-    layout.prepare_training(model)
+    store = layout.parameter_store(model)
     optimizer = Optimizer(
         parameters,
         config.train,
         decayed,
-        placement,
+        store,
+        placement.parameter_table,
         trained,
         factors,
     )
@@ -140,7 +139,7 @@ def _build(
     )
 
     def save_model(folder: Path, write: FileWriter) -> None:
-        built.save(folder, write)
+        built.save(folder, write, store)
         if processes.is_main:
             built.save_extra_files(folder)
 
@@ -186,7 +185,6 @@ def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:
         RuntimeError: files are missing or damaged.
     """
     entry = family_of_run(config, checkpoint)
-    check_settings(config, entry)
     return entry.recipe_class()(config, checkpoint)
 
 

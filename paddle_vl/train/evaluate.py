@@ -65,7 +65,7 @@ def _groups(
     Ranks exchange one message before each group until the last of them has no batch left.
     """
     size = runner.batches_at_once
-    if runner.model.placement.layers_are_collective:
+    if runner.model.placement.ops.layers_are_collective:
         stream = in_step(batches, runner, processes, received)
         while group := list(islice(stream, size)):
             yield None if group[-1] is None else group

@@ -14,6 +14,7 @@ from paddle import Tensor
 from paddle_vl.batch.schema import Batch
 from paddle_vl.families.base import BatchAdapter
 from paddle_vl.nn.loss import Loss, zero_terms
+from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
@@ -124,11 +125,17 @@ class Runner(Protocol):
     @property
     def batches_at_once(self) -> int: ...
 
-    def accumulate_gradients(self, batches: Sequence[Batch], totals: Sequence[int]) -> Tensor:
+    def accumulate_gradients(
+        self,
+        batches: Sequence[Batch],
+        totals: Sequence[int],
+        store: ParameterStore | None = None,
+    ) -> Tensor:
         """Add up the gradients of the loss over all batches.
 
         Args:
             totals: divisor of each loss term.
+            store: of the model's parameters; None leaves gradients where autograd put them.
 
         Returns:
             `[n]` float32, what this rank adds to each term.
@@ -152,7 +159,12 @@ class ModelRunner:
     ):
         self.model, self.loss, self.adapter, self.processes = model, loss, adapter, processes
 
-    def accumulate_gradients(self, batches: Sequence[Batch], totals: Sequence[int]) -> Tensor:
+    def accumulate_gradients(
+        self,
+        batches: Sequence[Batch],
+        totals: Sequence[int],
+        store: ParameterStore | None = None,
+    ) -> Tensor:
         terms = zero_terms(self.loss)
         num_batches = len(batches) * self.processes.data_size
         for batch in batches:
@@ -160,7 +172,8 @@ class ModelRunner:
                 loss, parts = self.loss.share(self._output(batch), totals, num_batches)
             with phase(Phase.BACKWARD):
                 loss.backward()
-                self.model.placement.trained.end_micro_batch()
+                if store is not None:
+                    store.end_micro_batch()
             terms = terms + parts
         return terms
 
@@ -241,17 +254,17 @@ def train_step(
     Raises:
         ValueError: the step has nothing to learn from.
     """
-    loss, adapter, placement = runner.loss, runner.adapter, runner.model.placement
+    loss, adapter, store = runner.loss, runner.adapter, optimizer.store
     totals = totals or agree_on_step(micro_batches, loss, processes)
     batches = [
         adapter.synchronized(micro_batch.batch, needed, runner.model)
         for micro_batch, needed in zip(micro_batches, totals.needed, strict=True)
     ]
-    placement.trained.begin_step(len(batches))
-    terms = runner.accumulate_gradients(batches, totals.counts)
+    store.begin_step(len(batches))
+    terms = runner.accumulate_gradients(batches, totals.counts, store)
     with phase(Phase.GRADIENT_SUM):
-        placement.trained.end_backward()
-        processes.sum_gradients(optimizer.tensors)
+        store.end_backward()
+        processes.sum_gradients(optimizer.tensors_with_specs)
     with phase(Phase.CLIP):
         terms, norm = _summed(terms, optimizer, processes)
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)

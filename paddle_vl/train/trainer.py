@@ -13,17 +13,16 @@ from typing import Any
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from paddle_vl.batch.schema import Batch
-from paddle_vl.checkpoint.pretrained import DEFAULT_SHARD_BYTES
 from paddle_vl.checkpoint.safetensors_io import FileWriter
-from paddle_vl.checkpoint.sharded import write_tensors
+from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.families.base import MeanLosses
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, TrainingData
+from paddle_vl.train.freeze import reported_rates
 from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.part_rates import reported_rates
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.random_state import seed_step
@@ -171,7 +170,7 @@ class Trainer:
 
     def _train(self) -> None:
         with self.writer:
-            share = self.optimizer.placement.writers.size
+            share = self.runner.model.placement.checkpoint_ranks.size
             self.writer.prepare(self.optimizer.bytes_to_write() // share)
             if self._owes_evaluation:
                 self._evaluate()
@@ -357,7 +356,7 @@ class Trainer:
             checkpoints.OPTIMIZER_STEM,
             self.optimizer.state_to_write(),
             DEFAULT_SHARD_BYTES,
-            self.optimizer.placement.writers,
+            self.runner.model.placement.checkpoint_ranks,
             write,
         )
         if not self.processes.is_main:

@@ -54,16 +54,15 @@ def worker(run_file: str, output_dir: str, overrides: list[str]) -> dict[str, np
     if group.nranks == 1:
         return {}
     placement = FleetPlacement(group)
-    tower = Linear(32, 32, bias=True)
-    placement.mark_tower([tower.weight, tower.bias])
+    tower = placement.layers.tower(Linear(32, 32, bias=True))
     layers = {
-        "whole rows": placement.column_linear(32, 64),
-        "own features": placement.row_linear(64, 32),
+        "whole rows": placement.layers.column_linear(32, 64),
+        "own features": placement.layers.row_linear(64, 32),
         "own images": tower,
     }
     kept = {}
     for name, layer in layers.items():
-        placement.add_low_rank(layer, LowRankSettings(32, 1.0, dropout=0.5))
+        placement.layers.add_low_rank(layer, LowRankSettings(32, 1.0, dropout=0.5))
         layer.lora.A.set_value(np.eye(32, dtype=np.float32))
         layer.lora.B.set_value(np.eye(32, dtype=np.float32))
         kept[name] = layer.lora(paddle.ones([4, 32])).numpy()

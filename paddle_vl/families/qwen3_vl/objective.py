@@ -78,12 +78,12 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return name not in _HOST_ARRAYS
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
-        if needed[0] and model.placement.layers_are_collective and not has_visual(batch):
+        if needed[0] and model.placement.ops.layers_are_collective and not has_visual(batch):
             return with_unused_image(batch, model.config.vision_config)
         return batch
 
     def idle_batch(self, model: nn.Layer) -> VLBatch:
-        return empty_batch(model.placement.row_part.size)
+        return empty_batch(model.placement.ops.row_part.size)
 
 
 def has_visual(batch: VLBatch) -> bool:

@@ -10,8 +10,6 @@ from paddle import Tensor
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import ModelShape
-from paddle_vl.config.patterns import PARTS
-from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
@@ -44,7 +42,9 @@ from paddle_vl.families.qwen3_vl.processor_fit import (
     model_collator,
     model_config,
 )
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.families.qwen3_vl.settings import PARTS, Qwen3VLRun
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
 
 Model = Qwen3VLForConditionalGeneration
 
@@ -55,7 +55,7 @@ class Qwen3VLRecipe(Family):
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage = Qwen3VLStage
 
-    def __init__(self, config: RunConfig, checkpoint: Path | None):
+    def __init__(self, config: Qwen3VLRun, checkpoint: Path | None):
         self.config, self.checkpoint = config, checkpoint
         data = config.data
         self.processor = Qwen3VLProcessor.from_pretrained(
@@ -79,13 +79,13 @@ class Qwen3VLRecipe(Family):
     def sample_kind(self) -> str:
         return "packed rows" if self.config.data.packing else "samples"
 
-    def build_model(self, placement: SingleDevicePlacement) -> BuiltModel:
+    def build_model(self, placement: Placement) -> BuiltModel:
         """See `Family`; with model.lora the adapters are attached."""
         collator = model_collator(
             self.processor,
             padding_side=self.config.data.padding_side,
             pad_to_multiple_of=self.config.data.pad_to_multiple_of,
-            part=placement.row_part,
+            part=placement.ops.row_part,
         )
         model = self._model(placement)
         return BuiltModel(
@@ -151,7 +151,7 @@ class Qwen3VLRecipe(Family):
         return used
 
     @classmethod
-    def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:
+    def with_synthetic_data(cls, config: Qwen3VLRun, data: SyntheticData) -> Qwen3VLRun:
         """Conversations in files; `cameras` are the images of each, one by default."""
         tokenizer = TextTokenizer.from_file(config.data.processor or config.model.pretrained)
         given = {
@@ -176,12 +176,12 @@ class Qwen3VLRecipe(Family):
         check_processor_fits(found, self.processor)
         return found
 
-    def _model(self, placement: SingleDevicePlacement) -> Model:
+    def _model(self, placement: Placement) -> Model:
         settings, source = self.config.model, self._weights
         if source is None:
             with default_dtype(settings.compute_dtype):
-                return Model.from_config(self.model_config, placement, fills=False)
-        model = Model.from_pretrained(source, settings.compute_dtype, placement, fills=False)
+                return Model.from_config(self.model_config, placement, materialize=False)
+        model = Model.from_pretrained(source, settings.compute_dtype, placement, materialize=False)
         if settings.lora is None:
             return model
         if self.checkpoint is None:
@@ -250,6 +250,6 @@ def model_shape(config: Qwen3VLConfig) -> ModelShape:
     return ModelShape(**{f.name: getattr(text, f.name, f.default) for f in fields(ModelShape)})
 
 
-def _save(model: Model, folder: Path, write: FileWriter) -> None:
+def _save(model: Model, folder: Path, write: FileWriter, store: ParameterStore | None) -> None:
     save = model.save_pretrained if model.adapter is None else model.save_adapter
-    save(folder, write=write)
+    save(folder, write=write, store=store)

@@ -16,6 +16,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.schema import Batch
 from paddle_vl.nn.loss import Loss, zero_terms
+from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.engine import Engine
 from paddle_vl.parallel.pipeline.schedule import evaluated_batches, parts_of_stage
@@ -85,6 +86,7 @@ class PipelineRunner:
         self.parts, self.degrees, self.dtype, self.reserved = parts, degrees, dtype, reserved
         self.own_parts = parts_of_stage(degrees, stage)
         self._batches: Sequence[Batch] = ()
+        self._store: ParameterStore | None = None
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._terms: list[Tensor] = []
         self._losses_of: Callable[[Any], tuple[Tensor, Tensor]]
@@ -95,8 +97,16 @@ class PipelineRunner:
         """How many batches of an evaluation keep all stages at work."""
         return 2 * self.degrees.pp_degree
 
-    def accumulate_gradients(self, batches: Sequence[Batch], totals: Sequence[int]) -> Tensor:
+    def accumulate_gradients(
+        self,
+        batches: Sequence[Batch],
+        totals: Sequence[int],
+        store: ParameterStore | None = None,
+    ) -> Tensor:
         """Add up the gradients of the loss over all batches.
+
+        Args:
+            store: of the model's parameters; None leaves gradients where autograd put them.
 
         Returns:
             `[n]`, this pipeline's part of each term on the stage with the last part, zeros on the
@@ -110,7 +120,9 @@ class PipelineRunner:
         def share(output: Any) -> tuple[Tensor, Tensor]:
             return self.loss.share(output, totals, num_batches)
 
+        self._store = store
         terms = self._run(self.engine.train, batches, share, self.reserved)
+        self._store = None
         return self._summed(terms)
 
     @paddle.no_grad()
@@ -194,7 +206,8 @@ class PipelineRunner:
         return loss
 
     def _end_micro_batch(self) -> None:
-        self.model.placement.trained.end_micro_batch()
+        if self._store is not None:
+            self._store.end_micro_batch()
 
     def _summed(self, terms: Sequence[Tensor]) -> Tensor:
         total = zero_terms(self.loss)

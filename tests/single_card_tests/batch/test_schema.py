@@ -108,7 +108,7 @@ def test_batches_of_a_third_family_are_as_declared(tmp_path):
     built = family.build_model(SingleDevicePlacement())
     check_batch(built.collator([family.train_data[number] for number in range(3)]), CaptionBatch)
     model = built.model
-    model.fill_all()
+    model.materialize_all()
     check_batch(built.adapter.idle_batch(model), CaptionBatch)
 
 

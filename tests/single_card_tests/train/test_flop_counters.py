@@ -39,7 +39,7 @@ def run_file(tmp_path_factory) -> Path:
     path = write_tiny_run(tmp_path_factory.mktemp("run"))
     config = load_run_config(path)
     model = run_family(config).build_model(SingleDevicePlacement()).model
-    model.fill_all()
+    model.materialize_all()
     model.save_pretrained(path.with_name("base"))
     return path
 
@@ -58,7 +58,7 @@ def prepared(path: Path, *overrides: str):
     shapes, trainable = family.full_shapes(model), family.trainable_names(model)
     trained = trained_names(shapes, config.model.freeze, trainable, family.parts)
     freeze_parameters(family.named_parameters(model), trained, shapes)
-    model.fill_all()
+    model.materialize_all()
     with family.train_loader(built.collator, ONE_PROCESS) as batches:
         batch = next(iter(batches))
     return family, built, family.flop_counter(model, trained), batch

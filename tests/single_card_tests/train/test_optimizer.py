@@ -11,11 +11,10 @@ import paddle
 import pytest
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.placement import SingleDevicePlacement
-from paddle_vl.train.freeze import freeze_parameters, trained_names
+from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.step import train_step
 from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
 from tests.support.tiny import tiny_model
@@ -24,12 +23,12 @@ from tests.support.tiny import tiny_model
 def build(model, freeze=(), **settings):
     train = TrainConfig(output_dir="o", **settings)
     names = dict(model.hf_named_parameters())
-    trained = trained_names(names, freeze)
+    trained = trained_names(names, freeze, parts=PARTS)
     return Optimizer(
         freeze_parameters(list(model.hf_named_parameters()), trained),
         train,
         decayed_names(names, train.weight_decay_exclude),
-        rate_factors=rate_factors(train, trained),
+        rate_factors=rate_factors(train, trained, PARTS),
     )
 
 
@@ -77,7 +76,7 @@ def test_freezing_a_part_leaves_the_others(part):
     visual = {name for name in names if name.startswith("model.visual.")}
     frozen = {"vision": visual - mergers, "mergers": mergers, "language": names - visual}[part]
     assert frozen
-    assert trained_names(names, [part]) == names - frozen
+    assert trained_names(names, [part], parts=PARTS) == names - frozen
 
 
 def test_learning_rates_of_parts_are_peaks_of_the_one_schedule(batch):
@@ -174,10 +173,8 @@ def half_parameter(values: np.ndarray) -> paddle.Tensor:
 
 
 def with_masters(parameter: paddle.Tensor, **settings) -> Optimizer:
-    placement = SingleDevicePlacement()
-    placement.trained = MasterWeights([parameter])
     train = TrainConfig(output_dir="o", **settings)
-    return Optimizer([("a.weight", parameter)], train, {"a.weight"}, placement)
+    return Optimizer([("a.weight", parameter)], train, {"a.weight"}, MasterWeights([parameter]))
 
 
 def test_half_precision_parameters_keep_float32_master_weights_and_state():
@@ -208,7 +205,7 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
     parameter = half_parameter(start)
     settings = {"weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
     optimizer = with_masters(parameter, **settings)
-    trained, rate = optimizer.placement.trained, 1e-3
+    store, rate = optimizer.store, 1e-3
     master, first, second = start.astype(np.float64), 0.0, 0.0
     for step in range(1, 4):
         total = np.zeros((4, 5), np.float32)
@@ -216,10 +213,10 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
             grad = rounded(rng.normal(size=(4, 5)) * 10.0 ** rng.integers(-4, 3))
             (parameter.astype("float32") * paddle.to_tensor(grad)).sum().backward()
             assert parameter.grad.dtype == paddle.bfloat16
-            trained.end_micro_batch()
+            store.end_micro_batch()
             assert parameter.grad is None
             total = total + grad
-        trained.end_backward()
+        store.end_backward()
         optimizer.step(rate)
         optimizer.clear_gradients()
         first = 0.9 * first + 0.1 * total

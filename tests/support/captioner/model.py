@@ -17,12 +17,11 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.filling import Fillable
-from paddle_vl.checkpoint.pretrained import (
+from paddle_vl.checkpoint.reading import (
+    Materializable,
     check_keys,
     checkpoint_tensors,
     drawn_values,
-    save_parameters,
     stored_values,
 )
 from paddle_vl.checkpoint.rules import (
@@ -33,14 +32,16 @@ from paddle_vl.checkpoint.rules import (
     place_parameters,
 )
 from paddle_vl.checkpoint.safetensors_io import FileWriter, write_file
+from paddle_vl.checkpoint.writing import save_parameters
 from paddle_vl.families.base import default_dtype
 from paddle_vl.nn.activation import swiglu
 from paddle_vl.nn.attention import causal_attention
 from paddle_vl.nn.fused import Columns
 from paddle_vl.nn.linear import Embedding, Linear
 from paddle_vl.nn.loss import next_token_targets
+from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.norm import RMSNorm
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 from paddle_vl.nn.projections import separate
 from tests.support.captioner.inputs import CaptionBatch
 
@@ -78,12 +79,12 @@ class CaptionerConfig:
 class DecoderLayer(nn.Layer):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
-    def __init__(self, config: CaptionerConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: CaptionerConfig, placement: Placement):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.head_dim = width // config.num_attention_heads
         key_width = config.num_key_value_heads * self.head_dim
-        self.qkv_proj = placement.projections(
+        self.qkv_proj = placement.layers.projections(
             width,
             [
                 Columns("q_proj", width, config.num_attention_heads),
@@ -92,12 +93,12 @@ class DecoderLayer(nn.Layer):
             ],
             0.1,
         )
-        self.o_proj = placement.row_linear(width, width, 0.1)
+        self.o_proj = placement.layers.row_linear(width, width, 0.1)
         columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
-        self.gate_up_proj = placement.projections(width, columns, 0.1, splits=False)
-        self.down_proj = placement.row_linear(inner, width, 0.1)
-        self.input_norm = placement.row_wise(RMSNorm(width, 1e-6))
-        self.mlp_norm = placement.row_wise(RMSNorm(width, 1e-6))
+        self.gate_up_proj = placement.layers.projections(width, columns, 0.1, splits=False)
+        self.down_proj = placement.layers.row_linear(inner, width, 0.1)
+        self.input_norm = placement.layers.row_wise(RMSNorm(width, 1e-6))
+        self.mlp_norm = placement.layers.row_wise(RMSNorm(width, 1e-6))
 
     def forward(self, x_TD: Tensor, batch_size: int) -> Tensor:
         q, k, v = (
@@ -109,36 +110,37 @@ class DecoderLayer(nn.Layer):
         return x_TD + self.down_proj(swiglu(*self.gate_up_proj(self.mlp_norm(x_TD))))
 
 
-class Captioner(Fillable, nn.Layer):
+class Captioner(Materializable, nn.Layer):
     """The model, or this rank's part of it; see `paddle_vl.families.base.TrainableModel`."""
 
-    def __init__(self, config: CaptionerConfig, placement: SingleDevicePlacement | None = None):
+    def __init__(self, config: CaptionerConfig, placement: Placement | None = None):
         super().__init__()
         self.config, self.placement = config, placement or SingleDevicePlacement()
         placement, width = self.placement, config.hidden_size
         self.project = self.embed_tokens = self.positions = self.norm = self.head = None
-        if placement.held.embedding:
+        if placement.stage_layers.embedding:
             self.project = Linear(config.num_features, width, True, 0.1)
-            self.embed_tokens = placement.vocab_embedding(config.vocab_size, width, 0.1)
+            self.embed_tokens = placement.layers.vocab_embedding(config.vocab_size, width, 0.1)
             self.positions = Embedding(config.max_positions, width, 0.1)
         self.layers = nn.LayerList(
             [
-                DecoderLayer(config, placement) if placement.holds_layer(i) else nn.Identity()
+                DecoderLayer(config, placement)
+                if placement.stage_layers.has_layer(i)
+                else nn.Identity()
                 for i in range(config.num_hidden_layers)
             ]
         )
-        if placement.held.head:
-            self.norm = placement.row_wise(RMSNorm(width, 1e-6))
-            self.head = placement.vocab_head(width, config.vocab_size, 0.1)
+        if placement.stage_layers.head:
+            self.norm = placement.layers.row_wise(RMSNorm(width, 1e-6))
+            self.head = placement.layers.vocab_head(width, config.vocab_size, 0.1)
+        placement.parameter_table.add_replicated(self.parameters())
 
     @classmethod
-    def from_config(
-        cls, config: CaptionerConfig, dtype: str, placement: SingleDevicePlacement
-    ) -> "Captioner":
-        """A model that `fill` gives fresh values."""
+    def from_config(cls, config: CaptionerConfig, dtype: str, placement: Placement) -> "Captioner":
+        """A model that `materialize` gives fresh values."""
         with default_dtype(dtype), paddle.LazyGuard():
             model = cls(config, placement)
-        model.fill_later(model._fresh_values)
+        model.materialize_later(model._fresh_values)
         return model
 
     @classmethod
@@ -146,23 +148,25 @@ class Captioner(Fillable, nn.Layer):
         cls,
         folder: Path,
         dtype: str = "float32",
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
     ) -> "Captioner":
-        """A model that `fill` gives a folder's values."""
+        """A model that `materialize` gives a folder's values."""
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         with default_dtype(dtype), paddle.LazyGuard():
             model = cls(CaptionerConfig.from_dict(values), placement)
         stored = checkpoint_tensors(folder)
         check_keys(folder, stored, model.full().stored_parameters(), set())
-        model.fill_later(lambda: stored_values(model.stored_parameters(), stored))
+        model.materialize_later(lambda: stored_values(model.stored_parameters(), stored))
         return model
 
-    def save_pretrained(self, folder: Path, write: FileWriter = write_file) -> None:
+    def save_pretrained(
+        self, folder: Path, write: FileWriter = write_file, store: ParameterStore | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        writers = self.placement.writers
-        if writers.is_first:
+        ranks = self.placement.checkpoint_ranks
+        if ranks.is_first:
             self.config.save_pretrained(folder)
-        save_parameters(folder, self.stored_parameters(), writers=writers, write=write)
+        save_parameters(folder, self.stored_parameters(), ranks=ranks, write=write, store=store)
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, features: Tensor, num_target_tokens: int = 0
@@ -177,7 +181,7 @@ class Captioner(Fillable, nn.Layer):
         tokens_BLD = self.embed_tokens(input_ids)
         places = paddle.arange(self.config.num_regions + input_ids.shape[1])
         x_BSD = paddle.concat([regions_BRD, tokens_BLD], axis=1) + self.positions(places)
-        return self.placement.enter_rows(x_BSD.reshape([-1, self.config.hidden_size]))
+        return self.placement.ops.enter_rows(x_BSD.reshape([-1, self.config.hidden_size]))
 
     def run_layers(self, layers: range, x_TD: Tensor, batch_size: int) -> Tensor:
         for i in layers:
@@ -185,10 +189,10 @@ class Captioner(Fillable, nn.Layer):
         return x_TD
 
     def loss_sum(self, x_TD: Tensor, labels: Tensor) -> Tensor:
-        logits_TV = self.head(self.placement.enter_columns(self.norm(x_TD)))
+        logits_TV = self.head(self.placement.ops.enter_columns(self.norm(x_TD)))
         no_labels = paddle.full([labels.shape[0], self.config.num_regions], -100, labels.dtype)
         targets_T = next_token_targets(paddle.concat([no_labels, labels], axis=1))
-        return self.placement.token_loss(logits_TV, targets_T)[0]
+        return self.placement.ops.token_loss(logits_TV, targets_T)[0]
 
     @property
     def vision_blocks(self) -> list[nn.Layer]:
@@ -197,17 +201,19 @@ class Captioner(Fillable, nn.Layer):
     @property
     def decoder_layers(self) -> list[nn.Layer]:
         layers = enumerate(self.layers)
-        return [layer for i, layer in layers if self.placement.holds_layer(i)]
+        return [layer for i, layer in layers if self.placement.stage_layers.has_layer(i)]
 
     @property
     def tables(self) -> list[nn.Layer]:
         return [layer for layer in (self.embed_tokens, self.head) if layer is not None]
 
     def separate(self, weights: Iterable[Tensor]) -> None:
-        separate(self, weights, self.placement.separate_projections)
+        separate(self, weights, self.placement.layers.separate_projections)
 
     def stored_parameters(self) -> list[StoredParameter]:
-        return place_parameters(self.named_parameters(), CHECKPOINT_RULES, self.placement)
+        return place_parameters(
+            self.named_parameters(), CHECKPOINT_RULES, self.placement.parameter_table
+        )
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         return {item.key: item.stored_shape for item in self.full().stored_parameters()}
@@ -236,7 +242,7 @@ class CaptionerStage:
         config = self.model.config
         size, length = batch["input_ids"].shape
         rows = size * (config.num_regions + length)
-        return rows // self.model.placement.row_part.size, config.hidden_size
+        return rows // self.model.placement.ops.row_part.size, config.hidden_size
 
     def __call__(self, batch: CaptionBatch, rows_TD: Tensor | None = None) -> Tensor:
         ids, labels, features = (

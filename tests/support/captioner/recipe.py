@@ -184,7 +184,7 @@ class CaptionerRecipe(Family):
     def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
         options.refuse_answer_options(f"{folder} is a captioner")
         model = Captioner.from_pretrained(folder)
-        model.fill_all()
+        model.materialize_all()
         tokenizer = TextTokenizer.from_file(folder)
         config = model.config
         shape = config.num_regions, config.num_features
