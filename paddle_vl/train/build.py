@@ -181,11 +181,10 @@ def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:
     """The family that a run trains, with its data.
 
     Raises:
-        ValueError: settings of another family, all named; what the family itself refuses.
+        ValueError: settings or data that the family refuses.
         RuntimeError: files are missing or damaged.
     """
-    entry = family_of_run(config, checkpoint)
-    return entry.recipe_class()(config, checkpoint)
+    return family_of_run(config, checkpoint).recipe_class()(config, checkpoint)
 
 
 def _num_steps(config: RunConfig, loader: PrefetchLoader) -> int:
