@@ -63,8 +63,8 @@ class TrainableModel(Protocol):
     def separate(self, weights: Iterable[Tensor]) -> None:
         """Replace fused weights by one weight per linear, see `paddle_vl.nn.projections`."""
 
-    def fill(self) -> Iterator[Tensor]:
-        """Give parameters their values one at a time, see `paddle_vl.checkpoint.filling`."""
+    def materialize(self) -> Iterator[Tensor]:
+        """Give parameters their values one at a time, see `paddle_vl.checkpoint.reading`."""
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Unsharded shape of every parameter of the full model, by checkpoint key."""
@@ -144,7 +144,7 @@ class BuiltModel:
         adapter: see `BatchAdapter`.
         collator: makes its batches in loader workers.
         save: writes this rank's part of a model folder; all checkpoint ranks call it together. The
-            writer takes the weight files.
+            writer takes the weight files, the store has the values in training.
         save_extra_files: writes tokenizer and the like; one rank calls it.
     """
 
@@ -282,6 +282,7 @@ class Family(ABC):
         loss: see `paddle_vl.nn.loss.Loss`.
     """
 
+    config: RunConfig
     parts: Mapping[str, Sequence[str]]
     make_stage: Callable[[Any, range], Any]
     model_config: Any

@@ -75,6 +75,7 @@ PolicyConfig = PI07Config | PI07PlannerConfig
 class PI07Recipe(Family):
     """A run that trains a pi07 policy on demonstrations."""
 
+    config: PI07Run
     config_class: type[PI07Config] | type[PI07PlannerConfig] = PI07Config
     policy_class: type[PlacedPolicy] = PI07LowLevelPolicy
     loss_class: type[PolicyLoss] = PolicyLoss

@@ -52,6 +52,7 @@ Model = Qwen3VLForConditionalGeneration
 class Qwen3VLRecipe(Family):
     """A run that trains a Qwen3-VL on conversations."""
 
+    config: Qwen3VLRun
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage = Qwen3VLStage
 
