@@ -1,6 +1,7 @@
 """Paddle's AdamW with float32 master weights, and updates that can be undone on the device."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import paddle
 from paddle import Tensor
@@ -39,7 +40,7 @@ class AdamW(paddle.optimizer.AdamW):
         self._masks, self._is_good, self._factor = True, is_good, factor
         self.set_lr(learning_rate)
         self._create_global_learning_rate()
-        rate = self._global_learning_rate()
+        rate: Any = self._global_learning_rate()
         paddle.assign(rate * is_good.astype(rate.dtype), rate)
 
     def unmask(self, learning_rate: float) -> None:

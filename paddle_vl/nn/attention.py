@@ -133,9 +133,9 @@ def equal_segments_attention(
     q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int
 ) -> Tensor:
     """`segment_attention` of `count` segments of one `length`."""
-    split = [count, length, *q_PNH.shape[1:]]
-    out = F.scaled_dot_product_attention(*(x.reshape(split) for x in (q_PNH, k_PNH, v_PNH)))
-    return out.reshape([-1, *q_PNH.shape[1:]])
+    heads = q_PNH.shape[1:]
+    q, k, v = (x.reshape([count, length, *heads]) for x in (q_PNH, k_PNH, v_PNH))
+    return F.scaled_dot_product_attention(q, k, v).reshape([-1, *heads])
 
 
 class AttentionMask:

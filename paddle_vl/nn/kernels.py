@@ -25,7 +25,7 @@ Device = Literal["cpu", "gpu"]
 P = ParamSpec("P")
 R = TypeVar("R")
 # A function or a `PyLayer` class.
-K = TypeVar("K", bound=Callable[..., Any])
+K = TypeVar("K")
 
 OPERATIONS: list["Operation[Any, Any]"] = []
 _forced: Device | Literal["plain"] | None = None
@@ -53,7 +53,7 @@ class Operation(Generic[P, R]):
         `apply` of a `PyLayer` class."""
 
         def add(kernel: K) -> K:
-            call = kernel.apply if isinstance(kernel, type) else kernel
+            call: Any = getattr(kernel, "apply", kernel)
             self.kernels.update(dict.fromkeys(devices, call))
             return kernel
 

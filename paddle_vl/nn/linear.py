@@ -23,8 +23,8 @@ from paddle_vl.nn.lora import LowRank, LowRankSettings
 
 
 @contextmanager
-def default_dtype(dtype: str | paddle.dtype) -> Iterator[None]:
-    """Layers that are built inside the block have parameters of this dtype."""
+def default_dtype(dtype: Any) -> Iterator[None]:
+    """Layers that are built inside the block have parameters of this dtype, a name or Paddle's."""
     before = paddle.get_default_dtype()
     paddle.set_default_dtype(dtype)
     try:

@@ -48,10 +48,10 @@ def mrope_cos_sin(
     # One-hot rows pick each slot's axis: no gather along a dim of three, and it exports.
     pick_3S = paddle.to_tensor(np.eye(3, dtype=np.float32)[axis].T.copy())
     position_BL3 = position_ids_3BL.transpose([1, 2, 0]).astype("float32")
-    angle_BLS = sum(
+    time, height, width = (
         position_BL3[:, :, dim : dim + 1] * (pick_3S[dim] * frequency_S) for dim in range(3)
     )
-    return _cos_sin_of_halves(angle_BLS)
+    return _cos_sin_of_halves(time + height + width)
 
 
 def vision_cos_sin(

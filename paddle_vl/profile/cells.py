@@ -177,7 +177,7 @@ def ended_cell(
     status, detail = outcome
     if status == "ok" and profile is None:
         status, detail = "failed", "ended well without a profile"
-    kept = {} if status != "ok" else {k: v for k, v in profile.items() if k != "config"}
+    kept = {k: v for k, v in (profile or {}).items() if k != "config" and status == "ok"}
     return Cell(choice, batch_size, status, detail, settings, limit_seconds, kept)
 
 

@@ -58,8 +58,9 @@ class MatrixSettings:
     def limits(self) -> Limits:
         """Limits of a cell; a supervisor sees the memory of a rank on a CPU only."""
         limit = self.memory_limit_gb
-        is_seen = limit is not None and paddle.get_device().startswith("cpu")
-        return Limits(self.seconds, int(limit * GB) if is_seen else None)
+        if limit is None or not paddle.get_device().startswith("cpu"):
+            return Limits(self.seconds)
+        return Limits(self.seconds, int(limit * GB))
 
 
 def all_choices(

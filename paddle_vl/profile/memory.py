@@ -41,6 +41,7 @@ class MemoryMeter(Protocol):
 
     def peak(self) -> Peak:
         """The peak since the reset."""
+        ...
 
     def close(self) -> None:
         """Stop sampling."""

@@ -87,10 +87,11 @@ def summarize(measures: Sequence[RankMeasure], facts: Mapping[str, Any]) -> dict
     seconds = {
         name: np.array([step.get(name, 0.0) for step in measures[slowest].steps]) for name in names
     }
-    seconds["total"] = sum(seconds.values())
+    nothing = np.zeros(len(measures[slowest].steps))
+    seconds["total"] = sum(seconds.values(), nothing)
     if Phase.BACKWARD.value in seconds:
         parts = [seconds[part.value] for part in _BACKWARD_STEP if part.value in seconds]
-        seconds["backward_step"] = sum(parts)
+        seconds["backward_step"] = sum(parts, nothing)
     allocated = [_gigabytes(measure.allocated) for measure in measures]
     reserved = [_gigabytes(measure.reserved) for measure in measures]
     first = measures[0]

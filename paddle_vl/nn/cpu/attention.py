@@ -44,8 +44,8 @@ def _causal_attention(
     groups = heads // key_heads
     if packed is not None:
         # Segments are numbered over all rows of the batch, so the batch becomes one long row.
-        joined = [x.reshape([1, batch * length, *x.shape[2:]]) for x in (q_BLNH, k_BSKH, v_BSKH)]
-        out = _attention_in_blocks(*joined, packed_blocks(packed.offsets, groups))
+        q, k, v = (x.reshape([1, batch * length, *x.shape[2:]]) for x in (q_BLNH, k_BSKH, v_BSKH))
+        out = _attention_in_blocks(q, k, v, packed_blocks(packed.offsets, groups))
         return out.reshape(q_BLNH.shape)
     key_bias_Z1S = None
     if key_bias_BS is not None:

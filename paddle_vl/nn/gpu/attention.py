@@ -4,6 +4,8 @@ All other attention needs no kernel here: Paddle's `scaled_dot_product_attention
 implementations call, takes flash attention on a GPU by itself.
 """
 
+from typing import Any
+
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
@@ -21,5 +23,6 @@ def _causal_attention(
 ) -> Tensor:
     # FlashMask has no kernel for float32, and none for the CPU: CI does not run this call.
     if packed is not None and q_BLNH.dtype in (paddle.bfloat16, paddle.float16):
-        return F.flashmask_attention(q_BLNH, k_BSKH, v_BSKH, packed.key_ends_B1L1, causal=True)
+        out: Any = F.flashmask_attention(q_BLNH, k_BSKH, v_BSKH, packed.key_ends_B1L1, causal=True)
+        return out
     return causal_attention.plain(q_BLNH, k_BSKH, v_BSKH, key_bias_BS, packed)
