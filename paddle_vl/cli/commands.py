@@ -196,8 +196,8 @@ def merge(options: argparse.Namespace) -> int:
     """Write the merged model with its processor files."""
     configure_runtime()
     from paddle_vl.checkpoint.adapter_files import folder_with, is_adapter
+    from paddle_vl.families.qwen3_vl.adapter import merge_adapter
     from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-    from paddle_vl.families.qwen3_vl.merge_files import merge_adapter
     from paddle_vl.train.checkpoint import model_folder
 
     folder, out = model_folder(Path(options.adapter)), Path(options.out)

@@ -1,6 +1,6 @@
-"""Text to token ids and back, on the `tokenizers` library; and a small trained vocabulary.
+"""Tokenizer on the `tokenizers` library, from HF's `tokenizer.json`, and training of a small one.
 
-Any HF `tokenizer.json` is read. Special tokens are found by name, never by position.
+Special tokens are found by name, never by position.
 """
 
 import os
@@ -22,8 +22,8 @@ from tokenizers import (
 from paddle_vl.files.named_errors import write_text
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
 
-# How Qwen2 and later cut text before BPE: contractions, words with one leading mark, single
-# digits, punctuation, line breaks, spaces.
+# Pre-tokenization of Qwen2 and later: contractions, words with one leading mark, single digits,
+# punctuation, line breaks, spaces.
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,10 +31,10 @@ QWEN2_SPLIT = (
 
 
 class TextTokenizer:
-    """A tokenizer file and the name to use for it in messages."""
+    """A tokenizer, and its name for messages."""
 
     def __init__(self, tokenizer: Tokenizer, name: str = "the tokenizer"):
-        # A file may carry padding or truncation settings; cutting text silently is not wanted.
+        # A file may switch on padding or truncation; text must not be cut silently.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
@@ -58,11 +58,11 @@ class TextTokenizer:
         return cls(read_tokenizer(path), name=str(path))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. Special tokens that occur in it become their ids; none is added."""
+        """Ids of a text. Names of special tokens in it become their ids; no token is added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; special tokens are left out unless asked for."""
+        """Text of ids, without special tokens by default."""
         return self._tokenizer.decode(
             [int(token_id) for token_id in ids], skip_special_tokens=skip_special_tokens
         )
@@ -92,17 +92,17 @@ class TextTokenizer:
 
     @cached_property
     def highest_id(self) -> int:
-        """The largest id that a text can have; above `vocab_size` where ids are left out."""
+        """The largest id of any token; it exceeds `vocab_size - 1` if ids have gaps."""
         return highest_id(self._tokenizer)
 
     @cached_property
     def special_tokens(self) -> dict[int, str]:
-        """Id to name of every token that the file marks as special, by id."""
+        """Id to name of every token that the file marks as special, in the order of ids."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {i: str(token.content) for i, token in sorted(added.items()) if token.special}
 
     def to_json(self) -> str:
-        """The content of its file."""
+        """The content of `tokenizer.json`."""
         return self._tokenizer.to_str()
 
     def save(self, directory: str | os.PathLike) -> None:
@@ -115,15 +115,14 @@ class TextTokenizer:
 def train_bpe(
     texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]
 ) -> TextTokenizer:
-    """Train a byte-level BPE tokenizer in the style of Qwen2.
+    """Train a byte-level BPE tokenizer in the style of Qwen2; deterministic.
 
-    NFC normalisation, Qwen2's split, then bytes: any text can be encoded, and there is no unknown
-    token. Special tokens take the last ids. The same texts give the same tokenizer.
+    NFC normalization, Qwen2's split, then bytes: every text can be encoded. Special tokens get the
+    last ids.
 
     Args:
-        texts: what to learn merges from.
-        vocab_size: largest number of ids, special tokens included; texts with little to merge
-            give fewer (see `TextTokenizer.vocab_size`).
+        texts: training texts.
+        vocab_size: upper limit of ids, special tokens included; texts with few merges give fewer.
         special_tokens: names, in the order of their ids.
 
     Raises:

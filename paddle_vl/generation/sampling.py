@@ -1,6 +1,9 @@
-"""One token per row from its scores: the highest, or a draw with a generator of the row's own.
+"""Rules on next-token scores, one function each, and all of them in HF's order.
 
-Shapes: B batch, V vocabulary.
+Shapes: B batch, V vocabulary. Scores are float32 `[B, V]`; a token that is ruled out has -inf.
+
+Source: generation/logits_process.py of HF transformers; equal to it on equal logits. Where the
+border of top-p runs between tokens of one score, the ones of smaller id are ruled out.
 """
 
 import numpy as np
@@ -9,6 +12,87 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from paddle_vl.generation.config import GenerationConfig
+
+
+def penalize_repetition(scores_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
+    """Make seen tokens less likely: positive scores divided by the penalty, negative multiplied.
+
+    Args:
+        seen_BV: bool, True at tokens of the row so far.
+    """
+    penalized_BV = paddle.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
+    return paddle.where(seen_BV, penalized_BV, scores_BV)
+
+
+def rule_out(scores_BV: Tensor, ruled_out: Tensor) -> Tensor:
+    """-inf where `ruled_out`, bool of a shape that broadcasts to `[B, V]`."""
+    return paddle.where(ruled_out, paddle.full([], -np.inf, scores_BV.dtype), scores_BV)
+
+
+def keep_top_k(scores_BV: Tensor, top_k: int) -> Tensor:
+    """Rule out all below the k-th highest score; scores equal to it stay."""
+    kth_B1 = paddle.topk(scores_BV, min(top_k, scores_BV.shape[-1]))[0][:, -1:]
+    return rule_out(scores_BV, scores_BV < kth_B1)
+
+
+def keep_top_p(scores_BV: Tensor, top_p: float) -> Tensor:
+    """Keep the fewest most likely tokens whose probabilities reach `top_p`, one at the least."""
+    order_BV = paddle.argsort(scores_BV, axis=-1, stable=True)
+    ascending_BV = paddle.take_along_axis(scores_BV, order_BV, axis=-1)
+    reached_BV = F.softmax(ascending_BV, axis=-1).cumsum(axis=-1)
+    unlikely_BV = (reached_BV <= 1 - top_p).astype("int32")
+    unlikely_BV[:, -1] = 0
+    unlikely_BV = paddle.put_along_axis(
+        paddle.zeros_like(unlikely_BV), order_BV, unlikely_BV, axis=-1
+    )
+    return rule_out(scores_BV, unlikely_BV.astype("bool"))
+
+
+class LogitsRules:
+    """The rules of a configuration, in HF's order, with the tokens that each row has seen."""
+
+    def __init__(
+        self, config: GenerationConfig, prompt_BL: np.ndarray, is_real_BL: np.ndarray, vocab: int
+    ):
+        """Start from the prompts.
+
+        Args:
+            prompt_BL: int64 ids.
+            is_real_BL: False at padding, which counts as not seen.
+            vocab: V.
+        """
+        self._config, self._num_steps = config, 0
+        self._seen_BV = self._ending_V = self._vocab_V = None
+        if config.repetition_penalty != 1:
+            seen_BV = np.zeros((len(prompt_BL), vocab), dtype=bool)
+            row, column = np.nonzero(is_real_BL)
+            seen_BV[row, prompt_BL[row, column]] = True
+            self._seen_BV = paddle.to_tensor(seen_BV)
+            self._vocab_V = paddle.arange(vocab, dtype="int64")
+        if config.min_new_tokens and config.eos_token_ids:
+            self._ending_V = paddle.to_tensor(np.isin(np.arange(vocab), config.eos_token_ids))
+
+    def __call__(self, logits_BV: Tensor) -> Tensor:
+        """Scores to choose the next token by, float32."""
+        config, scores_BV = self._config, logits_BV.astype("float32")
+        if self._seen_BV is not None:
+            scores_BV = penalize_repetition(scores_BV, self._seen_BV, config.repetition_penalty)
+        if self._ending_V is not None and self._num_steps < config.min_new_tokens:
+            scores_BV = rule_out(scores_BV, self._ending_V)
+        if config.do_sample:
+            if config.temperature != 1:
+                scores_BV = scores_BV / config.temperature
+            if config.top_k:
+                scores_BV = keep_top_k(scores_BV, config.top_k)
+            if config.top_p < 1:
+                scores_BV = keep_top_p(scores_BV, config.top_p)
+        return scores_BV
+
+    def append(self, token_B: Tensor) -> None:
+        """Count the chosen tokens as seen."""
+        self._num_steps += 1
+        if self._seen_BV is not None:
+            self._seen_BV = self._seen_BV | (self._vocab_V == token_B.unsqueeze(1))
 
 
 class RowDraws:

@@ -16,7 +16,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-from paddle_vl.batch.packing import key_ends
+from paddle_vl.batch.positions import key_ends
 from paddle_vl.nn.backend import is_eager_cpu
 from paddle_vl.nn.softmax_blocks import (
     MASKED_SCORE,
@@ -35,7 +35,7 @@ class PackedSamples:
     Not a tuple: Paddle would look for tensors in it.
 
     Args:
-        cu_seqlens: see `paddle_vl.batch.packing`; on the host.
+        cu_seqlens: see `paddle_vl.batch.positions`; on the host.
         length: padded length of a row.
     """
 

@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.packing import real_lengths
+from paddle_vl.batch.positions import real_lengths
 from paddle_vl.train.feeding.in_step import empty_batch, has_visual, with_unused_image
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.reporting.expert_load import expert_counts, load_summary

@@ -10,7 +10,7 @@ from PIL import Image
 from fuzzing.media import write_video
 from fuzzing.mutations import as_json, json_bytes, json_lines
 from fuzzing.parser import Parser
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.tokenizer import train_bpe
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.pi07.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes

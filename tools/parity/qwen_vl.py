@@ -15,9 +15,7 @@ import numpy as np
 import paddle
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.batch.packing import restart_offsets
-from paddle_vl.batch.positions import mrope_position_ids
-from paddle_vl.batch.vision_layout import vision_layout
+from paddle_vl.batch.positions import mrope_position_ids, restart_offsets, vision_layout
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.nn.rope import vision_cos_sin
 from parity.comparison import CaseReport

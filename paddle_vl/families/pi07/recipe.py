@@ -12,7 +12,7 @@ from paddle import Tensor, nn
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.patterns import POLICY_PARTS
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.flops import FlopCounter

@@ -1,5 +1,6 @@
 """Low-rank adapters of a Qwen3-VL: adding, loading, saving and merging them."""
 
+import shutil
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
@@ -13,22 +14,28 @@ from paddle_vl.checkpoint.adapter_files import (
     A_KEY,
     Adapter,
     StoredAdapter,
+    base_folder,
     is_low_rank,
     write_adapter,
 )
 from paddle_vl.checkpoint.filling import Fillable, FillStep
 from paddle_vl.checkpoint.pretrained import (
+    DEFAULT_SHARD_BYTES,
     STORED_DTYPES,
     check_keys,
+    checkpoint_tensors,
     parameter_array,
     set_value,
     stored_values,
 )
 from paddle_vl.checkpoint.rules import PatchKernel, StoredParameter, by_parameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
+from paddle_vl.checkpoint.sharded import write_tensors
 from paddle_vl.config.patterns import PARTS, matching_names
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.qwen3_vl.checkpoint_map import HEAD_KEY, with_experts_as_here
+from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.generation.config import FILE_NAME
 from paddle_vl.nn.fused import fused_columns
 from paddle_vl.nn.linear import AdaptableLinear
 from paddle_vl.nn.lora import LowRankSettings, initial_a
@@ -310,3 +317,33 @@ def _described(adapter: Adapter) -> str:
         f"of rank {adapter.config.r} and factor {adapter.config.scaling:g} on "
         f"{len(adapter.targets)} linears{saved}"
     )
+
+
+def merge_adapter(folder: Path, out: Path, base: str | Path | None = None) -> Path:
+    """Write the base's weights with the adapter added, and its configurations, into a new folder.
+
+    Tensors are read, added to and written one by one, in the base's dtypes.
+
+    Args:
+        base: the model to use instead of the one that the adapter names.
+
+    Returns:
+        The base.
+
+    Raises:
+        ValueError: the adapter does not fit the base, or `out` holds something.
+        RuntimeError: a folder or file is missing or damaged.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: merge into a folder of its own")
+    base = base_folder(folder, base)
+    config = Qwen3VLConfig.from_pretrained(base)
+    adapter = StoredAdapter.read(folder)
+    adapter.tensors.update(with_experts_as_here(adapter.tensors, config))
+    tensors = adapter.merged(with_experts_as_here(checkpoint_tensors(base), config))
+    out.mkdir(parents=True, exist_ok=True)
+    write_tensors(out, "model", tensors, DEFAULT_SHARD_BYTES)
+    for name in ("config.json", FILE_NAME):
+        if (base / name).is_file():
+            shutil.copyfile(base / name, out / name)
+    return base

@@ -12,7 +12,6 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-from paddle_vl.families.qwen3_vl.deepstack import DeepstackLayer
 from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
 from paddle_vl.families.qwen3_vl.moe import LoadBalance, SparseMoE
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
@@ -232,3 +231,17 @@ class SwiGLUMLP(nn.Layer):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(swiglu(*self.gate_up_proj(x_TD)))
+
+
+class DeepstackLayer(nn.Layer):
+    """One indexed add and nothing else: no mask, no search, no transpose, no host read."""
+
+    def forward(self, x_TD: Tensor, level_MD: Tensor, update_M: Tensor) -> Tensor:
+        """Add each visual row of a level to its token row; gradients reach both.
+
+        Args:
+            x_TD: this rank's token rows.
+            level_MD: this rank's rows of the level, `[M_local, D]`.
+            update_M: int64 token row of each of them, in `[0, T)`.
+        """
+        return paddle.index_add(x_TD, update_M, 0, level_MD)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.batch.packing import real_lengths
+from paddle_vl.batch.positions import real_lengths
 from paddle_vl.families.flops import FlopCounter, Operations, causal_pairs
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig

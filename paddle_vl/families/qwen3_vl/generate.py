@@ -14,8 +14,7 @@ from paddle import Tensor
 from paddle_vl.compat import strided_views
 from paddle_vl.families.qwen3_vl.decoder import KeyValueCache
 from paddle_vl.generation.config import GenerationConfig
-from paddle_vl.generation.logits import LogitsRules
-from paddle_vl.generation.sampling import TokenChoice
+from paddle_vl.generation.sampling import LogitsRules, TokenChoice
 
 if TYPE_CHECKING:
     from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration

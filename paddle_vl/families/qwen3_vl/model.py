@@ -1,31 +1,66 @@
-"""Qwen3-VL in reading order: tower, embedding with visual rows, decoder, head, loss.
-
-Shapes: B batch, L padded length, T = B * L token rows, P patches, M merged visual rows, D width,
-V vocabulary.
-
-Source: Qwen3VLForConditionalGeneration of HF transformers; names, checkpoints and numbers are its.
-"""
+"""What a Qwen3-VL returns."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.packing import check_offsets, restart_offsets
-from paddle_vl.batch.positions import mrope_position_ids
-from paddle_vl.batch.vision_layout import checked_grid, vision_layout
+from paddle_vl.batch.positions import (
+    check_offsets,
+    checked_grid,
+    mrope_position_ids,
+    restart_offsets,
+    vision_layout,
+)
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.decoder import KeyValueCache, LanguageModel
 from paddle_vl.families.qwen3_vl.generate import generate, stream
 from paddle_vl.families.qwen3_vl.moe import LoadBalance, asked_balance
-from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.families.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.attention import PackedSamples
 from paddle_vl.nn.loss import next_token_targets
 from paddle_vl.nn.placement import SingleDevicePlacement
+
+
+@dataclass
+class Qwen3VLOutput:
+    """What a call returns.
+
+    Attributes:
+        logits: `[B, L, V]`; of V this rank's part under model parallelism.
+        loss: mean cross entropy over the target tokens of the batch; None without labels. A batch
+            without a single target gives 0, where HF gives NaN. With `aux_loss`, and that times the
+            configuration's `router_aux_loss_coef`.
+        loss_sum: the cross entropy's sum, for whoever averages over several batches.
+        num_target_tokens: how many tokens that is; the batch's own host number when it has one.
+        aux_loss: how unevenly the experts were used, see `LoadBalance`; None unless asked for.
+        aux_weight: what it counts in a loss.
+    """
+
+    logits: Tensor
+    loss: Tensor | None = None
+    loss_sum: Tensor | None = None
+    num_target_tokens: int | Tensor | None = None
+    aux_loss: Tensor | None = None
+    aux_weight: float = 0.0
+
+    def share_of_step(self, num_target_tokens: int, num_batches: int) -> Tensor:
+        """What this batch adds to the loss of a step.
+
+        Args:
+            num_target_tokens: of all batches of the step, by which the cross entropy is a mean.
+            num_batches: how many batches that is. The auxiliary loss, which is about all tokens of
+                a batch, is their mean.
+        """
+        loss = self.loss_sum / num_target_tokens
+        if self.aux_loss is not None:
+            loss = loss + self.aux_weight * self.aux_loss / num_batches
+        return loss
+
 
 Array = np.ndarray | Tensor
 
@@ -92,7 +127,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             has_left_padding: False when no real token follows padding: causality then hides the
                 padding and no mask is applied.
             cu_seqlens: `[S + 1]` int32 offsets of several samples in a row, see
-                `paddle_vl.batch.packing`; kept on the host. Padding is a segment of its own, and
+                `paddle_vl.batch.positions`; kept on the host. Padding is a segment of its own, and
                 the first label of each sample has to be -100. Not with caches.
             caches: one per decoder layer when generating.
             output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;

@@ -17,9 +17,12 @@ from paddle import Tensor
 
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
-from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration, device_tensor
+from paddle_vl.families.qwen3_vl.model import (
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLOutput,
+    device_tensor,
+)
 from paddle_vl.families.qwen3_vl.moe import LoadBalance, asked_balance
-from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.nn.carried import carried, carry, num_carrying_rows
 

@@ -13,9 +13,8 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.nn.initializer import Normal
 
-from paddle_vl.batch.vision_layout import VisionLayout
+from paddle_vl.batch.positions import VisionLayout
 from paddle_vl.families.qwen3_vl.config import Qwen3VLVisionConfig
-from paddle_vl.families.qwen3_vl.mergers import PatchMerger
 from paddle_vl.nn.activation import activation
 from paddle_vl.nn.attention import segment_attention
 from paddle_vl.nn.linear import Linear
@@ -138,3 +137,30 @@ class VisionMLP(nn.Layer):
 
     def forward(self, x_PU: Tensor) -> Tensor:
         return self.linear_fc2(self.act(self.linear_fc1(x_PU)))
+
+
+class PatchMerger(nn.Layer):
+    """LayerNorm, concatenation of a block, and a two-layer MLP with the exact (erf) GELU.
+
+    Args:
+        norm_after_merge: False for the final merger, which normalises each patch over U before the
+            concatenation; True for deepstack mergers, which normalise the 4U after it.
+    """
+
+    def __init__(self, config: Qwen3VLVisionConfig, norm_after_merge: bool):
+        super().__init__()
+        self.norm_after_merge = norm_after_merge
+        self.block_width = config.hidden_size * config.spatial_merge_size**2
+        norm_width = self.block_width if norm_after_merge else config.hidden_size
+        std = config.initializer_range
+        self.norm = LayerNorm(norm_width, 1e-6)
+        self.linear_fc1 = Linear(self.block_width, self.block_width, True, std)
+        self.linear_fc2 = Linear(self.block_width, config.out_hidden_size, True, std)
+
+    def forward(self, x_PU: Tensor) -> Tensor:
+        """`[P, U]` in merge-block order to `[M, D]`."""
+        if self.norm_after_merge:
+            x = self.norm(x_PU.reshape([-1, self.block_width]))
+        else:
+            x = self.norm(x_PU).reshape([-1, self.block_width])
+        return self.linear_fc2(F.gelu(self.linear_fc1(x)))

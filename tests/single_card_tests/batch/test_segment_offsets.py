@@ -8,8 +8,13 @@ so is an image that crosses from a sample into the next; the end of every key's 
 import numpy as np
 import pytest
 
-from paddle_vl.batch.packing import check_offsets, key_ends, restart_offsets, segment_offsets
-from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.positions import (
+    check_offsets,
+    key_ends,
+    mrope_position_ids,
+    restart_offsets,
+    segment_offsets,
+)
 
 IMAGE, VIDEO = 91, 92
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}

@@ -7,7 +7,7 @@ and refusal of grids that merge blocks do not tile.
 import numpy as np
 import pytest
 
-from paddle_vl.batch.vision_layout import vision_layout
+from paddle_vl.batch.positions import vision_layout
 
 
 def test_patches_come_in_merge_block_order():

@@ -6,7 +6,7 @@ conversations and demonstrations, when opening and when reading; what leads back
 
 import pytest
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from tests.single_card_tests.data.video_files import write_video

@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 from paddle_vl import GenerationConfig
-from paddle_vl.generation.logits import LogitsRules
+from paddle_vl.generation.sampling import LogitsRules
 
 OUT = -np.inf
 SCORES = [

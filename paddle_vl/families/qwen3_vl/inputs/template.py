@@ -1,32 +1,29 @@
-"""The chat template of Qwen3-VL: turns to token ids and labels.
+"""Chat template of Qwen3-VL: turns to token ids and labels.
 
     <|im_start|>user\\n<|vision_start|><|image_pad|>...<|vision_end|>What is this?<|im_end|>\\n
     <|im_start|>assistant\\nA cat.<|im_end|>\\n
 
-In place of a video stands, for every temporal patch, the time it shows and its placeholders:
+A video becomes, for each temporal patch, its timestamp and its placeholders:
 
     <0.3 seconds><|vision_start|><|video_pad|>...<|vision_end|><1.4 seconds><|vision_start|>...
 
-Control tokens are placed by id and never parsed out of text, so a user cannot forge one. Only the
-content of assistant turns and its `<|im_end|>` are targets, of those that are to be learned. There
-is no default system message.
+Control tokens are placed by id and never parsed out of text, so that text cannot forge one. Labels
+are set on the content of target turns and their `<|im_end|>`. There is no default system message.
 
 Source: the chat template of the published Qwen3-VL checkpoints, without tools; for videos the
 processor of HF transformers 4.57 (5.x leaves one more pair of vision tokens around all patches).
-Differs: an answer is tokenised apart from the `assistant\\n` in front of it, because generation
-sees it that way; HF tokenises the whole string, which differs for answers that begin with a line
-break.
+Differs: an answer is tokenized apart from the `assistant\\n` in front of it, as in generation; HF
+tokenizes the complete string, which differs for answers that begin with a line break.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.line_index import check_unicode
+from paddle_vl.data.jsonl import BadSampleError, check_unicode
 from paddle_vl.data.tokenizer import TextTokenizer
 from paddle_vl.families.qwen3_vl.inputs.collate import IGNORED_LABEL
-from paddle_vl.families.qwen3_vl.inputs.turns import Conversation, ImagePart, Turn
-from paddle_vl.families.qwen3_vl.inputs.video_frames import timestamp_text
+from paddle_vl.families.qwen3_vl.inputs.conversation import Conversation, ImagePart, Turn
+from paddle_vl.families.qwen3_vl.inputs.video_processor import timestamp_text
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
@@ -40,7 +37,7 @@ CONTROL_TOKENS = (
     END_OF_TEXT, IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD
 )  # fmt: skip
 
-# The same template for HF's users; the processor there repeats <|image_pad|>.
+# The same template in HF's format; HF's processor repeats <|image_pad|>.
 JINJA_TEMPLATE = """\
 {%- for message in messages %}
     {%- if message.role not in ['system', 'user', 'assistant'] %}
@@ -72,27 +69,27 @@ JINJA_TEMPLATE = """\
 
 
 class VideoPrompt(NamedTuple):
-    """What stands for a video: seconds shown by each temporal patch, and placeholders of one."""
+    """Prompt of a video: seconds shown by each temporal patch, and placeholders per patch."""
 
     timestamps: Sequence[float]
     tokens_per_patch: int
 
 
 class EncodedChat(NamedTuple):
-    """Ids of a conversation, and for each the label: itself where it is a target, else -100."""
+    """Token ids of a conversation and their labels: the id itself for targets, -100 otherwise."""
 
     input_ids: list[int]
     labels: list[int]
 
 
 class ChatTemplate:
-    """Renders conversations with one tokenizer."""
+    """Encodes conversations with one tokenizer."""
 
     def __init__(self, tokenizer: TextTokenizer):
-        """Find the control tokens.
+        """Look up the control tokens.
 
         Raises:
-            ValueError: the tokenizer lacks one; it is named.
+            ValueError: the tokenizer lacks a control token.
         """
         self._tokenizer = tokenizer
         self.ids = {token: tokenizer.token_id(token) for token in CONTROL_TOKENS}
@@ -110,9 +107,9 @@ class ChatTemplate:
         """Ids and labels of a conversation.
 
         Args:
-            num_image_tokens: placeholders of every image, in reading order.
-            videos: what stands for every video, in reading order.
-            add_generation_prompt: end with the opening of an assistant turn.
+            num_image_tokens: number of placeholders of every image, in reading order.
+            videos: prompt of every video, in reading order.
+            add_generation_prompt: end with the start of an assistant turn.
 
         Raises:
             BadSampleError: text contains the name of a special token.
@@ -137,10 +134,10 @@ class ChatTemplate:
     def _runs(
         self, turn: Turn, images: Iterator[int], videos: Iterator[VideoPrompt]
     ) -> list[str | list[int]]:
-        """Text as it is, joined with the role in front of it, and ids of images and frames.
+        """Strings of uninterrupted text, and ids of images and video patches.
 
-        Text that no control token interrupts is tokenised as one, as HF does; a timestamp, too,
-        joins the text in front of it.
+        Text between two control tokens is tokenized as one string, as HF does, with the role and
+        timestamps in it.
         """
         runs: list[str | list[int]] = [f"{turn.role}\n"]
         for part in turn.parts:

@@ -25,7 +25,7 @@ from paddle_vl.checkpoint.safetensors_io import (
     read_checkpoint_headers,
     write_file,
 )
-from paddle_vl.families.qwen3_vl.merge_files import merge_adapter
+from paddle_vl.families.qwen3_vl.adapter import merge_adapter
 from tests.support.tiny import GOLDEN, patches, tiny_model, token_rows
 
 BASE = GOLDEN / "qwen_vl" / "models" / "dense_untied"

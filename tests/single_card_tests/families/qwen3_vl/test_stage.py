@@ -14,8 +14,7 @@ import paddle
 import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
-from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
+from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration, Qwen3VLOutput
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
 from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
 from paddle_vl.train.host_reads import record_host_reads

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paddle_vl.families.qwen3_vl.inputs.resize_rule import smart_resize_video
-from paddle_vl.families.qwen3_vl.inputs.video_frames import (
+from paddle_vl.families.qwen3_vl.inputs.image_processor import smart_resize_video
+from paddle_vl.families.qwen3_vl.inputs.video_processor import (
     patch_timestamps,
     process_frames,
     sample_frame_indices,

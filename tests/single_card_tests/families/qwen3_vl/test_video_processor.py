@@ -2,7 +2,7 @@
 
 Pinned: a file's sampled frames, its grid and its timestamps are those of a full decode cut by the
 plain rules, whether it is read from disk or given as frames; settings are read from and written to
-HF's files, and replaced one by one; what cannot be honoured is refused by name; several videos keep
+HF's files, and replaced one by one; what is not supported is refused by name; several videos keep
 their order; a bad one is told by its number and file.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.video_reader import VideoFrames
 from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
 from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
@@ -109,10 +109,10 @@ def test_bad_video_is_told_by_number_and_file(tmp_path):
     good, bad = VideoFrames(moving_frames(4), 2.0), tmp_path / "gone.mp4"
     with pytest.raises(BadSampleError, match=r"video 2 \(.*gone\.mp4\): there is no file"):
         processor()([good, bad])
-    with pytest.raises(BadSampleError, match=r"^video 1: video has 1 frame"):
+    with pytest.raises(BadSampleError, match=r"^video 1: the video has 1 frame"):
         processor()([VideoFrames(moving_frames(1), 2.0)])
     thin = VideoFrames(moving_frames(4, 8, 4000), 2.0)
-    with pytest.raises(BadSampleError, match="too long and thin"):
+    with pytest.raises(BadSampleError, match="may be at most 200 times"):
         processor()([thin])
 
 
