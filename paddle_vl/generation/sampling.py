@@ -1,9 +1,10 @@
-"""Rules on next-token scores, one function each, and all of them in HF's order.
+"""Choice of the next token: rules on scores in HF's order, then the maximum or a sample.
 
-Shapes: B batch, V vocabulary. Scores are float32 `[B, V]`; a token that is ruled out has -inf.
+Shapes: B batch, L prompt length, V vocabulary. Scores are float32 `[B, V]`; an excluded token has
+-inf.
 
-Source: generation/logits_process.py of HF transformers; equal to it on equal logits. Where the
-border of top-p runs between tokens of one score, the ones of smaller id are ruled out.
+Source: generation/logits_process.py of HF transformers; equal to it on equal logits. If the limit
+of top-p falls between tokens of equal score, those of smaller id are excluded.
 """
 
 import numpy as np
@@ -15,10 +16,10 @@ from paddle_vl.generation.config import GenerationConfig
 
 
 def penalize_repetition(scores_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Make seen tokens less likely: positive scores divided by the penalty, negative multiplied.
+    """Divide positive and multiply negative scores of seen tokens by the penalty.
 
     Args:
-        seen_BV: bool, True at tokens of the row so far.
+        seen_BV: bool, True at tokens of the prompt and the answer so far.
     """
     penalized_BV = paddle.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
     return paddle.where(seen_BV, penalized_BV, scores_BV)
@@ -30,13 +31,13 @@ def rule_out(scores_BV: Tensor, ruled_out: Tensor) -> Tensor:
 
 
 def keep_top_k(scores_BV: Tensor, top_k: int) -> Tensor:
-    """Rule out all below the k-th highest score; scores equal to it stay."""
+    """Exclude scores below the k-th highest; scores equal to it stay."""
     kth_B1 = paddle.topk(scores_BV, min(top_k, scores_BV.shape[-1]))[0][:, -1:]
     return rule_out(scores_BV, scores_BV < kth_B1)
 
 
 def keep_top_p(scores_BV: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest most likely tokens whose probabilities reach `top_p`, one at the least."""
+    """Keep the fewest most likely tokens whose probabilities reach `top_p`, at least one."""
     order_BV = paddle.argsort(scores_BV, axis=-1, stable=True)
     ascending_BV = paddle.take_along_axis(scores_BV, order_BV, axis=-1)
     reached_BV = F.softmax(ascending_BV, axis=-1).cumsum(axis=-1)
@@ -49,7 +50,7 @@ def keep_top_p(scores_BV: Tensor, top_p: float) -> Tensor:
 
 
 class LogitsRules:
-    """The rules of a configuration, in HF's order, with the tokens that each row has seen."""
+    """The rules of a configuration, in HF's order, and the tokens that each answer has seen."""
 
     def __init__(
         self, config: GenerationConfig, prompt_BL: np.ndarray, is_real_BL: np.ndarray, vocab: int
@@ -58,7 +59,7 @@ class LogitsRules:
 
         Args:
             prompt_BL: int64 ids.
-            is_real_BL: False at padding, which counts as not seen.
+            is_real_BL: bool, False at padding.
             vocab: V.
         """
         self._config, self._num_steps = config, 0
@@ -73,7 +74,7 @@ class LogitsRules:
             self._ending_V = paddle.to_tensor(np.isin(np.arange(vocab), config.eos_token_ids))
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
-        """Scores to choose the next token by, float32."""
+        """Scores of the next token, `[B, V]` float32."""
         config, scores_BV = self._config, logits_BV.astype("float32")
         if self._seen_BV is not None:
             scores_BV = penalize_repetition(scores_BV, self._seen_BV, config.repetition_penalty)
@@ -89,17 +90,16 @@ class LogitsRules:
         return scores_BV
 
     def append(self, token_B: Tensor) -> None:
-        """Count the chosen tokens as seen."""
+        """Mark the chosen tokens `[B]` as seen."""
         self._num_steps += 1
         if self._seen_BV is not None:
             self._seen_BV = self._seen_BV | (self._vocab_V == token_B.unsqueeze(1))
 
 
 class RowDraws:
-    """Uniform numbers in [0, 1), one stream per row, from the seed and the row's number.
+    """Uniform numbers in [0, 1), one generator per prompt, from the seed and the prompt's number.
 
-    What a row draws depends on no other row, so it answers the same in a larger batch, and one
-    that has ended disturbs nothing.
+    Draws of a prompt do not depend on the other prompts of the batch.
     """
 
     def __init__(self, seed: int | None, num_rows: int):
@@ -117,7 +117,7 @@ def draw_tokens(scores_BV: Tensor, uniform_B1: Tensor) -> Tensor:
     Args:
         uniform_B1: float64 in [0, 1). A token of probability 0 is never drawn.
     """
-    # The CPU's softmax and exp give a token at -inf a tiny probability instead of none.
+    # Softmax and exp on CPU give a score of -inf a tiny probability instead of 0.
     is_possible_BV = (scores_BV > -np.inf).astype("float64")
     weight_BV = F.softmax(scores_BV, axis=-1).astype("float64") * is_possible_BV
     reached_BV = weight_BV.cumsum(axis=-1)
@@ -125,13 +125,13 @@ def draw_tokens(scores_BV: Tensor, uniform_B1: Tensor) -> Tensor:
 
 
 class TokenChoice:
-    """Greedy or sampled tokens, as the configuration says."""
+    """Greedy or sampled choice, by the configuration."""
 
     def __init__(self, config: GenerationConfig, num_rows: int):
         self._draws = RowDraws(config.seed, num_rows) if config.do_sample else None
 
     def __call__(self, scores_BV: Tensor) -> Tensor:
-        """The next token of every row, `[B]` int64."""
+        """The next tokens, `[B]` int64."""
         if self._draws is None:
             return scores_BV.argmax(axis=-1)
         return draw_tokens(scores_BV, self._draws.next())

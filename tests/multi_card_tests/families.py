@@ -44,7 +44,7 @@ def qwen_fresh(
     paddle.seed(3)
     with default_dtype(dtype):
         return Qwen3VLForConditionalGeneration.from_config(
-            tiny_config(**QWEN), placement, fills=False
+            tiny_config(**QWEN), placement, materialize=False
         )
 
 
@@ -66,7 +66,7 @@ def qwen_files(
     folder: Path, dtype: str = "float32", placement: SingleDevicePlacement | None = None
 ) -> Qwen3VLForConditionalGeneration:
     return Qwen3VLForConditionalGeneration.from_pretrained(
-        folder / "qwen", dtype, placement, fills=False
+        folder / "qwen", dtype, placement, materialize=False
     )
 
 

@@ -134,8 +134,10 @@ def build_model(
     dtype, source = config.model.compute_dtype, _weights(config, checkpoint)
     if source is None:
         with default_dtype(dtype):
-            return Qwen3VLForConditionalGeneration.from_config(form, placement, fills=False)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(source, dtype, placement, fills=False)
+            return Qwen3VLForConditionalGeneration.from_config(form, placement, materialize=False)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(
+        source, dtype, placement, materialize=False
+    )
     if config.model.lora is None:
         return model
     if checkpoint is None:
