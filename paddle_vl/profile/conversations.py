@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paddle_vl.data.tokenizer import TextTokenizer
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer
 
 CONVERSATIONS_FILE = "conversations.jsonl"
 # Pictures to choose from; enough that no cache of one holds them all.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.data.tokenizer import TextTokenizer
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer
 from paddle_vl.profile.conversations import ConversationShapes, write_conversations
 
 _POLICY_TYPE = "pi07_low_level"

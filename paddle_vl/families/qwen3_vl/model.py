@@ -24,7 +24,7 @@ from paddle_vl.batch.positions import (
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.decoder import KeyValueCache, LanguageModel
-from paddle_vl.families.qwen3_vl.moe import LoadBalance, load_balance
+from paddle_vl.families.qwen3_vl.moe import LoadBalance
 from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.families.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.attention import PackedSamples
@@ -150,13 +150,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             layout["video_grid_thw"],
         )
         balance = None
-        if caches is None:
-            balance = load_balance(
-                self.config.text_config,
-                output_router_logits,
-                device_tensor(attention_mask),
-                tuple(input_ids.shape),
-            )
+        if caches is None and self.config.text_config.has_balance_loss(output_router_logits):
+            balance = LoadBalance(device_tensor(attention_mask), tuple(input_ids.shape))
         hidden_TD = self.language_model(dict_args, caches, balance)
         shape = list(input_ids.shape)
         if logits_to_keep:

@@ -11,7 +11,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig, Qwen3VLTextConfig
+from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 from paddle_vl.nn.backend import column_sum
 from paddle_vl.nn.placement import SingleDevicePlacement
 
@@ -97,31 +97,6 @@ def routing_sums(probabilities_TE: Tensor, indices_TK: Tensor, real_T: Tensor) -
     )
     real_T1 = real_T.unsqueeze(1)
     return paddle.stack([column_sum(chosen_TE * real_T1), column_sum(probabilities_TE * real_T1)])
-
-
-def load_balance(
-    text: Qwen3VLTextConfig,
-    output_router_logits: bool | None,
-    attention_mask_BL: Tensor | None,
-    shape_BL: tuple[int, int],
-) -> "LoadBalance | None":
-    """The collector of a call's routing; None if no load-balancing loss is requested.
-
-    Args:
-        output_router_logits: whether the loss is requested; None for the configuration's setting.
-
-    Raises:
-        ValueError: it is requested of a model without experts.
-    """
-    if not isinstance(text, Qwen3VLMoeTextConfig):
-        if output_router_logits:
-            raise ValueError(
-                "output_router_logits is true but this model has no experts: leave it out"
-            )
-        return None
-    if output_router_logits is None:
-        output_router_logits = text.output_router_logits
-    return LoadBalance(attention_mask_BL, shape_BL) if output_router_logits else None
 
 
 class LoadBalance:

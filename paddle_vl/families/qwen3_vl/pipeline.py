@@ -20,7 +20,7 @@ from paddle_vl.families.qwen3_vl.model import (
     Qwen3VLOutput,
     device_tensor,
 )
-from paddle_vl.families.qwen3_vl.moe import LoadBalance, load_balance
+from paddle_vl.families.qwen3_vl.moe import LoadBalance
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.nn.carried import carried, carry, num_carrying_rows
 
@@ -132,12 +132,10 @@ class Qwen3VLStage:
         dict_args = model.decoder_arguments(
             **{name: value for name, value in batch.items() if name not in _NOT_FOR_DECODER}
         )
-        balance = load_balance(
-            model.config.text_config,
-            None,
-            device_tensor(batch["attention_mask"]),
-            tuple(batch["input_ids"].shape),
-        )
+        balance = None
+        if model.config.text_config.has_balance_loss(None):
+            mask_BL = device_tensor(batch["attention_mask"])
+            balance = LoadBalance(mask_BL, tuple(batch["input_ids"].shape))
         if self.is_first:
             inputs = model.language_model.embedding(dict_args | self._encode_visual(batch))
             x_TD = inputs["hidden_states"]

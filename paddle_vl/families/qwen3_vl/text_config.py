@@ -91,6 +91,18 @@ class Qwen3VLTextConfig:
         """Whether that decoder layer has experts instead of an MLP."""
         return False
 
+    def has_balance_loss(self, requested: bool | None) -> bool:
+        """Whether a call computes the load-balancing loss; None leaves it to the configuration.
+
+        Raises:
+            ValueError: it is requested of a model without experts.
+        """
+        if requested:
+            raise ValueError(
+                "output_router_logits is true but this model has no experts: leave it out"
+            )
+        return False
+
 
 @dataclass(frozen=True)
 class Qwen3VLMoeTextConfig(Qwen3VLTextConfig):
@@ -130,6 +142,9 @@ class Qwen3VLMoeTextConfig(Qwen3VLTextConfig):
                 f"text_config: mlp_only_layers {outside} lie outside the decoder's "
                 f"{self.num_hidden_layers} layers"
             )
+
+    def has_balance_loss(self, requested: bool | None) -> bool:
+        return self.output_router_logits if requested is None else requested
 
     def has_experts(self, layer: int) -> bool:
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0

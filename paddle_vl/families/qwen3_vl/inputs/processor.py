@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.data.media_file import ImageSource
-from paddle_vl.data.tokenizer import TextTokenizer
 from paddle_vl.data.video_reader import VideoSource
 from paddle_vl.families.qwen3_vl.inputs.collate import VISUAL_KEYS, pad_rows
 from paddle_vl.families.qwen3_vl.inputs.conversation import Conversation, parse_record
 from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
-from paddle_vl.families.qwen3_vl.inputs.template import (
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import (
     CONTROL_TOKENS,
     END_OF_TEXT,
     IM_END,
@@ -30,6 +29,7 @@ from paddle_vl.families.qwen3_vl.inputs.template import (
     VISION_END,
     VISION_START,
     ChatTemplate,
+    TextTokenizer,
     VideoPrompt,
 )
 from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor

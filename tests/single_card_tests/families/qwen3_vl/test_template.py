@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.tokenizer import train_bpe
 from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
-from paddle_vl.families.qwen3_vl.inputs.template import (
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import (
     CONTROL_TOKENS,
     JINJA_TEMPLATE,
     ChatTemplate,
     VideoPrompt,
+    train_bpe,
 )
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     TEXTS,

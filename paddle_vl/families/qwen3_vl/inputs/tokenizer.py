@@ -1,4 +1,7 @@
-"""Chat template of Qwen3-VL: turns to token ids and labels.
+"""Tokenizer and chat template of Qwen3-VL: texts and conversations to token ids and labels.
+
+The tokenizer reads HF's `tokenizer.json` with the `tokenizers` library; a small one can be trained.
+Special tokens are found by name, never by position. The template gives
 
     <|im_start|>user\\n<|vision_start|><|image_pad|>...<|vision_end|>What is this?<|im_end|>\\n
     <|im_start|>assistant\\nA cat.<|im_end|>\\n
@@ -16,14 +19,162 @@ Differs: an answer is tokenized apart from the `assistant\\n` in front of it, as
 tokenizes the complete string, which differs for answers that begin with a line break.
 """
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
 from paddle_vl.data.jsonl import BadSampleError, check_unicode
-from paddle_vl.data.tokenizer import TextTokenizer
 from paddle_vl.families.qwen3_vl.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.qwen3_vl.inputs.conversation import Conversation, ImagePart, Turn
 from paddle_vl.families.qwen3_vl.inputs.video_processor import timestamp_text
+from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
+
+# Pre-tokenization of Qwen2 and later: contractions, words with one leading mark, single digits,
+# punctuation, line breaks, spaces.
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class TextTokenizer:
+    """A tokenizer, and its name for messages."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str = "the tokenizer"):
+        # A file may switch on padding or truncation; text must not be cut silently.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self.name = name
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike) -> "TextTokenizer":
+        """Read a `tokenizer.json`, given as a file or by its directory.
+
+        Raises:
+            RuntimeError: there is no such file, or it is not a tokenizer.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / TOKENIZER_FILE
+        if not path.is_file():
+            raise RuntimeError(
+                f"there is no tokenizer file {path}: a directory with HF's {TOKENIZER_FILE} is "
+                "needed; copy it from the checkpoint, or train one with train_bpe"
+            )
+        return cls(read_tokenizer(path), name=str(path))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text. Names of special tokens in it become their ids; no token is added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids, without special tokens by default."""
+        return self._tokenizer.decode(
+            [int(token_id) for token_id in ids], skip_special_tokens=skip_special_tokens
+        )
+
+    def token_id(self, token: str) -> int:
+        """Id of one token by its name.
+
+        Raises:
+            ValueError: the vocabulary has no such token.
+        """
+        token_id = self._tokenizer.token_to_id(token)
+        if token_id is None:
+            raise ValueError(
+                f"{self.name} has no token {token!r}, which Qwen3-VL's chat template needs; "
+                "use the checkpoint's own tokenizer, or pass the token to train_bpe"
+            )
+        return token_id
+
+    def token(self, token_id: int) -> str:
+        """Name of one token id."""
+        return self._tokenizer.id_to_token(token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def highest_id(self) -> int:
+        """The largest id of any token; it exceeds `vocab_size - 1` if ids have gaps."""
+        return highest_id(self._tokenizer)
+
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Id to name of every token that the file marks as special, in the order of ids."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {i: str(token.content) for i, token in sorted(added.items()) if token.special}
+
+    def to_json(self) -> str:
+        """The content of `tokenizer.json`."""
+        return self._tokenizer.to_str()
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Write `tokenizer.json`."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_text(directory / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True))
+
+
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]
+) -> TextTokenizer:
+    """Train a byte-level BPE tokenizer in the style of Qwen2; deterministic.
+
+    NFC normalization, Qwen2's split, then bytes: every text can be encoded. Special tokens get the
+    last ids.
+
+    Args:
+        texts: training texts.
+        vocab_size: upper limit of ids, special tokens included; texts with few merges give fewer.
+        special_tokens: names, in the order of their ids.
+
+    Raises:
+        ValueError: the vocabulary cannot hold 256 bytes and the special tokens.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + len(special_tokens):
+        raise ValueError(
+            f"vocab_size {vocab_size} is too small: {len(alphabet)} bytes and "
+            f"{len(special_tokens)} special tokens need {len(alphabet) + len(special_tokens)}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(special_tokens),
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special_tokens]
+    )
+    return TextTokenizer(tokenizer)
+
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
