@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from paddle_vl.config.families import ModelShape
 from paddle_vl.config.load import raise_problems
 
 Problems = Iterator[str]
@@ -61,24 +62,6 @@ class ParallelDegrees:
     @property
     def num_processes(self) -> int:
         return math.prod(self.degree(axis) for axis in AXES)
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The decoder's sizes that processes have to divide among themselves.
-
-    Attributes:
-        moe_intermediate_size, num_experts: inner width of an expert, and how many there are; 0
-            without experts.
-    """
-
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    moe_intermediate_size: int = 0
-    num_experts: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,21 @@ from paddle_vl.checkpoint.adapter_files import (
     is_low_rank,
     write_adapter,
 )
-from paddle_vl.checkpoint.filling import FillStep
-from paddle_vl.checkpoint.pretrained import (
-    DEFAULT_SHARD_BYTES,
-    STORED_DTYPES,
+from paddle_vl.checkpoint.reading import (
+    MaterializeStep,
     check_keys,
     checkpoint_tensors,
-    parameter_array,
     set_value,
     stored_values,
 )
 from paddle_vl.checkpoint.rules import PatchKernel, StoredParameter, by_parameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite
-from paddle_vl.checkpoint.sharded import write_tensors
+from paddle_vl.checkpoint.writing import (
+    DEFAULT_SHARD_BYTES,
+    STORED_DTYPES,
+    parameter_array,
+    write_tensors,
+)
 from paddle_vl.config.patterns import PARTS, matching_names
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.qwen3_vl.checkpoint_map import HEAD_KEY, with_experts_as_here
@@ -40,6 +42,8 @@ from paddle_vl.generation.config import FILE_NAME
 from paddle_vl.nn.fused import fused_columns
 from paddle_vl.nn.linear import AdaptableLinear
 from paddle_vl.nn.lora import LowRankSettings, initial_a
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.parameter_table import Tie
 
 ALL_LINEAR = "all-linear"
 _HEAD = HEAD_KEY.removesuffix(".weight")
@@ -58,9 +62,9 @@ def add_lora(model: PretrainedQwen3VL, config: LoRAConfig) -> None:
     attach(model, Adapter(config, targets, saved, model.name_or_path))
     # Drawn after the model's own weights, if these are drawn.
     seed = cache(lambda: paddle.randint(0, 2**31 - 1, [1]).item())
-    model.fill_too(
+    model.materialize_too(
         lambda: [
-            FillStep(item.parameter, partial(_draw_adapter, item, seed))
+            MaterializeStep(item.parameter, partial(_draw_adapter, item, seed))
             for item in _adapter_parameters(model)
             if is_low_rank(item.key)
         ]
@@ -88,25 +92,28 @@ def load_adapter(model: PretrainedQwen3VL, path: str | Path) -> None:
     ]
     check_keys(path, tensors, wanted, set(), "the model as an adapter")
 
-    def read() -> list[FillStep]:
+    def read() -> list[MaterializeStep]:
         present = [item for item in model.stored_parameters() if item.key in tensors]
         return stored_values(present, tensors)
 
-    model.fill_too(read)
+    model.materialize_too(read)
 
 
-def save_adapter(model: PretrainedQwen3VL, path: str | Path, write: FileWriter) -> None:
+def save_adapter(
+    model: PretrainedQwen3VL, path: str | Path, write: FileWriter, store: ParameterStore | None
+) -> None:
     """See `PretrainedQwen3VL.save_adapter`."""
-    adapter, writers, path = _own_adapter(model), model.placement.writers, Path(path)
+    adapter, ranks, path = _own_adapter(model), model.placement.checkpoint_ranks, Path(path)
     items = [
         item
         for item in _adapter_parameters(model)
-        if not getattr(item.parameter, "is_tied_copy", False)
+        if item.table[item.parameter].tie is not Tie.COPY
     ]
     # PEFT reads a single file, so the first rank gathers all tensors.
-    arrays = writers.arrays_of_stages({item.key: parameter_array(item) for item in items})
-    dtypes = writers.of_stages({i.key: STORED_DTYPES[i.parameter.dtype] for i in items})
-    if not writers.is_first:
+    own = {item.key: parameter_array(item, store) for item in items}
+    arrays = ranks.gather_stage_arrays(own)
+    dtypes = ranks.gather_stages({i.key: STORED_DTYPES[i.parameter.dtype] for i in items})
+    if not ranks.is_first:
         return
     path.mkdir(parents=True, exist_ok=True)
     tensors = [
@@ -124,7 +131,6 @@ def merge_lora(model: PretrainedQwen3VL) -> None:
         if isinstance(layer, AdaptableLinear):
             layer.merge_low_rank()
     model.adapter = None
-    _tell_tower(model)
 
 
 def merge_adapter(folder: Path, out: Path, base: str | Path | None = None) -> Path:
@@ -167,9 +173,8 @@ def attach(model: PretrainedQwen3VL, adapter: Adapter) -> None:
     with paddle.LazyGuard():
         for module in adapter.targets:
             if module in linears:
-                model.placement.add_low_rank(linears[module], settings)
+                model.placement.layers.add_low_rank(linears[module], settings)
     model.adapter = adapter
-    _tell_tower(model)
     for key, parameter in model.hf_named_parameters():
         parameter.stop_gradient = not adapter.owns(key)
 
@@ -178,11 +183,6 @@ def _own_adapter(model: PretrainedQwen3VL) -> Adapter:
     if model.adapter is None:
         raise ValueError("the model has no adapters: add_lora() or load_adapter() first")
     return model.adapter
-
-
-def _tell_tower(model: PretrainedQwen3VL) -> None:
-    if model.visual is not None:
-        model.placement.mark_tower(model.visual.parameters())
 
 
 def _adapter_parameters(model: PretrainedQwen3VL) -> list[StoredParameter]:
@@ -288,8 +288,8 @@ def _draw_adapter(item: StoredParameter, seed: Callable[[], int]) -> None:
         item.parameter.initialize()
         return
     rng = np.random.default_rng([seed(), zlib.crc32(item.key.encode())])
-    whole = initial_a(rng, item.placement.whole_shape(item.parameter))
-    set_value(item.parameter, item.placement.own_part(item.parameter, whole))
+    full = initial_a(rng, item.table.full_shape(item.parameter))
+    set_value(item.parameter, item.table.own_shard(item.parameter, full))
 
 
 def _fitting(

@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.filling import Fillable, FillStep
+from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.families.qwen3_vl.checkpoint_map import (
     EMBEDDING_KEY,
@@ -22,7 +22,7 @@ from paddle_vl.families.qwen3_vl.checkpoint_map import (
     with_experts_as_here,
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 from paddle_vl.nn.projections import separate
 
 if TYPE_CHECKING:
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor
     from paddle_vl.config.schema import LoRAConfig
     from paddle_vl.generation.config import GenerationConfig
+    from paddle_vl.nn.master_weights import ParameterStore
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound="PretrainedQwen3VL")
 
 
-class PretrainedQwen3VL(Fillable, nn.Layer):
+class PretrainedQwen3VL(Materializable, nn.Layer):
     """Base of the model: its configuration, placement, adapters and files.
 
     Attributes:
@@ -44,7 +45,7 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
         adapter: the low-rank adapters; None without.
     """
 
-    def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLConfig, placement: Placement):
         super().__init__()
         self.config, self.placement = config, placement
         self.generation_config: GenerationConfig | None = None
@@ -55,7 +56,7 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
     def from_config(
         cls: type[Model],
         config: Qwen3VLConfig,
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
         materialize: bool = True,
     ) -> Model:
         """A model with fresh weights, drawn from Paddle's global random state.
@@ -63,21 +64,21 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
         A rank with shards gets its shards of what a single device with the same seed draws.
 
         Args:
-            materialize: draw the weights now; otherwise `fill` does.
+            materialize: draw the weights now; otherwise `materialize` does.
         """
-        from paddle_vl.checkpoint.pretrained import drawn_values
+        from paddle_vl.checkpoint.reading import drawn_values
 
         with paddle.LazyGuard():
             model = cls(config, placement)
 
-        def drawn() -> list[FillStep]:
+        def drawn() -> list[MaterializeStep]:
             splits = model.placement.splits_parameters
             whole = _of_base(model._whole()) if splits else None
             return drawn_values(_of_base(model), whole)
 
-        model.fill_later(drawn)
+        model.materialize_later(drawn)
         if materialize:
-            model.fill_all()
+            model.materialize_all()
         return model
 
     @classmethod
@@ -85,7 +86,7 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
         cls: type[Model],
         path: str | Path,
         dtype: str = "float32",
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
         base: str | Path | None = None,
         materialize: bool = True,
     ) -> Model:
@@ -97,8 +98,8 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
             path: folder of the model or of the adapters.
             dtype: of the parameters.
             base: base model to use instead of the one that the adapters name.
-            materialize: read the weights now; otherwise `fill` does, and only keys and shapes are
-                checked here.
+            materialize: read the weights now; otherwise `materialize` does, and only keys and
+                shapes are checked here.
 
         Raises:
             ValueError: keys are missing, unexpected or misshapen, all named at once; or `base` is
@@ -106,7 +107,7 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
             RuntimeError: files are missing or damaged.
         """
         from paddle_vl.checkpoint.adapter_files import base_folder, is_adapter
-        from paddle_vl.checkpoint.pretrained import check_keys, checkpoint_tensors, stored_values
+        from paddle_vl.checkpoint.reading import check_keys, checkpoint_tensors, stored_values
         from paddle_vl.generation.config import FILE_NAME, GenerationConfig
 
         path = Path(path)
@@ -115,7 +116,7 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
             model = cls.from_pretrained(base, dtype, placement, materialize=False)
             model.load_adapter(path)
             if materialize:
-                model.fill_all()
+                model.materialize_all()
             return model
         if base is not None:
             raise ValueError(f"{path} is a full model, not an adapter of {base}: leave --base out")
@@ -145,9 +146,9 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
         ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
         check_keys(path, stored, model._whole().stored_parameters(), ignored, owner)
 
-        model.fill_later(lambda: stored_values(_of_base(model), stored))
+        model.materialize_later(lambda: stored_values(_of_base(model), stored))
         if materialize:
-            model.fill_all()
+            model.materialize_all()
         model.generation_config = generation_config
         model.name_or_path = str(path.resolve())
         return model
@@ -157,6 +158,7 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
         path: str | Path,
         max_shard_bytes: int | None = None,
         write: "FileWriter | None" = None,
+        store: "ParameterStore | None" = None,
     ) -> None:
         """Write the weights under HF's keys, `config.json` (hub dialect) and, if the model has one,
         `generation_config.json`. All ranks with shards call it together.
@@ -164,12 +166,13 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
         Args:
             max_shard_bytes: largest size of a file; None for the default.
             write: function that writes the files of weights; None writes them directly.
+            store: parameter store of a model in training, see `paddle_vl.checkpoint.writing`.
 
         Raises:
             ValueError: the model has adapters, which these files cannot hold.
         """
-        from paddle_vl.checkpoint.pretrained import DEFAULT_SHARD_BYTES, save_parameters
         from paddle_vl.checkpoint.safetensors_io import write_file
+        from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, save_parameters
 
         if self.adapter is not None:
             raise ValueError(
@@ -178,13 +181,13 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
             )
         path = Path(path)
         max_shard_bytes, write = max_shard_bytes or DEFAULT_SHARD_BYTES, write or write_file
-        writers = self.placement.writers
+        ranks = self.placement.checkpoint_ranks
         path.mkdir(parents=True, exist_ok=True)
-        if writers.is_first:
+        if ranks.is_first:
             self.config.save_pretrained(path)
             if self.generation_config is not None:
                 self.generation_config.save_pretrained(path)
-        save_parameters(path, self.stored_parameters(), max_shard_bytes, writers, write)
+        save_parameters(path, self.stored_parameters(), max_shard_bytes, ranks, write, store)
 
     def add_lora(self, config: "LoRAConfig") -> None:
         """Add fresh low-rank adapters to linears and freeze all other parameters.
@@ -210,8 +213,16 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
 
         load_adapter(self, path)
 
-    def save_adapter(self, path: str | Path, write: "FileWriter | None" = None) -> None:
+    def save_adapter(
+        self,
+        path: str | Path,
+        write: "FileWriter | None" = None,
+        store: "ParameterStore | None" = None,
+    ) -> None:
         """Write the adapters, without the base, in PEFT's format. All ranks with shards call it.
+
+        Args:
+            write, store: as of `save_pretrained`.
 
         Raises:
             ValueError: the model has no adapters.
@@ -219,7 +230,7 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
         from paddle_vl.checkpoint.safetensors_io import write_file
         from paddle_vl.families.qwen3_vl.adapter import save_adapter
 
-        save_adapter(self, path, write or write_file)
+        save_adapter(self, path, write or write_file, store)
 
     def merge_lora(self) -> None:
         """Merge the adapters into the weights, in float32, and remove them.
@@ -240,7 +251,7 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
     def stored_parameters(self) -> list[StoredParameter]:
         """This rank's parameters with checkpoint keys and layouts, fused ones once per linear."""
         rules = checkpoint_rules(self.config)
-        return place_parameters(self.named_parameters(), rules, self.placement)
+        return place_parameters(self.named_parameters(), rules, self.placement.parameter_table)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters under their HF keys, fused ones under the key of each linear."""
@@ -252,13 +263,13 @@ class PretrainedQwen3VL(Fillable, nn.Layer):
 
     def hf_state_dict(self) -> dict[str, np.ndarray]:
         """All weights as arrays under their HF keys, in HF's layout."""
-        from paddle_vl.checkpoint.pretrained import parameter_array
+        from paddle_vl.checkpoint.writing import parameter_array
 
         return {item.key: parameter_array(item) for item in self.stored_parameters()}
 
     def separate(self, weights: Iterable[Tensor]) -> None:
         """Split fused weights into one weight per linear, see `paddle_vl.nn.projections`."""
-        separate(self, weights, self.placement.separate_projections)
+        separate(self, weights, self.placement.layers.separate_projections)
 
     def _whole(self: Model) -> Model:
         """The full model without storage; the model itself if it is not split over ranks."""

@@ -6,7 +6,8 @@ does; all problems are found at once; divisions that fit pass; numbers below 1 d
 
 import pytest
 
-from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
+from paddle_vl.config.families import ModelShape
+from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 
 SHAPE = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64, "intermediate_size": 24,

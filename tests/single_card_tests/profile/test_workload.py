@@ -13,7 +13,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.profile.conversations import ConversationShapes, write_conversations
+from paddle_vl.families.qwen3_vl.inputs.synthetic import ConversationShapes, write_conversations
 from paddle_vl.profile.workload import Workload, with_workload
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
-from paddle_vl.checkpoint.sharded import write_tensors
+from paddle_vl.checkpoint.writing import write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig, TrainConfig
 from paddle_vl.train import checkpoint as checkpoints

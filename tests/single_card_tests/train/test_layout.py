@@ -6,8 +6,8 @@ is not; nothing where nothing is set; a policy refuses the settings.
 
 import pytest
 
+from paddle_vl.config.families import ModelShape
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.parallel.degrees import ModelShape
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.train.layout import Layout, ReservedRows
 
