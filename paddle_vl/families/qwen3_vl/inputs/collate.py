@@ -1,18 +1,17 @@
 """Collators: samples to one batch with padding, positions and visual indices.
 
-A row of the batch holds one sample (`VLCollator`) or several (`PackedCollator`).
-
-Shapes: B rows of the batch, L padded length, P patches, n images or videos, M visual embeddings,
-S segments (see `paddle_vl.batch.positions`).
+A row of the batch holds one sample (`VLCollator`) or several (`PackedCollator`). The axes of its
+arrays are those of `paddle_vl.batch.schema.VLBatch`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from paddle_vl.batch.positions import mrope_position_ids, segment_offsets
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
 
 PaddingSide = Literal["left", "right"]
@@ -59,7 +58,7 @@ class VLCollator:
         self,
         samples: Sequence[dict[str, np.ndarray]],
         segments: Sequence[Sequence[int]] | None = None,
-    ) -> dict[str, Any]:
+    ) -> VLBatch:
         """Collate samples.
 
         Args:
@@ -68,14 +67,9 @@ class VLCollator:
             segments: for packed rows, the lengths of the samples in each.
 
         Returns:
-            - input_ids, attention_mask, labels: `[B, L]` int64; labels are not shifted.
-            - position_ids: `[3, B, L]` int64.
-            - pixel_values, pixel_values_videos: `[P, 3 * frames * patch_size ** 2]` float32, with
-              image_grid_thw, video_grid_thw: `[n, 3]` int64 patches (t, h, w); if samples have any.
-            - visual_update_indices, visual_gather_indices and, with images and videos,
-              visual_source_indices: int64, see `paddle_vl.batch.visual_index`.
-            - num_target_tokens, has_left_padding: Python int and bool.
-            - cu_seqlens: `[S + 1]` int32, with `segments` only.
+            All required fields of a `VLBatch`; pixels and grids if samples have any; the visual
+            indices, `visual_source_indices` only with images and videos; `cu_seqlens` only with
+            `segments`.
 
         Raises:
             ValueError: no sample, placeholders that do not match the grids, or B * L token rows
@@ -121,7 +115,7 @@ class VLCollator:
         )
         batch["num_target_tokens"] = int(np.count_nonzero(batch["labels"][:, 1:] != IGNORED_LABEL))
         batch["has_left_padding"] = bool((batch["attention_mask"][:, 0] == 0).any())
-        return batch
+        return cast(VLBatch, batch)
 
     def _num_rows(self, grid_thw: np.ndarray | None) -> int:
         if grid_thw is None:
@@ -142,14 +136,14 @@ class PackedCollator:
 
     collator: VLCollator
 
-    def __call__(self, rows: Sequence[Sequence[dict[str, np.ndarray]]]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Sequence[dict[str, np.ndarray]]]) -> VLBatch:
         """Collate rows.
 
         Args:
             rows: the samples of each row, in order; an empty row becomes padding.
 
         Returns:
-            As `VLCollator`, with cu_seqlens `[S + 1]` int32.
+            As `VLCollator`, with `cu_seqlens`.
         """
         segments = [[len(sample["input_ids"]) for sample in row] for row in rows]
         return self.collator([_joined(row) for row in rows], segments)
