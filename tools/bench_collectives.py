@@ -182,17 +182,17 @@ def measure(degrees: dict) -> None:
     import paddle
 
     from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-    from paddle_vl.config.schema import RunConfig
     from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
     from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
     from paddle_vl.families.qwen3_vl.recipe import model_shape
+    from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
     from paddle_vl.parallel.processes import FleetProcesses
     from paddle_vl.parallel.topology import initialize
     from paddle_vl.train.layout import Layout, parallel_degrees
     from paddle_vl.train.optimizer import Optimizer
     from paddle_vl.train.step import counted, train_step
 
-    run_config = RunConfig.model_validate(
+    run_config = Qwen3VLRun.model_validate(
         {
             "model": {"config": model_settings(degrees)},
             "data": {"train": ["none"], "processor": "none", "pad_to_multiple_of": 4},

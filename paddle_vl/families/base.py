@@ -314,7 +314,7 @@ class Family(ABC):
 
     @abstractmethod
     def build_model(self, placement: Placement) -> BuiltModel:
-        """This rank's part of the model; its parameters get their values from `model.materialize()`."""
+        """This rank's part of the model; `model.materialize()` gives its parameters values."""
 
     @abstractmethod
     def named_parameters(self, model: Any) -> list[tuple[str, Tensor]]:

@@ -15,7 +15,6 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses
-from paddle_vl.families.registry import check_settings
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
@@ -93,7 +92,7 @@ def _build(
     if checkpoint is not None:
         for change in changed_settings(checkpoint, config):
             logger.info("changed since %s: %s", checkpoint.name, change)
-    if config.model.pretrained is not None and (checkpoint is None or config.model.lora):
+    if config.model.pretrained is not None and (checkpoint is None or config.trains_adapters):
         folder = Path(config.model.pretrained)
         check_pretrained(folder, config.train.verify_checkpoint, processes)
     seed_everything(config.train.seed)
@@ -186,7 +185,6 @@ def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:
         RuntimeError: files are missing or damaged.
     """
     entry = family_of_run(config, checkpoint)
-    check_settings(config, entry)
     return entry.recipe_class()(config, checkpoint)
 
 

@@ -10,19 +10,20 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from paddle import Tensor
 
 from paddle_vl.config import patterns as config_patterns
-from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.fused import names_by_parameter
 
 logger = logging.getLogger(__name__)
 NamedParameters = list[tuple[str, Tensor]]
+# Components of a model by name, for callers without a family.
+NO_PARTS: Mapping[str, Sequence[str]] = {}
 
 
 def matching_names(
     patterns: Sequence[str],
     names: Iterable[str],
     setting: str,
-    parts: Mapping[str, Sequence[str]] = PARTS,
+    parts: Mapping[str, Sequence[str]] = NO_PARTS,
 ) -> set[str]:
     """The parameter names that at least one pattern or component of the model fits.
 
@@ -36,7 +37,7 @@ def trained_names(
     names: Iterable[str],
     patterns: Sequence[str],
     trainable: Iterable[str] | None = None,
-    parts: Mapping[str, Sequence[str]] = PARTS,
+    parts: Mapping[str, Sequence[str]] = NO_PARTS,
 ) -> set[str]:
     """The names that no pattern of model.freeze fits.
 
@@ -109,7 +110,7 @@ def freeze_parameters(
 
 
 def rate_factors(
-    train: TrainConfig, trained: Iterable[str], parts: Mapping[str, Sequence[str]] = PARTS
+    train: TrainConfig, trained: Iterable[str], parts: Mapping[str, Sequence[str]] = NO_PARTS
 ) -> dict[str, float]:
     """Factors on the schedule's learning rate by HF name, for parameters with a peak of their own.
 

@@ -1,7 +1,7 @@
 """How a model is distributed over the ranks of a run: its shards, and what runs them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from paddle import nn
@@ -38,26 +38,14 @@ class ReservedRows:
 
     @classmethod
     def of(cls, config: RunConfig) -> "ReservedRows | None":
-        """`parallel.pp_token_rows` and `pp_visual_rows`; the data's bound replaces one that is not
-        set. None if neither is set."""
-        parallel, data = config.parallel, config.data
-        tokens, visual = parallel.pp_token_rows, parallel.pp_visual_rows
-        if tokens is None and visual is None:
-            return None
-        size, multiple = config.train.per_device_train_batch_size, data.pad_to_multiple_of
-        if tokens is None:
-            longest = data.packing_length or data.max_length
-            tokens = size * -(-longest // multiple) * multiple
-        if visual is None:
-            of_row = data.max_vision_tokens_per_row
-            visual = tokens if of_row is None else min(tokens, size * of_row)
-        return cls(tokens, visual)
+        """As the settings of the model's family say; None if they reserve nothing."""
+        rows = config.reserved_rows
+        return None if rows is None else cls(*rows)
 
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
-    """The `parallel` section as `ParallelDegrees`."""
-    of_section = {item.name for item in fields(ParallelDegrees)} - {"num_micro_batches"}
-    settings = {name: getattr(config.parallel, name) for name in of_section}
+    """The `parallel` section as the parallel code has it."""
+    settings = config.parallel.model_dump(include=set(ParallelDegrees.model_fields))
     return ParallelDegrees(**settings, num_micro_batches=config.train.gradient_accumulation_steps)
 
 
@@ -86,11 +74,6 @@ class Layout:
         plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of)
         raise_problems(plan_problems(plan))
         self.reserved = ReservedRows.of(config)
-        if self.reserved is not None and pad_to_multiple_of is None:
-            raise ValueError(
-                "parallel.pp_token_rows and parallel.pp_visual_rows are for the messages of a "
-                "Qwen3-VL; those of a policy are as large as a step needs: remove the settings"
-            )
         layers, before, after = costs
         if config.parallel.pp_split == "count":
             layers, before, after = [1] * len(layers), 0, 0

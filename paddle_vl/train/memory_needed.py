@@ -7,8 +7,8 @@ from math import prod
 import paddle
 from paddle import Tensor
 
-from paddle_vl.config.machine import machine_memory
 from paddle_vl.config.parallel_settings import ParallelConfig
+from paddle_vl.config.validate import machine_memory
 
 GB = 10**9
 _BYTES = {paddle.float64: 8, paddle.float32: 4, paddle.bfloat16: 2, paddle.float16: 2}

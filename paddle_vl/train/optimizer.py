@@ -16,14 +16,13 @@ from paddle.base import framework
 
 from paddle_vl.checkpoint.rules import SharedArray
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
-from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.adamw import STATES, AdamW
 from paddle_vl.nn.fused import fused_columns, names_by_parameter, whole_slices
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore, gradient_of
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Tie
 from paddle_vl.parallel.sharding import FleetSharding
-from paddle_vl.train.freeze import NamedParameters, matching_names
+from paddle_vl.train.freeze import NO_PARTS, NamedParameters, matching_names
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 _MASTER = "master_weight"
@@ -336,7 +335,7 @@ def _of_all(names: list[str], value_of: Callable[[str], Any], what: str) -> Any:
 
 
 def decayed_names(
-    names: Iterable[str], exclude: list[str], parts: Mapping[str, Sequence[str]] = PARTS
+    names: Iterable[str], exclude: list[str], parts: Mapping[str, Sequence[str]] = NO_PARTS
 ) -> set[str]:
     """Names of the model's parameters that weight decay applies to.
 

@@ -14,8 +14,6 @@ from typing import Any
 from paddle import Tensor, nn
 
 from paddle_vl.config.families import ModelShape, model_values
-from paddle_vl.config.patterns import POLICY_PARTS
-from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.base import (
@@ -33,7 +31,7 @@ from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.pi07.demonstrations.draws import FlowDraws
-from paddle_vl.families.pi07.demonstrations.drops import NO_DROPS, DropProbabilities
+from paddle_vl.families.pi07.demonstrations.drops import NO_DROPS
 from paddle_vl.families.pi07.demonstrations.present_fields import present_fields
 from paddle_vl.families.pi07.demonstrations.sample import (
     OPTIONAL_FIELDS,
@@ -65,6 +63,7 @@ from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_files import ACTION_TOKENIZER_FOLDER
+from paddle_vl.families.pi07.settings import PARTS, PI07Run
 from paddle_vl.nn.placement import Placement
 
 # All evaluations draw the same noise.
@@ -81,10 +80,10 @@ class PI07Recipe(Family):
     loss_class: type[PolicyLoss] = PolicyLoss
     adapter_class: type[PolicyBatchAdapter] = PolicyBatchAdapter
     counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops
-    parts: Mapping[str, Sequence[str]] = POLICY_PARTS
+    parts: Mapping[str, Sequence[str]] = PARTS
     make_stage: type[PI07Stage] = PI07LowLevelStage
 
-    def __init__(self, config: RunConfig, checkpoint: Path | None):
+    def __init__(self, config: PI07Run, checkpoint: Path | None):
         pretrained = config.model.pretrained
         # Of the policy to start or continue from; None for fresh weights.
         self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
@@ -98,8 +97,7 @@ class PI07Recipe(Family):
         self.source = self._source(config.data.train)
         eval_source = self._source(config.data.eval) if config.data.eval else None
         flow, seed = self.flow_draws(self.model_config), config.train.seed
-        drops = DropProbabilities(**config.data.drops.model_dump())
-        self.train_data = DrawnDemonstrations(self.source, drops, flow, seed)
+        self.train_data = DrawnDemonstrations(self.source, config.data.drops, flow, seed)
         self.eval_data = (
             None
             if eval_source is None
@@ -203,7 +201,7 @@ class PI07Recipe(Family):
         )
 
     @classmethod
-    def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:
+    def with_synthetic_data(cls, config: PI07Run, data: SyntheticData) -> PI07Run:
         """`data.synthetic_samples`, and as many cameras as asked for, like the first one."""
         for name in ("image_side", "answer_tokens"):
             if getattr(data, name) is not None:
@@ -393,7 +391,7 @@ def feature_dims(features: Mapping[str, PolicyFeature], name: str, where: str) -
     return features[name].shape[0]
 
 
-def _with_cameras(config: RunConfig, num_cameras: int) -> dict[str, Any]:
+def _with_cameras(config: PI07Run, num_cameras: int) -> dict[str, Any]:
     """The policy's configuration with that many cameras like its first."""
     if config.model.config is None:
         raise ValueError(

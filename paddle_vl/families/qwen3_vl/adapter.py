@@ -33,11 +33,12 @@ from paddle_vl.checkpoint.writing import (
     parameter_array,
     write_tensors,
 )
-from paddle_vl.config.patterns import PARTS, matching_names
+from paddle_vl.config.patterns import matching_names
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.qwen3_vl.checkpoint_map import HEAD_KEY, with_experts_as_here
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
+from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.generation.config import FILE_NAME
 from paddle_vl.nn.fused import fused_columns
 from paddle_vl.nn.linear import AdaptableLinear

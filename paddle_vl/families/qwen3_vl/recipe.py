@@ -10,8 +10,6 @@ from paddle import Tensor
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import ModelShape
-from paddle_vl.config.patterns import PARTS
-from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
@@ -44,6 +42,7 @@ from paddle_vl.families.qwen3_vl.processor_fit import (
     model_collator,
     model_config,
 )
+from paddle_vl.families.qwen3_vl.settings import PARTS, Qwen3VLRun
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
@@ -56,7 +55,7 @@ class Qwen3VLRecipe(Family):
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage = Qwen3VLStage
 
-    def __init__(self, config: RunConfig, checkpoint: Path | None):
+    def __init__(self, config: Qwen3VLRun, checkpoint: Path | None):
         self.config, self.checkpoint = config, checkpoint
         data = config.data
         self.processor = Qwen3VLProcessor.from_pretrained(
@@ -152,7 +151,7 @@ class Qwen3VLRecipe(Family):
         return used
 
     @classmethod
-    def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:
+    def with_synthetic_data(cls, config: Qwen3VLRun, data: SyntheticData) -> Qwen3VLRun:
         """Conversations in files; `cameras` are the images of each, one by default."""
         tokenizer = TextTokenizer.from_file(config.data.processor or config.model.pretrained)
         given = {

@@ -11,6 +11,7 @@ import paddle
 import pytest
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
@@ -22,12 +23,12 @@ from tests.support.tiny import tiny_model
 def build(model, freeze=(), **settings):
     train = TrainConfig(output_dir="o", **settings)
     names = dict(model.hf_named_parameters())
-    trained = trained_names(names, freeze)
+    trained = trained_names(names, freeze, parts=PARTS)
     return Optimizer(
         freeze_parameters(list(model.hf_named_parameters()), trained),
         train,
         decayed_names(names, train.weight_decay_exclude),
-        rate_factors=rate_factors(train, trained),
+        rate_factors=rate_factors(train, trained, PARTS),
     )
 
 
@@ -75,7 +76,7 @@ def test_freezing_a_part_leaves_the_others(part):
     visual = {name for name in names if name.startswith("model.visual.")}
     frozen = {"vision": visual - mergers, "mergers": mergers, "language": names - visual}[part]
     assert frozen
-    assert trained_names(names, [part]) == names - frozen
+    assert trained_names(names, [part], parts=PARTS) == names - frozen
 
 
 def test_learning_rates_of_parts_are_peaks_of_the_one_schedule(batch):

@@ -133,6 +133,7 @@ class Captioner(Materializable, nn.Layer):
         if placement.stage_layers.head:
             self.norm = placement.layers.row_wise(RMSNorm(width, 1e-6))
             self.head = placement.layers.vocab_head(width, config.vocab_size, 0.1)
+        placement.parameter_table.add_replicated(self.parameters())
 
     @classmethod
     def from_config(cls, config: CaptionerConfig, dtype: str, placement: Placement) -> "Captioner":
