@@ -21,7 +21,8 @@ import paddle
 
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import presence_of
 
 THREADS, WARM_UP = 2, 3

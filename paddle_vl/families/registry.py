@@ -6,8 +6,7 @@ from typing import Any
 
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.planner_recipe import PI07PlannerRecipe
 from paddle_vl.families.pi07.recipe import PI07Recipe
 from paddle_vl.families.qwen3_vl.recipe import Qwen3VLRecipe

@@ -15,7 +15,7 @@ from paddle_vl.checkpoint.pretrained import check_keys, fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
 from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 
 _SECTIONS = {"vlm": "vlm_config", "gemma3": "gemma3_config", "expert": "gemma_expert_config"}
 _PER_CAMERA = {

@@ -5,14 +5,12 @@ import json
 import numpy as np
 import paddle
 
-from paddle_vl.families.pi07.attention_masks import block_mask, prefix_positions, suffix_mask
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS
+from paddle_vl.families.pi07.decoder import SuffixView, block_mask, prefix_positions, suffix_mask
+from paddle_vl.families.pi07.flow import time_embedding
 from paddle_vl.families.pi07.inputs.images import letterbox
-from paddle_vl.families.pi07.interleaved import SuffixView
-from paddle_vl.families.pi07.rotary import Rotary
-from paddle_vl.families.pi07.siglip import visible_frames
-from paddle_vl.families.pi07.suffix import time_embedding
-from paddle_vl.families.pi07.video_encoder import frame_codes
+from paddle_vl.families.pi07.layers import Rotary
+from paddle_vl.families.pi07.vision import frame_codes, visible_frames
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, model_of
 from parity.pi07_quantities import Comparison, array

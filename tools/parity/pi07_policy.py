@@ -3,8 +3,8 @@
 import numpy as np
 
 from paddle_vl import PI07LowLevelPolicy
-from paddle_vl.families.pi07.features import PolicyFeature
 from paddle_vl.families.pi07.inputs.normalize import Normalizer
+from paddle_vl.families.pi07.policy_config import PolicyFeature
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, config_of, fill
 from parity.pi07_quantities import Comparison, array

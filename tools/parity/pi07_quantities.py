@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_vl.families.pi07.attention_masks import (
+from paddle_vl.families.pi07.decoder import (
     block_mask,
     prefix_positions,
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, suffix_marks
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, suffix_marks
 from paddle_vl.families.pi07.prefix import Prefix
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase

@@ -6,8 +6,8 @@ import paddle
 from paddle_vl.checkpoint.pretrained import parameter_array
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
-from paddle_vl.families.pi07.losses import flow_counts
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, flow_counts
+from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.train.optimizer import Optimizer
 from parity.comparison import CaseReport

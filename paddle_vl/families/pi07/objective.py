@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.families.pi07.flow_matching import as_tensors
+from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.train.objective import Batch
 from paddle_vl.train.phases import Phase, phase

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paddle_vl.data.worker_pool import Collator
-from paddle_vl.families.pi07.demonstrations.draws import FlowDraws
 from paddle_vl.families.pi07.demonstrations.sample import DemonstrationShapes
+from paddle_vl.families.pi07.demonstrations.training_set import FlowDraws
 from paddle_vl.families.pi07.flops import PI07PlannerFlops
 from paddle_vl.families.pi07.inputs.collate import PlannerCollator
 from paddle_vl.families.pi07.inputs.model_inputs import cameras_of
-from paddle_vl.families.pi07.layer_costs import Costs, planner_costs
 from paddle_vl.families.pi07.objective import PlannerObjective, PolicyObjective
-from paddle_vl.families.pi07.pipeline import PI07PlannerStage
+from paddle_vl.families.pi07.pipeline import Costs, PI07PlannerStage, planner_costs
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.recipe import PI07Recipe, feature_dims
 

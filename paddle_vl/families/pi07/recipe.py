@@ -16,11 +16,9 @@ from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.flops import FlopCounter
-from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.pi07.demonstrations.draws import FlowDraws
-from paddle_vl.families.pi07.demonstrations.drops import NO_DROPS, DropProbabilities
-from paddle_vl.families.pi07.demonstrations.present_fields import present_fields
+from paddle_vl.families.pi07.base_policy import BasePolicy
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.pi07.demonstrations.sample import (
     OPTIONAL_FIELDS,
     DemonstrationShapes,
@@ -31,19 +29,20 @@ from paddle_vl.families.pi07.demonstrations.statistics import (
     read_statistics,
 )
 from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
-from paddle_vl.families.pi07.features import PolicyFeature
+from paddle_vl.families.pi07.demonstrations.training_set import (
+    NO_DROPS,
+    DrawnDemonstrations,
+    DropProbabilities,
+    FlowDraws,
+)
 from paddle_vl.families.pi07.flops import PI07Flops, PI07PlannerFlops
-from paddle_vl.families.pi07.freeze import is_reached
 from paddle_vl.families.pi07.inputs.collate import PolicyCollator
 from paddle_vl.families.pi07.inputs.model_inputs import cameras_of
-from paddle_vl.families.pi07.layer_costs import Costs, low_level_costs
 from paddle_vl.families.pi07.objective import PolicyObjective
-from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07Stage
-from paddle_vl.families.pi07.placed_policy import PlacedPolicy
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
-from paddle_vl.families.pi07.policy_files import ACTION_TOKENIZER_FOLDER
+from paddle_vl.families.pi07.pipeline import Costs, PI07LowLevelStage, PI07Stage, low_level_costs
+from paddle_vl.families.pi07.policy import ACTION_TOKENIZER_FOLDER, PI07LowLevelPolicy
+from paddle_vl.families.pi07.policy_config import PolicyFeature
+from paddle_vl.families.pi07.policy_model import is_reached
 from paddle_vl.families.qwen3_vl.build_model import default_dtype
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ModelShape
@@ -61,7 +60,7 @@ class PI07Recipe:
     """
 
     losses: tuple[str, ...] = ("MSE", "CE")
-    policy_class: type[PlacedPolicy] = PI07LowLevelPolicy
+    policy_class: type[BasePolicy] = PI07LowLevelPolicy
     counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops
     parts: Mapping[str, Sequence[str]] = POLICY_PARTS
     make_part: type[PI07Stage] = PI07LowLevelStage
@@ -91,7 +90,7 @@ class PI07Recipe:
         )
         self.shape = self._shape()
         self.costs = self._costs()
-        self.policy: PlacedPolicy | None = None
+        self.policy: BasePolicy | None = None
 
     @property
     def fields(self) -> Mapping[str, bool]:
@@ -107,7 +106,7 @@ class PI07Recipe:
         """This process's part of the model, without values until `fill`."""
         statistics = self._statistics()
         dtype = self.config.model.compute_dtype
-        settings = {"statistics": statistics, "placement": placement, "fills": False}
+        settings = {"statistics": statistics, "placement": placement, "materialize": False}
         settings |= self._tokenizers()
         if self.folder is None:
             with default_dtype(dtype):

@@ -6,7 +6,8 @@ Guarantees: parameters and lengths are those that the configuration's file gives
 import json
 
 import bench_pi07_step
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import presence_of
 
 # The expert's head, which nothing uses and this package leaves out: 8 tokens of width 128.

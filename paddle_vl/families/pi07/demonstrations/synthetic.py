@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from paddle_vl.data.line_index import FileContent
-from paddle_vl.families.pi07.demonstrations.draws import Stream, sample_rng
 from paddle_vl.families.pi07.demonstrations.sample import (
     OPTIONAL_FIELDS,
     Demonstration,
@@ -22,6 +21,7 @@ from paddle_vl.families.pi07.demonstrations.sample import (
     chosen_fields,
     finished_sample,
 )
+from paddle_vl.families.pi07.demonstrations.training_set import Stream, sample_rng
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220)}
 _PROMPTS = ("move to the mark", "reach the mark", "go where the mark tells")

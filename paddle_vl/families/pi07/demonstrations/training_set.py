@@ -1,23 +1,168 @@
-"""A source of demonstrations as a loader takes it: fields dropped, noise and times drawn."""
+"""What is drawn for a sample: a function of seed, epoch and sample number.
+
+So a sample has the same draws whatever batch, process or worker it comes to. Every purpose has its
+own stream, so that settings of one do not change what is drawn for another.
+
+Leaving optional fields out of samples in training, so that a policy learns to do without.
+
+Source: OpenTau's dataset mixture. Its `subgoal_end_of_segment_prob` chooses the frame that is the
+goal, which is a matter of sources that have episodes; it is not one of these.
+
+A source of demonstrations as a loader takes it: fields dropped, noise and times drawn.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from paddle_vl.data.line_index import FileContent
-from paddle_vl.families.pi07.demonstrations.draws import FlowDraws, Stream, sample_rng
-from paddle_vl.families.pi07.demonstrations.drops import (
-    NO_DROPS,
-    DropProbabilities,
-    draw_drops,
-    drop_fields,
-)
 from paddle_vl.families.pi07.demonstrations.sample import (
+    NUMBER_TYPES,
     Demonstration,
     DemonstrationShapes,
     DemonstrationSource,
 )
+
+
+class Stream(IntEnum):
+    """What random numbers are for."""
+
+    DROPS = 0
+    FLOW = 1
+    CONTENT = 2
+
+
+def sample_rng(seed: int, stream: Stream, *place: int) -> np.random.Generator:
+    """The random numbers of one sample for one purpose.
+
+    Args:
+        place: epoch and sample number, or what else tells samples apart.
+    """
+    # A spawn key, since entropy [seed, epoch] equals [seed, epoch, 0], which the order of samples
+    # is drawn from.
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(stream, *place)))
+
+
+@dataclass(frozen=True)
+class FlowDraws:
+    """What the flow loss draws for a sample.
+
+    Attributes:
+        chunk_size, max_action_dim: of the noise, those of the model's actions.
+        max_delay: the most actions that may be settled already.
+    """
+
+    chunk_size: int
+    max_action_dim: int
+    max_delay: int = 0
+
+    def draw(self, rng: np.random.Generator) -> dict[str, np.ndarray | np.generic]:
+        """`noise` `[C, max_action_dim]` float32 normal; `time` float32, 0.001 + 0.999 Beta(1.5, 1)
+        by the inverse of its distribution; `delay` int64, uniform from 0 to `max_delay`.
+        """
+        time = rng.random() ** (1 / 1.5) * 0.999 + 0.001
+        delay = rng.integers(0, self.max_delay, endpoint=True)
+        shape = (self.chunk_size, self.max_action_dim)
+        return {
+            "noise": rng.standard_normal(shape, dtype=np.float32),
+            "time": np.float32(time),
+            "delay": np.int64(delay),
+        }
+
+
+# Metadata that may be left out, in the order of the draws; `fps` never is.
+DROPPED_METADATA = ("speed", "mistake", "quality", "robot_type", "control_mode")
+
+
+@dataclass(frozen=True)
+class DropProbabilities:
+    """How often what is left out of a sample; OpenTau's names and defaults.
+
+    Attributes:
+        history_state_drop_prob: the past: its frames black and marked as padding. The state stays
+            as it is; the policy masks it.
+        subgoal_drop_prob: the goal images, of all cameras.
+        response_drop_prob: the response, of samples that keep their goal images. Without them it
+            is what tells the policy the next step, and stays.
+        metadata_drop_all_prob: all of `DROPPED_METADATA`.
+        metadata_drop_each_prob: each of these by itself, where not all are left out.
+    """
+
+    history_state_drop_prob: float = 0.3
+    subgoal_drop_prob: float = 0.75
+    response_drop_prob: float = 0.3
+    metadata_drop_all_prob: float = 0.15
+    metadata_drop_each_prob: float = 0.05
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{field.name} is {value}; a probability from 0 to 1 is needed")
+
+
+NO_DROPS = DropProbabilities(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class Drops(NamedTuple):
+    """What a sample loses.
+
+    Attributes:
+        response: holds where the sample has goal images left.
+        metadata: names of fields.
+    """
+
+    subgoal: bool
+    history: bool
+    response: bool
+    metadata: frozenset[str]
+
+
+def draw_drops(probabilities: DropProbabilities, rng: np.random.Generator) -> Drops:
+    """Decide what a sample loses, which can be known before its images are read.
+
+    Every decision takes its random number whether it matters or not: a probability that is changed
+    leaves the other decisions as they were.
+    """
+    subgoal, history, response, everything, *each = rng.random(4 + len(DROPPED_METADATA))
+    drops_all = everything < probabilities.metadata_drop_all_prob
+    limit = 1.0 if drops_all else probabilities.metadata_drop_each_prob
+    return Drops(
+        subgoal=subgoal < probabilities.subgoal_drop_prob,
+        history=history < probabilities.history_state_drop_prob,
+        response=response < probabilities.response_drop_prob,
+        metadata=frozenset(n for n, u in zip(DROPPED_METADATA, each, strict=True) if u < limit),
+    )
+
+
+def drop_fields(sample: Demonstration, drops: Drops, shapes: DemonstrationShapes) -> Demonstration:
+    """The sample without what it loses; its entries and their shapes stay."""
+    sample = dict(sample)
+    has_goal = "subgoal_is_pad" in sample and not sample["subgoal_is_pad"]
+    if has_goal and drops.subgoal:
+        for goal in shapes.goals.values():
+            sample[goal] = np.zeros_like(sample[goal])
+        sample["subgoal_is_pad"] = np.bool_(True)
+    if drops.history:
+        for camera in shapes.cameras:
+            frames = np.zeros_like(sample[camera])
+            frames[-1] = sample[camera][-1]
+            sample[camera] = frames
+        sample["obs_history_is_pad"] = np.ones_like(sample["obs_history_is_pad"])
+    if has_goal and not drops.subgoal and drops.response and "response" in sample:
+        sample["response"] = ""
+    for name in drops.metadata & sample.keys():
+        if name in NUMBER_TYPES:
+            sample[name] = NUMBER_TYPES[name](0)
+            sample[f"{name}_is_pad"] = np.bool_(True)
+        else:
+            sample[name] = ""
+    return sample
 
 
 @dataclass(frozen=True)

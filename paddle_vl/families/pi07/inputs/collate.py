@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paddle_vl.families.pi07.demonstrations.collate import collate_demonstrations
+from paddle_vl.families.pi07.demonstrations.sample import collate_demonstrations
 
 DRAWN = ("noise", "time", "delay")
 

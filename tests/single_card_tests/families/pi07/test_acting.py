@@ -7,8 +7,7 @@ hands out a chunk in order, asks for the next in time, and begins it with the ac
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.action_queue import ActionQueue
-from paddle_vl.families.pi07.inputs.history import ObservationHistory
+from paddle_vl.families.pi07.inputs.acting import ActionQueue, ObservationHistory
 
 
 def test_history_fills_up_with_evenly_spaced_frames():

@@ -17,8 +17,7 @@ import pytest
 import make_demonstrations
 from demonstration_files import write_demonstrations
 from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.pi07.demonstrations.present_fields import present_fields
+from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.pi07.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
 from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import (

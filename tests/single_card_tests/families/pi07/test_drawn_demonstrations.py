@@ -15,12 +15,14 @@ import pytest
 
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.pi07.demonstrations.collate import collate_demonstrations
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.pi07.demonstrations.draws import FlowDraws
-from paddle_vl.families.pi07.demonstrations.drops import DropProbabilities
+from paddle_vl.families.pi07.demonstrations.sample import collate_demonstrations
 from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
+from paddle_vl.families.pi07.demonstrations.training_set import (
+    DrawnDemonstrations,
+    DropProbabilities,
+    FlowDraws,
+)
 from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,

@@ -11,16 +11,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.demonstrations.draws import FlowDraws, Stream, sample_rng
-from paddle_vl.families.pi07.demonstrations.drops import (
+from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.pi07.demonstrations.training_set import (
     DROPPED_METADATA,
     NO_DROPS,
     DropProbabilities,
     Drops,
+    FlowDraws,
+    Stream,
     draw_drops,
     drop_fields,
+    sample_rng,
 )
-from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, same
 
 NOTHING = Drops(False, False, False, frozenset())

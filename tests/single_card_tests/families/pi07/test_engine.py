@@ -10,13 +10,14 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.pi07.attention_masks import (
+from paddle_vl.families.pi07.decoder import (
+    InterleavedDecoder,
+    SuffixView,
     block_mask,
     prefix_positions,
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.families.pi07.interleaved import InterleavedDecoder, SuffixView
 from paddle_vl.nn import masked_attention as attention
 from paddle_vl.nn.masked_attention import AttentionMask, masked_attention
 from paddle_vl.nn.placement import SingleDevicePlacement

@@ -15,11 +15,16 @@ from paddle_vl.checkpoint.pretrained import check_keys, fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, GroupWeights, engine_keys
 from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors, draw_time
-from paddle_vl.families.pi07.group_linear import GroupedProjection
-from paddle_vl.families.pi07.prefix_layout import LABELS, PREFIX_BLOCKS, Presence, presence_of
-from paddle_vl.families.pi07.prefix_tokens import real_steps
-from paddle_vl.families.pi07.sampling import times
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, draw_time, times
+from paddle_vl.families.pi07.layers import GroupedProjection
+from paddle_vl.families.pi07.policy_model import as_tensors
+from paddle_vl.families.pi07.prefix_layout import (
+    LABELS,
+    PREFIX_BLOCKS,
+    Presence,
+    presence_of,
+    real_frames,
+)
 from tests.support.pi07_golden import CASES, case, config_values
 
 CAMERAS = {
@@ -114,10 +119,10 @@ def test_padded_states_are_zero_before_they_are_projected():
     state = model.prefix.embed_blocks(as_tensors(batch), PREFIX_BLOCKS[1:4])["state"]
     rows, bias = state.numpy(), model.prefix.state_proj.linear.bias.numpy()
     np.testing.assert_allclose(rows[0, 0], bias, rtol=1e-6)
-    assert real_steps(as_tensors(batch)).numpy()[0].tolist() == [False, True, True]
+    assert real_frames(as_tensors(batch), paddle).numpy()[0].tolist() == [False, True, True]
     assert np.isfinite(losses_and_gradients(model, batch)[0]).all()
     batch["obs_history_is_pad"] = None
-    assert real_steps(as_tensors(batch)).numpy().tolist() == [[False, False, True]] * 2
+    assert real_frames(as_tensors(batch), paddle).numpy().tolist() == [[False, False, True]] * 2
 
 
 def test_padding_of_actions_has_no_effect_on_the_flow():

@@ -8,8 +8,7 @@ are grey and masked.
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.inputs.images import prepare_subgoals, prepare_videos
-from paddle_vl.families.pi07.inputs.letterbox import letterbox
+from paddle_vl.families.pi07.inputs.images import letterbox, prepare_subgoals, prepare_videos
 from tests.support.pi07_golden import case
 
 CAMERAS = ["camera0", "camera1"]
@@ -43,7 +42,7 @@ def test_letterbox_refuses_what_would_vanish():
 def test_padded_frames_are_black_and_the_current_one_never():
     batch = {"camera0": np.ones((2, 3, 3, 8, 8))}
     is_pad = np.array([[True, False, False], [True, True, True]])
-    found = prepare_videos(batch, ["camera0"], (8, 8), 3, history_is_pad_BT=is_pad)
+    found = prepare_videos(batch, ["camera0"], (8, 8), 3, history_is_pad_BF=is_pad)
     assert found.images[0].mean(axis=(2, 3, 4)).tolist() == [[0, 1, 1], [0, 0, 1]]
     # Neither the batch nor the mask is touched.
     assert batch["camera0"].all()

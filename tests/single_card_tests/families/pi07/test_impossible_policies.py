@@ -12,13 +12,13 @@ import pytest
 
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.data.media_path import MediaFolder
-from paddle_vl.families.pi07.demonstrations.moment import parse_moment
+from paddle_vl.families.pi07.demonstrations.dataset import parse_moment
 from paddle_vl.families.pi07.demonstrations.sample import DemonstrationShapes
 from paddle_vl.families.pi07.demonstrations.statistics import read_statistics
-from paddle_vl.families.pi07.features import PolicyFeature
 from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
 from paddle_vl.families.pi07.inputs.normalize import Normalizer
 from paddle_vl.families.pi07.inputs.prompt import metadata_texts
+from paddle_vl.families.pi07.policy_config import PolicyFeature
 
 GOOD = {
     "mean": [0.0, 1.0], "std": [1.0, 0.0], "min": [-1.0, 1.0], "max": [1.0, 1.0],

@@ -15,7 +15,7 @@ import paddle
 import pytest
 
 from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.pipeline import PI07LowLevelStage
 from paddle_vl.families.pi07.prefix_layout import Presence
 from tests.support.pi07_golden import case, config_values

@@ -17,12 +17,17 @@ import paddle
 import pytest
 from paddle import Tensor
 
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
-from paddle_vl.families.pi07.layer_costs import low_level_costs, planner_costs
-from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07PlannerStage, PI07Stage
-from paddle_vl.families.pi07.placed_model import PlacedModel
+from paddle_vl.families.pi07.base_policy import PolicyCheckpoint, write_policy
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.pipeline import (
+    PI07LowLevelStage,
+    PI07PlannerStage,
+    PI07Stage,
+    low_level_costs,
+    planner_costs,
+)
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
-from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, write_policy
+from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
@@ -54,7 +59,7 @@ def through(parts: list[PI07Stage], batch: dict) -> dict:
     return rows
 
 
-def gradients_of(model: PlacedModel, loss: Tensor) -> dict[str, np.ndarray | None]:
+def gradients_of(model: PolicyModel, loss: Tensor) -> dict[str, np.ndarray | None]:
     loss.backward()
     found = {n: None if p.grad is None else p.grad.numpy() for n, p in model.hf_named_parameters()}
     model.clear_gradients()
@@ -140,12 +145,12 @@ def test_what_arrives_is_known_for_every_presence():
     assert len(sizes) == 8
 
 
-def held_parts(make: Callable[[SingleDevicePlacement], PlacedModel]) -> list[PlacedModel]:
+def held_parts(make: Callable[[SingleDevicePlacement], PolicyModel]) -> list[PolicyModel]:
     return [make(SingleDevicePlacement(held)) for held in (FIRST, LAST)]
 
 
 def assert_parts_hold_their_own(
-    parts: list[PlacedModel], whole: PlacedModel, shared: set[str]
+    parts: list[PolicyModel], whole: PolicyModel, shared: set[str]
 ) -> None:
     held = [dict(part.hf_named_parameters()) for part in parts]
     values = dict(whole.hf_named_parameters())
@@ -174,7 +179,7 @@ def test_both_copies_of_the_planners_table_make_its_gradient(tmp_path):
     whole, batch = planner.make_model(), planner.make_batch()
     write_policy(tmp_path, whole, {})
 
-    def read(placement: SingleDevicePlacement) -> PlacedModel:
+    def read(placement: SingleDevicePlacement) -> PolicyModel:
         with paddle.LazyGuard():
             part = type(whole)(whole.config, whole.label_ids, placement)
         PolicyCheckpoint(tmp_path).fill(part, {}, (), (), False)

@@ -11,11 +11,11 @@ import pytest
 
 from paddle_vl.checkpoint.pretrained import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
-from paddle_vl.families.pi07.attention_masks import block_mask, prefix_positions
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
-from paddle_vl.families.pi07.flow_matching import as_tensors
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.config import PI07PlannerConfig
+from paddle_vl.families.pi07.decoder import block_mask, prefix_positions
+from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence
 from tests.support.pi07_golden import CASES, case
 

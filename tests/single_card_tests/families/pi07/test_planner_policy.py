@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from paddle_vl import PI07HighLevelPlanner
-from paddle_vl.families.pi07.inputs.planner_inputs import state_texts
+from paddle_vl.families.pi07.config import PI07PlannerConfig
+from paddle_vl.families.pi07.inputs.model_inputs import state_texts
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from tests.support.pi07_golden import case, config_values, group_statistics
 
 

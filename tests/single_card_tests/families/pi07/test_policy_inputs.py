@@ -9,7 +9,6 @@ import logging
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.inputs.groups import group_index
 from paddle_vl.families.pi07.inputs.model_inputs import (
     observation_inputs,
     prepare_state,
@@ -17,7 +16,7 @@ from paddle_vl.families.pi07.inputs.model_inputs import (
     warn_of_outliers,
     whole_action_prefix,
 )
-from paddle_vl.families.pi07.inputs.normalize import Normalizer
+from paddle_vl.families.pi07.inputs.normalize import Normalizer, group_index
 from paddle_vl.families.pi07.inputs.prompt import metadata_texts, prompt_texts, response_texts
 from tests.support.pi07_golden import (
     CharacterTokenizer,

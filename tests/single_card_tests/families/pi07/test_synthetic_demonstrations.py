@@ -9,8 +9,11 @@ takes the batches.
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.demonstrations.collate import collate_demonstrations
-from paddle_vl.families.pi07.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
+from paddle_vl.families.pi07.demonstrations.sample import (
+    OPTIONAL_FIELDS,
+    DemonstrationShapes,
+    collate_demonstrations,
+)
 from paddle_vl.families.pi07.demonstrations.statistics import demonstration_statistics
 from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, same

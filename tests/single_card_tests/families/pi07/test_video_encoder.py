@@ -10,8 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.pi07.siglip import visible_frames
-from paddle_vl.families.pi07.video_encoder import VideoEncoder, frame_codes
+from paddle_vl.families.pi07.vision import VideoEncoder, frame_codes, visible_frames
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
 from tests.support.pi07_golden import policy_config
