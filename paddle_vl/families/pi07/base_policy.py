@@ -2,7 +2,8 @@
 
 A policy's folder is OpenTau's and LeRobot's: `config.json`, `model.safetensors` and here the
 tokenizers too. Checkpoint keys are those of the model after `model.`, and statistics after the name
-of their normalizer, such as `normalize_inputs.buffer_state.mean`."""
+of their normalizer, such as `normalize_inputs.buffer_state.mean`.
+"""
 
 import fnmatch
 import sys
@@ -21,12 +22,7 @@ from paddle_vl.checkpoint.pretrained import (
     parameters_to_write,
     stored_values,
 )
-from paddle_vl.checkpoint.safetensors_io import (
-    FileWriter,
-    StoredTensor,
-    TensorToWrite,
-    write_file,
-)
+from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.checkpoint.sharded import write_tensors
 from paddle_vl.families.pi07.checkpoint_map import (
     UNUSED_KEYS,
@@ -181,9 +177,12 @@ class StatisticsEntry(NamedTuple):
     normalizer: Normalizer
     name: str
 
+    def value(self) -> np.ndarray:
+        return self.normalizer.tensors[self.name]
+
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        return self.normalizer.tensors[self.name].shape
+        return self.value().shape
 
 
 class PolicyCheckpoint:
@@ -281,7 +280,9 @@ class PolicyCheckpoint:
             ]
         )
         for entry in entries:
-            entry.normalizer.tensors[entry.name] = _as_float32(self.statistics[entry.key])
+            # Infinite statistics mark absent ones; `Normalizer.normalize` raises if it needs them.
+            value = self.statistics[entry.key].read(must_be_finite=False)
+            entry.normalizer.tensors[entry.name] = value.astype(np.float32)
         for owner, normalizer in normalizers.items() if takes_statistics else ():
             normalizer.check(f"{self.folder}: {owner}")
 
@@ -326,7 +327,7 @@ def write_policy(
     tensors = parameters_to_write(model.stored_parameters(), MODEL_PREFIX)
     if model.placement.held.embedding:
         tensors += [
-            TensorToWrite(entry.key, entry.stored_shape, "F32", lambda entry=entry: _value(entry))
+            TensorToWrite(entry.key, entry.stored_shape, "F32", entry.value)
             for entry in _statistics_entries(normalizers)
         ]
     write_tensors(folder, "model", tensors, sys.maxsize, model.placement.writers, write)
@@ -338,18 +339,9 @@ def _statistics_entries(normalizers: Mapping[str, Normalizer]) -> Iterable[Stati
             yield StatisticsEntry(f"{owner}.{name}", normalizer, name)
 
 
-def _value(entry: StatisticsEntry) -> np.ndarray:
-    return entry.normalizer.tensors[entry.name]
-
-
 def _is_statistic(key: str) -> bool:
     return key.startswith(tuple(f"{name}." for name in NORMALIZERS))
 
 
 def _matches(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
-
-
-def _as_float32(tensor: StoredTensor) -> np.ndarray:
-    # Infinite statistics mark absent ones; `Normalizer.normalize` raises when they are needed.
-    return tensor.read(must_be_finite=False).astype(np.float32)

@@ -2,7 +2,8 @@
 
 A checkpoint may have been trained on other groups of data than the policy has. A projection of one
 group serves all; a group that the checkpoint does not know starts from its first group's
-projection. Statistics are measured, so they are taken by name only."""
+projection. Statistics are measured, so they are taken by name only.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence

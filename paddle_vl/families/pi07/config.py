@@ -1,5 +1,4 @@
-"""Configurations of pi07's low-level policy and planner, with the field names and defaults of
-OpenTau.
+"""Configurations of pi07's low-level policy and planner; fields and defaults are OpenTau's.
 
 What both share, and how settings at two levels agree: `policy_config.py`.
 """

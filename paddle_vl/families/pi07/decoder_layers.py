@@ -1,5 +1,4 @@
-"""The two halves of a decoder layer: Gemma 3 for the prefix, a Gemma with adaptive norms for the
-actions.
+"""The two halves of a decoder layer: Gemma 3 for the prefix, an adaptive Gemma for the actions.
 
 Shapes: B batch, L tokens of the stream, T = B * L token rows, batch-major (under sequence
 parallelism this rank's shard of them); S keys; D width of the stream, E width of the condition, F

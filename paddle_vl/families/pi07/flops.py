@@ -9,7 +9,8 @@ Expert: all steps of a chunk, which see each other and the real tokens before th
 
 Real are the frames and states that the history has (the current one always) of the cameras that
 there are, the tokens that masks say, and the labels that are laid out. What an operation counts:
-`paddle_vl.families.flops`."""
+`paddle_vl.families.flops`.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

@@ -2,14 +2,16 @@
 
 Time t = 1 is noise and t = 0 the actions: `x_t = t * noise + (1 - t) * actions`. The expert learns
 the velocity `noise - actions`; sampling integrates it from noise to actions. The discrete action
-tokens at the end of the prefix train the backbone beside it.
+tokens at the end of the prefix train the backbone beside it. One file, above 350 lines, so that the
+formulas of training and of sampling stand side by side.
 
 Shapes: B batch, F frames of the history, C steps of a chunk, A action values, S state values, L
 prefix tokens (L_a action tokens among them), D backbone width, E expert width, V action-token
 vocabulary.
 
 Source: PI07LowLevelFlowMatching of OpenTau; flow matching as in pi0 (Black et al., 2024), the
-action tokens and knowledge insulation as in pi0.5-KI (Driess et al., 2025)."""
+action tokens and knowledge insulation as in pi0.5-KI (Driess et al., 2025).
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

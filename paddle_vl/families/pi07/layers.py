@@ -1,7 +1,8 @@
 """Layers that pi07's streams and embeddings share: norms, rotary angles, token tables, projections.
 
 Shapes: B batch, L tokens, T token rows, D width of a stream, E width of the condition, N heads, H
-head width, G groups of data, I inputs and O outputs of a linear."""
+head width, G groups of data, I inputs and O outputs of a linear.
+"""
 
 import numpy as np
 import paddle

@@ -3,7 +3,8 @@
 A policy's configuration holds `vlm_config`, the engine's. Some settings stand at both levels. A
 setting given at one level holds for both; given at both, the values must agree. OpenTau writes
 every setting whether anyone gave it or not, so in its files (which have `model_type`) a default
-counts as not given."""
+counts as not given.
+"""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What both models of pi07 share: parameters and their checkpoint keys, and which of them train."""
+"""What both models of pi07 share: parameters, their checkpoint keys, and which of them train."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar

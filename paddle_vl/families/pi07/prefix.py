@@ -5,7 +5,8 @@ frames of the history, S state values, Z images of all samples and cameras.
 
 Every layer runs once per batch, whatever optional fields the samples fill, and blocks that are not
 laid out stay in the graph with no tokens. So ranks that shard parameters issue the same
-collectives."""
+collectives.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,16 +1,13 @@
-"""The layout of a policy's prefix: the one description of its blocks, and the masks that follow.
+"""The layout of a policy's prefix: its blocks as data, and the masks that follow from them.
 
-Training and sampling, embedding, masks and FLOPs all read `PREFIX_BLOCKS`; the planner's read
+Embedding, masks and FLOPs, in training and sampling, all read `PREFIX_BLOCKS`, or the planner's
 `PLANNER_BLOCKS`. Two questions are kept apart. Which optional fields a batch has is a property of
-the
-data set and the same on all ranks: their blocks are always embedded. Which of these fields any
-sample
-fills differs between batches and ranks: only their blocks are laid out.
+the data set and the same on all ranks: their blocks are always embedded. Which of these fields any
+sample fills differs between batches and ranks: only their blocks are laid out.
 
 Shapes: B batch, L prefix tokens, n tokens of a block, M tokens of an image, c cameras, F frames of
-the history. Masks are True for real tokens. Functions with an `xp` argument compute with NumPy
-arrays or
-Paddle tensors: `xp` is the module, `numpy` or `paddle`.
+the history. Masks are True for real tokens. With `xp`, which is `numpy` or `paddle`, the same
+formula serves arrays and tensors.
 
 Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching and PI07HighLevelPlannerModel.
 """

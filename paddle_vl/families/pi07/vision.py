@@ -1,8 +1,8 @@
 """Videos and still images to tokens of the backbone: SigLIP tower, temporal attention, projector.
 
 Every `stride`-th layer of the tower attends over past frames too; only the tokens of a video's
-current frame, its last, come out. The file is one forward pass from pixels to tokens, hence its
-length.
+current frame, its last, come out. One file, above 350 lines, since it is one forward pass from
+pixels to tokens.
 
 Shapes: B videos of F frames, S still images, P = B * F + S frames in all, videos first; N patches
 of a frame, U tower width, h heads, H head width; M tokens of an image, D backbone width.

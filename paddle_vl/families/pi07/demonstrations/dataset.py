@@ -1,20 +1,15 @@
-"""One line of a file of demonstrations, read and checked.
+"""Demonstrations in JSONL files with images beside them.
+
+A line is one moment of an episode:
 
     {"state": [[0.1, 0.2], [0.1, 0.3]], "camera0": ["0/0.png", "0/1.png"], "prompt": "stack them",
      "actions": [[0.0, 1.0], ...], "subgoal0": "0/9.png", "response": "grasp the cube", "speed": 50}
 
-Images are paths, relative to the file. Of an observation's frames, oldest first, there may be fewer
-than the policy looks at, where the episode begins; of the actions fewer than a chunk, where it
-ends. Of more frames the newest count, of more actions the first. Entries of one frame may leave the
-outer list out. What a line does not have, or has as null, is absent; `dataset_index` is not
-written, it follows from the file.
-
-Which optional fields files of demonstrations have.
-
-Demonstrations in JSONL files with images beside them; `moment` shows a line.
-
-Opening a dataset reads every line once and checks all but the images themselves, which are decoded
-when a sample is taken.
+Image paths are relative to the file. States and frames are in order of time, the current one last.
+Where the episode begins, a line may have fewer frames than the policy reads; where it ends, fewer
+actions than a chunk. Of more frames the newest are read, of more actions the first. An entry of one
+frame may omit the outer list. An entry that is missing or null is absent. The file decides the
+group of data, so a line has no `dataset_index`.
 """
 
 import os
@@ -49,17 +44,22 @@ from paddle_vl.families.pi07.demonstrations.sample import (
 from paddle_vl.families.pi07.inputs.images import letterbox
 from paddle_vl.families.pi07.inputs.prompt import metadata_problem
 
+# Name of the only group of data, if groups have no names.
+UNNAMED_GROUP = "all"
+
+Files = Sequence[str | os.PathLike]
+
 
 @dataclass(frozen=True)
 class Moment:
-    """What a line says; images are paths.
+    """One parsed line; images are paths.
 
     Attributes:
-        state: `[F, S]` float32, F frames, the current one last.
-        actions: `[N, A]` float32, N steps; None where actions are not asked for.
-        frames: F paths for each camera.
-        goals: a path for each camera, by the goal's name; those that the line has.
-        words: the prompt, and what the line has of texts and numbers.
+        state: `[R, S]` float32, R real frames, the current one last.
+        actions: `[N, A]` float32, N real steps; None if no actions are needed.
+        frames: R paths per camera.
+        goals: the goal images that the line has, by name.
+        words: the prompt, and the optional texts and numbers that the line has.
     """
 
     state: np.ndarray
@@ -73,17 +73,17 @@ def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) 
     """Parse one line of a JSONL file.
 
     Args:
-        folder: the file's own, where relative paths start.
+        folder: the file's own, which relative paths start from.
 
     Raises:
-        BadSampleError: naming the fault.
+        BadSampleError: names the fault.
     """
-    # Numbers that are not finite are refused below, by the name of their entry.
+    # Numbers that are not finite are refused below, with the name of their entry.
     record = parse_object(line, "'state', images, 'actions' and 'prompt'", finite=False)
     record = {name: value for name, value in record.items() if value is not None}
     _check_names(record, shapes)
-    state_FS, newest = _rows(record, "state", shapes.state_dim), slice(-shapes.n_obs_steps, None)
-    frames = {name: _paths(record, name, folder, len(state_FS))[newest] for name in shapes.cameras}
+    state_RS, newest = _rows(record, "state", shapes.state_dim), slice(-shapes.n_obs_steps, None)
+    frames = {name: _paths(record, name, folder, len(state_RS))[newest] for name in shapes.cameras}
     actions_NA = None
     if shapes.chunk_size is not None:
         actions_NA = _rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
@@ -92,14 +92,14 @@ def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) 
     }
     words = {name: _text(record, name) for name in ("prompt", *OPTIONAL_TEXTS) if name in record}
     words |= {name: _number(record, name) for name in NUMBER_TYPES if name in record}
-    return Moment(state_FS[newest], actions_NA, frames, goals, words)
+    return Moment(state_RS[newest], actions_NA, frames, goals, words)
 
 
 def file_sizes(moment: Moment, with_goals: bool) -> list[int]:
-    """Bytes of the image files.
+    """Sizes of the image files, in bytes.
 
     Raises:
-        BadSampleError: naming one that does not exist.
+        BadSampleError: names a file that does not exist.
     """
     paths = [path for of_camera in moment.frames.values() for path in of_camera]
     paths += list(moment.goals.values()) if with_goals else []
@@ -119,7 +119,7 @@ def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None
     unknown = [
         name
         for name in record
-        # Cameras, and goals, that this run does not look at are no fault.
+        # A line may have cameras and goals that this policy does not read.
         if name not in known and not name.startswith(("camera", "subgoal"))
     ]
     if unknown:
@@ -131,7 +131,7 @@ def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None
 
 
 def _rows(record: Mapping[str, Any], name: str, width: int) -> np.ndarray:
-    """The entry as `[1 or more, width]` float32."""
+    """An entry as `[1 or more, width]` float32."""
     try:
         given = np.asarray(record[name])
     except ValueError as error:
@@ -183,18 +183,14 @@ def _number(record: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-Files = Sequence[str | os.PathLike]
-
-
 def present_fields(
     files: Files | Mapping[str, Files],
     shapes: DemonstrationShapes,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> list[str]:
-    """The optional fields that any line of any file has; the same on every process that reads them.
+    """The optional fields that any line of any file has; the same on every rank.
 
-    Lines that are no JSON objects, or too long, say nothing here: whoever opens the files names
-    them.
+    Lines that are too long or not JSON objects are ignored here; opening the dataset reports them.
 
     Raises:
         RuntimeError: a file does not exist.
@@ -205,13 +201,13 @@ def present_fields(
         if not Path(file).is_file():
             raise RuntimeError(f"there is no data file {file}")
         for _, _, line in bounded_lines(Path(file), max_line_bytes):
-            names |= _named(line, max_line_bytes)
+            names |= _field_names(line, max_line_bytes)
     if names & set(shapes.goals.values()):
         names.add("subgoal")
     return [name for name in OPTIONAL_FIELDS if name in names]
 
 
-def _named(line: bytes, max_line_bytes: int) -> set[str]:
+def _field_names(line: bytes, max_line_bytes: int) -> set[str]:
     try:
         check_length(line, max_line_bytes)
         record = parse_object(line, "a demonstration", finite=False)
@@ -220,21 +216,16 @@ def _named(line: bytes, max_line_bytes: int) -> set[str]:
     return {name for name, value in record.items() if value is not None}
 
 
-# The name of the only group, where groups have none.
-UNNAMED_GROUP = "all"
-
-Files = Sequence[str | os.PathLike]
-
-
 class DemonstrationsDataset(SamplesOfLines):
     """Demonstrations from one or several JSONL files, numbered in file order.
 
-    Cheap to pickle: it holds positions of lines, not lines.
+    Opening reads every line once and checks all but the images, which are decoded when a sample is
+    read. Cheap to pickle: it keeps positions of lines, not lines.
 
     Attributes:
         shapes, fields, group_names: see `DemonstrationSource`.
-        on_bad_sample: "fail" raises at the first bad sample; "skip" leaves out the ones found when
-            opening, and lets the loader pass over the ones found later.
+        on_bad_sample: "fail" raises at the first bad sample; "skip" leaves out bad samples found on
+            opening, and lets the loader skip those found later.
     """
 
     def __init__(
@@ -251,12 +242,12 @@ class DemonstrationsDataset(SamplesOfLines):
         """Open the files and check every line.
 
         Args:
-            files: of one group of data, or of each group by its name.
-            shapes: what the policy asks for.
-            fields: the optional fields that samples have, whatever a line holds.
+            files: of one group of data, or of each group by name.
+            shapes: of the samples.
+            fields: the optional fields of every sample, whether or not its line has them.
             group_names: in the order of `dataset_index`, a policy's `dataset_names`; None for the
-                groups in the order of `files`.
-            allow_outside: whether images may lie outside their data file's folder.
+                order of `files`.
+            allow_outside: images may lie outside their data file's folder.
             max_line_bytes: a longer line is a bad sample.
 
         Raises:
@@ -281,16 +272,16 @@ class DemonstrationsDataset(SamplesOfLines):
         self._lines = LineIndex(self.files, self._check_line, on_bad_sample, max_line_bytes)
 
     def __getitem__(self, number: int) -> Demonstration:
-        """A whole sample; see `demonstration`."""
+        """A complete sample, see `demonstration`."""
         return self.demonstration(number)
 
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample; without history, frames but the current one are black and not read.
+        """A sample. Without history, past frames are black and not read.
 
         Raises:
-            BadSampleError: it cannot be used, as `file:line: reason`.
+            BadSampleError: the sample cannot be used; says `file:line: reason`.
         """
         moment, group = self._moment(number)
         with sample_at(self.place(number)):
@@ -305,7 +296,7 @@ class DemonstrationsDataset(SamplesOfLines):
             return finished_sample(given, self.shapes, self.fields)
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """Real frames of the state, real steps of the actions, and the group; no images are read.
+        """State, actions and group of a sample, see `DemonstrationSource`; reads no images.
 
         Raises:
             BadSampleError: the file has changed since it was opened.
@@ -320,12 +311,12 @@ class DemonstrationsDataset(SamplesOfLines):
         return moment, self._groups[file_number]
 
     def _check_line(self, line: bytes, file_number: int) -> list[int]:
-        """Check what needs no decoding: the sizes of the files that the line names."""
+        """Check a line without decoding images; returns the sizes of its files."""
         moment = parse_moment(line, self._folders[file_number], self.shapes)
         return file_sizes(moment, self.fields["subgoal"])
 
     def _image(self, name: str, path: str) -> np.ndarray:
-        """`[3, H, W]` float32 in [0, 1], fitted into the size that is asked for."""
+        """`[3, H, W]` float32 in [0, 1], fitted into the image size."""
         try:
             pixels_HW3 = np.asarray(load_rgb(path), dtype=np.float32) / np.float32(255)
         except BadSampleError as error:
@@ -337,10 +328,10 @@ class DemonstrationsDataset(SamplesOfLines):
 
 
 def _only_group(group_names: Sequence[str] | None) -> str:
-    """The group that files without one belong to.
+    """The group of files that do not name one.
 
     Raises:
-        ValueError: there are several to choose from.
+        ValueError: there are several groups.
     """
     if group_names is None:
         return UNNAMED_GROUP

@@ -1,14 +1,10 @@
-"""What is drawn for a sample: a function of seed, epoch and sample number.
+"""Demonstrations as the loader takes them: optional fields dropped, noise and times drawn.
 
-So a sample has the same draws whatever batch, process or worker it comes to. Every purpose has its
-own stream, so that settings of one do not change what is drawn for another.
+A draw is a function of seed, epoch and sample number, whatever the batch, rank or worker. Every
+purpose has a stream of its own, so a setting of one does not change the draws of another.
 
-Leaving optional fields out of samples in training, so that a policy learns to do without.
-
-Source: OpenTau's dataset mixture. Its `subgoal_end_of_segment_prob` chooses the frame that is the
-goal, which is a matter of sources that have episodes; it is not one of these.
-
-A source of demonstrations as a loader takes it: fields dropped, noise and times drawn.
+Source: the drops of OpenTau's dataset mixture. Its `subgoal_end_of_segment_prob`, which chooses the
+goal frame in an episode, is left to the source of the demonstrations.
 """
 
 from collections import Counter
@@ -30,7 +26,7 @@ from paddle_vl.families.pi07.demonstrations.sample import (
 
 
 class Stream(IntEnum):
-    """What random numbers are for."""
+    """Purposes of random numbers."""
 
     DROPS = 0
     FLOW = 1
@@ -38,23 +34,23 @@ class Stream(IntEnum):
 
 
 def sample_rng(seed: int, stream: Stream, *place: int) -> np.random.Generator:
-    """The random numbers of one sample for one purpose.
+    """The random generator of one sample for one purpose.
 
     Args:
-        place: epoch and sample number, or what else tells samples apart.
+        place: epoch and sample number, or other numbers that identify the sample.
     """
-    # A spawn key, since entropy [seed, epoch] equals [seed, epoch, 0], which the order of samples
-    # is drawn from.
+    # A spawn key, since entropy [seed, epoch] equals [seed, epoch, 0], which draws the sample
+    # order.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(stream, *place)))
 
 
 @dataclass(frozen=True)
 class FlowDraws:
-    """What the flow loss draws for a sample.
+    """Draws noise, time and delay of a sample for the flow loss.
 
     Attributes:
-        chunk_size, max_action_dim: of the noise, those of the model's actions.
-        max_delay: the most actions that may be settled already.
+        chunk_size, max_action_dim: shape of the noise, as of the model's actions.
+        max_delay: most actions of a chunk that are already given.
     """
 
     chunk_size: int
@@ -75,7 +71,7 @@ class FlowDraws:
         }
 
 
-# Metadata that may be left out, in the order of the draws; `fps` never is.
+# Metadata that may be dropped, in the order of the draws; `fps` never is.
 DROPPED_METADATA = ("speed", "mistake", "quality", "robot_type", "control_mode")
 
 
@@ -110,10 +106,10 @@ NO_DROPS = DropProbabilities(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Drops(NamedTuple):
-    """What a sample loses.
+    """What to drop from a sample.
 
     Attributes:
-        response: holds where the sample has goal images left.
+        response: applies only if the sample keeps its goal images.
         metadata: names of fields.
     """
 
@@ -124,10 +120,10 @@ class Drops(NamedTuple):
 
 
 def draw_drops(probabilities: DropProbabilities, rng: np.random.Generator) -> Drops:
-    """Decide what a sample loses, which can be known before its images are read.
+    """Decide what to drop, before the images are read.
 
-    Every decision takes its random number whether it matters or not: a probability that is changed
-    leaves the other decisions as they were.
+    Every decision takes its random number, needed or not, so that changing one probability leaves
+    the other decisions as they were.
     """
     subgoal, history, response, everything, *each = rng.random(4 + len(DROPPED_METADATA))
     drops_all = everything < probabilities.metadata_drop_all_prob
@@ -141,7 +137,7 @@ def draw_drops(probabilities: DropProbabilities, rng: np.random.Generator) -> Dr
 
 
 def drop_fields(sample: Demonstration, drops: Drops, shapes: DemonstrationShapes) -> Demonstration:
-    """The sample without what it loses; its entries and their shapes stay."""
+    """The sample with dropped fields marked as absent; entries and shapes stay."""
     sample = dict(sample)
     has_goal = "subgoal_is_pad" in sample and not sample["subgoal_is_pad"]
     if has_goal and drops.subgoal:
@@ -167,14 +163,14 @@ def drop_fields(sample: Demonstration, drops: Drops, shapes: DemonstrationShapes
 
 @dataclass(frozen=True)
 class DrawnDemonstrations:
-    """Samples of a source with what is drawn for them in an epoch.
+    """Samples of a source with the drops and flow draws of one epoch.
 
-    The loader asks for the epoch's view of it by `in_epoch`. For evaluation leave `probabilities`
-    out: nothing is dropped, and as every evaluation is an epoch 0, its draws are always the same.
+    The loader gets the view of an epoch from `in_epoch`. For evaluation leave out `probabilities`:
+    nothing is dropped, and since every evaluation is epoch 0, its draws are always the same.
 
     Attributes:
         probabilities: of the drops.
-        flow: what is drawn for the flow loss; None for nothing, as for the planner.
+        flow: draws for the flow loss; None for none, as for the planner.
         seed: of all draws.
     """
 
@@ -185,10 +181,10 @@ class DrawnDemonstrations:
     epoch: int = 0
 
     def __post_init__(self):
-        """Check that the draws fit the actions.
+        """Check that the noise fits the actions.
 
         Raises:
-            ValueError: naming what does not.
+            ValueError: it does not.
         """
         shape = self.source.shapes.action_shape
         if self.flow is None:
@@ -211,7 +207,7 @@ class DrawnDemonstrations:
         """A sample.
 
         Raises:
-            BadSampleError: it cannot be used, as `file:line: reason`.
+            BadSampleError: the sample cannot be used; says `file:line: reason`.
         """
         place = (self.epoch, number)
         drops = draw_drops(self.probabilities, sample_rng(self.seed, Stream.DROPS, *place))
@@ -224,7 +220,7 @@ class DrawnDemonstrations:
         return sample
 
     def place(self, number: int) -> str:
-        """Where a sample comes from: `file:line`, or its number."""
+        """Origin of a sample: `file:line`, or its number."""
         return self.source.place(number)
 
     @property
