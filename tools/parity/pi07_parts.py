@@ -1,4 +1,4 @@
-"""Parts of pi07 by themselves: engine, video encoder, formulas, what is frozen."""
+"""Single components of pi07: engine, video encoder, formulas, trainable parameters."""
 
 import json
 
@@ -19,7 +19,7 @@ _ENGINE = "gemma3_with_expert."
 
 
 def run_engine(case: GoldenCase, report: CaseReport) -> None:
-    """Both streams in two passes and at once; without an expert if the case has no tensors."""
+    """Both streams in two passes and at once; a case with key names has no expert."""
     if "state_dict_keys" in case.meta:
         _run_without_expert(case, report)
         return
@@ -92,7 +92,7 @@ def _run_without_expert(case: GoldenCase, report: CaseReport) -> None:
 
 
 def run_video(case: GoldenCase, report: CaseReport) -> None:
-    """The tower layer by layer, videos of several lengths, single images."""
+    """The tower layer by layer, for videos of several lengths and single images."""
     compare = Comparison(case, report)
     starts = sorted({name.partition("in.video")[0] for name in case.tensors if ".in.video" in name})
     models = {4: None}
@@ -118,7 +118,7 @@ def run_video(case: GoldenCase, report: CaseReport) -> None:
 
 
 def run_ops(case: GoldenCase, report: CaseReport) -> None:
-    """Rotary angles, masks, sinusoids and the resizing of images."""
+    """Rotary embedding, masks, sinusoids and image resizing."""
     compare, given = Comparison(case, report), case.tensors
     x, positions = paddle.to_tensor(given["rope.in"]), paddle.to_tensor(given["rope.pos"])
     for name, base in (("rope.theta1e4", 1e4), ("rope.theta1e6", 1e6)):
@@ -131,7 +131,7 @@ def run_ops(case: GoldenCase, report: CaseReport) -> None:
     compare.check("mask", {"mask.2d_cross": array(suffix_mask(cross, pad, marks))})
     for name in given:
         if name.startswith("temporal_pe."):
-            frames, width = (int(part[1:]) for part in name.split(".")[1:])
+            frames, width = (int(field[1:]) for field in name.split(".")[1:])
             compare.check("codes", {name: frame_codes(frames, width).astype(np.float32)})
         elif name.startswith("resize.") and name.endswith(".in"):
             out = name.removesuffix(".in") + ".out"
@@ -148,7 +148,7 @@ def run_ops(case: GoldenCase, report: CaseReport) -> None:
 
 
 def run_freeze(case: GoldenCase, report: CaseReport) -> None:
-    """The names of the parameters that train, in every mode."""
+    """The names of the trainable parameters in every mode."""
     switches = (
         "freeze_vision_encoder",
         "train_expert_only",

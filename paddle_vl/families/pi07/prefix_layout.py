@@ -269,12 +269,9 @@ class PrefixTokens:
         return PrefixMasks(pad_BL, xp.broadcast_to(marks_1L, pad_BL.shape), num_seen)
 
     def counts(self, batch: Mapping[str, np.ndarray], presence: Presence) -> "PrefixCounts":
-        """Real tokens of a training batch of NumPy arrays, and pairs of them that see each
-        other."""
-        pad_BL, marks_BL, num_seen = self.masks(batch, presence, xp=np)
-        block_BL = np.cumsum(marks_BL, axis=1)
-        num_pairs = 0
-        for pad_L, block_L in zip(pad_BL, block_BL, strict=True):
+        """Sums over a training batch of NumPy arrays, see `PrefixCounts`."""
+        (pad_BL, marks_BL, num_seen), num_pairs = self.masks(batch, presence, xp=np), 0
+        for pad_L, block_L in zip(pad_BL, np.cumsum(marks_BL, axis=1), strict=True):
             real = np.bincount(block_L[pad_L])
             num_pairs += int((real * np.cumsum(real)).sum())
         return PrefixCounts(int(pad_BL.sum()), num_pairs, int(pad_BL[:, :num_seen].sum()))

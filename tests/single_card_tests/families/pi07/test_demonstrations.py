@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import make_demonstrations
-from demonstration_files import write_demonstrations
+from make_demonstrations import write_demonstrations
 from paddle_vl.data.bad_sample import BadSampleError
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.pi07.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
