@@ -89,7 +89,7 @@ class Gemma3TextConfig:
         where = "vlm_config.gemma3_config.text_config"
         check_values(self, where, _RANGES)
         _fixed(self, where, attention_bias=False, hidden_activation=_ACTIVATION)
-        _whole_groups(self, where)
+        _check_heads(self, where)
         types = self.layer_types
         if types is None:
             types = [
@@ -194,7 +194,7 @@ class GemmaExpertConfig:
         where = "vlm_config.gemma_expert_config"
         check_values(self, where, _RANGES)
         _fixed(self, where, attention_bias=False, use_adarms=True, hidden_activation=_ACTIVATION)
-        _whole_groups(self, where)
+        _check_heads(self, where)
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ def _fixed(config: Any, where: str, **values: Any) -> None:
             raise ValueError(f"{where}: {name} is {found!r}; this model has {wanted!r} only")
 
 
-def _whole_groups(config: Any, where: str) -> None:
+def _check_heads(config: Any, where: str) -> None:
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % key_value_heads:
         raise ValueError(

@@ -138,9 +138,8 @@ class PI07PlannerFlops(FlopCounter):
         self._operations = self._walk(Operations(trained), losses)
 
     def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Units of the tower; `tokens` of the prefix and `token_pairs`; predicted `memory_tokens`
-        and
-        `response_tokens`, all but each segment's first."""
+        """Units of the tower; `tokens` of the prefix and `token_pairs`; `memory_tokens` and
+        `response_tokens`, the predicted ones: all but each segment's first."""
         backbone = self.config.vlm_config.gemma3_config
         images = int(_num_true(batch["img_masks"]).sum())
         prefix = self._tokens.counts(batch, batch.get("presence") or presence_of(batch))

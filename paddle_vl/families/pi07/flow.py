@@ -364,7 +364,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
                 "process"
             )
         if delay and action_prefix is None:
-            raise ValueError(f"delay is {delay}: action_prefix must give the steps settled already")
+            raise ValueError(f"delay is {delay}: action_prefix must give these first steps")
         config, presence, batch = self.config, presence_of(batch), as_tensors(batch)
         noise, action_prefix = as_tensors([noise, action_prefix])
         num_steps, group_B = num_steps or config.num_steps, batch.get("group_index")

@@ -32,7 +32,7 @@ from paddle_vl.families.pi07.inputs.model_inputs import (
     PolicyInputs,
     as_arrays,
     cameras_of,
-    whole_action_prefix,
+    padded_action_prefix,
 )
 from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer, check_vocabulary
@@ -234,8 +234,8 @@ class PI07LowLevelPolicy(BasePolicy):
         inputs, _, index_B = self.inputs.observed(as_arrays(batch))
         if action_prefix is not None:
             raw = as_arrays({"actions": action_prefix})
-            settled = self.normalizers["normalize_targets"].normalize(raw, index_B)["actions"]
-            action_prefix = whole_action_prefix(settled, self.config)
+            given = self.normalizers["normalize_targets"].normalize(raw, index_B)["actions"]
+            action_prefix = padded_action_prefix(given, self.config)
         chunk = self.model.sample_actions(inputs, noise, int(delay), action_prefix)
         dims = self.config.output_features["actions"].shape[0]
         actions = {"actions": chunk[:, :, :dims].numpy()}

@@ -361,9 +361,7 @@ class VideoEncoder(nn.Layer):
         is_pad_BF: Tensor | None,
         stills_SCHW: Tensor | None,
     ) -> Tensor:
-        """Pooled tower rows of videos and stills, `[(B + S) * M, U]`; of one black still if this
-        rank
-        has neither."""
+        """Pooled rows `[(B + S) * M, U]` of videos and stills; of a black still if there are none."""
         pixels, history, num_stills = [], None, 0
         if video_BFCHW is None and stills_SCHW is None:
             side = self.tower.config.image_size

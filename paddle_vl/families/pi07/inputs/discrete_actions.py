@@ -161,7 +161,7 @@ class ActionTokenizer:
         if most - least > vocab_size:
             raise ValueError(
                 f"the coefficients take values from {least} to {most}, which vocab_size "
-                f"{vocab_size} cannot hold: raise it, lower scale {scale}, or normalise the actions"
+                f"{vocab_size} cannot hold: raise it, lower scale {scale}, or normalize the actions"
             )
         if most - least + _FEW_MERGES > vocab_size:
             logger.warning(
@@ -284,6 +284,6 @@ def _characters(coefficients: np.ndarray, min_token: int) -> str:
     if not has_character.all():
         raise ValueError(
             f"a coefficient of the actions is {coefficients.flatten()[~has_character][0]:g}, which "
-            "has no character: normalise the actions, or lower the action tokenizer's scale"
+            "has no character: normalize the actions, or lower the action tokenizer's scale"
         )
     return "".join(map(chr, codes.astype(int)))

@@ -139,7 +139,7 @@ def target_inputs(
     return inputs
 
 
-def whole_action_prefix(normalized_BDA: np.ndarray, config: PI07Config) -> np.ndarray:
+def padded_action_prefix(normalized_BDA: np.ndarray, config: PI07Config) -> np.ndarray:
     """Given normalized actions `[B, delay, dims]`, padded with zeros to `[B, C, max_action_dim]`.
 
     Raises:

@@ -125,7 +125,7 @@ class Normalizer:
         """
         check_normalization(modes)
         if version not in _EPSILON:
-            raise ValueError(f"normalisation version {version} is not one of {list(_EPSILON)}")
+            raise ValueError(f"normalization version {version} is not one of {list(_EPSILON)}")
         self._epsilon, self._centers_zero_range = _EPSILON[version], version >= 1
         self._modes = {
             name: mode
@@ -181,8 +181,8 @@ class Normalizer:
                 problem = None if may_be_absent and is_absent else spread_problem(found)
                 if problem is not None:
                     raise ValueError(
-                        f"{where}: of {name!r} in group {number} {problem}; compute them anew of "
-                        "the data"
+                        f"{where}: of {name!r} in group {number} {problem}; compute them again "
+                        "from the data"
                     )
 
     def normalize(self, batch: Mapping[str, Any], index_B: np.ndarray) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Draws of samples in the loader's stream.
 
-Guarantees: a sample has the same drops and draws whichever rank, batch, or worker it comes to, and
-after resuming; other ones in every epoch and with another seed; evaluations repeat theirs; drops do
-not move the flow's draws, nor go with them; what is dropped is not read; draws that do not fit the
+Guarantees: drops and draws of a sample are the same on every rank, in every batch and worker, and
+after resuming; they differ between epochs and seeds; evaluations repeat theirs; drops do not change
+the flow's draws and are independent of them; dropped images are not read; draws that do not fit the
 data are refused; workers load no Paddle.
 """
 
@@ -36,7 +36,7 @@ DATA = DrawnDemonstrations(SOURCE, DropProbabilities(), FlowDraws(4, 6, 2), seed
 
 
 class Marked(DrawnDemonstrations):
-    """Samples that know their number, and whether Paddle was loaded beside them."""
+    """Samples with their number, and whether Paddle is loaded in their process."""
 
     def __getitem__(self, number: int) -> dict:
         is_loaded = np.bool_("paddle" in sys.modules)
@@ -53,7 +53,7 @@ def stream(batch_size: int, num_batches: int, **options) -> list[dict]:
 
 
 def by_number(batches: list[dict]) -> dict[int, dict]:
-    """The samples of batches by their numbers."""
+    """The samples of batches by number."""
     samples = {}
     for batch in batches:
         for row, number in enumerate(batch["number"].tolist()):

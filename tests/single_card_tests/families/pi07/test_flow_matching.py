@@ -1,10 +1,10 @@
-"""The policy's model on prepared batches.
+"""The low-level policy's model on prepared batches.
 
-Guarantees: two seeded runs are bit-identical, dropout included; what is masked has no effect on
-losses and actions; whatever optional parts a batch has, every layer is called once, in one order,
-and fields that no sample fills change no number; steps given in advance are taken as they are; each
-group has its own projections; row 0 of the token tables learns nothing; label ids and lengths are
-checked; `embs` are in the order that the layout says.
+Guarantees: two seeded runs are bit-identical, dropout included; masked inputs have no effect on
+losses and actions; whatever optional fields a batch has, every layer runs once, in one order, and
+fields that no sample fills change no number; given steps are returned unchanged; each group has its
+own projections; row 0 of the token tables gets no gradient; label ids and lengths are checked;
+`embs` are in the order of the layout.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ CAMERAS = {
 
 
 def make_model(**settings) -> PI07LowLevelFlowMatching:
-    """The model of case 01 with its weights, where they fit."""
+    """The model of case 01 with those of its weights that fit."""
     description, _ = case("01_all_fields")
     values = config_values(description)
     for name in ("dropout", "freeze_vision_encoder"):
@@ -138,7 +138,7 @@ def test_padding_of_actions_has_no_effect_on_the_flow():
 
 
 def without_optional_parts(batch: dict) -> dict:
-    """No sample has any, and there is one frame of history."""
+    """A batch without optional fields and with one frame."""
     for mask in ("response_masks", "metadata_masks"):
         batch[mask][:] = False
     batch["subgoal_img_masks"] = [np.zeros(2, bool)] * 2
@@ -313,7 +313,7 @@ def test_padding_rows_of_tables_learn_nothing():
         assert np.abs(grads[name][0]).sum() == 0
         assert np.abs(grads[name]).sum() > 0
     with paddle.no_grad():
-        # It is read all the same.
+        # Its row is read nevertheless.
         table = model.prefix.embed_tokens.weight
         table[0] = table[0] + 1.0
     assert losses_and_gradients(model, batch)[0] != before

@@ -1,8 +1,8 @@
-"""Statistics, metadata and tokenizers of policies that make no sense.
+"""Impossible statistics, metadata and tokenizers.
 
-Guarantees: a negative spread, NaN and another size are refused by file, feature and value, in files
-and in checkpoints; numbers about a demonstration that a policy never saw are refused in data and at
-inference; a tokenizer with ids that the model does not have is refused.
+Guarantees: a negative spread, NaN and a wrong size are refused with file, feature and value, in
+files and in checkpoints; metadata outside the range of training is refused in data and at
+inference; a tokenizer with ids beyond the model's vocabulary is refused.
 """
 
 import json

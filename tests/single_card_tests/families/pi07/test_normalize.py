@@ -1,8 +1,8 @@
-"""Normalisation beside the PyTorch original, and statistics of several data sets as one.
+"""Normalization compared with PyTorch.
 
-Guarantees: all modes and both conventions equal the golden case, row by row of the groups; the
-inverse undoes it; a feature that never varies neither explodes nor moves; statistics need no
-count; what does not fit is refused by name.
+Guarantees: all modes in both conventions equal the golden case, with per-sample rows of groups; the
+inverse restores the data; a feature that never varies neither explodes nor moves; statistics need
+no count; what does not fit is refused by name.
 """
 
 import numpy as np
@@ -74,7 +74,7 @@ def test_checkpoint_names_have_no_dots_of_features():
     assert set(made.tensors) == {"buffer_observation_state.min", "buffer_observation_state.max"}
 
 
-def test_absent_statistics_are_asked_for():
+def test_absent_statistics_are_refused():
     made = Normalizer(FEATURES, {"STATE": "MEAN_STD"}, 1)
     with pytest.raises(ValueError, match="no statistics of 'state'.*load a checkpoint"):
         made.normalize({"state": np.zeros((1, 5))}, np.array([0]))

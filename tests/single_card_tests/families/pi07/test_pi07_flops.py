@@ -1,10 +1,10 @@
-"""Operations of pi07's models, counted from their configurations.
+"""FLOPs of pi07's models, counted from their configurations.
 
-Guarantees: where everything is real, forward and backward are, to the operation, those of the
-products that the model runs: with and without goals and texts, several frames and one, groups,
-without insulation, whatever is frozen, and of either loss alone; insulation saves what the gradient
-of the prefix's keys and values would cost; tokens and pairs are those of the model's own masks,
-frames those that the history has; an image takes in the tower what is published of it.
+Guarantees: without padding, forward and backward are exactly those of the products that the model
+runs: with and without goals and texts, several frames and one, groups, no insulation, any frozen
+component, and either loss alone; insulation saves the gradient of the prefix's keys and values;
+tokens and pairs are those of the model's own masks, frames those of the history; an image costs the
+tower what is published.
 """
 
 import fnmatch
@@ -31,7 +31,7 @@ GOALS = ("subgoal_images", "subgoal_img_masks")
 
 
 def real_batch(without: tuple = (), num_frames: int = 3) -> dict:
-    """Nothing of it is padding."""
+    """A batch without padding."""
     batch = {name: value for name, value in make_batch().items() if not name.startswith(without)}
     for name, value in batch.items():
         if name.endswith("masks"):
@@ -52,7 +52,7 @@ def counts_of(model, batch, monkeypatch, losses=("MSE", "CE")) -> tuple[int, int
 
 
 def counter_of(model, patterns=(), losses=("MSE", "CE")) -> PI07Flops:
-    """Of a run that freezes what the patterns say and what no loss reaches."""
+    """Trained names of a run that freezes these patterns and what no loss reaches."""
     parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
     numbers = {id(p): name for name, p in model.named_parameters()}
     config = model.config
@@ -90,11 +90,11 @@ def test_operations_are_those_of_the_products_that_the_policy_runs(batch, monkey
 
 
 @pytest.mark.parametrize(
-    ("patterns", "unasked"),
+    ("patterns", "unneeded"),
     [
         (["vision"], {}),
         (["vision", "projector", "backbone"], {}),
-        # Steps do not carry a gradient into their first attention, the prefix does; and back.
+        # The steps pass no gradient into their first attention; the prefix does, and the reverse.
         (["expert"], {"step_pairs": 3}),
         (
             ["*embed*", "vision", "projector", "state", "discrete_actions", "*layers.0.*"],
@@ -105,16 +105,16 @@ def test_operations_are_those_of_the_products_that_the_policy_runs(batch, monkey
     ],
     ids=["tower", "tower and backbone", "expert", "first layers", "in between", "odd"],
 )
-def test_what_is_frozen_has_the_backward_that_its_place_asks_for(patterns, unasked, monkeypatch):
+def test_frozen_parameters_have_the_backward_of_their_place(patterns, unneeded, monkeypatch):
     model, batch = make_model(knowledge_insulation=False), real_batch()
     counter = counter_of(model, patterns)
-    # Keys of both streams are one tensor: it has a gradient where one of them asks for it.
-    more = sum(products(model, counter, batch, unit, n) for unit, n in unasked.items())
+    # Keys of both streams are one tensor, which has a gradient if one of them needs it.
+    more = sum(products(model, counter, batch, unit, n) for unit, n in unneeded.items())
     assert (counter.forward(batch), counter(batch) + more) == counts_of(model, batch, monkeypatch)
 
 
 def products(model, counter: PI07Flops, batch: dict, unit: str, number: int) -> int:
-    """Operations of so many of the products of an attention."""
+    """Operations of this many products of an attention."""
     text = model.config.vlm_config.gemma3_config.text_config
     width = text.num_attention_heads * text.head_dim
     return number * 2 * width * counter.units(batch)[unit]
@@ -141,7 +141,7 @@ def test_a_gradient_begins_at_any_parameter_of_the_prefix(pattern, monkeypatch):
     [f"{EXPERT}.self_attn.*", f"{EXPERT}.[!s]*", "*expert.model.norm*", "model.action*", "*time*"],
 )
 def test_a_gradient_begins_at_any_parameter_of_the_suffix(pattern, monkeypatch):
-    def unasked(name: str) -> int:
+    def unneeded(name: str) -> int:
         """Products with the prefix's keys and values, which are not trained, but one tensor with
         the suffix's: of the parameter's own layer, and of those behind it."""
         own = {"k_proj": 2, "v_proj": 1, "input_layernorm": 2}
@@ -149,10 +149,10 @@ def test_a_gradient_begins_at_any_parameter_of_the_suffix(pattern, monkeypatch):
             return 2 + sum(number for module, number in own.items() if module in name)
         return 6 if name.startswith(("model.action_in", "model.time")) else 0
 
-    check_single_parameters(pattern, "MSE", unasked, monkeypatch)
+    check_single_parameters(pattern, "MSE", unneeded, monkeypatch)
 
 
-def check_single_parameters(pattern: str, loss: str, unasked, monkeypatch) -> None:
+def check_single_parameters(pattern: str, loss: str, unneeded, monkeypatch) -> None:
     model, batch = make_model(), real_batch()
     parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
     names = fnmatch.filter(dict(parameters), pattern)
@@ -162,7 +162,7 @@ def check_single_parameters(pattern: str, loss: str, unasked, monkeypatch) -> No
         parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
         freeze_parameters(parameters, [name])
         counter = PI07Flops(model.config, model.label_ids, [name], [loss])
-        more = products(model, counter, batch, "cross_pairs", unasked(name))
+        more = products(model, counter, batch, "cross_pairs", unneeded(name))
         expected = counts_of(model, batch, monkeypatch, [loss])[1]
         assert counter(batch) + more == expected, name
 
@@ -188,7 +188,7 @@ def test_insulation_saves_the_gradients_of_keys_and_values_that_are_detached(los
     model, batch = make_model(), real_batch()
     counter = counter_of(model, losses=losses)
     layers = model.config.vlm_config.gemma3_config.text_config.num_hidden_layers
-    # The kernel computes them all the same: keys of both streams are one tensor.
+    # The kernel computes them nevertheless: keys of both streams are one tensor.
     saved = layers * products(model, counter, batch, "cross_pairs", 2)
     assert counter(batch) + saved == counts_of(model, batch, monkeypatch, losses)[1]
 
@@ -231,7 +231,7 @@ def test_real_tokens_and_pairs_are_those_of_the_models_masks():
     assert units["patch_pairs"] == patches * units["patches"]
     visible = visible_frames(paddle.to_tensor(batch["obs_history_is_pad"])).sum(axis=[1, 2])
     first, second = visible.tolist()
-    # The model lets a padded frame look, at nothing.
+    # In the model a padded frame attends too, to nothing.
     assert units["time_pairs"] == patches * (first + second + second)
     assert units["image_tokens"] == 4 * (3 + 2)
     assert units["states"] == 3 + 2
@@ -247,7 +247,7 @@ def test_without_a_history_only_current_frames_are_real():
     assert units["tokens"] == prefix.pad_masks.sum().item()
 
 
-def test_parts_that_another_process_asked_for_are_laid_out():
+def test_fields_of_another_rank_are_laid_out():
     model, batch = make_model(), real_batch()
     batch["metadata_masks"][:] = batch["response_masks"][:] = False
     for mask in batch["subgoal_img_masks"]:

@@ -1,9 +1,8 @@
-"""Demonstrations by a formula, and their batches.
+"""Synthetic demonstrations and their batches.
 
 Guarantees: samples follow from seed and number; all optional fields vary; the actions follow from
-the state and the colour that is seen, and from neither alone; beginnings and ends of episodes are
-filled up; batches hold what samples hold; samples that differ in kind are refused by name; a policy
-takes the batches.
+state and colour together, and from neither alone; both ends of an episode are padded; batches have
+what samples have; samples that differ in kind are refused by name; a policy takes the batches.
 """
 
 import numpy as np
@@ -41,7 +40,7 @@ def test_fields_are_there_as_configured_and_vary():
 
 
 def least_squares_error(inputs: np.ndarray, outputs: np.ndarray) -> float:
-    """Share of the outputs' variance that a linear function of the inputs leaves."""
+    """Fraction of the outputs' variance that a linear fit to the inputs does not explain."""
     inputs = np.column_stack([inputs, np.ones(len(inputs))])
     solution = np.linalg.lstsq(inputs, outputs, rcond=None)[0]
     return float(

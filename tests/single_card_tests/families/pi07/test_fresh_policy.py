@@ -1,8 +1,8 @@
 """Policies built for a run.
 
-Guarantees: `from_config` draws the weights that the class itself draws with the same seed, at once
-or when the model is filled, in the default dtype; `whole_shapes` are those of the checkpoint; a
-part of a model writes nothing by itself and is refused where all of it is needed.
+Guarantees: `from_config` draws the weights of the class itself with the same seed, at once or when
+the model is filled, in the default dtype; `whole_shapes` are those of the checkpoint; a sharded
+model is refused where the whole one is needed.
 """
 
 import numpy as np
@@ -40,13 +40,13 @@ def test_fresh_weights_are_those_that_the_class_draws():
     }
 
 
-def test_a_part_of_a_planner_does_not_write():
+def test_a_sharded_planner_does_not_generate():
     whole = make_model()
-    part = PI07HighLevelPlannerModel(
+    shard = PI07HighLevelPlannerModel(
         whole.config, whole.label_ids, SingleDevicePlacement(HeldLayers(head=False))
     )
     with pytest.raises(ValueError, match="one rank's shard of a model; to generate, load"):
-        part.generate(make_batch(), 2, 1)
+        shard.generate(make_batch(), 2, 1)
 
 
 def test_a_stage_of_a_policy_does_not_act():
