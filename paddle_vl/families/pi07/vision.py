@@ -361,7 +361,7 @@ class VideoEncoder(nn.Layer):
         is_pad_BF: Tensor | None,
         stills_SCHW: Tensor | None,
     ) -> Tensor:
-        """Pooled rows `[(B + S) * M, U]` of videos and stills; of a black still if there are none."""
+        """Pooled rows `[(B + S) * M, U]` of videos and stills; of a black still without any."""
         pixels, history, num_stills = [], None, 0
         if video_BFCHW is None and stills_SCHW is None:
             side = self.tower.config.image_size
