@@ -18,6 +18,7 @@ from paddle.base.core import (
     host_memory_stat_reset_peak_value,
 )
 
+from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import Collective, record_collectives
@@ -129,7 +130,7 @@ class Run:
 
     def update(self) -> None:
         self.optimizer.step()
-        self.sharding.spread_parameters()
+        self.sharding.all_gather_parameters()
         self.optimizer.clear_grad(set_to_zero=False)
 
     def gradients(self) -> dict[str, np.ndarray]:
@@ -416,7 +417,7 @@ def restored(group, mode: Mode) -> list[str]:
         wanted[name] = np.random.default_rng(1).normal(size=parameter.shape).astype(np.float32)
         own = run.sharding.own_shard(parameter, wanted[name])
         run.sharding.shard_of(parameter).set_value(own)
-    run.sharding.spread_parameters()
+    run.sharding.all_gather_parameters()
     values = run.values()
     wrong = [name for name in divided if not np.array_equal(values[name], wanted[name])]
     loss = evaluated(run, sample(0, 0, 0))
@@ -481,17 +482,14 @@ def half_gradients(group, mode: Mode) -> tuple[str, set[float]]:
     return str(grad.dtype), set(whole.numpy().reshape(-1).tolist())
 
 
-def marks(group) -> list[tuple[bool, bool, bool]]:
-    """What a shard says of itself: is_partial, is_distributed, whether it has a split_axis."""
-    model = toy()
-    model.rare.is_partial = True
-    model.head.weight.is_distributed, model.head.weight.split_axis = True, 0
+def specs(group) -> list[tuple[bool, bool]]:
+    """Of two shards: whether they have a spec of their own, and what fleet reads."""
+    model, table = toy(), ParameterTable()
+    table.add(model.parameters())
+    model.head.weight.is_distributed = True
     sharding = Sharding(model.parameters(), group, 2)
     shards = [sharding.shard_of(p) for p in (model.rare, model.head.weight)]
-    return [
-        (getattr(s, "is_partial", False), s.is_distributed, hasattr(s, "split_axis"))
-        for s in shards
-    ]
+    return [(shard in table, shard.is_distributed) for shard in shards]
 
 
 def refused(group) -> dict[str, str]:
@@ -550,4 +548,4 @@ def worker(num_ranks: int) -> dict:
         checks[f"half_gradients {name}"] = partial(half_gradients, group, mode)
         checks[f"half_bytes {name}"] = partial(half_bytes, group, mode)
     checks["unannounced"] = partial(unannounced, group, MODES["2 once"])
-    return run_checks(checks | {"marks": partial(marks, group), "refused": partial(refused, group)})
+    return run_checks(checks | {"specs": partial(specs, group), "refused": partial(refused, group)})

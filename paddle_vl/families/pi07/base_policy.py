@@ -16,14 +16,9 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from paddle_vl.checkpoint.pretrained import (
-    check_keys,
-    checkpoint_tensors,
-    parameters_to_write,
-    stored_values,
-)
+from paddle_vl.checkpoint.reading import check_keys, checkpoint_tensors, stored_values
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
-from paddle_vl.checkpoint.sharded import write_tensors
+from paddle_vl.checkpoint.writing import parameters_to_write, write_tensors
 from paddle_vl.families.pi07.checkpoint_map import (
     UNUSED_KEYS,
     Groups,
@@ -35,7 +30,8 @@ from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
 from paddle_vl.families.pi07.policy_config import CONFIG_FILES, CURRENT_CONFIG_VERSION, read_config
 from paddle_vl.families.pi07.policy_model import PolicyModel
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
 
 MODEL_PREFIX = "model."
 # The normalizers of a policy, as they are named in its checkpoint.
@@ -70,7 +66,7 @@ class BasePolicy(nn.Layer):
         cls: type[Policy],
         config: PI07Config | PI07PlannerConfig,
         *parts: Any,
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
         materialize: bool = True,
         **named_parts: Any,
     ) -> Policy:
@@ -81,22 +77,28 @@ class BasePolicy(nn.Layer):
         Args:
             parts, named_parts: tokenizers and statistics, as the class takes them.
             placement: what this rank has of the model; None for all of it.
-            materialize: draw the weights now; otherwise the model's `fill` does.
+            materialize: draw the weights now; otherwise the model's `materialize` does.
         """
         with paddle.LazyGuard():
             policy = cls(config, *parts, placement=placement, **named_parts)
-        policy.model.fill_later(policy.model.fresh_values)
+        policy.model.materialize_later(policy.model.fresh_values)
         if materialize:
-            policy.model.fill_all()
+            policy.model.materialize_all()
         return policy
 
-    def save_pretrained(self, path: str | Path, write: FileWriter = write_file) -> None:
+    def save_pretrained(
+        self,
+        path: str | Path,
+        write: FileWriter = write_file,
+        store: ParameterStore | None = None,
+    ) -> None:
         """Write `config.json`, `model.safetensors` and the tokenizers into a folder.
 
         All ranks with shards call this together.
 
         Args:
             write: writes the files of weights.
+            store: of the model in training, see `paddle_vl.checkpoint.writing`.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,8 +106,8 @@ class BasePolicy(nn.Layer):
         if config.config_version is None:
             config = replace(config, config_version=CURRENT_CONFIG_VERSION)
         keeps = self.normalizers if config.save_normalization_stats else {}
-        write_policy(folder, self.model, keeps, write)
-        if not self.model.placement.writers.is_first:
+        write_policy(folder, self.model, keeps, write, store)
+        if not self.model.placement.checkpoint_ranks.is_first:
             return
         config.save_pretrained(folder)
         self.save_tokenizers(folder)
@@ -136,7 +138,7 @@ class BasePolicy(nn.Layer):
         dtype: str,
         fresh: Sequence[str],
         ignore: Sequence[str],
-        placement: SingleDevicePlacement | None,
+        placement: Placement | None,
         materialize: bool,
     ) -> Policy:
         """A policy with a checkpoint's weights; see `PI07LowLevelPolicy.from_pretrained`.
@@ -163,7 +165,7 @@ class BasePolicy(nn.Layer):
         ignore = [*ignore, *cls.unused_keys]
         stored.fill(policy.model, policy.normalizers, fresh, ignore, takes)
         if materialize:
-            policy.model.fill_all()
+            policy.model.materialize_all()
         # Skipped once, the statistics in use are this policy's own.
         policy.config = replace(policy.config, skip_normalization_weights=False)
         policy.eval()
@@ -271,7 +273,7 @@ class PolicyCheckpoint:
         stored = self.model | (self.statistics if takes_statistics else {})
         ignored = UNUSED_KEYS | {key for key in stored if _matches(key, ignore)}
         check_keys(self.folder, stored, [*wanted, *entries], ignored, "the policy")
-        model.fill_later(
+        model.materialize_later(
             lambda: [
                 *model.fresh_values(drawn),
                 *stored_values(
@@ -318,19 +320,20 @@ def write_policy(
     model: PolicyModel,
     normalizers: Mapping[str, Normalizer],
     write: FileWriter = write_file,
+    store: ParameterStore | None = None,
 ) -> None:
     """Write `model.safetensors`, one file as OpenTau reads it.
 
     All ranks with shards call this together and share the writing; a large model is then in several
     files, as HF has them.
     """
-    tensors = parameters_to_write(model.stored_parameters(), MODEL_PREFIX)
-    if model.placement.held.embedding:
+    tensors = parameters_to_write(model.stored_parameters(), MODEL_PREFIX, store)
+    if model.placement.stage_layers.embedding:
         tensors += [
             TensorToWrite(entry.key, entry.stored_shape, "F32", entry.value)
             for entry in _statistics_entries(normalizers)
         ]
-    write_tensors(folder, "model", tensors, sys.maxsize, model.placement.writers, write)
+    write_tensors(folder, "model", tensors, sys.maxsize, model.placement.checkpoint_ranks, write)
 
 
 def _statistics_entries(normalizers: Mapping[str, Normalizer]) -> Iterable[StatisticsEntry]:

@@ -40,7 +40,7 @@ from paddle_vl.families.pi07.prefix_layout import (
     presence_of,
 )
 from paddle_vl.nn.linear import Linear
-from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 # Shortest and longest period of the time embedding.
 _SHORTEST, _LONGEST = 4e-3, 4.0
@@ -192,7 +192,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         self,
         config: PI07Config,
         label_ids: Mapping[str, Sequence[int]],
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
     ):
         """
         Args:
@@ -208,15 +208,16 @@ class PI07LowLevelFlowMatching(PolicyModel):
         camera_tokens = vlm.gemma3_config.mm_tokens_per_image
         self.tokens = PrefixTokens(PREFIX_BLOCKS, label_ids, camera_tokens)
         self.prefix, self.suffix, self.da_head, self.action_out_proj = None, None, None, None
-        if self.placement.held.embedding:
+        if self.placement.stage_layers.embedding:
             self.prefix = PrefixEmbedding(config, self.tokens, num_groups, self.placement)
             self.suffix = SuffixEmbedding(config, num_groups)
         self.decoder = InterleavedDecoder(vlm, self.placement)
-        if self.placement.held.head:
+        if self.placement.stage_layers.head:
             self.da_head = Linear(width, vlm.discrete_action_vocab_size, True)
             self.action_out_proj = GroupedProjection(
                 config.proj_width, config.max_action_dim, num_groups
             )
+        self.placement.parameter_table.add_replicated(self.parameters())
         freeze(self, vlm)
         self.train()
 
@@ -358,7 +359,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         Raises:
             ValueError: the model is a pipeline stage, or there is a delay without `action_prefix`.
         """
-        if self.placement.held != HeldLayers():
+        if not self.placement.stage_layers.is_full:
             raise ValueError(
                 "this model is one stage of a pipeline; to act, load the checkpoint in a single "
                 "process"

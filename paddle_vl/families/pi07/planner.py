@@ -45,7 +45,7 @@ from paddle_vl.families.pi07.prefix_layout import (
 )
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.nn.loss import IGNORE_INDEX
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 _BOS = "<bos>"
 
@@ -57,7 +57,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
         self,
         config: PI07PlannerConfig,
         label_ids: Mapping[str, Sequence[int]],
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
     ):
         """
         Args:
@@ -78,20 +78,18 @@ class PI07HighLevelPlannerModel(PolicyModel):
                     f"{name} is {getattr(config, name)}, but the tokenizer makes "
                     f"{len(label_ids[label])} tokens of {label!r}: set it to that, or to None"
                 )
-        held = self.placement.held
+        stage = self.placement.stage_layers
         self.prefix, self.lm_head, table = None, None, None
-        if held.embedding:
+        if stage.embedding:
             self.prefix = PlannerEmbedding(config, self.tokens, self.placement)
             table = self.prefix.embed_tokens.weight
-            self.placement.mark_tied(table)
         self.decoder = InterleavedDecoder(config.vlm_config, self.placement)
-        if held.head:
+        if stage.head:
             text = backbone.text_config
-            self.lm_head = self.placement.vocab_head(
-                text.hidden_size, text.vocab_size, tied_weight=table
+            self.lm_head = self.placement.layers.vocab_head(
+                text.hidden_size, text.vocab_size, tied_weight=table, is_tied=True
             )
-            if table is None:
-                self.placement.mark_tied(self.lm_head.weight)
+        self.placement.parameter_table.add_replicated(self.parameters())
         freeze(self, config.vlm_config)
 
     def forward(
@@ -147,11 +145,11 @@ class PI07HighLevelPlannerModel(PolicyModel):
         tokens, ignored = tokens_Bn[:, 1:], paddle.full_like(tokens_Bn[:, 1:], IGNORE_INDEX)
         targets_T = paddle.where(masks_Bn[:, 1:], tokens, ignored).reshape([-1])
         logits_TV = self.head(rows.reshape([-1, rows.shape[-1]]))
-        return self.placement.token_loss(logits_TV, targets_T)[0]
+        return self.placement.ops.token_loss(logits_TV, targets_T)[0]
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits `[..., V]` of rows `[..., D]`, or this rank's vocabulary shard of them."""
-        return self.lm_head(self.placement.enter_head(rows))
+        return self.lm_head(self.placement.ops.enter_head(rows))
 
     @paddle.no_grad()
     def generate(
@@ -242,7 +240,7 @@ class PI07HighLevelPlanner(BasePolicy):
         config: PI07PlannerConfig,
         tokenizer: PromptTokenizer | str | Path,
         statistics: Sequence[Statistics] | None = None,
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
     ):
         """A planner with fresh weights. For a shard of one use `from_config`.
 
@@ -278,7 +276,7 @@ class PI07HighLevelPlanner(BasePolicy):
         dtype: str = "float32",
         fresh: Sequence[str] = (),
         ignore: Sequence[str] = (),
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
         materialize: bool = True,
     ) -> "PI07HighLevelPlanner":
         """Load a planner's folder; arguments and errors as for `PI07LowLevelPolicy`."""

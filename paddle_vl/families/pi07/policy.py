@@ -38,7 +38,7 @@ from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.families.pi07.prefix_layout import LABELS
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 # Folder of the action tokenizer in a policy's folder.
 ACTION_TOKENIZER_FOLDER = "action_tokenizer"
@@ -61,7 +61,7 @@ class PI07LowLevelPolicy(BasePolicy):
         tokenizer: PromptTokenizer | str | Path,
         action_tokenizer: ActionTokenizer | str | Path | None = None,
         statistics: Sequence[Statistics] | None = None,
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
     ):
         """A policy with fresh weights. For a shard of one use `from_config`.
 
@@ -109,7 +109,7 @@ class PI07LowLevelPolicy(BasePolicy):
         dtype: str = "float32",
         fresh: Sequence[str] = (),
         ignore: Sequence[str] = (),
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
         materialize: bool = True,
     ) -> "PI07LowLevelPolicy":
         """Load a policy's folder, one tensor at a time.
@@ -123,7 +123,7 @@ class PI07LowLevelPolicy(BasePolicy):
             fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
             ignore: patterns of the checkpoint's keys that the model may lack.
             placement: what this rank has of the model; None for all of it.
-            materialize: read the weights now; otherwise the model's `fill` does.
+            materialize: read the weights now; otherwise the model's `materialize` does.
 
         Raises:
             ValueError: keys are missing, unexpected or misshapen, all named; or both the checkpoint

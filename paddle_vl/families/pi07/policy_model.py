@@ -7,8 +7,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.filling import Fillable, FillStep
-from paddle_vl.checkpoint.pretrained import drawn_values
+from paddle_vl.checkpoint.reading import Materializable, MaterializeStep, drawn_values
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.families.pi07.checkpoint_map import checkpoint_rules
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
@@ -17,7 +16,7 @@ from paddle_vl.families.pi07.decoder_layers import StreamView
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
 from paddle_vl.families.pi07.prefix import Prefix
 from paddle_vl.families.pi07.prefix_layout import PrefixMasks, PrefixTokens
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 from paddle_vl.nn.projections import separate
 
 Model = TypeVar("Model", bound="PolicyModel")
@@ -50,7 +49,7 @@ _KEYS_AND_VALUES = (
 )
 
 
-class PolicyModel(Fillable, nn.Layer):
+class PolicyModel(Materializable, nn.Layer):
     """A model, or the shard of it that this rank has.
 
     Attributes:
@@ -67,7 +66,7 @@ class PolicyModel(Fillable, nn.Layer):
         self,
         config: PI07Config | PI07PlannerConfig,
         label_ids: Mapping[str, Sequence[int]],
-        placement: SingleDevicePlacement | None,
+        placement: Placement | None,
     ):
         super().__init__()
         self.config, self.label_ids = config, label_ids
@@ -77,7 +76,7 @@ class PolicyModel(Fillable, nn.Layer):
     def decoder_layers(self) -> list[nn.Layer]:
         """This rank's decoder layers, the units of recomputation and parameter sharding."""
         layers = enumerate(self.decoder.layers)
-        return [layer for i, layer in layers if self.placement.holds_layer(i)]
+        return [layer for i, layer in layers if self.placement.stage_layers.has_layer(i)]
 
     @property
     def vision_blocks(self) -> list[nn.Layer]:
@@ -102,7 +101,7 @@ class PolicyModel(Fillable, nn.Layer):
         Each parameter is listed once, a fused one once for each of its linears.
         """
         rules = checkpoint_rules(self.config.vlm_config, self.config.per_group_projection)
-        return place_parameters(self.named_parameters(), rules, self.placement)
+        return place_parameters(self.named_parameters(), rules, self.placement.parameter_table)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters by checkpoint key; a fused one under the keys of its linears."""
@@ -110,7 +109,7 @@ class PolicyModel(Fillable, nn.Layer):
 
     def separate(self, weights: Iterable[Tensor]) -> None:
         """Split some fused weights into one per linear, see `paddle_vl.nn.projections`."""
-        separate(self, weights, self.placement.separate_projections)
+        separate(self, weights, self.placement.layers.separate_projections)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Unsharded shapes of all parameters of the model, by checkpoint key."""
@@ -123,7 +122,7 @@ class PolicyModel(Fillable, nn.Layer):
         with paddle.LazyGuard():
             return type(self)(self.config, self.label_ids)
 
-    def fresh_values(self, keys: Collection[str] | None = None) -> list[FillStep]:
+    def fresh_values(self, keys: Collection[str] | None = None) -> list[MaterializeStep]:
         """Steps that draw initial values from Paddle's global random state.
 
         The model must have been built under `paddle.LazyGuard`. A rank with shards gets its shards

@@ -26,7 +26,7 @@ from paddle_vl.families.pi07.prefix_layout import (
 from paddle_vl.families.pi07.vision import VideoEncoder
 from paddle_vl.nn.linear import Embedding
 from paddle_vl.nn.part import part
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 
 class Prefix(NamedTuple):
@@ -54,7 +54,7 @@ class PrefixEmbedding(nn.Layer):
         config: PI07Config,
         tokens: PrefixTokens,
         num_groups: int | None,
-        placement: SingleDevicePlacement,
+        placement: Placement,
     ):
         """
         Args:
@@ -79,7 +79,7 @@ class PrefixEmbedding(nn.Layer):
         )
         vocab_size = backbone.text_config.vocab_size
         self.embed_tokens = PaddedEmbedding(
-            placement.vocab_embedding(vocab_size, width), scale=width**0.5
+            placement.layers.vocab_embedding(vocab_size, width), scale=width**0.5
         )
         self.discrete_action_embedding = PaddedEmbedding(
             Embedding(vlm.discrete_action_vocab_size, width)
@@ -173,7 +173,7 @@ class PlannerEmbedding(nn.Layer):
         self,
         config: PI07PlannerConfig,
         tokens: PrefixTokens,
-        placement: SingleDevicePlacement,
+        placement: Placement,
     ):
         super().__init__()
         backbone = config.vlm_config.gemma3_config
@@ -183,7 +183,8 @@ class PlannerEmbedding(nn.Layer):
         layers = backbone.vision_config.num_hidden_layers
         self.video_encoder = VideoEncoder(backbone, 1, layers + 1, placement)
         self.embed_tokens = PaddedEmbedding(
-            placement.vocab_embedding(backbone.text_config.vocab_size, width), scale=width**0.5
+            placement.layers.vocab_embedding(backbone.text_config.vocab_size, width, is_tied=True),
+            scale=width**0.5,
         )
 
     def forward(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> Prefix:

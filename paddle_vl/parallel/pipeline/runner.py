@@ -8,29 +8,18 @@ schedules want messages of one size: rows are filled up to the largest of the st
 reserved, and no shapes travel. With `pp_shapes: dynamic` fleet sends each message's shape instead.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.batch.schema import Batch
+from paddle_vl.nn.loss import Loss, zero_terms
+from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.engine import Engine
 from paddle_vl.parallel.pipeline.schedule import evaluated_batches, parts_of_stage
-
-Batch = dict[str, Any]
-
-
-class Objective(Protocol):
-    """What the last part's output is worth, see `paddle_vl.train.objective`."""
-
-    terms: Mapping[str, float]
-
-    def share(self, output: Any, totals: Sequence[int], num_batches: int) -> tuple[Tensor, Tensor]:
-        """What a batch adds to a step: to its loss, and to each of its terms."""
-
-    def sums(self, output: Any) -> Tensor:
-        """Each term of a batch before it is divided."""
 
 
 class Part(Protocol):
@@ -75,7 +64,8 @@ class PipelineRunner:
         parts: all parts of the model, in order; those of this stage are run.
         stage: this stage's number.
         dtype: of the rows between parts.
-        objective: the losses of the model.
+        loss: see `paddle_vl.nn.loss`.
+        adapter: of the model's batches, for the trainer.
         data_size: parts of the data, each with such a pipeline.
         reserved: the largest micro-batch of training, if that is fixed.
     """
@@ -87,14 +77,16 @@ class PipelineRunner:
         degrees: ParallelDegrees,
         stage: int,
         dtype: str,
-        objective: Objective,
+        loss: Loss,
+        adapter: Any,
         data_size: int = 1,
         reserved: ReservedRows | None = None,
     ):
-        self.model, self.objective, self.data_size = model, objective, data_size
+        self.model, self.loss, self.adapter, self.data_size = model, loss, adapter, data_size
         self.parts, self.degrees, self.dtype, self.reserved = parts, degrees, dtype, reserved
         self.own_parts = parts_of_stage(degrees, stage)
         self._batches: Sequence[Batch] = ()
+        self._store: ParameterStore | None = None
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._terms: list[Tensor] = []
         self._losses_of: Callable[[Any], tuple[Tensor, Tensor]]
@@ -105,8 +97,16 @@ class PipelineRunner:
         """How many batches of an evaluation keep all stages at work."""
         return 2 * self.degrees.pp_degree
 
-    def accumulate_gradients(self, batches: Sequence[Batch], totals: Sequence[int]) -> Tensor:
+    def accumulate_gradients(
+        self,
+        batches: Sequence[Batch],
+        totals: Sequence[int],
+        store: ParameterStore | None = None,
+    ) -> Tensor:
         """Add up the gradients of the loss over all batches.
+
+        Args:
+            store: of the model's parameters; None leaves gradients where autograd put them.
 
         Returns:
             `[n]`, this pipeline's part of each term on the stage with the last part, zeros on the
@@ -118,9 +118,11 @@ class PipelineRunner:
         num_batches = len(batches) * self.data_size
 
         def share(output: Any) -> tuple[Tensor, Tensor]:
-            return self.objective.share(output, totals, num_batches)
+            return self.loss.share(output, totals, num_batches)
 
+        self._store = store
         terms = self._run(self.engine.train, batches, share, self.reserved)
+        self._store = None
         return self._summed(terms)
 
     @paddle.no_grad()
@@ -129,7 +131,7 @@ class PipelineRunner:
         others."""
 
         def sums(output: Any) -> tuple[Tensor, Tensor]:
-            terms = self.objective.sums(output)
+            terms = self.loss.sums(output)
             return terms.sum(), terms
 
         # Some schedules take certain numbers only: what is repeated does not count.
@@ -204,10 +206,11 @@ class PipelineRunner:
         return loss
 
     def _end_micro_batch(self) -> None:
-        self.model.placement.trained.end_micro_batch()
+        if self._store is not None:
+            self._store.end_micro_batch()
 
     def _summed(self, terms: Sequence[Tensor]) -> Tensor:
-        total = paddle.zeros([len(self.objective.terms)])
+        total = zero_terms(self.loss)
         for each in terms:
             total = total + each.astype("float32")
         return total

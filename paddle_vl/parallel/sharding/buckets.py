@@ -12,7 +12,7 @@ from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
 from paddle_vl.nn.master_weights import WideGradients, master_copy
-from paddle_vl.parallel.gradients import BUCKET_ELEMENTS
+from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 from paddle_vl.parallel.sharding.pending import Pending, Reductions, gather_later
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.parallel.mp_ops import gathered
+from paddle_vl.parallel.collectives import all_gathered
 from paddle_vl.parallel.sharding.buckets import Bucket, Part, buckets_of, check_whole, from_rows
 from paddle_vl.parallel.sharding.options import ShardingOptions
 from paddle_vl.parallel.sharding.pending import Reductions
@@ -19,7 +19,7 @@ class Sharding:
     """Parameters of one model, divided over a group whose ranks take different samples.
 
     A step: `begin_step`; for each micro-batch forward, backward, `end_micro_batch`; then
-    `end_backward`, an optimizer's step on the shards, `spread_parameters`, and the shards'
+    `end_backward`, an optimizer's step on the shards, `all_gather_parameters`, and the shards'
     gradients are cleared with `set_to_zero=False`. Gradients are summed over ranks and
     micro-batches, not averaged.
 
@@ -31,8 +31,8 @@ class Sharding:
         parameters: the model's on this rank, trained and frozen, each once, in the same order on
             the group's ranks. Those that are `stop_gradient` now count as frozen. Each is divided
             before the next is asked for, and at stage 3 without storage then if it is a unit's or a
-            table: what comes out of `Fillable.fill` needs no more than this rank's share at any
-            time.
+            table: what comes out of `Materializable.materialize` needs no more than this rank's
+            share at any time.
         group: a `paddle.distributed` group of at least two ranks.
         stage: 2 or 3, see the package.
         chains: layers that run one behind the other whenever the first of them does. A layer is a
@@ -96,7 +96,7 @@ class Sharding:
         """`[n]`, this rank's part: the optimizer's parameter for a trained one.
 
         A frozen parameter has one where stage 3 divides it only. What is written here reaches the
-        whole parameter with `spread_parameters`, or when it is gathered next.
+        whole parameter with `all_gather_parameters`, or when it is gathered next.
 
         Raises:
             ValueError: the parameter is not divided.
@@ -155,7 +155,7 @@ class Sharding:
         if self._storage is not None:
             self._storage.free_all()
 
-    def spread_parameters(self) -> None:
+    def all_gather_parameters(self) -> None:
         """Behind the optimizer's step: what is whole between steps gets the shards' values."""
         if self._storage is not None:
             # What was gathered before.
@@ -177,7 +177,7 @@ class Sharding:
         if value is None:
             shard = self.shard_of(parameter).detach().astype(parameter.dtype)
         with paddle.no_grad():
-            return from_rows(gathered(shard, self.group), parameter)
+            return from_rows(all_gathered(shard, self.group), parameter)
 
     def own_shard(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
         """`[n]`, this rank's part of an array in the parameter's shape, zeros where it ends.

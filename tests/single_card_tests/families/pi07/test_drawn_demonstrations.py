@@ -19,6 +19,7 @@ from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.pi07.demonstrations.sample import collate_demonstrations
 from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
 from paddle_vl.families.pi07.demonstrations.training_set import (
+    NO_DROPS,
     DrawnDemonstrations,
     DropProbabilities,
     FlowDraws,
@@ -35,8 +36,14 @@ SOURCE = SyntheticDemonstrations(24, SHAPES)
 DATA = DrawnDemonstrations(SOURCE, DropProbabilities(), FlowDraws(4, 6, 2), seed=3)
 
 
+def dropping(**probabilities: float) -> DropProbabilities:
+    """These and no other drops."""
+    update = {f"{name}_drop_prob": value for name, value in probabilities.items()}
+    return NO_DROPS.model_copy(update=update)
+
+
 class Marked(DrawnDemonstrations):
-    """Samples with their number, and whether Paddle is loaded in their process."""
+    """Samples that know their number, and whether Paddle was loaded beside them."""
 
     def __getitem__(self, number: int) -> dict:
         is_loaded = np.bool_("paddle" in sys.modules)
@@ -53,7 +60,7 @@ def stream(batch_size: int, num_batches: int, **options) -> list[dict]:
 
 
 def by_number(batches: list[dict]) -> dict[int, dict]:
-    """The samples of batches by number."""
+    """The samples of batches by their numbers."""
     samples = {}
     for batch in batches:
         for row, number in enumerate(batch["number"].tolist()):
@@ -120,7 +127,7 @@ def test_evaluation_has_the_same_draws_every_time():
 
 
 def test_drops_do_not_move_the_draws_of_the_flow():
-    plain, dropped = replace(DATA, probabilities=DropProbabilities(0, 0, 0, 0, 0)), DATA
+    plain, dropped = replace(DATA, probabilities=NO_DROPS), DATA
     for number in range(6):
         for name in ("noise", "time", "delay"):
             np.testing.assert_array_equal(plain[number][name], dropped[number][name])
@@ -137,12 +144,12 @@ def test_images_that_are_dropped_are_not_read(tmp_path):
     save_image(tmp_path / "g.png")
     path = write_lines(tmp_path / "a.jsonl", line(tmp_path, subgoal0="g.png", subgoal1="g.png"))
     source = DemonstrationsDataset([path], SHAPES, ["subgoal"])
-    data = DrawnDemonstrations(source, DropProbabilities(1, 1, 0, 0, 0))
+    data = DrawnDemonstrations(source, dropping(history_state=1.0, subgoal=1.0))
     expected = data[0]
     for name in ("f0.png", "f1.png", "g.png"):
         (tmp_path / name).write_bytes(b"no image")
     assert same(data[0], expected)
-    for drops in (DropProbabilities(0, 1, 0, 0, 0), DropProbabilities(1, 0, 0, 0, 0)):
+    for drops in (dropping(subgoal=1.0), dropping(history_state=1.0)):
         with pytest.raises(BadSampleError, match=r"a\.jsonl:1: "):
             replace(data, probabilities=drops)[0]
 

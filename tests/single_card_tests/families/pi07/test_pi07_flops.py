@@ -14,13 +14,13 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.config.patterns import POLICY_PARTS
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import block_mask
 from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
 from paddle_vl.families.pi07.flops import PI07Flops, PI07PlannerFlops
 from paddle_vl.families.pi07.policy_model import as_tensors, is_reached
 from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS, Presence, presence_of
+from paddle_vl.families.pi07.settings import PARTS
 from paddle_vl.families.pi07.vision import visible_frames
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from tests.single_card_tests.families.pi07 import test_planner
@@ -31,7 +31,7 @@ GOALS = ("subgoal_images", "subgoal_img_masks")
 
 
 def real_batch(without: tuple = (), num_frames: int = 3) -> dict:
-    """A batch without padding."""
+    """Nothing of it is padding."""
     batch = {name: value for name, value in make_batch().items() if not name.startswith(without)}
     for name, value in batch.items():
         if name.endswith("masks"):
@@ -52,7 +52,7 @@ def counts_of(model, batch, monkeypatch, losses=("MSE", "CE")) -> tuple[int, int
 
 
 def counter_of(model, patterns=(), losses=("MSE", "CE")) -> PI07Flops:
-    """Trained names of a run that freezes these patterns and what no loss reaches."""
+    """Of a run that freezes what the patterns say and what no loss reaches."""
     parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
     numbers = {id(p): name for name, p in model.named_parameters()}
     config = model.config
@@ -62,7 +62,7 @@ def counter_of(model, patterns=(), losses=("MSE", "CE")) -> PI07Flops:
         if is_reached(numbers[id(p)], config.vlm_config, config.knowledge_insulation, losses)
     ]
     shapes = dict(parameters)
-    trained = trained_names(shapes, patterns, reached, POLICY_PARTS)
+    trained = trained_names(shapes, patterns, reached, PARTS)
     freeze_parameters(parameters, trained)
     return PI07Flops(config, model.label_ids, trained, losses)
 
@@ -90,11 +90,11 @@ def test_operations_are_those_of_the_products_that_the_policy_runs(batch, monkey
 
 
 @pytest.mark.parametrize(
-    ("patterns", "unneeded"),
+    ("patterns", "unasked"),
     [
         (["vision"], {}),
         (["vision", "projector", "backbone"], {}),
-        # The steps pass no gradient into their first attention; the prefix does, and the reverse.
+        # Steps do not carry a gradient into their first attention, the prefix does; and back.
         (["expert"], {"step_pairs": 3}),
         (
             ["*embed*", "vision", "projector", "state", "discrete_actions", "*layers.0.*"],
@@ -105,16 +105,16 @@ def test_operations_are_those_of_the_products_that_the_policy_runs(batch, monkey
     ],
     ids=["tower", "tower and backbone", "expert", "first layers", "in between", "odd"],
 )
-def test_frozen_parameters_have_the_backward_of_their_place(patterns, unneeded, monkeypatch):
+def test_what_is_frozen_has_the_backward_that_its_place_asks_for(patterns, unasked, monkeypatch):
     model, batch = make_model(knowledge_insulation=False), real_batch()
     counter = counter_of(model, patterns)
-    # Keys of both streams are one tensor, which has a gradient if one of them needs it.
-    more = sum(products(model, counter, batch, unit, n) for unit, n in unneeded.items())
+    # Keys of both streams are one tensor: it has a gradient where one of them asks for it.
+    more = sum(products(model, counter, batch, unit, n) for unit, n in unasked.items())
     assert (counter.forward(batch), counter(batch) + more) == counts_of(model, batch, monkeypatch)
 
 
 def products(model, counter: PI07Flops, batch: dict, unit: str, number: int) -> int:
-    """Operations of this many products of an attention."""
+    """Operations of so many of the products of an attention."""
     text = model.config.vlm_config.gemma3_config.text_config
     width = text.num_attention_heads * text.head_dim
     return number * 2 * width * counter.units(batch)[unit]
@@ -141,7 +141,7 @@ def test_a_gradient_begins_at_any_parameter_of_the_prefix(pattern, monkeypatch):
     [f"{EXPERT}.self_attn.*", f"{EXPERT}.[!s]*", "*expert.model.norm*", "model.action*", "*time*"],
 )
 def test_a_gradient_begins_at_any_parameter_of_the_suffix(pattern, monkeypatch):
-    def unneeded(name: str) -> int:
+    def unasked(name: str) -> int:
         """Products with the prefix's keys and values, which are not trained, but one tensor with
         the suffix's: of the parameter's own layer, and of those behind it."""
         own = {"k_proj": 2, "v_proj": 1, "input_layernorm": 2}
@@ -149,10 +149,10 @@ def test_a_gradient_begins_at_any_parameter_of_the_suffix(pattern, monkeypatch):
             return 2 + sum(number for module, number in own.items() if module in name)
         return 6 if name.startswith(("model.action_in", "model.time")) else 0
 
-    check_single_parameters(pattern, "MSE", unneeded, monkeypatch)
+    check_single_parameters(pattern, "MSE", unasked, monkeypatch)
 
 
-def check_single_parameters(pattern: str, loss: str, unneeded, monkeypatch) -> None:
+def check_single_parameters(pattern: str, loss: str, unasked, monkeypatch) -> None:
     model, batch = make_model(), real_batch()
     parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
     names = fnmatch.filter(dict(parameters), pattern)
@@ -162,7 +162,7 @@ def check_single_parameters(pattern: str, loss: str, unneeded, monkeypatch) -> N
         parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
         freeze_parameters(parameters, [name])
         counter = PI07Flops(model.config, model.label_ids, [name], [loss])
-        more = products(model, counter, batch, "cross_pairs", unneeded(name))
+        more = products(model, counter, batch, "cross_pairs", unasked(name))
         expected = counts_of(model, batch, monkeypatch, [loss])[1]
         assert counter(batch) + more == expected, name
 
@@ -188,7 +188,7 @@ def test_insulation_saves_the_gradients_of_keys_and_values_that_are_detached(los
     model, batch = make_model(), real_batch()
     counter = counter_of(model, losses=losses)
     layers = model.config.vlm_config.gemma3_config.text_config.num_hidden_layers
-    # The kernel computes them nevertheless: keys of both streams are one tensor.
+    # The kernel computes them all the same: keys of both streams are one tensor.
     saved = layers * products(model, counter, batch, "cross_pairs", 2)
     assert counter(batch) + saved == counts_of(model, batch, monkeypatch, losses)[1]
 
@@ -231,7 +231,7 @@ def test_real_tokens_and_pairs_are_those_of_the_models_masks():
     assert units["patch_pairs"] == patches * units["patches"]
     visible = visible_frames(paddle.to_tensor(batch["obs_history_is_pad"])).sum(axis=[1, 2])
     first, second = visible.tolist()
-    # In the model a padded frame attends too, to nothing.
+    # The model lets a padded frame look, at nothing.
     assert units["time_pairs"] == patches * (first + second + second)
     assert units["image_tokens"] == 4 * (3 + 2)
     assert units["states"] == 3 + 2
@@ -247,7 +247,7 @@ def test_without_a_history_only_current_frames_are_real():
     assert units["tokens"] == prefix.pad_masks.sum().item()
 
 
-def test_fields_of_another_rank_are_laid_out():
+def test_parts_that_another_process_asked_for_are_laid_out():
     model, batch = make_model(), real_batch()
     batch["metadata_masks"][:] = batch["response_masks"][:] = False
     for mask in batch["subgoal_img_masks"]:
@@ -267,7 +267,7 @@ def test_operations_are_those_of_the_products_that_the_planner_runs(
 ):
     model, batch = test_planner.make_model(), planner_batch(has_metadata)
     parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
-    trained = trained_names(dict(parameters), patterns, None, POLICY_PARTS)
+    trained = trained_names(dict(parameters), patterns, None, PARTS)
     freeze_parameters(parameters, trained)
     counter = PI07PlannerFlops(model.config, model.label_ids, trained, losses)
     found = counts_of(model, batch, monkeypatch, [f"{name}_sum" for name in losses])

@@ -28,7 +28,8 @@ from paddle_vl.families.pi07.pipeline import (
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
-from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.nn.parameter_table import Tie
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.host_reads import record_host_reads
 from tests.single_card_tests.families.pi07 import test_flow_matching as low_level
@@ -36,8 +37,8 @@ from tests.single_card_tests.families.pi07 import test_planner as planner
 from tests.support.pi07_golden import CharacterTokenizer, FirstValueActionTokenizer, policy_config
 
 NOTHING, EVERYTHING = Presence(False, False, False), Presence(True, True, True)
-FIRST = HeldLayers(layers=frozenset({0, 1}), head=False)
-LAST = HeldLayers(embedding=False, layers=frozenset({2}))
+FIRST = StageLayers(layers=frozenset({0, 1}), head=False)
+LAST = StageLayers(embedding=False, layers=frozenset({2}))
 
 
 def low_level_batch() -> dict:
@@ -144,7 +145,7 @@ def test_what_arrives_is_known_for_every_presence():
     assert len(sizes) == 8
 
 
-def stage_models(make: Callable[[SingleDevicePlacement], PolicyModel]) -> list[PolicyModel]:
+def stage_models(make: Callable[[Placement], PolicyModel]) -> list[PolicyModel]:
     return [make(SingleDevicePlacement(held)) for held in (FIRST, LAST)]
 
 
@@ -165,7 +166,7 @@ def assert_stages_have_their_own(
 
 
 def test_a_stage_draws_its_own_parameters_only():
-    def make(placement: SingleDevicePlacement | None = None) -> PI07LowLevelFlowMatching:
+    def make(placement: Placement | None = None) -> PI07LowLevelFlowMatching:
         paddle.seed(3)
         tokenizers = CharacterTokenizer(), FirstValueActionTokenizer()
         config = policy_config(dataset_names=None)
@@ -178,19 +179,20 @@ def test_both_copies_of_the_planners_table_make_its_gradient(tmp_path):
     whole, batch = planner.make_model(), planner.make_batch()
     write_policy(tmp_path, whole, {})
 
-    def read(placement: SingleDevicePlacement) -> PolicyModel:
+    def read(placement: Placement) -> PolicyModel:
         with paddle.LazyGuard():
             model = type(whole)(whole.config, whole.label_ids, placement)
         PolicyCheckpoint(tmp_path).fill(model, {}, (), (), False)
-        model.fill_all()
+        model.materialize_all()
         return model
 
     models = stage_models(read)
     table = "gemma3_with_expert.gemma3.model.language_model.embed_tokens.weight"
     assert_stages_have_their_own(models, whole, {table})
     copies = [dict(model.hf_named_parameters())[table] for model in models]
-    assert [copy.is_tied for copy in copies] == [True, True]
-    assert [copy.is_tied_copy for copy in copies] == [False, True]
+    tables = [model.placement.parameter_table for model in models]
+    ties = [of_stage[copy].tie for of_stage, copy in zip(tables, copies, strict=True)]
+    assert ties == [Tie.OWNER, Tie.COPY]
     wanted = gradients_of(whole, whole(batch)["CE"])
     stages = [PI07PlannerStage(model, r) for model, r in zip(models, ranges([2, 3]), strict=True)]
     through(stages, batch)["CE"].backward()
