@@ -35,7 +35,7 @@ _line = own_line()
 
 Sample = dict[str, np.ndarray]
 # Takes samples, or for packed rows the samples of each.
-Collator = Callable[[Sequence[Any]], dict[str, Any]]
+Collator = Callable[[Sequence[Any]], Any]
 
 
 class SampleSource(Protocol):

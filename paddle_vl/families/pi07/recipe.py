@@ -58,7 +58,6 @@ from paddle_vl.families.pi07.objective import (
     first_batch,
 )
 from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07PlannerStage, PI07Stage
-from paddle_vl.families.pi07.placed_policy import PlacedPolicy
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
@@ -77,7 +76,8 @@ class PI07Recipe(Family):
 
     config: PI07Run
     config_class: type[PI07Config] | type[PI07PlannerConfig] = PI07Config
-    policy_class: type[PlacedPolicy] = PI07LowLevelPolicy
+    policy_class: type[PI07LowLevelPolicy] | type[PI07HighLevelPlanner] = PI07LowLevelPolicy
+    loss: PolicyLoss
     loss_class: type[PolicyLoss] = PolicyLoss
     adapter_class: type[PolicyBatchAdapter] = PolicyBatchAdapter
     counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops
