@@ -9,7 +9,6 @@ Over 350 lines, as the whole protocol stands in one place.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
@@ -386,14 +385,3 @@ class Family(ABC):
             ValueError: the family makes none, or not of these shapes.
         """
         raise ValueError("the model's family makes no synthetic data: leave --synthetic out")
-
-
-@contextmanager
-def default_dtype(dtype: str) -> Iterator[None]:
-    """Paddle's default dtype of new parameters, restored at the end."""
-    before = paddle.get_default_dtype()
-    paddle.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        paddle.set_default_dtype(before)

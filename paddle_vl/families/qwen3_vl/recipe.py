@@ -23,7 +23,6 @@ from paddle_vl.families.base import (
     Family,
     RankInfo,
     SyntheticData,
-    default_dtype,
 )
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.qwen3_vl.chat import Chat
@@ -44,6 +43,7 @@ from paddle_vl.families.qwen3_vl.processor_fit import (
     model_config,
 )
 from paddle_vl.families.qwen3_vl.settings import PARTS, Qwen3VLRun
+from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
