@@ -1,31 +1,76 @@
-"""Samples in JSONL files: where their lines stand, and which of them cannot be used."""
+"""Samples in JSONL files: the index of usable lines, and the error for a sample that is not."""
 
 import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import numpy as np
 from xxhash import xxh3_64
 
-from paddle_vl.data.bad_sample import BadSampleError, sample_at
-
 OnBadSample = Literal["fail", "skip"]
 
-# Tokenising takes some 400 bytes of memory per byte of text.
+# Tokenizing takes about 400 bytes of memory per byte of text.
 MAX_LINE_BYTES = 1 << 20
+# Errors that a malformed sample can cause beside BadSampleError: numbers out of range, brackets
+# nested too deep, invalid Unicode, impossible paths. No MemoryError: that is the machine's limit.
+_HOSTILE = (ValueError, ArithmeticError, RecursionError, OSError)
+# Reasons quote names from the line, which may be very long.
+_LONGEST_REASON = 2000
+
+
+class BadSampleError(ValueError):
+    """A sample that cannot be used.
+
+    Code that finds a fault raises it without a place; `sample_at` adds the place. It can be
+    pickled, so that a worker's error reaches the main process unchanged.
+
+    Attributes:
+        kind: short name of the fault (`broken_json`, `missing_image`, ...), for counting.
+        reason: what was found, what is needed, what to do.
+        place: `file:line`, None until it is known.
+    """
+
+    def __init__(self, kind: str, reason: str, place: str | None = None):
+        super().__init__(kind, reason, place)
+        self.kind = kind
+        self.reason = reason
+        self.place = place
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}" if self.place else self.reason
+
+
+@contextmanager
+def sample_at(place: str) -> Iterator[None]:
+    """Turn errors of reading a sample into a `BadSampleError` with its place (`file:line`).
+
+    Unforeseen errors become bad samples here, so that a run that skips bad samples does not end.
+    A `RuntimeError`, a fault of the machine, passes unchanged.
+    """
+    try:
+        yield
+    except BadSampleError as error:
+        reason = error.reason
+        if len(reason) > _LONGEST_REASON:
+            reason = f"{reason[:_LONGEST_REASON]}... ({len(reason)} characters)"
+        raise BadSampleError(error.kind, reason, place) from error
+    except _HOSTILE as error:
+        reason = f"the sample cannot be read: {type(error).__name__}: {str(error)[:200]}"
+        raise BadSampleError("unreadable_sample", reason, place) from error
 
 
 class FileContent(NamedTuple):
-    """Hashes of what a run takes from one data file; JSON values.
+    """Hashes of the content of one data file; JSON values.
 
     Attributes:
-        file: its path.
-        lines: of the bytes of its usable lines.
-        media: of the sizes of the images and videos that they name. Their times do not count: a
-            copy of the data on another disk has other ones.
+        file: path of the file.
+        lines: hash of the bytes of its usable lines.
+        media: hash of the sizes of the images and videos that they name. Modification times are
+            left out, because a copy of the data has others.
     """
 
     file: str
@@ -34,15 +79,14 @@ class FileContent(NamedTuple):
 
 
 class LineIndex:
-    """The usable lines of one or several files, numbered in file order.
+    """Index of the usable lines of one or several files, numbered in file order.
 
-    Cheap to pickle: it holds positions of lines, not lines.
+    It holds positions of lines, not the lines, so that it is cheap to pickle.
 
     Attributes:
-        skipped: kind of fault to the number of lines left out when opening.
-        positions_N3: file number, byte offset and line number of every usable line, int64.
-        contents: of every file. The hash is made of lines that are read anyway to check them, at
-            more than 5 GB/s, so nothing is kept from one opening to the next.
+        skipped: number of lines left out when opening, by kind of fault.
+        positions_N3: file number, byte offset and line number of each usable line; `[N, 3]` int64.
+        contents: hashes of every file.
     """
 
     def __init__(
@@ -52,18 +96,18 @@ class LineIndex:
         on_bad_sample: OnBadSample,
         max_line_bytes: int = MAX_LINE_BYTES,
     ):
-        """Open the files and check every line that is not empty.
+        """Read the files and check every line that is not empty.
 
         Args:
-            check: takes a line and the number of its file, raises `BadSampleError`, and returns
-                the sizes of the files that the line names.
+            check: takes a line and its file number, returns the sizes in bytes of the files that
+                the line names, and raises `BadSampleError`.
             on_bad_sample: "fail" raises at the first bad line; "skip" leaves bad lines out.
             max_line_bytes: a longer line is bad, and is not read into memory.
 
         Raises:
             RuntimeError: a file does not exist.
             BadSampleError: with "fail", the first bad line, as `file:line: reason`.
-            ValueError: a file, or with "skip" the whole data, has no usable line.
+            ValueError: a file is empty, or no line of all files is usable.
         """
         if on_bad_sample not in get_args(OnBadSample):
             raise ValueError(f"on_bad_sample is {on_bad_sample!r}; use 'fail' or 'skip'")
@@ -84,7 +128,7 @@ class LineIndex:
                         check_length(line, max_line_bytes)
                         sizes = np.array([*check(line, file_number)], dtype="<i8")
                 except BadSampleError as error:
-                    # Without its traceback, which would keep every bad line in memory.
+                    # A copy without traceback, which would keep the line in memory.
                     bad.append(BadSampleError(error.kind, error.reason, error.place))
                     continue
                 index.append((file_number, offset, line_number))
@@ -107,36 +151,31 @@ class LineIndex:
         return len(self.positions_N3)
 
     def line(self, number: int) -> tuple[bytes, int]:
-        """A line, and the number of its file."""
+        """The bytes of a line, and the number of its file."""
         file_number, offset, _ = self.positions_N3[number]
         with self._files[file_number].open("rb") as file:
             file.seek(offset)
             return file.readline(self._max_line_bytes + 1), int(file_number)
 
     def place(self, number: int) -> str:
-        """Where a line stands: `file:line`."""
+        """Location of a line: `file:line`."""
         file_number, _, line_number = self.positions_N3[number]
         return f"{self._files[file_number]}:{line_number}"
 
     @property
     def fingerprint(self) -> int:
-        """Changes when lines are added, removed or edited, or a file that they name changes its
-        size."""
+        """Hash that changes when lines are added, removed or edited, or media change their size."""
         hashes = "".join(content.lines + content.media for content in self.contents)
         return xxh3_64(self.positions_N3.tobytes() + hashes.encode()).intdigest()
 
     @property
     def positions_fingerprint(self) -> int:
-        """Changes when lines are added, removed, or change their length; what checkpoints held
-        before they held hashes of the contents."""
+        """Hash of positions alone, as older checkpoints store it; blind to some edits."""
         return zlib.crc32(self.positions_N3.tobytes())
 
 
 class SamplesOfLines:
-    """What a dataset says of the lines that its samples stand in.
-
-    Subclasses set `_lines`.
-    """
+    """Base of datasets whose samples are lines of files; subclasses set `_lines`."""
 
     _lines: LineIndex
 
@@ -144,34 +183,34 @@ class SamplesOfLines:
         return len(self._lines)
 
     def place(self, number: int) -> str:
-        """Where a sample stands: `file:line`."""
+        """Location of a sample: `file:line`."""
         return self._lines.place(number)
 
     @property
     def skipped(self) -> Counter[str]:
-        """Kind of fault to the number of samples left out when opening."""
+        """Number of samples left out when opening, by kind of fault."""
         return self._lines.skipped
 
     @property
     def fingerprint(self) -> int:
-        """Changes when samples are added, removed or edited; see `LineIndex`."""
+        """Hash of all samples, see `LineIndex`."""
         return self._lines.fingerprint
 
     @property
     def positions_fingerprint(self) -> int:
-        """See `LineIndex`."""
+        """Hash of the positions of samples alone, see `LineIndex`."""
         return self._lines.positions_fingerprint
 
     @property
     def contents(self) -> list[FileContent]:
-        """Hashes of what is taken from every file."""
+        """Hashes of the content of every file."""
         return self._lines.contents
 
 
 def bounded_lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Number, offset and bytes of the lines of a file that are not empty.
+    """Number, byte offset and bytes of every line of a file that is not empty.
 
-    Of a line longer than `max_line_bytes` come the first bytes, one more than that.
+    A line longer than `max_line_bytes` is cut to `max_line_bytes + 1` bytes.
 
     Raises:
         RuntimeError: the file does not exist.
@@ -191,39 +230,34 @@ def bounded_lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, b
 
 
 def _rest_of_line(file: BinaryIO, at_once: int) -> int:
-    """Bytes to the end of the line, read away."""
+    """Skip to the end of the line; the number of bytes skipped."""
     length = 0
-    while part := file.readline(at_once):
-        length += len(part)
-        if part.endswith(b"\n"):
+    while chunk := file.readline(at_once):
+        length += len(chunk)
+        if chunk.endswith(b"\n"):
             break
     return length
 
 
 def check_length(line: bytes, max_line_bytes: int) -> None:
-    """Refuse a line before anything is made of it.
-
-    Raises:
-        BadSampleError: it has more bytes than that.
-    """
+    """Raise a BadSampleError for a line of more bytes."""
     if len(line) > max_line_bytes:
         raise BadSampleError(
             "line_too_long",
-            f"the line has more than {max_line_bytes} bytes, data.max_line_bytes: shorten the "
-            "sample, or raise the setting (tokenising takes some 400 times a line's bytes of "
-            "memory)",
+            f"the line has more than {max_line_bytes} bytes (data.max_line_bytes): shorten the "
+            "sample, or raise the setting (tokenizing takes about 400 bytes of memory per byte)",
         )
 
 
 def parse_object(line: bytes, needed: str, *, finite: bool = True) -> dict[str, Any]:
-    """The JSON object that a line holds. A byte order mark in front of it is passed over.
+    """The JSON object of a line; a byte order mark in front is ignored.
 
     Args:
-        needed: what is to be in it, for the message.
-        finite: refuse NaN, Infinity and numbers beyond a float's range, wherever they stand.
+        needed: keys that the object needs, for the message.
+        finite: refuse NaN, Infinity and numbers out of a float's range.
 
     Raises:
-        BadSampleError: broken JSON, text that is no Unicode, or something else than an object.
+        BadSampleError: broken JSON, invalid Unicode, or no JSON object.
     """
     try:
         text = line.decode("utf-8-sig")
@@ -233,32 +267,28 @@ def parse_object(line: bytes, needed: str, *, finite: bool = True) -> dict[str, 
         raise BadSampleError("broken_json", reason) from error
     except (ValueError, RecursionError) as error:
         why = "brackets are nested too deep" if isinstance(error, RecursionError) else error
-        reason = f"broken JSON: {why}; each line must be one whole JSON object"
+        reason = f"broken JSON: {why}; each line must be one complete JSON object"
         raise BadSampleError("broken_json", reason) from error
     if not isinstance(record, dict):
         raise BadSampleError(
             "broken_json",
             f"the line holds a JSON {type(record).__name__}; an object with {needed} is needed",
         )
-    # Nothing else than an escape can bring in half of a pair.
+    # Only a JSON escape can spell half of a surrogate pair.
     if "\\ud" in text or "\\uD" in text:
         check_unicode(json.dumps(record, ensure_ascii=False))
     return record
 
 
 def check_unicode(text: str) -> None:
-    """Refuse what JSON's escapes can spell and UTF-8 cannot.
-
-    Raises:
-        BadSampleError: half of a surrogate pair.
-    """
+    """Raise a BadSampleError for half of a surrogate pair, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadSampleError(
             "bad_text",
             f"the text contains half of a surrogate pair ({text[error.start]!a}), which is no "
-            "character: write the character itself, or remove the half",
+            "character: write the character itself, or remove it",
         ) from error
 
 
@@ -273,13 +303,13 @@ def _finite_float(digits: str) -> float:
     return value
 
 
-# Made once: json.loads with hooks makes a decoder for every line.
+# Built once: json.loads with hooks builds a decoder per call.
 _FINITE = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite_float)
 _ANY = json.JSONDecoder()
 
 
 def _first_of(bad: Sequence[BadSampleError]) -> BadSampleError:
-    """The first fault, which also tells how many there are."""
+    """The first error, extended by the number of further ones."""
     if len(bad) == 1:
         return bad[0]
     first = bad[0]
