@@ -36,7 +36,7 @@ _LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Sample = dict[str, np.ndarray]
 # Takes a list of samples; for packed rows a list of lists.
-Collator = Callable[[Sequence[Any]], dict[str, Any]]
+Collator = Callable[[Sequence[Any]], Any]
 
 
 class SampleSource(Protocol):
