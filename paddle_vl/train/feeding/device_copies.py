@@ -94,10 +94,10 @@ class GpuDevice:
         return paddle.empty(shape, dtype)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        # Paddle types the guard without its argument.
-        with paddle.device.stream_guard(self.copies):  # pyright: ignore[reportCallIssue]
+        with paddle.device.stream_guard(self.copies):
             for source, target in pairs:
-                target.copy_(source, blocking=False)
+                # Paddle types it without arguments.
+                target.copy_(source, blocking=False)  # pyright: ignore[reportCallIssue]
 
 
 class _BufferSet:
