@@ -12,31 +12,6 @@ from paddle_vl.train.saving.verify import Verdict, examine
 
 logger = logging.getLogger(__name__)
 
-# Settings, or sections, that saved weights, optimizer state, data position and random state depend
-# on.
-FIXED = (
-    "model.pretrained",
-    "model.config",
-    "model.compute_dtype",
-    "model.freeze",
-    "model.lora",
-    "data.train",
-    "data.synthetic_samples",
-    "data.groups",
-    "data.fields",
-    "data.drops",
-    "data.processor",
-    "data.max_length",
-    "data.packing",
-    "data.packing_length",
-    "data.max_vision_tokens_per_row",
-    "data.on_bad_sample",
-    "data.min_pixels",
-    "data.max_pixels",
-    "train.seed",
-    "train.gradient_accumulation_steps",
-    "train.loss_weighting",
-)
 # Settings that do not affect the training.
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
 
@@ -142,7 +117,7 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key) and not _lies_in(key, _NOT_COMPARED)
     }
-    fixed = [text for key, text in changes.items() if _lies_in(key, FIXED)]
+    fixed = [text for key, text in changes.items() if _lies_in(key, config.fixed_settings)]
     if _samples_per_micro_batch(saved) != _samples_per_micro_batch(config):
         fixed.append(
             "number of samples per micro-batch over all ranks "

@@ -16,7 +16,7 @@ import paddle
 from harness import Table, parser, show
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.families.qwen3_vl.decoder import KeyValueCache
-from paddle_vl.nn.fused import fused_columns
+from paddle_vl.nn.linear import fused_columns
 
 
 def make_model(options: argparse.Namespace, is_fused: bool) -> Qwen3VLForConditionalGeneration:

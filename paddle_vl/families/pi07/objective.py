@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.base import BatchAdapter
 from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations

@@ -26,6 +26,7 @@ from typing import Any
 
 import paddle
 
+from paddle_vl.config.family_settings import settings_classes
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.files.named_errors import write_text
 from paddle_vl.parallel.fleet_strategy import effective_options, fleet_strategy
@@ -101,8 +102,8 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
 
 
 def overrides_in(arguments: Sequence[str]) -> list[str]:
-    """The arguments of the form `section.name=value`."""
-    sections = tuple(f"{name}." for name in RunConfig.model_fields)
+    """Those of a command's arguments that are settings, `section.name=value`."""
+    sections = tuple(f"{name}." for run in settings_classes() for name in run.model_fields)
     return [text for text in arguments if text.startswith(sections) and "=" in text]
 
 

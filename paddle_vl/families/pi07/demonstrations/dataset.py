@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_vl.data.bad_sample import BadSampleError, sample_at
-from paddle_vl.data.image_file import load_rgb
-from paddle_vl.data.line_index import (
+from paddle_vl.data.jsonl import (
     MAX_LINE_BYTES,
+    BadSampleError,
     LineIndex,
     OnBadSample,
     SamplesOfLines,
+    sample_at,
 )
-from paddle_vl.data.media_path import MediaFolder
+from paddle_vl.data.media_file import MediaFolder, load_rgb
 from paddle_vl.families.pi07.demonstrations.moment import Moment, file_sizes, parse_moment
 from paddle_vl.families.pi07.demonstrations.sample import (
     Demonstration,

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.line_index import parse_object
-from paddle_vl.data.media_path import MediaFolder, file_size
+from paddle_vl.data.jsonl import BadSampleError, parse_object
+from paddle_vl.data.media_file import MediaFolder, file_size
 from paddle_vl.families.pi07.demonstrations.sample import (
     NUMBER_TYPES,
     OPTIONAL_TEXTS,

@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.line_index import (
+from paddle_vl.data.jsonl import (
     MAX_LINE_BYTES,
+    BadSampleError,
     bounded_lines,
     check_length,
     parse_object,

@@ -104,7 +104,7 @@ class DemonstrationSource(SampleSource, Protocol):
         fields: for each of `OPTIONAL_FIELDS`, whether samples have it.
         group_names: of the groups that `dataset_index` counts.
         files: that they stand in; none of a formula.
-        contents, positions_fingerprint: see `paddle_vl.data.worker_pool.KnowsContents`; no contents
+        contents, positions_fingerprint: see `paddle_vl.data.worker_pool.HasContents`; no contents
             of a formula.
     """
 

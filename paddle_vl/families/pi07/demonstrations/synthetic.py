@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_vl.data.line_index import FileContent
+from paddle_vl.data.jsonl import FileContent
 from paddle_vl.families.pi07.demonstrations.draws import Stream, sample_rng
 from paddle_vl.families.pi07.demonstrations.sample import (
     OPTIONAL_FIELDS,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paddle_vl.data.line_index import FileContent
+from paddle_vl.data.jsonl import FileContent
 from paddle_vl.families.pi07.demonstrations.draws import FlowDraws, Stream, sample_rng
 from paddle_vl.families.pi07.demonstrations.drops import (
     NO_DROPS,

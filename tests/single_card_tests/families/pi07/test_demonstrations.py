@@ -16,7 +16,7 @@ import pytest
 
 import make_demonstrations
 from demonstration_files import write_demonstrations
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.pi07.demonstrations.present_fields import present_fields
 from paddle_vl.families.pi07.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.pi07.demonstrations.collate import collate_demonstrations
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset

@@ -10,8 +10,8 @@ import json
 import numpy as np
 import pytest
 
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.media_path import MediaFolder
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.media_file import MediaFolder
 from paddle_vl.families.pi07.demonstrations.moment import parse_moment
 from paddle_vl.families.pi07.demonstrations.sample import DemonstrationShapes
 from paddle_vl.families.pi07.demonstrations.statistics import read_statistics
