@@ -35,16 +35,21 @@ _LOOK_S = 1.0
 _LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Sample = dict[str, np.ndarray]
-# Takes a list of samples; for packed rows a list of lists.
-Collator = Callable[[Sequence[Any]], dict[str, Any]]
+# From a list of samples, for packed rows a list of lists, to a batch.
+Collator = Callable[[Sequence[Any]], Any]
 
 
 class SampleSource(Protocol):
     """What a loader needs of a dataset. It must pickle, and not be defined in `__main__`."""
 
-    on_bad_sample: str
-    skipped: Counter[str]
-    fingerprint: int
+    @property
+    def on_bad_sample(self) -> str: ...
+
+    @property
+    def skipped(self) -> Counter[str]: ...
+
+    @property
+    def fingerprint(self) -> int: ...
 
     def __len__(self) -> int: ...
 

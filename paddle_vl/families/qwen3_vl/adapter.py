@@ -41,8 +41,7 @@ from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.generation.config import FILE_NAME
-from paddle_vl.nn.fused import fused_columns
-from paddle_vl.nn.linear import AdaptableLinear
+from paddle_vl.nn.linear import AdaptableLinear, fused_columns
 from paddle_vl.nn.lora import LowRankSettings, initial_a
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.parameter_table import Tie

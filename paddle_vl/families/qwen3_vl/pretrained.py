@@ -22,8 +22,8 @@ from paddle_vl.families.qwen3_vl.checkpoint_map import (
     with_experts_as_here,
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.nn.linear import default_dtype, separate
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
-from paddle_vl.nn.projections import separate
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.adapter_files import Adapter
@@ -140,13 +140,8 @@ class PretrainedQwen3VL(Materializable, nn.Layer):
                 "tied" if config.tie_word_embeddings else "not tied",
             )
         owner = _owner(path, config, stored)
-        default_dtype = paddle.get_default_dtype()
-        paddle.set_default_dtype(dtype)
-        try:
-            with paddle.LazyGuard():
-                model = cls(config, placement)
-        finally:
-            paddle.set_default_dtype(default_dtype)
+        with default_dtype(dtype), paddle.LazyGuard():
+            model = cls(config, placement)
         ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
         check_keys(path, stored, model._whole().stored_parameters(), ignored, owner)
 
@@ -272,7 +267,7 @@ class PretrainedQwen3VL(Materializable, nn.Layer):
         return {item.key: parameter_array(item) for item in self.stored_parameters()}
 
     def separate(self, weights: Iterable[Tensor]) -> None:
-        """Split fused weights into one weight per linear, see `paddle_vl.nn.projections`."""
+        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.linear`."""
         separate(self, weights, self.placement.layers.separate_projections)
 
     def _whole(self: Model) -> Model:

@@ -9,6 +9,7 @@ reserved, and no shapes travel. With `pp_shapes: dynamic` fleet sends each messa
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import paddle
@@ -68,6 +69,7 @@ class PipelineRunner:
         adapter: of the model's batches, for the trainer.
         data_size: parts of the data, each with such a pipeline.
         reserved: the largest micro-batch of training, if that is fixed.
+        marked: opens a context around the forwards and backwards of a step: a clock's phase.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class PipelineRunner:
         adapter: Any,
         data_size: int = 1,
         reserved: ReservedRows | None = None,
+        marked: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
+        self.marked = marked
         self.model, self.loss, self.adapter, self.data_size = model, loss, adapter, data_size
         self.parts, self.degrees, self.dtype, self.reserved = parts, degrees, dtype, reserved
         self.own_parts = parts_of_stage(degrees, stage)
@@ -121,9 +125,10 @@ class PipelineRunner:
             return self.loss.share(output, totals, num_batches)
 
         self._store = store
-        terms = self._run(self.engine.train, batches, share, self.reserved)
-        self._store = None
-        return self._summed(terms)
+        with self.marked():
+            terms = self._run(self.engine.train, batches, share, self.reserved)
+            self._store = None
+            return self._summed(terms)
 
     @paddle.no_grad()
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:

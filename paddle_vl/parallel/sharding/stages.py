@@ -8,6 +8,7 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.parallel.collectives import all_gathered
+from paddle_vl.parallel.layer_wrappers import Level, wrap_layer
 from paddle_vl.parallel.sharding.buckets import Bucket, Part, buckets_of, check_whole, from_rows
 from paddle_vl.parallel.sharding.options import ShardingOptions
 from paddle_vl.parallel.sharding.pending import Reductions
@@ -37,9 +38,10 @@ class Sharding:
         stage: 2 or 3, see the package.
         chains: layers that run one behind the other whenever the first of them does. A layer is a
             unit: it takes its tensors as positional arguments and returns tensors, and its
-            parameters are used nowhere else. Their `forward` is replaced: apply
-            `recompute_layers` before. At stage 3 without recomputation, a weight of which a
-            graph saved a view (a slice, a transpose) keeps its storage until the backward pass.
+            parameters are used nowhere else. Their `forward` is wrapped, around recomputation if
+            there is any, see `paddle_vl.parallel.layer_wrappers`. At stage 3 without recomputation,
+            a weight of which a graph saved a view (a slice, a transpose) keeps its storage until
+            the backward pass.
         tables: token embeddings and heads, which stage 3 divides too. Their `weight` is used by
             them alone, and two of them may have the same.
 
@@ -251,10 +253,9 @@ class Sharding:
         for layer in layers:
             bucket = self._bucket(layer.parameters())
             if bucket is not None:
-                layer.forward = UnitForward(
-                    layer, bucket, self._storage, keeps, self._behind_backward
-                )
-                forwards.append(layer.forward)
+                unit = UnitForward(bucket, self._storage, keeps, self._behind_backward)
+                wrap_layer(layer, Level.SHARDING, unit)
+                forwards.append(unit)
         chained(forwards)
         self._forwards += forwards
         return [unit.bucket for unit in forwards]
@@ -269,8 +270,9 @@ class Sharding:
             if key not in buckets:
                 buckets[key] = self._bucket([layer.weight])
             behind = self._behind_head if users[key] == 1 else _leave
-            layer.forward = TableForward(layer, buckets[key], self._storage, keeps, behind)
-            self._forwards.append(layer.forward)
+            table = TableForward(buckets[key], self._storage, keeps, behind)
+            wrap_layer(layer, Level.SHARDING, table)
+            self._forwards.append(table)
         return list(buckets.values())
 
     def _behind_head(self, bucket: Bucket) -> None:

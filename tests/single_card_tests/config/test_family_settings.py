@@ -180,7 +180,8 @@ def test_help_lists_common_settings_once_and_then_each_family_s():
     assert title == "settings of every run"
     assert "train.seed" in common
     titles = [title for title, _, _ in families]
-    assert titles == [f"settings of {name} only" for name in ("Qwen3-VL", "pi07", "captioner")]
+    assert titles[:2] == ["settings of Qwen3-VL only", "settings of pi07 only"]
+    assert "settings of captioner only" in titles
     settings = [("data.max_length", "2048"), ("data.drops.subgoal_drop_prob", "0.75")]
     settings.append(("style.tone", "plain"))
     for (_, _, group), (name, default) in zip(families, settings, strict=True):

@@ -340,5 +340,4 @@ def _kind(part: ImagePart | VideoPart) -> str:
 
 
 def _is_open(part: Part, kind: str) -> bool:
-    is_kind = not isinstance(part, str) and isinstance(part, _PART_TYPES[kind])
-    return is_kind and part.source is None
+    return not isinstance(part, str) and _kind(part) == kind and part.source is None
