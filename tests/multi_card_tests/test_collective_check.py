@@ -28,8 +28,10 @@ from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.support.launch import launch, outcome_of, run_checks
 
-# Far below gloo's own time-out, far above what a check takes.
-SECONDS = 20.0
+# Far below parallel.timeout_s, far above what a check takes on a loaded machine.
+SECONDS = 60.0
+# For the ranks of which one never comes.
+SHORT_SECONDS = 6.0
 OBJECT_BYTES = len(pickle.dumps({"rank": 0}))
 
 
@@ -126,7 +128,8 @@ def error_in_backward(rank: int) -> str:
 def error_across_groups(group, rank: int) -> str:
     """The first two ranks wait for all, the others for each other."""
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    return error_of(lambda: dist.all_reduce(paddle.ones([2]), group=pair if rank == 3 else None), 2)
+    own = pair if rank == 3 else None
+    return error_of(lambda: dist.all_reduce(paddle.ones([2]), group=own), SHORT_SECONDS)
 
 
 def worker(num_ranks: int) -> dict:
@@ -231,7 +234,7 @@ def test_a_difference_in_the_backward_pass_is_named(outcomes):
 @pytest.mark.parametrize("outcomes", [4], indirect=True)
 def test_ranks_that_wait_in_different_groups_end_in_bounded_time(outcomes):
     messages = [message for message, _ in outcome_of(outcomes, "across groups")]
-    assert all("has not come within 2 s" in message for message in messages)
+    assert all("has not come within 6 s" in message for message in messages)
     assert any("of ranks [2, 3]" in message for message in messages)
 
 
@@ -246,7 +249,7 @@ def run_as_asked() -> str | None:
 
 
 def test_a_run_is_checked_when_the_environment_asks():
-    for message in launch(run_as_asked, 2, environment={collective_check.VARIABLE: "20"}):
+    for message in launch(run_as_asked, 2, environment={collective_check.VARIABLE: "60"}):
         assert "rank 0 all_reduce of float32 [2]" in message
         assert "rank 1 all_reduce of float32 [3]" in message
 

@@ -51,7 +51,7 @@ def wait_for_ever(folder, what_rank_1_does):
 
 def assert_gone(folder):
     # Nobody waits for a killed grandchild: it may die a little later, and stay in the table.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(is_alive(int(pid)) for pid in os.listdir(folder)):
         assert time.monotonic() < deadline
 
@@ -71,8 +71,8 @@ def test_failing_rank_ends_the_others_and_is_shown(tmp_path):
 
 
 def test_hanging_ranks_are_ended_and_shown(tmp_path):
-    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] still run after 2 s(.|\n)*I wait"):
-        launch(wait_for_ever, processes=2, arguments=[str(tmp_path), "waits"], timeout=2)
+    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] still run after 8 s(.|\n)*I wait"):
+        launch(wait_for_ever, processes=2, arguments=[str(tmp_path), "waits"], timeout=8)
     assert len(os.listdir(tmp_path)) == 4
     assert_gone(tmp_path)
 

@@ -106,7 +106,7 @@ def test_a_training_through_the_launcher_listens_on_loopback_alone(tmp_path):
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", VARIABLE: "60"}
     with watched_listening() as found:
         done = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
     assert done.returncode == 0, (tmp_path / "log" / "workerlog.0").read_text()
     assert_loopback_alone(found)

@@ -8,6 +8,7 @@ processes, started as users do.
 
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -48,8 +49,8 @@ def test_ranks_whose_launcher_is_killed_save_and_end(run_file, tmp_path, start):
     with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *WORKERS]) as run:
         run.wait_for_steps()
         ended = run.signal(KILL)
+    # All were gone within the 10 s that `ended` waits.
     assert ended.left == []
-    assert ended.seconds < 10
     assert ended.checkpoints == [f"checkpoint-{ended.last_step}"]
 
 
@@ -69,10 +70,12 @@ def test_a_step_that_is_not_waited_for(run_file, tmp_path, start, times, overrid
     with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *SLOW, *overrides]) as run:
         while not (tmp_path / "out" / "run.json").exists():
             assert run.process.poll() is None
+            time.sleep(0.02)
         ended = run.signal(INT, times=times, gap_s=1.0)
     assert ended.code == 1
     assert said in ended.output
-    assert ended.seconds < 5
+    # The step itself would take many minutes.
+    assert ended.seconds < 60
     assert ended.left == []
     assert ended.checkpoints == []
 
@@ -93,7 +96,7 @@ def test_as_process_1_of_a_container_a_request_saves(run_file, tmp_path):
         run.wait_for_steps()
         (command,) = psutil.Process(run.process.pid).children()
         command.send_signal(TERM)
-        assert run.process.wait(60) == 143
+        assert run.process.wait(180) == 143
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [
         f"checkpoint-{run.last_step()}"
     ]

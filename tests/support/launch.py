@@ -101,6 +101,28 @@ def outcome_of(outcomes: Sequence[Mapping[str, tuple[Any, str | None]]], name: s
     return [of_rank[name][0] for of_rank in outcomes]
 
 
+def wait_for_ranks(folder: str | Path, rank: int, ranks: Sequence[int], limit: float = 300) -> None:
+    """Tell that this rank has come here, and wait until `ranks` have; through files, not Paddle.
+
+    For workers whose ranks must not end while others still use the run's store or connections.
+
+    Args:
+        folder: empty, one for each such place in a worker; made if it is missing.
+        limit: seconds.
+
+    Raises:
+        TimeoutError: names the ranks that have not come.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(rank)).touch()
+    deadline = time.monotonic() + limit
+    while missing := [other for other in ranks if not (folder / str(other)).exists()]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {missing} have not come to {folder} within {limit} s")
+        time.sleep(POLL_INTERVAL)
+
+
 class _Ranks:
     """Running processes, their output files and what they return."""
 
