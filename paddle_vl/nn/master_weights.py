@@ -120,7 +120,7 @@ class MasterWeights:
                 self.shard_of(parameter).grad = grad
 
     @paddle.no_grad()
-    def spread_parameters(self) -> None:
+    def all_gather_parameters(self) -> None:
         """Behind the optimizer's step: parameters are the roundings of their copies."""
         for parameter in self._gradients.parameters:
             paddle.assign(self.shard_of(parameter).astype(parameter.dtype), parameter)

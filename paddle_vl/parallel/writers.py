@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.nn.placement import Writers
-from paddle_vl.parallel.objects import gather_arrays, gather_values
+from paddle_vl.parallel.agree import gather_arrays, gather_values
 from paddle_vl.parallel.topology import Topology
 
 

@@ -12,9 +12,8 @@ from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
 from paddle_vl.parallel.degrees import ModelShape, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.expert_parallel import ExpertPlacement, FleetExpertPlacement
-from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
-from paddle_vl.parallel.pipeline.schedule import num_parts, parts_of_stage
-from paddle_vl.parallel.pipeline.split import split_layers
+from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner
+from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
 from paddle_vl.parallel.pipeline.split_backward import split_backward
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetPlacement
@@ -97,8 +96,8 @@ class Layout:
             layers, before, after = [1] * len(layers), 0, 0
         self.num_layers = len(layers)
         # The layers of each part of the model, and of those of this stage.
-        self.all_parts = split_layers(layers, num_parts(degrees), before, after)
-        own = parts_of_stage(degrees, topology.pp_rank)
+        self.all_parts = split_layers(layers, num_chunks(degrees), before, after)
+        own = chunks_of_stage(degrees, topology.pp_rank)
         self.parts = [self.all_parts[number] for number in own]
 
     def placement(self) -> SingleDevicePlacement:
@@ -148,7 +147,7 @@ class Layout:
     def runner(
         self,
         model: nn.Layer,
-        make_part: Callable[[Any, range], Part],
+        make_part: Callable[[Any, range], ModelChunk],
         processes: SingleProcess,
         objective: Objective,
     ) -> WholeModel | PipelineRunner:

@@ -168,7 +168,7 @@ class Optimizer:
             self._fleet.step()
         else:
             self._adamw.step()
-            self.placement.trained.spread_parameters()
+            self.placement.trained.all_gather_parameters()
 
     def clear_gradients(self) -> None:
         """Drop the gradients, without the zero fill that Paddle's default makes."""

@@ -232,7 +232,7 @@ def written(topology: Topology) -> list[str]:
         assert (updated is None) == (own.size == 0)
         if updated is not None:
             updated.set_value(own)
-    run.trained.spread_parameters()
+    run.trained.all_gather_parameters()
     values = run.values()
     wrong += [name for name, value in wanted.items() if not np.array_equal(values[name], value)]
     return wrong

@@ -20,11 +20,10 @@ from paddle.base.core import (
 
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.parallel.recorder import Collective, record_collectives
+from paddle_vl.parallel.recorder import Collective, observed, record_collectives
 from paddle_vl.parallel.sharding import Sharding, ShardingOptions, buckets
-from paddle_vl.parallel.sharding.pending import Pending
+from paddle_vl.parallel.sharding.buckets import Pending
 from paddle_vl.parallel.topology import initialize
-from paddle_vl.parallel.traffic import observed
 from tests.multi_card_tests.sharding_models import (
     DIM,
     VOCAB,
@@ -129,7 +128,7 @@ class Run:
 
     def update(self) -> None:
         self.optimizer.step()
-        self.sharding.spread_parameters()
+        self.sharding.all_gather_parameters()
         self.optimizer.clear_grad(set_to_zero=False)
 
     def gradients(self) -> dict[str, np.ndarray]:
@@ -416,7 +415,7 @@ def restored(group, mode: Mode) -> list[str]:
         wanted[name] = np.random.default_rng(1).normal(size=parameter.shape).astype(np.float32)
         own = run.sharding.own_shard(parameter, wanted[name])
         run.sharding.shard_of(parameter).set_value(own)
-    run.sharding.spread_parameters()
+    run.sharding.all_gather_parameters()
     values = run.values()
     wrong = [name for name in divided if not np.array_equal(values[name], wanted[name])]
     loss = evaluated(run, sample(0, 0, 0))

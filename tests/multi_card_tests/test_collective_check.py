@@ -208,7 +208,7 @@ def test_different_plans_are_named_on_every_rank(outcomes, name, first, others):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("left", "has left the checked part; its last collective: barrier in first"),
+        ("left", "has left the checked section; its last collective: barrier in first"),
         ("failed", "failed with KeyError: 'broken batch'"),
     ],
 )

@@ -83,7 +83,7 @@ def test_ranks_that_disagree_stop_at_the_start_and_name_the_setting(run_file, tm
     said = [rank for rank in (0, 1) if "do not have the same" in logs[f"workerlog.{rank}"]]
     assert said
     for rank in said:
-        assert f"rank {rank} (mp {rank}): the processes" in logs[f"workerlog.{rank}"]
+        assert f"rank {rank} (mp {rank}): the ranks" in logs[f"workerlog.{rank}"]
         assert "train.seed (rank 0 5, rank 1 6)" in logs[f"workerlog.{rank}"]
     assert not (tmp_path / "out").exists()
 

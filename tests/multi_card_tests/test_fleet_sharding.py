@@ -147,7 +147,7 @@ def test_slices_have_the_marks_of_their_parameters(outcomes):
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        ("frozen", "is not divided: frozen"),
+        ("frozen", "is not sharded: frozen"),
         ("shape", "[2, 3] to take a shard of does not have the shape [11, 6]"),
         ("others", "the optimizer has 1 parameters"),
     ],

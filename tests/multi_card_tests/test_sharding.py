@@ -312,7 +312,7 @@ def test_a_shard_has_the_marks_of_its_parameter_and_no_others(outcomes):
         ("stage", "stage is 1; it must be 2 or 3"),
         ("twice", "1 parameters to shard are listed twice"),
         ("two units", "of sharding unit 1 is in another unit too"),
-        ("frozen", "is not divided: frozen"),
+        ("frozen", "is not sharded: frozen"),
         ("shape", "[2, 3] to take a shard of does not have the shape [6, 6]"),
         ("outside", "got a gradient outside of it"),
         ("no storage", "not initialized"),

@@ -27,6 +27,7 @@ from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 from paddle_vl.parallel.gloo_fleet import install
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.train.host_reads import record_host_reads
+from tests.multi_card_tests.fleet_defects.gloo_patches import install_more
 from tests.support.launch import launch, outcome_of, run_checks, wait_for_ranks
 
 ROWS, WIDTH, WAIT_SECONDS = 2, 4, 4.0
@@ -63,6 +64,7 @@ def data(micro_batches: int = 2):
 def different_rows() -> bool:
     """Whether rows arrive as they were sent, each mp process having its own."""
     start(mp_degree=2, use_batch_p2p_comm=True)
+    install_more()
     make_engine()
     group = fleet.get_hybrid_communicate_group()
     helper = p2p_communication.P2pHelper()

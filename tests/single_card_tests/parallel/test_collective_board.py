@@ -51,7 +51,7 @@ def test_a_rank_that_ends_is_named_to_those_that_wait_for_it():
     board.lose(1)
     assert answers(*[(board.meet, rank, (2, 3), SUM) for rank in (2, 3)]) == [None, None]
     (found,) = answers((board.leave, 0))
-    assert found.endswith("rank 1 has ended; it came to none before")
+    assert found.endswith("rank 1 has ended; it reached none before")
 
 
 def test_a_rank_that_has_left_may_end():
@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_come_is_named():
     (found,) = answers((Board(2, 0.01).meet, 0, (0, 1), SUM))
     assert found == (
         "collective 1 of ranks [0, 1]: rank 0 is about to do a sum; rank 1 has not come within "
-        "0.01 s; it came to none before"
+        "0.01 s; it reached none before"
     )
 
 

@@ -13,9 +13,8 @@ import paddle.distributed as dist
 import pytest
 from paddle.base import core
 
-from paddle_vl.parallel import traffic
-from paddle_vl.parallel.recorder import Collective, first_difference
-from paddle_vl.parallel.traffic import observed
+from paddle_vl.parallel import recorder
+from paddle_vl.parallel.recorder import Collective, first_difference, observed
 
 DISTRIBUTED = Path(dist.__file__).parent
 # Where Paddle's own code sends under dynamic graphs.
@@ -39,8 +38,8 @@ def test_all_operators_of_fleet_that_send_are_watched():
         for path in (DISTRIBUTED / folder).rglob("*.py"):
             used |= set(re.findall(r"_C_ops\.(\w+)\(", path.read_text(encoding="utf-8")))
     assert used - LOCAL - ELSEWHERE
-    unknown = used - LOCAL - ELSEWHERE - set(traffic._OPERATORS)
-    assert not unknown, "add it to traffic._OPERATORS, or to LOCAL here if it sends nothing"
+    unknown = used - LOCAL - ELSEWHERE - set(recorder._OPERATORS)
+    assert not unknown, "add it to recorder._OPERATORS, or to LOCAL here if it sends nothing"
 
 
 def test_a_method_of_groups_that_is_not_known_is_refused(monkeypatch):

@@ -10,7 +10,7 @@ import socket
 import psutil
 import pytest
 
-from paddle_vl.parallel.store.address import (
+from paddle_vl.parallel.store.rendezvous import (
     Addresses,
     choose_interfaces,
     find_addresses,

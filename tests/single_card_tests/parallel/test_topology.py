@@ -34,7 +34,7 @@ def test_one_process_starts_no_fleet():
 def test_degrees_that_do_not_fit_are_refused_together_before_fleet_starts():
     with pytest.raises(ValueError, match="2 problems") as refusal:
         initialize(ParallelDegrees(dp_degree=2, sequence_parallel=True))
-    assert "= 2, but the run has 1 process:" in str(refusal.value)
+    assert "= 2, but the run has 1 rank:" in str(refusal.value)
     assert "parallel.mp_degree is 1" in str(refusal.value)
     assert not dist.is_initialized()
 

@@ -1,8 +1,14 @@
-"""The primitives of Paddle's tensor-parallel layers, made of collectives of the group.
+"""Functions of fleet that ask for an accelerator's kernel or device, made of gloo's collectives.
 
-Ranks of a group hold parts of the last axis (features, or the vocabulary). Paddle's kernels for
-these exist for accelerators only. Layers that split their input or gather their output are not
-used here, and what they need is not made.
+The primitives of tensor-parallel layers have kernels for accelerators only. The last axis
+(features, or the vocabulary) is sharded over the group. Layers that split their input or gather
+their output are not used here, so their primitives are left out.
+
+| primitive | forward | backward |
+| --- | --- | --- |
+| `_c_identity` | identity | all-reduce of the gradient |
+| `_mp_allreduce` | all-reduce | identity |
+| `_c_softmax_with_cross_entropy` | all-reduces: maximum, sum of exp, target logit | local |
 """
 
 from collections.abc import Callable
@@ -17,8 +23,6 @@ from paddle_vl.parallel.gloo_fleet.patch import Patch
 
 
 class _Identity(PyLayer):
-    """The input; gradients are summed over the ranks."""
-
     @staticmethod
     def forward(ctx, tensor, group):
         ctx.group = group
@@ -30,8 +34,6 @@ class _Identity(PyLayer):
 
 
 class _AllReduce(PyLayer):
-    """The sum over the ranks; the gradient is the same on each."""
-
     @staticmethod
     def forward(ctx, tensor, group):
         return _reduced(tensor, group)
@@ -42,7 +44,7 @@ class _AllReduce(PyLayer):
 
 
 class _CrossEntropy(PyLayer):
-    """Cross entropy of logits whose vocabulary is divided over the ranks, at least in float32."""
+    """Cross entropy of logits whose vocabulary is sharded, computed at least in float32."""
 
     @staticmethod
     def forward(ctx, logits, label, group, ignore_index):
@@ -56,8 +58,8 @@ class _CrossEntropy(PyLayer):
         is_here = is_target & (row >= 0) & (row < logits.shape[-1])
         row = paddle.where(is_here, row, paddle.zeros_like(row))
         own = paddle.take_along_axis(x, row, axis=-1, broadcast=False) * is_here.astype(x.dtype)
-        # A product would make the loss NaN where an ignored position has infinite logits.
         loss = paddle.log(denominator) - _reduced(own, group)
+        # A product would make the loss NaN where an ignored position has infinite logits.
         loss = paddle.where(is_target, loss, paddle.zeros_like(loss))
         softmax = exp / denominator
         ctx.save_for_backward(softmax, row, is_here, is_target)
@@ -154,5 +156,26 @@ PATCHES = (
         "_c_softmax_with_cross_entropy",
         "logits label group return_softmax ignore_index",
         _c_softmax_with_cross_entropy,
+    ),
+    Patch(
+        owner="paddle.distributed.parallel:ParallelEnv",
+        name="_device_id",
+        parameters=None,
+        reason="the CPU build never sets it, and PipelineLayer and sharding read it",
+        make=lambda _: 0,
+    ),
+    *(
+        Patch(
+            owner=owner,
+            name="get_current_device_type",
+            parameters=(),
+            reason="tensor fusion helper now only support ['gpu', 'npu', 'xpu'], but got cpu",
+            # It chooses the alignment of buffers; that of a GPU suits a CPU too.
+            make=lambda _: lambda: "gpu",
+        )
+        for owner in (
+            "paddle.distributed.fleet.utils.tensor_fusion_helper",
+            "paddle.optimizer.fusion_utils",
+        )
     ),
 )
