@@ -5,8 +5,8 @@ process group, which fleet often calls directly; a few operators communicate by 
 kinds are replaced while recording, for every backend. A call counts once, however it is made: the
 methods of gloo's groups, for example, are made of other methods.
 
-Recordings count the communication of a step, the same on any machine, and compare the order of
-ranks; `collective_check` stops a run at the first collective that ranks do not agree on.
+Recordings count the communication of a step, the same on any machine; `collective_check` stops a
+run at the first collective that ranks disagree on.
 """
 
 import functools
@@ -56,14 +56,8 @@ class Collective(NamedTuple):
         return self.kind in _MESSAGES
 
     @property
-    def channel(self) -> tuple[bool, tuple[int, ...]]:
-        """Calls of one channel must have the same order on all of its ranks: all collectives of a
-        group, or all messages from one rank to another."""
-        return self.is_message, self.ranks
-
-    @property
     def agreed(self) -> tuple:
-        """What must be the same on every rank of a channel."""
+        """What must be the same on every rank of a collective, and at both ends of a message."""
         # Fleet sends a number as [] and receives it as [1].
         shape = self.shape or (1,)
         if self.is_message:
@@ -289,37 +283,3 @@ def record_collectives() -> Iterator[Recording]:
 
     with observed(record):
         yield recording
-
-
-def first_difference(calls_of_ranks: Sequence[Sequence[Collective]]) -> str | None:
-    """The first difference between the recordings of all ranks, by rank; None if there is none.
-
-    Compares, per channel, kind, dtype, shape and phase of every collective with those on the first
-    rank of the group, and dtype and shape of every message with those on its other rank.
-    """
-    channels = dict.fromkeys(call.channel for calls in calls_of_ranks for call in calls)
-    for channel in channels:
-        is_message, ranks = channel
-        first, *others = dict.fromkeys(ranks)
-        own = [[call for call in calls if call.channel == channel] for calls in calls_of_ranks]
-        for other in others:
-            pairs = zip(own[first], own[other], strict=False)
-            same = [
-                one.agreed == two.agreed and (is_message or one.phase == two.phase)
-                for one, two in pairs
-            ]
-            position = same.index(False) if False in same else len(same)
-            if position < max(len(own[first]), len(own[other])):
-                what = "message" if is_message else "collective"
-                return (
-                    f"{what} {position + 1} of ranks {list(ranks)}: "
-                    f"rank {first} {_at(own[first], position)}, "
-                    f"rank {other} {_at(own[other], position)}"
-                )
-    return None
-
-
-def _at(calls: Sequence[Collective], position: int) -> str:
-    if position < len(calls):
-        return calls[position].describe()
-    return f"nothing, its last {calls[-1].describe()}" if calls else "nothing at all"

@@ -19,8 +19,8 @@ from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.optimizer import Optimizer
 from tests.multi_card_tests import sharding_models
-from tests.multi_card_tests.sharding_models import HalfModel, toy
 from tests.support.launch import run_checks
+from tests.support.sharding_models import HalfModel, toy
 
 STEPS, MICRO_BATCHES, RATE = 3, 2, 0.02
 TRAIN = TrainConfig(output_dir="unused", learning_rate=RATE, weight_decay=0.1, max_grad_norm=0.5)

@@ -24,7 +24,8 @@ from paddle_vl.parallel.recorder import Collective, observed, record_collectives
 from paddle_vl.parallel.sharding import Sharding, ShardingOptions, buckets
 from paddle_vl.parallel.sharding.buckets import Pending
 from paddle_vl.parallel.topology import initialize
-from tests.multi_card_tests.sharding_models import (
+from tests.support.launch import run_checks
+from tests.support.sharding_models import (
     DIM,
     VOCAB,
     WIDE,
@@ -35,7 +36,6 @@ from tests.multi_card_tests.sharding_models import (
     toy,
     trained,
 )
-from tests.support.launch import run_checks
 
 STEPS, MICRO_BATCHES = 3, 2
 

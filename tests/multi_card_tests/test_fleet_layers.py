@@ -35,8 +35,8 @@ from paddle_vl.parallel.topology import initialize
 from paddle_vl.train.optimizer import Optimizer
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.tiny import tiny_model, token_rows
+from tests.support.tolerance import TOPOLOGY
 
-TOLERANCE = 1e-5
 OVERLAPS = {
     "mp_async_allreduce": True,
     "mp_skip_c_identity": True,
@@ -195,6 +195,6 @@ def test_a_fused_weight_is_put_together_once_for_all_its_names(outcomes):
 @pytest.mark.parametrize("name", [*FROZEN, "apart"])
 def test_losses_and_gradients_are_those_of_one_device(outcomes, overlaps, name, sp):
     for error, where, num_overlapped in outcome_of(outcomes, f"{name} {sp}"):
-        assert error <= TOLERANCE, where
+        assert error <= TOPOLOGY, where
         expected = {"trained": 6, "frozen projections": 0, "frozen table": 2, "apart": 4}[name]
         assert num_overlapped == (expected if overlaps else 0)

@@ -17,12 +17,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from paddle_vl.parallel.recorder import first_difference
 from tests.multi_card_tests.fleet_sharding_checks import OPTIONS, worker
-from tests.multi_card_tests.sharding_models import toy, trained
 from tests.support.launch import launch, outcome_of
+from tests.support.recordings import first_difference
+from tests.support.sharding_models import toy, trained
+from tests.support.tolerance import TOPOLOGY
 
-TOLERANCE = 1e-5
 NUM_TRAINED = len(trained(toy()))
 TOPOLOGIES = {
     "2": (2, {"sharding_degree": 2}),
@@ -43,7 +43,7 @@ def assert_close(found: dict, wanted: dict) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         error = np.abs(np.subtract(found[name], value)).max() / max(np.abs(value).max(), 1e-12)
-        assert error <= TOLERANCE, f"{name} differs by {error}"
+        assert error <= TOPOLOGY, f"{name} differs by {error}"
 
 
 @pytest.mark.parametrize("options", OPTIONS)

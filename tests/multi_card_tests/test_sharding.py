@@ -20,12 +20,12 @@ The oracle is the same model on one process without sharding. Checks are in `sha
 import numpy as np
 import pytest
 
-from paddle_vl.parallel.sharding.memory import Elements, ModelElements, at_peak, passing_bytes
+from sharding_memory import Elements, ModelElements, at_peak, passing_bytes
 from tests.multi_card_tests.sharding_checks import HALVES, MICRO_BATCHES, MODES, worker
-from tests.multi_card_tests.sharding_models import NUM_BLOCKS, NUM_LAYERS, NUM_WIDE, WIDE_BYTES
 from tests.support.launch import launch, outcome_of
+from tests.support.sharding_models import NUM_BLOCKS, NUM_LAYERS, NUM_WIDE, WIDE_BYTES
+from tests.support.tolerance import TOPOLOGY
 
-TOLERANCE = 1e-5
 UNITS = NUM_BLOCKS + NUM_LAYERS
 PASSES = ("forward", "backward")
 TABLES = ("embedding.", "head.")
@@ -42,11 +42,11 @@ def outcomes(request):
 def assert_equals_single(outcomes, trained: list[dict]) -> None:
     single = outcome_of(outcomes, "single")[0]
     losses = np.sum([of_rank.pop("losses") for of_rank in trained], axis=0)
-    np.testing.assert_allclose(losses, single["losses"], rtol=TOLERANCE)
+    np.testing.assert_allclose(losses, single["losses"], rtol=TOPOLOGY)
     for rank, values in enumerate(trained):
         for name, value in values.items():
             error = np.abs(value - single[name]).max() / np.abs(single[name]).max()
-            assert error <= TOLERANCE, f"rank {rank}: {name} differs by {error}"
+            assert error <= TOPOLOGY, f"rank {rank}: {name} differs by {error}"
 
 
 def copies(outcomes, name: str) -> list[dict]:
@@ -177,7 +177,7 @@ def test_a_step_of_unknown_length_is_reduced_at_its_end(outcomes):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_head_may_be_the_token_table(outcomes, mode):
     for errors in outcome_of(outcomes, f"tied {mode}"):
-        assert max(errors.values()) <= TOLERANCE, errors
+        assert max(errors.values()) <= TOPOLOGY, errors
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -191,7 +191,7 @@ def test_units_that_do_not_run_in_a_micro_batch_are_not_gathered_for_it(outcomes
         "3 kept": (0, NUM_LAYERS + tables + 1),
     }[mode]
     for error, kinds in outcome_of(outcomes, f"text_last {mode}"):
-        assert error <= TOLERANCE
+        assert error <= TOPOLOGY
         assert (kinds.count(GATHER), kinds.count(REDUCE)) == sent
 
 

@@ -30,18 +30,18 @@ from paddle_vl.nn.placement import SingleDevicePlacement, Writers
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
-from paddle_vl.parallel.sharding.memory import (
+from paddle_vl.parallel.topology import Topology, initialize
+from paddle_vl.parallel.writers import FleetWriters
+from paddle_vl.train.optimizer import Optimizer
+from sharding_memory import (
     ModelElements,
     at_peak,
     between_steps,
     counted_bytes,
 )
-from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.parallel.writers import FleetWriters
-from paddle_vl.train.optimizer import Optimizer
-from tests.multi_card_tests.families import loss_of, pi07, qwen_fresh, units_of
-from tests.multi_card_tests.sharding_models import HalfModel
 from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.sharding_models import HalfModel
+from tests.support.small_families import loss_of, pi07, qwen_fresh, units_of
 
 RANKS = 2
 STAGES = (0, 1, 2, 3)

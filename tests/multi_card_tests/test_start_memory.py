@@ -31,12 +31,15 @@ from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.sharding import FleetSharding, Sharding
-from paddle_vl.parallel.sharding.memory import ModelElements, between_steps
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train import build as run_building
 from paddle_vl.train.optimizer import Optimizer
-from tests.multi_card_tests.families import (
+from sharding_memory import ModelElements, between_steps
+from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.small_families import (
     builders,
     pi07,
     qwen_files,
@@ -44,9 +47,6 @@ from tests.multi_card_tests.families import (
     units_of,
     write_qwen,
 )
-from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
-from tests.single_card_tests.train.tiny_run import write_tiny_run
-from tests.support.launch import launch, outcome_of, run_checks
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 STAGES = (0, 1, 2, 3)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
-
-TOLERANCE = 1e-5
+from tests.support.tolerance import TOPOLOGY
 
 _OF_THE_MACHINE = ("_per_second", "_seconds", "memory")
 
@@ -46,7 +45,7 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
     for key, array in wanted.items():
         assert found[key].shape == array.shape, key
         error = np.abs(found[key] - array).max()
-        assert error <= TOLERANCE * max(np.abs(array).max(), 1e-6), key
+        assert error <= TOPOLOGY * max(np.abs(array).max(), 1e-6), key
 
 
 def assert_equal_runs(found: Path, wanted: Path, checkpoint: str = "checkpoint-4") -> None:
@@ -54,5 +53,5 @@ def assert_equal_runs(found: Path, wanted: Path, checkpoint: str = "checkpoint-4
     for ours, theirs in zip(lasting_metrics(found), lasting_metrics(wanted), strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
-            assert ours[key] == pytest.approx(value, rel=TOLERANCE), (theirs["step"], key)
+            assert ours[key] == pytest.approx(value, rel=TOPOLOGY), (theirs["step"], key)
     assert_close(arrays_of(found / checkpoint), arrays_of(wanted / checkpoint))

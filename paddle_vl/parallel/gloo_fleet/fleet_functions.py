@@ -84,64 +84,42 @@ def _reduced(tensor: Tensor, group, op=core.ReduceOp.SUM) -> Tensor:
     return result
 
 
-def _gloo_group(group):
-    """The group (the default one for None) if it is a gloo group, else None."""
-    group = collective._get_default_group() if group is None else group
-    return group if isinstance(group.process_group, core.ProcessGroupGloo) else None
+def _c_identity(tensor, group=None, skip_c_identity_dynamic=False):
+    return _Identity.apply(tensor, group or collective._get_default_group())
 
 
-def _c_identity(paddles_own: Callable) -> Callable:
-    def _c_identity(tensor, group=None, skip_c_identity_dynamic=False):
-        if (gloo := _gloo_group(group)) is None:
-            return paddles_own(tensor, group, skip_c_identity_dynamic)
-        return _Identity.apply(tensor, gloo)
-
-    return _c_identity
-
-
-def _mp_allreduce(paddles_own: Callable) -> Callable:
-    def _mp_allreduce(
-        tensor,
-        op=paddle.distributed.ReduceOp.SUM,
-        group=None,
-        use_calc_stream=True,
-        use_model_parallel=True,
-        skip_c_identity_dynamic=False,
-    ):
-        if (gloo := _gloo_group(group)) is None:
-            return paddles_own(
-                tensor, op, group, use_calc_stream, use_model_parallel, skip_c_identity_dynamic
-            )
-        if op != paddle.distributed.ReduceOp.SUM:
-            raise ValueError(f"_mp_allreduce sums (ReduceOp.SUM); got operation {op}.")
-        return _AllReduce.apply(tensor, gloo)
-
-    return _mp_allreduce
+def _mp_allreduce(
+    tensor,
+    op=paddle.distributed.ReduceOp.SUM,
+    group=None,
+    use_calc_stream=True,
+    use_model_parallel=True,
+    skip_c_identity_dynamic=False,
+):
+    if op != paddle.distributed.ReduceOp.SUM:
+        raise ValueError(f"_mp_allreduce sums (ReduceOp.SUM); got operation {op}.")
+    return _AllReduce.apply(tensor, group or collective._get_default_group())
 
 
-def _c_softmax_with_cross_entropy(paddles_own: Callable) -> Callable:
-    def _c_softmax_with_cross_entropy(
-        logits, label, group=None, return_softmax=False, ignore_index=-100
-    ):
-        if (gloo := _gloo_group(group)) is None:
-            return paddles_own(logits, label, group, return_softmax, ignore_index)
-        if label.ndim == logits.ndim - 1:
-            label = label.unsqueeze(-1)
-        if label.shape != [*logits.shape[:-1], 1]:
-            raise ValueError(f"Logits of {logits.shape} need one label a row, got {label.shape}.")
-        loss, softmax = _CrossEntropy.apply(logits, label, gloo, ignore_index)
-        return (loss, softmax) if return_softmax else loss
-
-    return _c_softmax_with_cross_entropy
+def _c_softmax_with_cross_entropy(
+    logits, label, group=None, return_softmax=False, ignore_index=-100
+):
+    if label.ndim == logits.ndim - 1:
+        label = label.unsqueeze(-1)
+    if label.shape != [*logits.shape[:-1], 1]:
+        raise ValueError(f"Logits of {logits.shape} need one label a row, got {label.shape}.")
+    group = group or collective._get_default_group()
+    loss, softmax = _CrossEntropy.apply(logits, label, group, ignore_index)
+    return (loss, softmax) if return_softmax else loss
 
 
-def _primitive(name: str, parameters: str, make: Callable) -> Patch:
+def _primitive(name: str, parameters: str, function: Callable) -> Patch:
     return Patch(
         owner="paddle.distributed.fleet.layers.mpu.mp_ops",
         name=name,
         parameters=tuple(parameters.split()),
         reason="Do not support c_... for cpu kernel now",
-        make=make,
+        make=lambda _: function,
     )
 
 

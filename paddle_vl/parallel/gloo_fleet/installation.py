@@ -20,7 +20,7 @@ def install() -> bool:
     """Make fleet work on CPU ranks that communicate through gloo; elsewhere do nothing.
 
     Call it before fleet.init and init_parallel_env; further calls change nothing. Every patch is
-    checked before the first one is applied. Groups of other backends keep Paddle's own functions.
+    checked before the first one is applied.
 
     Returns:
         Whether Paddle runs here on CPUs with gloo, so that the patches are in place.

@@ -96,31 +96,15 @@ def _new_gloo_group(name: str, rank: int, size: int, group_id: int) -> core.Proc
     return group
 
 
-def _batch_isend_irecv(paddles_own: Callable) -> Callable:
-    def batch_isend_irecv(p2p_op_list):
-        if not _on_gloo(p2p_op_list):
-            return paddles_own(p2p_op_list)
-        ordered = _in_shared_order(p2p_op_list, paddle.distributed.isend)
-        tasks = [each.op(each.tensor, each.peer, each.group) for each in ordered]
-        return [task for task in tasks if task is not None]
-
-    return batch_isend_irecv
+def _batch_isend_irecv(p2p_op_list):
+    ordered = _in_shared_order(p2p_op_list, paddle.distributed.isend)
+    tasks = [each.op(each.tensor, each.peer, each.group) for each in ordered]
+    return [task for task in tasks if task is not None]
 
 
-def _batch_send_recv(paddles_own: Callable) -> Callable:
-    def batch_send_recv_on_calc_stream(p2p_op_list):
-        if not _on_gloo(p2p_op_list):
-            return paddles_own(p2p_op_list)
-        for each in _in_shared_order(p2p_op_list, p2p_communication._send_on_calc_stream):
-            each.op(each.tensor, each.group, each.peer, each.nranks, each.rank_id)
-        return None
-
-    return batch_send_recv_on_calc_stream
-
-
-def _on_gloo(operations) -> bool:
-    """Whether the first operation is of a gloo group; Paddle requires the same of the rest."""
-    return bool(operations) and isinstance(operations[0].group.process_group, core.ProcessGroupGloo)
+def _batch_send_recv(p2p_op_list):
+    for each in _in_shared_order(p2p_op_list, p2p_communication._send_on_calc_stream):
+        each.op(each.tensor, each.group, each.peer, each.nranks, each.rank_id)
 
 
 def _in_shared_order(operations, send: Callable) -> list:
@@ -187,14 +171,14 @@ PATCHES = (
         name="batch_isend_irecv",
         parameters=("p2p_op_list",),
         reason="gloo's isend blocks: two ranks that send to each other first wait for ever",
-        make=_batch_isend_irecv,
+        make=lambda _: _batch_isend_irecv,
     ),
     Patch(
         owner="paddle.distributed.fleet.meta_parallel.pp_utils.p2p_communication",
         name="batch_send_recv_on_calc_stream",
         parameters=("p2p_op_list",),
         reason="gloo's send blocks: two stages that send to each other first wait for ever",
-        make=_batch_send_recv,
+        make=lambda _: _batch_send_recv,
     ),
     Patch(
         owner="paddle.distributed.parallel",

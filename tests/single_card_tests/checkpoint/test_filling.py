@@ -15,8 +15,8 @@ from paddle import nn
 from paddle_vl import PI07Config, Qwen3VLForConditionalGeneration
 from paddle_vl.checkpoint.filling import Fillable, FillStep
 from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
-from tests.multi_card_tests.families import default_dtype
 from tests.support.pi07_golden import case, config_values
+from tests.support.small_families import default_dtype
 from tests.support.tiny import tiny_config
 
 

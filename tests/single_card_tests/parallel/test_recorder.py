@@ -14,7 +14,8 @@ import pytest
 from paddle.base import core
 
 from paddle_vl.parallel import recorder
-from paddle_vl.parallel.recorder import Collective, first_difference, observed
+from paddle_vl.parallel.recorder import Collective, observed
+from tests.support.recordings import first_difference
 
 DISTRIBUTED = Path(dist.__file__).parent
 # Where Paddle's own code sends under dynamic graphs.

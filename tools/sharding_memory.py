@@ -1,5 +1,9 @@
 """Bytes per rank of parameters, gradients and optimizer state: by formula, and of a live run.
 
+    python tools/sharding_memory.py
+
+prints the table of docs/sharding.md for pi07's published size.
+
 With S sharding ranks, w bytes per stored parameter, and `t_u`, `f_u`, `t_r`, `f_r` the trained and
 frozen parameters of units and of the rest (the root), `t = t_u + t_r`, `f = f_u + f_r`:
 
@@ -24,9 +28,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.parallel.sharding.stages import ShardingOptions
+from paddle_vl.parallel.sharding import ShardingOptions
 
 _FLOAT32_BYTES = 4
 _PLAIN = ShardingOptions()
@@ -239,3 +244,42 @@ def counted_bytes(
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.size * tensor.element_size() for tensor in tensors)
+
+
+def published_pi07() -> ModelElements:
+    """Parameter counts of pi07's published size in bfloat16, the vision tower frozen."""
+    from paddle_vl import PI07Config
+    from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+    from paddle_vl.families.pi07.prefix_layout import LABELS
+
+    config = PI07Config.from_dict({"vlm_config": {"discrete_action_vocab_size": 2048}})
+    with paddle.LazyGuard():
+        model = PI07LowLevelFlowMatching(config, {key: [1] for key in LABELS})
+    units = [*model.vision_blocks, *model.decoder_layers]
+    return ModelElements.of(model.parameters(), units, 2, model.tables)
+
+
+def table_rows(model: ModelElements, num_ranks: int) -> list[str]:
+    """The rows of a table of GiB per rank, with one micro-batch per step."""
+    rows = []
+    for stage, name in enumerate(("none", "1", "2", "3")):
+        held, peak = between_steps(model, stage, num_ranks), at_peak(model, stage, num_ranks)
+        passing = passing_bytes(model, stage)
+        sizes = (held.parameters, held.masters, held.moments, held.total, peak.gradients)
+        cells = [*sizes, passing, peak.total + passing]
+        rows.append(f"| {name} | {' | '.join(f'{size / 2**30:.2f}' for size in cells)} |")
+    return rows
+
+
+def main() -> None:
+    print(
+        "| stage | parameters | float32 copies | moments | between steps | gradients "
+        "| temporary | at the peak |"
+    )
+    print("| --- |" + " --- |" * 7)
+    for row in table_rows(published_pi07(), 8):
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
