@@ -18,7 +18,7 @@ from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.optimizer import Optimizer
-from tests.multi_card_tests import sharding_models
+from tests.support import sharding_models
 from tests.support.launch import run_checks
 from tests.support.sharding_models import HalfModel, toy
 
@@ -58,7 +58,7 @@ def set_options(options: dict[str, Any]) -> None:
 
 
 class Run:
-    """A model with its optimizer, divided over the topology's processes, or on one alone."""
+    """A model with its optimizer, sharded over the topology's ranks, or on one device."""
 
     def __init__(self, model: nn.Layer, topology: Topology | None, options: str = "plain"):
         self.model, self.topology = model, topology
@@ -119,7 +119,7 @@ class Run:
         return found
 
     def values(self) -> dict[str, np.ndarray]:
-        """Parameters and all state, whole."""
+        """Full parameters and optimizer state."""
         parameters = {
             name: self.trained.gathered_value(parameter).astype("float32").numpy().copy()
             for name, parameter in self.model.named_parameters()
@@ -155,7 +155,7 @@ def train(topology: Topology, options: str) -> dict[str, Any]:
 
 
 def continued(topology: Topology, options: str) -> list[str]:
-    """What differs, bit for bit, when the last step runs in another process' place."""
+    """What differs, bit for bit, when the last step runs from saved values."""
     run = Run(toy(), topology, options)
     trained_run(run, [run.micro_batches(step) for step in range(STEPS - 1)])
     saved = run.values()

@@ -41,7 +41,7 @@ STEPS, MICRO_BATCHES = 3, 2
 
 
 class Mode(NamedTuple):
-    """A stage and what is chosen of it."""
+    """A stage and its options."""
 
     stage: int
     options: ShardingOptions = ShardingOptions()
@@ -379,7 +379,7 @@ def half_bytes(group, mode: Mode) -> list[tuple[str, int]]:
 
 
 def round_trip(group, mode: Mode) -> list[str]:
-    """Parameters whose own parts, gathered, are not what they were cut from."""
+    """Parameters whose gathered shards are not the original."""
     run = Run(group, mode)
     run.backward()
     run.update()

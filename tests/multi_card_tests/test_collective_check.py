@@ -1,10 +1,10 @@
-"""Recorded and checked collectives of 2 and of 4 real processes.
+"""Recorded and checked collectives on 2 and on 4 ranks.
 
-Guarantees: every kind of call is recorded with ranks, bytes, dtype and shape, once; ranks that are
-about to do different things, or one that has left or failed while others wait, or one that does
-not come, end in an error on every rank that names both, what each was about to do, its position
-and its phase, and nothing hangs; a check leaves what is recorded and computed as it is; a
-variable of the environment checks a whole run, which stays what it is.
+Guarantees: every kind of call is recorded once, with ranks, bytes, dtype and shape; ranks that
+start different collectives, a rank that has left or failed while others wait, and one that does not
+come end in an error on every rank that names both ranks, the collective of each, its position and
+its phase, and nothing hangs; a check changes neither records nor results; an environment variable
+checks a full run, whose results stay the same.
 """
 
 import json
@@ -155,7 +155,7 @@ def worker(num_ranks: int) -> dict:
     return run_checks(checks)
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2_processes", "4_processes"])
+@pytest.fixture(scope="module", params=[2, 4], ids=["2_ranks", "4_ranks"])
 def outcomes(request):
     return launch(worker, request.param, arguments=(request.param,))
 

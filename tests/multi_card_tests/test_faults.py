@@ -1,10 +1,10 @@
-"""What happens to a run of several processes when one of them dies, or is not like the others.
+"""Runs on several ranks in which one dies, or has other settings.
 
-Pinned here: the launcher ends the others soon, with an exit code that is not 0; the last checkpoint
-is whole, and the run continues from it to the same bits, wherever it was cut off; ranks that
-disagree on a setting stop at the start and name it. Started as users do, through Paddle's launcher.
-Without a launcher that would kill them, ranks whose peer has failed end by themselves within
-seconds, also one that is in a wait which does not notice it, and say why.
+Guarantees: the launcher ends the other ranks, with an exit code other than 0; the last checkpoint
+is complete, and the run continues from it bit-exactly, wherever it was interrupted; ranks that
+disagree on a setting stop at the start and name it. Without a launcher that would kill them, ranks
+whose peer has failed end by themselves and log the reason, also from a wait that does not notice
+it.
 """
 
 import os
@@ -29,7 +29,7 @@ SECONDS_TO_END = 300
 
 
 def launched(run_file: Path, output_dir: Path, fault: str = "", *overrides: str):
-    """Two processes of one model through the launcher."""
+    """Run on two mp ranks through the launcher: exit code, seconds, and logs by name."""
     command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
     command += ["--log_dir", str(output_dir) + "-log", str(SCRIPT), str(run_file)]
     command += [f"train.output_dir={output_dir}", "parallel.mp_degree=2", "train.save_steps=2"]

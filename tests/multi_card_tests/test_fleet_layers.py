@@ -1,8 +1,8 @@
-"""Fleet's tensor-parallel layers as what trains, and its options for them.
+"""Fleet's tensor-parallel layers in a model, and fleet's options for them.
 
-Guarantees: every matrix of a dense decoder layer, the token table and the loss are fleet's classes;
-so they are with linears apart, but for heads that several ranks share; with fleet's overlaps of
-products and collectives, losses and gradients are those of one device, with frozen weights too.
+Guarantees: every matrix of a dense decoder layer, the token table and the loss are fleet's classes,
+also with unfused linears, except for heads that several ranks share; with fleet's overlaps of
+products and collectives, losses and gradients equal one device's, also with frozen weights.
 """
 
 from functools import partial
@@ -60,7 +60,7 @@ def separate_some(model) -> None:
 
 
 def classes(folder: str, group, sequence_parallel: bool, apart: bool) -> list[str]:
-    """Matrices that are in no layer of fleet's."""
+    """Matrices that belong to no layer of fleet's."""
     model = model_of(folder, group, sequence_parallel)
     if apart:
         separate_some(model)
@@ -126,7 +126,7 @@ def worst_difference(
 
 
 def gathers(folder: str, group) -> dict[str, tuple[int, int]]:
-    """How many collectives put weights and moments together, and how many parts there are."""
+    """Number of collectives that gather weights and moments, and number of shards."""
     model = model_of(folder, group, True)
     named = list(model.hf_named_parameters())
     optimizer = Optimizer(named, TrainConfig(output_dir="none"), set(), model.placement)

@@ -1,15 +1,17 @@
-"""Sharding stage 1: fleet's DygraphShardingOptimizerV2 over 2, 3 and 2 x 2 real processes.
+"""Sharding stage 1 (fleet's DygraphShardingOptimizerV2) on 2, 3 and 2 x 2 ranks against one device.
 
-Guarantees, on a model with frozen parameters, sizes that no group divides, other data on every
-rank, a parameter that only one rank uses, rates and decay of single parameters:
-losses, norms, gradients, and after three clipped steps of two micro-batches every parameter and
-moment equal one process's; so with reductions beside the backward pass, gathers beside the forward
-pass and fused states; what was saved continues bit by bit; a step that is not finite changes
-nothing, whether its flag is read or masked; bfloat16 gradients are added up, and masters updated,
-in float32; every rank sends the same collectives, as many as stated here; fleet's class is what
-trains; wrong use is refused.
+The model has frozen parameters, sizes that no group divides, a parameter that only one rank uses,
+and learning rates and decay per parameter; ranks have different data. Guarantees:
 
-The oracle is the same model on one process, on all the data. Checks are in `fleet_sharding_checks`.
+- losses, norms, gradients, and every parameter and moment after three clipped steps of two
+  micro-batches equal one device's; so with overlapped reductions and gathers and fused states;
+- a saved run continues bit-exactly; a step that is not finite changes nothing, whether its flag is
+  read or masked;
+- bfloat16 gradients are accumulated, and master weights updated, in float32;
+- every rank issues the same collectives, as many as stated here; fleet's class is what trains;
+  wrong use is refused.
+
+Checks are in `fleet_sharding_checks`.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
-"""The launcher of the tests in several processes.
+"""The launcher of tests on several ranks.
 
-Guarantees: results come back by rank; a rank that fails ends the others and its output is shown;
-ranks that hang are ended at the time limit and their output is shown; nothing stays behind; a check
-that fails is reported without the others.
+Guarantees: results are returned by rank; a rank that fails ends the others and its output is shown;
+ranks that hang are ended at the timeout and their output is shown; no process is left; a failing
+check is reported without the others.
 """
 
 import os
@@ -39,7 +39,7 @@ def matrix_library_setting():
 
 
 def wait_for_ever(folder, what_rank_1_does):
-    """Rank 0 and a process of its own wait; rank 1 goes its way."""
+    """Rank 0 and a child process wait; rank 1 fails or waits too."""
     if os.environ["PADDLE_TRAINER_ID"] == "1" and what_rank_1_does == "fails":
         raise ValueError("rank 1 has had enough")
     child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])

@@ -1,9 +1,9 @@
-"""What ranks say of one that has ended or does not come, over real processes.
+"""Errors that name ranks that have ended or are late.
 
-Guarantees: a rank that ends in the middle of a run is named by every other in every kind of
-operation, also in a backward pass, within seconds, with the way to go on; one that does not come
-within parallel.timeout_s is named, with what the ranks that also wait wait in; one that does not
-come at the start is named, and so is rank 0.
+Guarantees: a rank that ends during a run is named by every other rank in every kind of operation,
+also in a backward pass, with how to continue; one that is later than parallel.timeout_s is named,
+with the operations that other late ranks wait in; one that does not come to the start is named, and
+so is rank 0.
 """
 
 import os

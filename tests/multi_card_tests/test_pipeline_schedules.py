@@ -1,11 +1,11 @@
-"""Fleet's pipeline schedules under the package's runner, on linear chunks whose results are known.
+"""Fleet's pipeline schedules under the package's runner, on linear chunks with known results.
 
-Guarantees, for every schedule and for numbers of micro-batches that it takes: fleet's class for it
-is what runs; the terms and every gradient are those of one device, on micro-batches of different
-lengths; an evaluation of any number of batches, between training steps, gives their sums; a step
-sends as many messages as theory says and not one with shapes, unless shapes are dynamic; messages
-are as large as the step's largest micro-batch, or as is reserved; nothing grows from step to step;
-a chunk that is frozen sends its rows on.
+Guarantees, for every schedule and for numbers of micro-batches that it allows: fleet's class for it
+runs; loss terms and every gradient equal one device's, with micro-batches of different lengths; an
+evaluation of any number of batches, between training steps, gives their sums; a step sends as many
+messages as theory says, and none with shapes unless shapes are dynamic; messages are as large as
+the step's largest micro-batch, or as what is reserved; nothing grows from step to step; a frozen
+chunk sends its rows on.
 """
 
 from dataclasses import dataclass

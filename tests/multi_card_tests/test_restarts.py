@@ -1,8 +1,7 @@
-"""`--max_restarts`: a run whose rank died goes on by itself.
+"""`--max_restarts`: a run whose rank died restarts by itself.
 
-Guarantees: it starts again from the newest checkpoint, with fewer ranks where that was asked for,
-and gives the numbers of a run that nothing happened to; a run that never reached a step is not
-started again; a request to stop is not taken for a failure.
+Guarantees: it restarts from the newest checkpoint, on fewer ranks if allowed, with the numbers of
+an undisturbed run; a run that never reached a step is not restarted.
 """
 
 import os

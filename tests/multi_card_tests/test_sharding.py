@@ -1,20 +1,22 @@
-"""Parameters, gradients and optimizer state divided over 2 and over 4 real processes.
+"""Sharding stages 2 and 3 on 2 and on 4 ranks against one device.
 
-Guarantees, at stages 2 and 3 and with every option of theirs, on a model with units that save
-weights in every way, frozen parameters in a unit and outside, sizes that no group divides, other
-data on every rank and a parameter that only one rank uses: losses, gradients and every parameter of
-three AdamW steps of two micro-batches equal one process's on all the data, with and without
-recomputation, and again bit by bit, and so with a head that is the token table; every rank sends
-the same collectives, as many as stated here; the next unit's gather is sent before a unit computes,
-and a reduction is waited for behind the next unit's backward pass; at stage 3 parameters of units
-and tables have no storage between steps and evaluation works; memory for gradients, parameters and
-moments is what each stage promises, and no more than two units are whole at a time; two forwards
-may come before two backwards; units that do not run are neither gathered nor left out of a sum;
-bfloat16 gradients are added up in float32, and half as many bytes
-travel where they travel as bfloat16; shards are read, written and gathered for checkpoints; wrong
-use is refused.
+The model has units that save weights in every way, frozen parameters in a unit and outside, sizes
+that no group divides, a parameter that only one rank uses; ranks have different data. Guarantees,
+with every option:
 
-The oracle is the same model on one process without sharding. Checks are in `sharding_checks`.
+- losses, gradients and every parameter of three AdamW steps of two micro-batches equal one
+  device's, with and without recomputation and with a tied head; a second run is bit-exact;
+- every rank issues the same collectives, as many as stated here; the next unit is prefetched before
+  a unit computes; a reduction is waited for after the next unit's backward pass;
+- at stage 3 parameters of units and tables have no storage between steps, and evaluation works;
+- memory of gradients, parameters and moments is what each stage promises, and at most two units are
+  unsharded at a time;
+- two forwards may precede two backwards; units that do not run are not gathered, and are reduced as
+  zeros;
+- bfloat16 gradients are accumulated in float32, and reduced in half the bytes with `reduce_dtype`;
+- shards are read, written and gathered for checkpoints; wrong use is refused.
+
+Checks are in `sharding_checks`.
 """
 
 import numpy as np
@@ -34,7 +36,7 @@ SLACK = WIDE_BYTES // 8
 GATHER, REDUCE = "all_gather", "reduce_scatter"
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2_processes", "4_processes"])
+@pytest.fixture(scope="module", params=[2, 4], ids=["2_ranks", "4_ranks"])
 def outcomes(request):
     return launch(worker, request.param, arguments=(request.param,))
 

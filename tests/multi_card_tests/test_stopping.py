@@ -1,9 +1,9 @@
 """Runs that are asked to stop, and runs whose launcher is killed.
 
-Guarantees: whoever is signalled, command, process group, launcher or one rank, once or in a burst,
-the step in progress ends, its checkpoint is complete, the exit code says so, and nothing is left
-running, data workers neither; a second request ends the run at once; what was saved continues. Real
-processes, started as users do.
+Guarantees: whether the command, its process group, the launcher or one rank is signalled, once or
+in a burst: the step in progress ends, its checkpoint is complete, the exit code is that of the
+signal, and no process is left, data workers included; a second request ends the run at once. Runs
+are started as users do.
 """
 
 import signal
@@ -66,7 +66,7 @@ SLOW = ("train.gradient_accumulation_steps=100000", "train.per_device_train_batc
     ],
 )
 def test_a_step_that_is_not_waited_for(run_file, tmp_path, start, times, overrides, said):
-    """Of a second Ctrl-C, or where the batch system will not wait."""
+    """After a second Ctrl-C, or if the batch system does not wait."""
     with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *SLOW, *overrides]) as run:
         while not (tmp_path / "out" / "run.json").exists():
             assert run.process.poll() is None

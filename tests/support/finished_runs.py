@@ -1,4 +1,4 @@
-"""What runs left behind, to be compared: metrics, less what depends on the machine, and arrays."""
+"""Outputs of finished runs, to be compared: arrays, and metrics without timings and memory."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def metrics_of(folder: Path) -> list[dict]:
 
 
 def lasting(lines: list[dict]) -> list[dict]:
-    """The lines without entries that another run of the same may have differently."""
+    """The lines without entries that may differ between equal runs."""
     return [
         {key: v for key, v in line.items() if not any(part in key for part in _OF_THE_MACHINE)}
         for line in lines
@@ -26,12 +26,12 @@ def lasting(lines: list[dict]) -> list[dict]:
 
 
 def lasting_metrics(folder: Path) -> list[dict]:
-    """Lines that another run of the same has too."""
+    """Lines of metrics.jsonl that equal runs have in common."""
     return lasting(metrics_of(folder))
 
 
 def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every parameter and every state of the optimizer, whole."""
+    """Every full parameter and optimizer state of a checkpoint."""
     stored = {
         **read_checkpoint_headers(checkpoint, "model"),
         **read_checkpoint_headers(checkpoint, "optimizer"),

@@ -1,8 +1,8 @@
-"""The board of a checked run, its ranks played by threads; as a process it is tested with several.
+"""The board of the check of collectives, with threads as ranks.
 
-Guarantees: a rank that ends without a word, or does not come, is named to those that wait for it;
-what one rank finds reaches ranks that wait elsewhere, with what they wait for; ranks of different
-groups do not wait for each other; the board forgets collectives that all have passed.
+Guarantees: a rank that ends or does not come is named to those that wait for it; a problem that one
+rank finds reaches ranks that wait elsewhere, with what they wait for; ranks of different groups do
+not wait for each other; the board forgets collectives that all ranks have passed.
 """
 
 from concurrent.futures import ThreadPoolExecutor

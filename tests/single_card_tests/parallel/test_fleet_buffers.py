@@ -1,7 +1,7 @@
-"""Names of fleet's sharding optimizer are checked before they are used.
+"""The check of fleet's private names.
 
-Guarantees: those of this Paddle are right; a function that is missing or takes something else, and
-an attribute that is missing, are named with what to install.
+Guarantees: those of the installed Paddle pass; a function that is missing or takes other
+parameters, and a missing attribute, are named with what to install.
 """
 
 import re

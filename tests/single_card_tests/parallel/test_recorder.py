@@ -1,9 +1,9 @@
-"""What the recorder knows, and how recordings of ranks are compared.
+"""The recorder's lists of methods and operators, and the comparison of recordings.
 
-Guarantees: every method of Paddle's process groups, and every operator that fleet calls, is either
-one that the recorder watches or known to send nothing; the first difference of recordings is found
-on each line of ranks, in order, whatever other lines hold; messages are compared with those at
-their other end.
+Guarantees: every method of Paddle's process groups, and every operator that fleet calls, is
+recorded or known to communicate nothing; the first difference of recordings is found on each
+channel (a group, or two ranks that exchange messages), in order; messages are compared with those
+at their other rank.
 """
 
 import re

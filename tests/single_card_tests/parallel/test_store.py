@@ -1,9 +1,9 @@
-"""The store that the processes of a run meet in, as the process that it is.
+"""The store of a run, in its own process.
 
-Guarantees: Paddle's own client reads and writes it, under keys of its own for each name; a rank
-that does not come or has ended is named to those that wait, with the seconds and the way to go on;
-ranks may come before the store; what is no message of its protocol ends that connection alone; a
-taken port and two ranks of one number are refused; it ends with the process that started it.
+Guarantees: Paddle's client reads and writes it, with separate keys per name; a rank that does not
+join or has ended is named to those that wait, with the seconds and how to continue; ranks may start
+before the store; a malformed message ends only its connection; a taken port and two ranks of the
+same number are refused; the store ends with the process that started it.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""The topology of one process.
+"""The topology of one rank.
 
-Guarantees: one process is rank 0 of groups of one, takes all samples and starts no fleet; samples
-split over dp and sharding together; degrees that do not fit the launched processes are refused
-before fleet starts.
+Guarantees: one rank is rank 0 of groups of one, takes all samples and starts no fleet; samples are
+sharded over dp and sharding together; degrees that do not match the world size are refused before
+fleet starts.
 """
 
 import paddle.distributed as dist
