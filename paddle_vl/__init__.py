@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if find_spec("paddle") is None:
     raise ImportError(

@@ -26,14 +26,13 @@ import paddle
 from paddle import nn
 
 from paddle_vl.checkpoint.manifest import Manifest, damaged_files
-from paddle_vl.checkpoint.pretrained import parameters_to_write
 from paddle_vl.checkpoint.rules import LinearWeights, StoredParameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter
-from paddle_vl.checkpoint.sharded import write_tensors
+from paddle_vl.checkpoint.writing import parameters_to_write, write_tensors
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
@@ -51,12 +50,13 @@ class Training:
     def __init__(self, size_mb: int, config: TrainConfig):
         count = max(1, round(size_mb * 1e6 / (4 * WIDTH**2)))
         self.layers = nn.LayerList([nn.Linear(WIDTH, WIDTH, bias_attr=False) for _ in range(count)])
-        placement = SingleDevicePlacement()
         named = [(f"layers.{i}.weight", layer.weight) for i, layer in enumerate(self.layers)]
-        placement.trained = MasterWeights([weight for _, weight in named])
+        table = ParameterTable()
+        table.add(weight for _, weight in named)
+        store = MasterWeights([weight for _, weight in named])
         names = {name for name, _ in named}
-        self.optimizer = Optimizer(named, config, names, placement, names)
-        self.stored = [StoredParameter(name, w, LinearWeights(), placement) for name, w in named]
+        self.optimizer = Optimizer(named, config, names, store, table, names)
+        self.stored = [StoredParameter(name, w, LinearWeights(), table) for name, w in named]
 
     def step(self) -> None:
         """One update."""

@@ -182,18 +182,17 @@ def measure(degrees: dict) -> None:
     import paddle
 
     from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-    from paddle_vl.config.schema import RunConfig
-    from paddle_vl.families.qwen3_vl.build_model import model_shape
+    from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
     from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
+    from paddle_vl.families.qwen3_vl.recipe import model_shape
+    from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
     from paddle_vl.parallel.processes import FleetProcesses
     from paddle_vl.parallel.topology import initialize
-    from paddle_vl.train.feeding.micro_batch import counted
     from paddle_vl.train.layout import Layout, parallel_degrees
-    from paddle_vl.train.objective import LANGUAGE
     from paddle_vl.train.optimizer import Optimizer
-    from paddle_vl.train.step import train_step
+    from paddle_vl.train.step import counted, train_step
 
-    run_config = RunConfig.model_validate(
+    run_config = Qwen3VLRun.model_validate(
         {
             "model": {"config": model_settings(degrees)},
             "data": {"train": ["none"], "processor": "none", "pad_to_multiple_of": 4},
@@ -208,16 +207,17 @@ def measure(degrees: dict) -> None:
     placement = layout.placement()
     model = Qwen3VLForConditionalGeneration.from_config(config, placement)
     layout.prepare_training(model)
-    runner = layout.runner(model, Qwen3VLStage, processes, LANGUAGE)
+    store = layout.parameter_store(model)
+    runner = layout.runner(model, Qwen3VLStage, processes, VLLoss(), VLBatchAdapter())
     named = list(model.hf_named_parameters())
-    optimizer = Optimizer(named, run_config.train, set(), placement)
+    optimizer = Optimizer(named, run_config.train, set(), store, placement.parameter_table)
     batch = make_batch(config)
     if topology.degrees.sequence_parallel:
         # Those of all rows; the model computes its own.
         batch = {name: value for name, value in batch.items() if "indices" not in name}
     several = topology.degrees.pp_degree > 1 or topology.degrees.sharding_stage > 1
     num_batches = MICRO_BATCHES if several else 1
-    micro_batches = [counted(batch, LANGUAGE)] * num_batches
+    micro_batches = [counted(batch, runner.adapter)] * num_batches
     with recorded_phases() as recording:
         train_step(runner, optimizer, micro_batches, 1e-3, processes)
     calls = [call._replace(phase=PHASES[call.phase]) for call in recording.calls]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import paddle
 
+from paddle_vl.nn.loss import weighted_loss
 from paddle_vl.train.feeding.feed import BatchFeed
-from paddle_vl.train.objective import weighted
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.random_state import seed_step
 from paddle_vl.train.schedule import learning_rate
@@ -31,36 +31,36 @@ class Before:
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
-        train, objective = trainer.config.train, trainer.runner.objective
+        train, adapter = trainer.config.train, trainer.runner.adapter
         self._feed = BatchFeed(
-            trainer.data, objective, train.gradient_accumulation_steps, trainer.num_steps
+            trainer.data, adapter, train.gradient_accumulation_steps, trainer.num_steps
         )
         self._losses: list[tuple[list[float], Sequence[int]]] = []
 
     def turn(self) -> None:
         """A step, and its line of metrics if one is due."""
         trainer, runner, optimizer = self.trainer, self.trainer.runner, self.trainer.optimizer
-        processes, objective = trainer.processes, runner.objective
+        processes, loss, adapter = trainer.processes, runner.loss, runner.adapter
         begin = time.perf_counter()
         micro_batches = self._feed.next_step().micro_batches
-        totals = agree_on_step(micro_batches, objective, processes)
+        totals = agree_on_step(micro_batches, loss, processes)
         rate = learning_rate(trainer.step, trainer.num_steps, trainer.config.train)
         seed_step(trainer.config.train.seed, trainer.step, processes)
         batches = [
-            objective.settled(micro_batch.batch, asked, runner.model)
-            for micro_batch, asked in zip(micro_batches, totals.asked, strict=True)
+            adapter.synchronized(micro_batch.batch, needed, runner.model)
+            for micro_batch, needed in zip(micro_batches, totals.needed, strict=True)
         ]
-        terms = runner.accumulate_gradients(batches, totals.counts)
-        trained = runner.model.placement.trained
+        store = optimizer.store
+        terms = runner.accumulate_gradients(batches, totals.counts, store)
         with phase(Phase.GRADIENT_SUM):
-            trained.end_backward()
-            processes.sum_gradients(optimizer.tensors)
+            store.end_backward()
+            processes.sum_gradients(optimizer.tensors_with_specs)
         with phase(Phase.METRICS):
             means = processes.sum_losses(terms).tolist()
             tokens = self._summed(sum(batch.num_tokens for batch in micro_batches))
         with phase(Phase.CLIP):
             norm = math.sqrt(processes.sum_over_all(optimizer.squared_norm(processes)).item())
-            skips = self._summed(not math.isfinite(weighted(means, objective) + norm))
+            skips = self._summed(not math.isfinite(weighted_loss(means, loss) + norm))
             if not skips:
                 optimizer.clip_gradients(norm)
         with phase(Phase.OPTIMIZER):
@@ -82,7 +82,7 @@ class Before:
     def _report(self, norm: float, tokens: float, speed: float) -> None:
         means, counts = (np.array(column) for column in zip(*self._losses, strict=True))
         terms = ((means * counts).sum(axis=0) / counts.sum(axis=0)).tolist()
-        line = {"loss": weighted(terms, self.trainer.runner.objective), "grad_norm": norm}
+        line = {"loss": weighted_loss(terms, self.trainer.runner.loss), "grad_norm": norm}
         line |= {"tokens": tokens, "samples_per_second": speed}
         self.trainer.reporter.write(self.trainer.step, line)
         self._losses = []

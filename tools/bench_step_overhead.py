@@ -45,7 +45,7 @@ import paddle.distributed as dist
 from bench_step_before import Before
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.config.load import load_run_config
-from paddle_vl.parallel.gradients import BUCKET_ELEMENTS
+from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.reporting.gauges import GaugeLayout, local_values
 from paddle_vl.train.reporting.host_copy import HostCopy
@@ -126,7 +126,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for name in turns
     }
     num_parameters = sum(tensor.size for tensor in after.optimizer.tensors)
-    batch, is_for_device = next(runs["before"].data), after.runner.objective.is_for_device
+    batch, is_for_device = next(runs["before"].data), after.runner.adapter.is_for_device
     found: dict[str, Any] = {
         "family": options.family,
         "num_processes": options.nproc,
@@ -138,7 +138,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.nproc > 1:
         found["rounds"] = _timed(after, turns, options, masks_here)
-        found["metric_times"] = metric_times(after, len(after.runner.objective.terms))
+        found["metric_times"] = metric_times(after, len(after.runner.loss.terms))
     for trainer in runs.values():
         trainer.feed.close()
         trainer.reporter.close()

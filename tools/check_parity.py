@@ -16,7 +16,7 @@ FAMILIES = {"pi07": "parity.pi07", "qwen_vl": "parity.qwen_vl"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("family", choices=sorted(FAMILIES))
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="where cases lie")
     parser.add_argument("--case", help="run only the case of this name")
@@ -30,7 +30,7 @@ def main() -> int:
     from paddle_vl.compat import configure_cpu_runtime
 
     logging.getLogger("paddle_vl").setLevel(logging.WARNING)
-    paddle.set_device(args.device)
+    paddle.device.set_device(args.device)
     configure_cpu_runtime()
     try:
         family = import_module(FAMILIES[args.family])

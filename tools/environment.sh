@@ -3,14 +3,14 @@
 #   ensure_environment EXTRAS    e.g. ensure_environment cpu,dev
 #
 # Creates .venv in the checkout when it is absent and installs `paddle-vl[EXTRAS]` into it, editable,
-# when setup.py or pyproject.toml changed since the last time. PYTHON names the interpreter to use.
+# when pyproject.toml changed since the last time. PYTHON names the interpreter to use.
 # Afterwards VENV_PYTHON is the environment's interpreter.
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$REPOSITORY/.venv"
 VENV_PYTHON="$VENV/bin/python"
 
-# As python_requires of setup.py: those that Paddle has wheels for.
+# As requires-python of pyproject.toml: those that Paddle has wheels for.
 PYTHON_VERSIONS="3.10 to 3.13"
 
 _is_fitting_python() {
@@ -50,7 +50,7 @@ ensure_environment() {
         fi
     fi
     stamp="$VENV/installed-$extras"
-    state=$(cat "$REPOSITORY/setup.py" "$REPOSITORY/pyproject.toml" | cksum)
+    state=$(cksum <"$REPOSITORY/pyproject.toml")
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$state" ]; then
         echo "installing paddle-vl[$extras] into $VENV"
         "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check \

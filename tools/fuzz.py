@@ -5,6 +5,7 @@ touch files outside of their folder. The smallest input of each fault is shown.
 """
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def main() -> int:
     if unknown := [name for name in names if name not in PARSERS]:
         parser.error(f"there are no parsers {unknown}; there are {', '.join(PARSERS)}")
     # Tracebacks quote what no terminal shows: halves of characters.
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     limits = Limits(given.inputs, given.seed, given.seconds_per_input, given.memory_mb)
     return run_all(names, limits, given.save)
 

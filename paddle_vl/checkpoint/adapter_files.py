@@ -1,8 +1,8 @@
 """Adapters in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`.
 
 Keys are `base_model.model.` and HF's module with `.lora_A.weight` `[r, in]` or `.lora_B.weight`
-`[out, r]`; modules that were trained whole have their parameters' own keys. PEFT also saves the
-weight of an adapted head or embedding, as `.base_layer.weight`.
+`[out, r]`; fully trained modules keep their parameters' keys. PEFT also saves the weight of an
+adapted head or embedding, as `.base_layer.weight`.
 
 Source: PEFT 0.21, `peft/utils/save_and_load.py` and `peft/tuners/lora/config.py`.
 """
@@ -34,7 +34,7 @@ TENSOR_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 A_KEY, B_KEY = ".lora_A.weight", ".lora_B.weight"
 _BASE_LAYER = ".base_layer."
-# Settings of PEFT that change what an adapter computes, unless they are null, false, empty or this.
+# PEFT's settings that change what an adapter computes unless they are null, false, empty or this.
 _NOT_SUPPORTED = {
     "bias": "none", "use_dora": None, "rank_pattern": None, "alpha_pattern": None,
     "fan_in_fan_out": None, "lora_bias": None, "target_parameters": None,
@@ -43,8 +43,7 @@ _NOT_SUPPORTED = {
     "velora_config": None, "monteclora_config": None,
 }  # fmt: skip
 
-
-# What counts of an adapter's settings.
+# Settings of an adapter that are read.
 _COMPUTED = ("r", "lora_alpha", "lora_dropout", "use_rslora")
 
 
@@ -61,12 +60,12 @@ _TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """Which adapters a model has.
+    """The adapters of a model.
 
     Attributes:
         targets: HF modules of the linears with a low-rank adapter.
-        saved: HF modules that are trained whole.
-        base: folder of the model that the adapters were trained beside, as far as known.
+        saved: HF modules that are trained fully (PEFT's `modules_to_save`).
+        base: folder of the base model; None if unknown.
     """
 
     config: LoRAConfig
@@ -75,7 +74,7 @@ class Adapter:
     base: str | None = None
 
     def owns(self, key: str) -> bool:
-        """Whether the HF key is of the adapters, and not of the base."""
+        """Whether the HF key belongs to the adapters, not to the base."""
         return key.endswith((A_KEY, B_KEY)) or any(key.startswith(f"{m}.") for m in self.saved)
 
 
@@ -84,8 +83,8 @@ class StoredAdapter:
     """An adapter folder, its tensors unread.
 
     Attributes:
-        tensors: by HF key; some may be parameters of the base, which then count instead of its own.
-        modules_to_save: as PEFT has them, which may be the ends of names.
+        tensors: by HF key; some may replace parameters of the base.
+        modules_to_save: PEFT's names, which may be suffixes of module names.
     """
 
     folder: Path
@@ -96,7 +95,7 @@ class StoredAdapter:
 
     @classmethod
     def read(cls, folder: Path) -> "StoredAdapter":
-        """Read an adapter's configuration and the places of its tensors.
+        """Read an adapter's configuration and the headers of its tensors.
 
         Raises:
             RuntimeError: a file is missing or damaged.
@@ -129,7 +128,7 @@ class StoredAdapter:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Modules of the low-rank adapters; what the files hold counts, not the patterns."""
+        """Modules of the low-rank adapters, by the tensors in the file, not by PEFT's patterns."""
         return tuple(self.config.target_modules)
 
     def merged(self, base: Mapping[str, StoredTensor]) -> list[TensorToWrite]:
@@ -172,7 +171,7 @@ class StoredAdapter:
             )
 
     def delta(self, module: str) -> np.ndarray:
-        """What the adapter adds to a module's weight, `[out, in]` float32."""
+        """`scaling * B A`, which is added to a module's weight: `[out, in]` float32."""
         a, b = (self.tensors[module + end].read().astype(np.float32) for end in (A_KEY, B_KEY))
         return (b @ a) * np.float32(self.config.scaling)
 
@@ -183,18 +182,18 @@ def is_low_rank(key: str) -> bool:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds adapters, and no model."""
+    """Whether a folder holds adapters and no full model."""
     return (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
 
 
 def base_folder(folder: Path, base: str | Path | None = None) -> Path:
-    """The model that an adapter belongs to.
+    """The folder of an adapter's base model.
 
     Args:
         base: the folder to use instead of the one that the adapter names.
 
     Raises:
-        RuntimeError: the adapter names none, or one that is not there.
+        RuntimeError: the adapter names none, or a folder without a model.
     """
     named = base or _config_values(folder).get("base_model_name_or_path")
     if not named:
@@ -213,7 +212,7 @@ def base_folder(folder: Path, base: str | Path | None = None) -> Path:
 
 
 def folder_with(file: str, folder: Path, base: str | Path | None = None) -> Path:
-    """The model folder itself, or for adapters without that file their base's."""
+    """The folder itself, or its base if it holds adapters without that file."""
     has_it = (folder / file).is_file() or not is_adapter(folder)
     return folder if has_it else base_folder(folder, base)
 
@@ -224,9 +223,12 @@ def write_adapter(
     tensors: Iterable[TensorToWrite],
     write: FileWriter = write_file,
 ) -> None:
-    """Write both files; tensors under HF's keys.
+    """Write both files.
 
-    Modules are named in full, so that PEFT finds exactly these, whatever the patterns were.
+    Modules have their full names, so that PEFT matches exactly these, whatever the patterns were.
+
+    Args:
+        tensors: by HF key.
     """
     config = adapter.config
     alpha = config.lora_alpha

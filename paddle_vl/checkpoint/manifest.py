@@ -3,8 +3,8 @@
     {"format": 1, "step": 500, "nonfinite_updates": 0,
      "files": {"model.safetensors": {"size": 1234, "xxh3_128": "9f.."}, ..}}
 
-Checksums are taken from the bytes on their way to the disk, so a file that equals its entry holds
-what the run meant to write. Other files in the folder, such as a model card, are not looked at.
+Checksums are of the bytes in memory before they are written, so a file that matches its entry holds
+what the run meant to write. Other files in the folder, such as a model card, are not checked.
 """
 
 import json
@@ -21,15 +21,15 @@ import xxhash
 MANIFEST_FILE = "manifest.json"
 CHECKSUM = "xxh3_128"
 FORMAT = 1
-# What is written in one piece: between two, other threads run and a write can be given up.
+# Written in one call; between two calls other threads run, and a write can be aborted.
 CHUNK_BYTES = 1 << 23
-# Brought to the disk as it comes: the system's memory does not fill with it, other programs' writes
-# are not held up for long, and a write can be given up soon.
+# Flushed to the disk after so many bytes, so that the page cache does not fill up, other programs'
+# writes do not wait for long, and a write can be aborted soon.
 _FLUSH_BYTES = 1 << 28
 _READ_BYTES = 1 << 23
-# More readers than that do not make a disk faster.
+# More readers do not make a disk faster.
 _MAX_READERS = 4
-# What a model is loaded from. Its other files are text, which people may edit in a model folder.
+# Files that weights are loaded from. Others are text, which users may edit in a model folder.
 WEIGHT_FILES = (
     "model.safetensors",
     "model-*-of-*.safetensors",
@@ -46,7 +46,7 @@ class FileSum(NamedTuple):
 
 
 class SummedStream:
-    """A file that is being written, and the checksum of what went into it."""
+    """A file that is being written, and the checksum of its bytes."""
 
     def __init__(self, stream: BinaryIO):
         self._stream, self._hash = stream, xxhash.xxh3_128()
@@ -56,7 +56,7 @@ class SummedStream:
         """Write the bytes of a contiguous buffer.
 
         Args:
-            go_on: called before every piece; it raises to end the write.
+            go_on: called before every piece; it raises to abort the write.
         """
         view = memoryview(data).cast("B")
         for begin in range(0, len(view), CHUNK_BYTES):
@@ -70,7 +70,7 @@ class SummedStream:
                 self._flush()
 
     def to_disk(self) -> FileSum:
-        """Have everything on the disk; what is there then."""
+        """Flush everything to the disk; size and checksum of the file."""
         self._flush()
         return FileSum(self._size, self._hash.hexdigest())
 
@@ -85,9 +85,9 @@ class Manifest:
     """The files of a checkpoint.
 
     Attributes:
-        step: updates behind it.
-        nonfinite_updates: how many updates before it were skipped in a row, as a loss or gradient
-            was not finite; above 0 it is marked, and resuming with `auto` passes it over.
+        step: number of updates before it.
+        nonfinite_updates: number of consecutive updates before it that were skipped because a loss
+            or gradient was not finite; above 0, resuming with `auto` passes it over.
         files: by path inside the folder, with forward slashes.
     """
 
@@ -96,7 +96,7 @@ class Manifest:
     files: Mapping[str, FileSum]
 
     def write(self, folder: Path) -> None:
-        """Write the file, on the disk when this returns."""
+        """Write the file and flush it to the disk."""
         values = {
             "format": FORMAT,
             "step": self.step,
@@ -110,7 +110,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":
-        """The manifest of a folder; None where it has none, as checkpoints of earlier versions.
+        """The manifest of a folder; None if it has none, as in checkpoints of earlier versions.
 
         Raises:
             RuntimeError: the file is damaged.
@@ -140,10 +140,10 @@ def files_as_json(files: Mapping[str, FileSum]) -> dict[str, dict[str, Any]]:
 
 
 def files_from_json(values: Mapping[str, Any]) -> dict[str, FileSum]:
-    """What `files_as_json` made an object of.
+    """The inverse of `files_as_json`.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is another.
+        ValueError, KeyError, TypeError, AttributeError: another object.
     """
     return dict(_read_entry(*item) for item in values.items())
 
@@ -151,20 +151,19 @@ def files_from_json(values: Mapping[str, Any]) -> dict[str, FileSum]:
 def damaged_files(
     folder: Path, files: Mapping[str, FileSum], checksums: bool = True, drop_cache: bool = False
 ) -> list[str]:
-    """What is wrong with a folder's files, one line each; empty where they are as they should be.
+    """One line for each missing, truncated or changed file.
 
-    Sizes are compared first, so that missing and truncated files cost no reading.
+    Sizes are compared first, so that missing and truncated files are found without reading.
 
     Args:
-        checksums: read the files; otherwise only their sizes count.
-        drop_cache: read from the disk, where the system lets us, and not what it still has in
-            memory of what was just written.
+        checksums: read the files; otherwise only their sizes are compared.
+        drop_cache: read from the disk instead of the page cache, where the system allows it.
     """
     problems = [_wrong_size(folder / name, name, wanted) for name, wanted in files.items()]
     found = [problem for problem in problems if problem is not None]
     if found or not checksums or not files:
         return found
-    # The largest first, so that no reader is left with it at the end.
+    # Largest first, so that the readers end at about the same time.
     ordered = sorted(files, key=lambda name: -files[name].size)
     with ThreadPoolExecutor(min(_MAX_READERS, len(files), os.cpu_count() or 1)) as readers:
         problems = list(
@@ -176,7 +175,7 @@ def damaged_files(
 def check_weights(folder: Path) -> None:
     """Compare the weights of a model folder with its manifest, if it has one.
 
-    Only the files that weights are loaded from: settings in a model folder are a user's to edit.
+    Only the files that weights are loaded from; users may edit the others in a model folder.
 
     Raises:
         RuntimeError: files are damaged; all are named.
@@ -186,7 +185,7 @@ def check_weights(folder: Path) -> None:
 
 
 def listed_weights(folder: Path) -> dict[str, FileSum]:
-    """The files that the weights of a model folder are loaded from, as far as its manifest says.
+    """The files of a model folder's manifest that weights are loaded from.
 
     Raises:
         RuntimeError: the manifest is damaged.
@@ -197,7 +196,7 @@ def listed_weights(folder: Path) -> dict[str, FileSum]:
 
 
 def damage_of_weights(folder: Path, problems: Iterable[str]) -> str:
-    """What to say about a model folder whose weights are not those of its manifest."""
+    """The error text for a model folder whose weights differ from its manifest."""
     return (
         f"{folder} is damaged: {'; '.join(problems)}. Use another checkpoint or fetch the folder "
         f"again; if you replaced the weights yourself, delete its {MANIFEST_FILE}"
@@ -205,7 +204,7 @@ def damage_of_weights(folder: Path, problems: Iterable[str]) -> str:
 
 
 def shared_out(files: Mapping[str, FileSum], rank: int, size: int) -> dict[str, FileSum]:
-    """The files that one of `size` ranks looks at, of about as many bytes as the others' are."""
+    """This rank's share of the files to check, about equally many bytes on each of `size` ranks."""
     loads = [0] * size
     own = {}
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
@@ -217,7 +216,7 @@ def shared_out(files: Mapping[str, FileSum], rank: int, size: int) -> dict[str, 
 
 
 def files_in(folder: Path, patterns: Sequence[str]) -> list[str]:
-    """Names of a folder's own files that fit a pattern."""
+    """Names of the files in a folder that match a pattern."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     return [name for name in names if _fits(name, patterns)]
 

@@ -1,27 +1,28 @@
-"""How a model's parameters are named and laid out in a checkpoint.
+"""Names and layouts of a model's parameters in a checkpoint.
 
 A rule pairs a parameter name with a checkpoint key, `*` standing for the same text in both, and
-says how the array is laid out there. The first rule that fits a name holds, so special cases come
-first. Reading and writing use the same rules.
+names the array's layout there. The first rule that fits a name holds, so special cases come first.
+Reading and writing use the same rules.
 
-Linears of one input lie in a layer of their own here (`self_attn.qkv_proj`), fused into one weight
-or apart; checkpoints know each by its own name (`self_attn.q_proj.weight`).
+The model keeps linears of one input in one layer (`self_attn.qkv_proj`), fused into one weight or
+separate; checkpoints know each by its own name (`self_attn.q_proj.weight`).
 """
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 from paddle import Tensor
 
 from paddle_vl.nn.fused import fused_columns, whole_slices
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.parameter_table import ParameterTable
 
-# Layers of linears of one input, where these are apart.
-_APART = re.compile(r"\.(?:qkv_proj|gate_up_proj)(?=\.\w+_proj\.)")
+# Layers of linears of one input, where these are separate.
+_SEPARATE = re.compile(r"\.(?:qkv_proj|gate_up_proj)(?=\.\w+_proj\.)")
 
 
 class ArrayLayout(Protocol):
@@ -49,7 +50,7 @@ class Same:
 
 
 class LinearWeights:
-    """Matrices are `[out, in]` in the checkpoint and `[in, out]` here; vectors are as they are."""
+    """Matrices are `[out, in]` in the checkpoint and `[in, out]` here; vectors are the same."""
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[::-1]
@@ -88,46 +89,77 @@ class Rule:
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter, or one of the linears that it holds, with its place in the checkpoint.
+    """A parameter, or one of the linears fused in it, with its place in the checkpoint.
 
     Attributes:
-        block: which of the linears of a fused parameter; None for all of a parameter.
+        table: the model's, which has the parameter's `ParamSpec`.
+        block: number of the linear in a fused parameter; None for a parameter that is not fused.
     """
 
     key: str
     parameter: Tensor
     layout: ArrayLayout
-    placement: SingleDevicePlacement
+    table: ParameterTable
     block: int | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape in the checkpoint, where the parameter is whole."""
-        shape = self.placement.whole_shape(self.parameter)
+        """Shape in the checkpoint, of the full value."""
+        shape = self.table.full_shape(self.parameter)
         if self.block is not None:
             shape = (shape[0], fused_columns(self.parameter)[self.block].width)
         return self.layout.stored_shape(shape)
 
     def from_stored(self, stored: np.ndarray) -> np.ndarray:
-        """The checkpoint's array as this rank's parameter has it."""
+        """This rank's shard of the checkpoint's array, in the parameter's layout."""
         value = self.layout.to_parameter(stored)
         if self.block is None:
-            return self.placement.own_part(self.parameter, value)
-        return self.placement.own_columns(self.parameter, value)
+            return self.table.own_shard(self.parameter, value)
+        return self.table.own_columns(value)
 
-    def of_whole(self, whole: np.ndarray) -> np.ndarray:
-        """What of the parameter's whole value is stored under this key."""
-        return whole if self.block is None else whole[:, whole_slices(self.parameter)[self.block]]
+    def of_full(self, full: np.ndarray) -> np.ndarray:
+        """The columns of the parameter's full value that are stored under this key."""
+        return full if self.block is None else full[:, whole_slices(self.parameter)[self.block]]
 
     def of_own(self, value: np.ndarray) -> np.ndarray:
-        """The same of what this rank has, of the parameter or of its gradient."""
+        """The same columns of this rank's value of the parameter, or of its gradient."""
         if self.block is None:
             return value
-        return value[:, self.placement.column_slices(self.parameter)[self.block]]
+        return value[:, self.table.column_slices(self.parameter)[self.block]]
+
+
+class SharedArray:
+    """An array whose slices are asked for one after the other: made for the first, dropped after
+    the last.
+
+    Making it may be collective: ranks that ask for the same slices in the same order make it
+    together.
+
+    Args:
+        columns: the slices, each asked for once.
+    """
+
+    def __init__(self, make: Callable[[], np.ndarray], columns: Sequence[slice]):
+        self._make, self._columns = make, list(columns)
+        self._array: np.ndarray | None = None
+        self._num_left = 0
+
+    def slices(self) -> list[Callable[[], np.ndarray]]:
+        """Functions that return each slice, a view of the array."""
+        return [partial(self._slice, columns) for columns in self._columns]
+
+    def _slice(self, columns: slice) -> np.ndarray:
+        if self._array is None:
+            self._array, self._num_left = self._make(), len(self._columns)
+        array = self._array
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._array = None
+        return array[:, columns]
 
 
 def by_parameter(placed: Iterable[StoredParameter]) -> list[list[StoredParameter]]:
-    """All that is stored of each parameter, in order.
+    """The stored linears of each parameter, in order.
 
     Raises:
         ValueError: some of the linears of a fused parameter are not among them.
@@ -148,7 +180,7 @@ def by_parameter(placed: Iterable[StoredParameter]) -> list[list[StoredParameter
 def place_parameters(
     named_parameters: Iterable[tuple[str, Tensor]],
     rules: tuple[Rule, ...],
-    placement: SingleDevicePlacement,
+    table: ParameterTable,
 ) -> list[StoredParameter]:
     """Every parameter with its checkpoint key, in the model's order; a fused one has several.
 
@@ -162,18 +194,18 @@ def place_parameters(
             raise ValueError(f"no checkpoint rule covers parameter {name}")
         wildcard = re.fullmatch(re.escape(rule.parameter).replace(r"\*", "(.*)"), name)
         key = rule.key.replace("*", wildcard.group(1)) if wildcard.groups() else rule.key
-        placed.append(StoredParameter(key, parameter, rule.layout, placement, block))
+        placed.append(StoredParameter(key, parameter, rule.layout, table, block))
     return placed
 
 
 def _linears(
     named_parameters: Iterable[tuple[str, Tensor]],
 ) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Names as if every linear had a weight of its own, and which block of a parameter each is."""
+    """Names as if every linear had a weight of its own, its parameter, and its block in that."""
     for name, parameter in named_parameters:
         if columns := fused_columns(parameter):
             outer = name.removesuffix(".weight").rpartition(".")[0]
             for block, one in enumerate(columns):
                 yield f"{outer}.{one.name}.weight", parameter, block
         else:
-            yield _APART.sub("", name), parameter, None
+            yield _SEPARATE.sub("", name), parameter, None

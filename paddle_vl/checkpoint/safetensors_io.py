@@ -1,9 +1,9 @@
-"""Safetensors files, one tensor in memory at a time.
+"""Safetensors files, read and written one tensor at a time.
 
-The `safetensors` library maps a whole file when reading, so that the file ends up beside the model
-in resident memory, and wants every tensor at once when writing. Here a tensor is read straight into
-its own array and written straight from it. Format: 8 bytes of header length (little endian), a JSON
-header {name: {dtype, shape, data_offsets}}, the raw tensors.
+The `safetensors` library maps a whole file for reading, which then adds to the model in resident
+memory, and takes all tensors at once for writing. Here a tensor is read into its own array and
+written from it. Format: 8 bytes of header length (little endian), a JSON header
+{name: {dtype, shape, data_offsets}}, the raw tensors.
 """
 
 import json
@@ -36,18 +36,18 @@ _NUMPY_DTYPES = {
 FLOATING = ("F64", "F32", "F16", "BF16")
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 32
-# Values that are looked at together: a part that a processor's cache holds.
+# Values that are checked together: a slice that fits a processor's cache.
 _CHECKED_AT_ONCE = 1 << 16
 _COMPARED_AT_ONCE = 1 << 22
 _REMEDY = "fetch or save it again"
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies on disk.
+    """The place of a tensor on disk.
 
     Attributes:
         shape: of the tensor as it is read.
-        is_swapped: its last two dims are the other way round on disk.
+        is_swapped: its last two dims are exchanged on disk.
         name: in the file, for messages.
     """
 
@@ -90,7 +90,7 @@ class StoredTensor(NamedTuple):
         return array.reshape(self.shape)
 
     def has_values_of(self, other: "StoredTensor") -> bool:
-        """Whether both tensors hold the same numbers, compared without reading them whole."""
+        """Whether both tensors hold the same numbers, compared chunk by chunk."""
         if self.shape != other.shape:
             return False
         if self.dtype != other.dtype or self.is_swapped != other.is_swapped:
@@ -107,9 +107,9 @@ class StoredTensor(NamedTuple):
         return True
 
     def _check_finite(self, array: np.ndarray) -> None:
-        """One pass over the values, less than half of what reading them took."""
-        parts = (array[i : i + _CHECKED_AT_ONCE] for i in range(0, array.size, _CHECKED_AT_ONCE))
-        if all(np.isfinite(part).all() for part in parts):
+        """Check in one pass, which takes less than half of the time of reading."""
+        chunks = (array[i : i + _CHECKED_AT_ONCE] for i in range(0, array.size, _CHECKED_AT_ONCE))
+        if all(np.isfinite(chunk).all() for chunk in chunks):
             return
         bad = int(array.size - np.isfinite(array).sum())
         raise RuntimeError(
@@ -119,11 +119,11 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Names and places of a file's tensors.
+    """The tensors of a file by name, unread.
 
     Raises:
-        RuntimeError: the file is missing, truncated, or not in the format: its tensors must lie one
-            behind the other from the header to the end of the file.
+        RuntimeError: the file is missing, truncated, or not in the format: its tensors must be
+            contiguous from the header to the end of the file.
     """
     try:
         size = file.stat().st_size
@@ -150,7 +150,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _placed(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
-    """A tensor by its entry in the header, whose data begin at a byte of the file.
+    """A tensor from its entry in the header; `begin` is the byte where all data begin.
 
     Raises:
         ValueError: the entry contradicts itself.
@@ -178,7 +178,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_layout(tensors: Iterable[StoredTensor], begin: int, size: int) -> None:
-    """Refuse data that overlap, and bytes of no tensor.
+    """Refuse overlapping tensors, and bytes that belong to none.
 
     Raises:
         ValueError: naming the tensor where it begins.
@@ -199,8 +199,7 @@ def read_checkpoint_headers(folder: Path, stem: str = "model") -> dict[str, Stor
     """All tensors of `STEM.safetensors`, or of the files that `STEM.safetensors.index.json` names.
 
     Raises:
-        RuntimeError: neither is there, or a shard is missing or holds less or more than what the
-            index says.
+        RuntimeError: neither is there, or a shard is missing or does not match the index.
     """
     single = folder / f"{stem}.safetensors"
     index_file = folder / f"{single.name}.index.json"
@@ -239,7 +238,7 @@ def read_checkpoint_headers(folder: Path, stem: str = "model") -> dict[str, Stor
 
 
 def _is_inside(shard: Any) -> bool:
-    """Whether it is the name of a file in or below a folder; it may be a link to another."""
+    """Whether it is a relative path that does not leave the folder; it may be a link."""
     if not isinstance(shard, str) or not shard or "\0" in shard or "\\" in shard:
         return False
     path = PurePosixPath(shard)
@@ -251,13 +250,13 @@ def _as_it_is(array: np.ndarray) -> np.ndarray:
 
 
 class TensorToWrite(NamedTuple):
-    """A tensor whose array is made only when its turn to be written comes.
+    """A tensor whose array is made when it is written.
 
     Attributes:
-        shape, dtype: as in the file.
-        produce: makes the array. It may be memory that changes later, such as a parameter's own.
-        arrange: brings it into the layout of the file. That needs no other rank and no device, so
-            it may run later and in another thread.
+        shape, dtype: in the file.
+        produce: makes the array, which may be memory that changes later, such as a parameter's.
+        arrange: converts it to the layout of the file. It needs no other rank and no device, so it
+            may run later and in another thread.
     """
 
     name: str
@@ -272,7 +271,7 @@ class TensorToWrite(NamedTuple):
 
 
 def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
-    """An array of numbers as a file holds them; bfloat16 as its bits, rounded to even."""
+    """An array in a file's dtype; bfloat16 as its bits, rounded to even."""
     if dtype != "BF16":
         return array.astype(_NUMPY_DTYPES[dtype], copy=False)
     bits = np.asarray(array, dtype=np.float32, order="C").view(np.uint32)
@@ -280,12 +279,12 @@ def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)
 
 
-# Writes tensors into a file, at once or later. The arrays are to be produced within the call.
+# Writes tensors into a file, at once or later; it calls every `produce` before it returns.
 FileWriter = Callable[[Path, Iterable[TensorToWrite]], object]
 
 
 def file_header(tensors: Iterable[TensorToWrite]) -> bytes:
-    """What a file of these tensors begins with, of a multiple of 8 bytes."""
+    """The header of a file of these tensors, padded to a multiple of 8 bytes."""
     header: dict = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -301,9 +300,9 @@ def file_header(tensors: Iterable[TensorToWrite]) -> bytes:
 
 
 def bytes_of(tensor: TensorToWrite, produced: np.ndarray) -> np.ndarray:
-    """A tensor's bytes in a file, `[n]` uint8, from what it produced; maybe the same memory."""
+    """A tensor's bytes in a file, `[n]` uint8; they may share the memory of `produced`."""
     dtype = _NUMPY_DTYPES[tensor.dtype]
-    # Not ascontiguousarray, which gives a tensor without dims one.
+    # Not ascontiguousarray, which adds a dim to a 0-d tensor.
     array = np.asarray(tensor.arrange(produced), dtype=dtype, order="C")
     if array.shape != tuple(tensor.shape):
         raise AssertionError(f"{tensor.name}: {array.shape} announced as {tensor.shape}")
@@ -311,13 +310,13 @@ def bytes_of(tensor: TensorToWrite, produced: np.ndarray) -> np.ndarray:
 
 
 def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> FileSum:
-    """Write one file; it appears under its name only when it is complete on disk.
+    """Write one file atomically: it gets its name when it is complete on disk.
 
     Returns:
         Its size and checksum.
 
     Raises:
-        OSError: it cannot be written; the error names the file.
+        OSError: the file cannot be written; the error names it.
     """
     tensors = list(tensors)
     partial = file.with_name(file.name + ".partial")

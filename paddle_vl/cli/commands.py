@@ -59,49 +59,38 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Print loss and exact answers."""
+    """Print losses and, for models that answer, exact answers."""
     configure_runtime()
-    from paddle_vl.families.pi07.evaluation import (
-        is_policy,
-        policy_losses,
-        policy_report,
-    )
-    from paddle_vl.families.qwen3_vl.evaluation import build_evaluation
+    from paddle_vl.config.families import family_of_folder
+    from paddle_vl.families.base import EvaluationOptions
     from paddle_vl.train.checkpoint import model_folder
-    from paddle_vl.train.evaluate import evaluation_report, shown_answers, write_predictions
+    from paddle_vl.train.evaluate import mean_losses
+    from paddle_vl.train.step import ModelRunner
 
     folder = model_folder(Path(options.model))
-    if is_policy(folder):
-        _refuse_answer_options(options, folder)
-        print(policy_report(policy_losses(folder, options.data, options.batch_size)))
-        return 0
-    evaluation = build_evaluation(
-        folder,
-        options.data,
-        batch_size=options.batch_size,
-        max_length=options.max_length,
-        limit=options.limit,
-        base=options.base,
-    )
-    loss, num_targets = evaluation.loss()
-    answers = evaluation.answers(options.max_new_tokens)
-    print(evaluation_report(loss, num_targets, answers))
-    if options.show:
-        print(shown_answers(answers, options.show))
-    if options.predictions:
-        write_predictions(answers, Path(options.predictions))
-        print(f"answers written to {options.predictions}")
-    return 0
-
-
-def _refuse_answer_options(options: argparse.Namespace, folder: Path) -> None:
-    """A policy answers nothing: what was asked of answers would not be there."""
-    given = [name for name in ("base", "limit", "show", "predictions") if getattr(options, name)]
-    if given:
-        raise ValueError(
-            f"{folder} is a pi07 policy, of which losses are printed: leave "
-            f"{', '.join(f'--{name}' for name in given)} out"
+    evaluation = (
+        family_of_folder(folder)
+        .recipe_class()
+        .evaluation(
+            folder,
+            EvaluationOptions(
+                options.data,
+                options.batch_size,
+                max_length=options.max_length,
+                max_new_tokens=options.max_new_tokens,
+                limit=options.limit,
+                base=options.base,
+                show=options.show,
+                predictions=None if options.predictions is None else Path(options.predictions),
+            ),
         )
+    )
+    runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
+    with evaluation.loader as batches:
+        losses = mean_losses(runner, batches)
+    for text in evaluation.report(losses):
+        print(text)
+    return 0
 
 
 def add_generate(subparsers: argparse._SubParsersAction) -> None:
@@ -145,19 +134,11 @@ def generate(options: argparse.Namespace) -> int:
     settings = _generation_settings(options)
     GenerationConfig().updated(**settings)  # Refused before a model is loaded.
     configure_runtime()
-    from paddle_vl.families.qwen3_vl.chat import Chat
-    from paddle_vl.families.registry import is_policy
+    from paddle_vl.config.families import family_of_folder
     from paddle_vl.train.checkpoint import model_folder
 
     folder = model_folder(Path(options.model))
-    if is_policy(folder):
-        raise ValueError(
-            f"{folder} is a pi07 policy, which acts and answers no questions: its losses on "
-            "demonstrations are told by `paddle-vl evaluate`, its actions by select_action of "
-            "paddle_vl.PI07LowLevelPolicy.from_pretrained(...), the planner's texts by "
-            "paddle_vl.PI07HighLevelPlanner"
-        )
-    chat = Chat.from_pretrained(folder, base=options.base)
+    chat = family_of_folder(folder).recipe_class().chat(folder, options.base)
     prompt = options.prompt
     if not any(f"<{kind}>" in prompt for kind in MEDIA_KINDS):
         prompt = "".join(f"<{kind}>" for kind, _ in options.media) + prompt
@@ -195,19 +176,14 @@ def add_merge(subparsers: argparse._SubParsersAction) -> None:
 def merge(options: argparse.Namespace) -> int:
     """Write the merged model with its processor files."""
     configure_runtime()
-    from paddle_vl.checkpoint.adapter_files import folder_with, is_adapter
-    from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-    from paddle_vl.families.qwen3_vl.merge_files import merge_adapter
+    from paddle_vl.checkpoint.adapter_files import is_adapter
+    from paddle_vl.config.families import family_of_folder
     from paddle_vl.train.checkpoint import model_folder
 
     folder, out = model_folder(Path(options.adapter)), Path(options.out)
     if not is_adapter(folder):
         raise ValueError(f"{folder} is a whole model, there is nothing to merge")
-    processor = Qwen3VLProcessor.from_pretrained(
-        folder_with("tokenizer.json", folder, options.base)
-    )
-    base = merge_adapter(folder, out, options.base)
-    processor.save_pretrained(out)
+    base = family_of_folder(folder).recipe_class().merge_adapter(folder, out, options.base)
     print(f"{folder} and {base} are one model in {out}")
     return 0
 

@@ -1,4 +1,4 @@
-"""`paddle-vl`: the subcommands, their arguments, and how errors reach the terminal.
+"""`paddle-vl`: parse the command line, run one subcommand, and report its errors.
 
 Nothing heavy is imported before a subcommand runs, so that `--help` answers at once.
 """
@@ -16,8 +16,7 @@ from typing import NoReturn
 
 from paddle_vl.cli import commands
 from paddle_vl.cli.profile import add_profile
-from paddle_vl.cli.report import add_report
-from paddle_vl.cli.train import add_train
+from paddle_vl.cli.train import add_report, add_train
 from paddle_vl.parallel.launcher import RANK_LOG_VARIABLE
 
 logger = logging.getLogger("paddle_vl")
@@ -27,23 +26,23 @@ INTERRUPTED = 130
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    """`main` as a whole process, which ends with its exit code."""
-    is_one_of_several = int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1
+    """Run `main` and end the process with its exit code."""
+    is_distributed = int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1
     try:
         code = main(arguments)
     except Exception:
-        # The outermost place of the process: told in the rank's log too, then as Python does it.
+        # Write the traceback to the rank's log too.
         if rank_log := os.environ.get(RANK_LOG_VARIABLE):
             with open(rank_log, "a", encoding="utf-8") as stream:
                 traceback.print_exc(file=stream)
-        if not is_one_of_several:
+        if not is_distributed:
             raise
         traceback.print_exc()
         code = 1
-    if is_one_of_several:
-        # All is done and written. Paddle's threads that talk to other ranks, which leave at other
-        # moments, are not torn down: an abort there would look like a failed run, and NCCL may wait
-        # in it for a rank that has failed.
+    if is_distributed:
+        # All work is done and written. Skip the teardown of Paddle's communication threads: other
+        # ranks end at other times, an abort there would look like a failed run, and NCCL may wait
+        # for a rank that has failed.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -55,21 +54,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 1 for an error in settings, data or files; 128 + signal number for a
-        training that was asked to stop and saved itself. Wrong arguments end in argparse, with 2.
+        training that was asked to stop and saved a checkpoint. argparse exits with 2 on wrong
+        arguments.
     """
     options = _parse(build_parser(), arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     if rank_log := os.environ.get(RANK_LOG_VARIABLE):
-        # Rank 0 has the terminal; what it says is beside the logs of the others too.
-        # Messages quote names of files, which need not be UTF-8.
+        # Rank 0 has the terminal and, like every rank, a log file. Messages may quote file names
+        # that are not UTF-8.
         handler = logging.FileHandler(
             rank_log, mode="w", encoding="utf-8", errors="backslashreplace"
         )
         logging.getLogger().addHandler(handler)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    # Said by every import of Paddle; nothing is compiled here.
+    # Every import of Paddle warns so, and nothing is compiled here.
     warnings.filterwarnings("ignore", message="No ccache found")
-    # Said by fleet of every group that it makes for other ranks.
+    # fleet warns so for every process group that a rank is not in.
     warnings.filterwarnings("ignore", message="Current global rank")
     try:
         return options.run(options)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse, settings in any place: argparse takes them in one run only, not around an option."""
+    """Parse with `section.name=value` anywhere: argparse alone takes them only side by side."""
     options, rest = parser.parse_known_args(arguments)
     is_setting = [not text.startswith("-") and "=" in text for text in rest]
     if rest and not (hasattr(options, "overrides") and all(is_setting)):
@@ -95,9 +95,9 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 
 def _is_meant_for_users(error: Exception) -> bool:
-    """Whether the message says all: the system's about a file, or one that this package raised.
+    """Whether the message is enough: an OSError, or an error that this package raised.
 
-    What another package raises is a fault in a call to it, and needs its traceback.
+    An error from another package is a bug in a call to it and needs its traceback.
     """
     if isinstance(error, OSError):
         return True
@@ -106,10 +106,10 @@ def _is_meant_for_users(error: Exception) -> bool:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line with all its subcommands."""
+    """The parser with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="paddle-vl",
-        description="Train, evaluate and ask Qwen3-VL models with PaddlePaddle.",
+        description="Train, evaluate and run Qwen3-VL and pi07 models with PaddlePaddle.",
         epilog=textwrap.dedent(f"""\
             examples:
               paddle-vl train configs/my_run.yaml train.learning_rate=1e-4

@@ -1,4 +1,4 @@
-"""`paddle-vl profile`: phases and memory of a training step, or a matrix of choices."""
+"""`paddle-vl profile`: time and memory of a training step, for one configuration or a matrix."""
 
 import argparse
 import signal
@@ -16,16 +16,16 @@ examples:
   paddle-vl profile run.yaml --nproc 2 parallel.sharding_degree=2 parallel.sharding_stage=2
   paddle-vl profile run.yaml --nproc 2 --matrix --synthetic --cameras 1 2 --memory-limit-gb 3
 
-The training that is profiled is the run's own: its model, optimizer, loader and step. Nothing of
-the run's output_dir is read or written.
+The profile runs the training itself: the same model, optimizer, loader and step. The run's
+output_dir is neither read nor written.
 
 --out receives:
   profile.json   phases, throughput, memory, settings
-  log/           what each process says, with --nproc
-With --matrix it receives in place of these:
-  matrix.json, matrix.md, matrix.png   all cells, their table with the recommendation, their plot
-  cells/         of each cell cell.json, profile.json and its output; a matrix that is started again
-                 runs only what is missing, has failed, or was run with other settings"""
+  log/           output of every rank, with --nproc
+With --matrix it receives instead:
+  matrix.json, matrix.md, matrix.png   all cells, a table with the recommendation, a plot
+  cells/         cell.json, profile.json and output of each cell; a restarted matrix runs only
+                 cells that are missing, have failed, or were run with other settings"""
 
 
 def add_profile(subparsers: argparse._SubParsersAction) -> None:
@@ -33,15 +33,15 @@ def add_profile(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "profile",
         help="time and memory of a run's training step",
-        description="Train a few steps as a YAML file says, and print what they spent their time "
-        "on and how much memory they took; or do so for every choice of sharding, recomputation "
-        "and cameras at growing batch sizes, and recommend one.",
+        description="Train a few steps with the settings of a YAML file, and print the time of "
+        "each phase and the memory; or do so for every choice of sharding, recomputation and "
+        "cameras at growing batch sizes, and recommend one.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_run(parser, "processes on this machine, as of `paddle-vl train` (default 1)")
+    add_run(parser, "start N ranks on this machine (default 1)")
     parser.add_argument(
-        "--warmup", type=int, default=5, metavar="N", help="steps before it counts (default 5)"
+        "--warmup", type=int, default=5, metavar="N", help="warmup steps (default 5)"
     )
     parser.add_argument(
         "--steps", type=positive, default=20, metavar="N", help="measured steps (default 20)"
@@ -53,8 +53,8 @@ def add_profile(subparsers: argparse._SubParsersAction) -> None:
         "--memory-limit-gb",
         type=float,
         metavar="GB",
-        help="what a process may use, in 10^9 bytes: its resident set on a CPU; above it the "
-        "profile ends (default: the GPU's memory; none on a CPU, where a matrix needs one)",
+        help="memory that a rank may use, in 10^9 bytes (on a CPU its resident set); the profile "
+        "ends above it (default: the GPU's memory; none on a CPU, where a matrix needs one)",
     )
     _add_workload(parser)
     _add_matrix(parser)
@@ -62,11 +62,11 @@ def add_profile(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
-    workload = parser.add_argument_group("made-up data")
+    workload = parser.add_argument_group("synthetic data")
     workload.add_argument(
         "--synthetic",
         action="store_true",
-        help="train on made-up samples of the configured shapes in place of data.train, with the "
+        help="train on generated samples of the configured shapes instead of data.train, with the "
         "configured drop probabilities",
     )
     workload.add_argument(
@@ -74,14 +74,15 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         type=positive,
         nargs="+",
         metavar="N",
-        help="cameras of a policy, images in each conversation (default: those of the "
-        "configuration, one image); several numbers with --matrix",
+        help="cameras of a policy (default: as configured), or images in each conversation "
+        "(default: 1); several numbers with --matrix",
     )
     workload.add_argument(
         "--image-side",
         type=positive,
         metavar="PIXELS",
-        help="of an image in a conversation, before the processor resizes it (default 448)",
+        help="height and width of an image in a conversation, before the processor resizes it "
+        "(default 448)",
     )
     workload.add_argument(
         "--answer-tokens",
@@ -93,7 +94,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 def _add_matrix(parser: argparse.ArgumentParser) -> None:
     matrix = parser.add_argument_group(
-        "matrix", "Each cell, a choice at a batch size, runs in processes of its own."
+        "matrix", "Each cell (a choice at a batch size) runs in new processes."
     )
     matrix.add_argument("--matrix", action="store_true", help="profile all choices")
     matrix.add_argument(
@@ -101,7 +102,7 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=_SHARDING,
         metavar="CHOICE",
-        help="dp, stage1, stage2, stage3, or none for one process (default: all that fit --nproc)",
+        help="dp, stage1, stage2, stage3, or none for one rank (default: all that fit --nproc)",
     )
     matrix.add_argument(
         "--recompute",
@@ -115,21 +116,21 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
         type=positive,
         nargs="+",
         metavar="N",
-        help="try these, in ascending order until one is too large (default: double, then halve "
-        "the distance)",
+        help="sizes to try, in ascending order until one is too large (default: double until one "
+        "is too large, then bisect)",
     )
     matrix.add_argument(
-        "--first-batch", type=positive, metavar="N", help="size to double from (default 1)"
+        "--first-batch", type=positive, metavar="N", help="first size of the doubling (default 1)"
     )
     matrix.add_argument(
-        "--largest-batch", type=positive, metavar="N", help="size to double to (default 64)"
+        "--largest-batch", type=positive, metavar="N", help="last size of the doubling (default 64)"
     )
     matrix.add_argument(
         "--cell-seconds",
         type=float,
         default=600.0,
         metavar="S",
-        help="time for a cell, its start included (default 600)",
+        help="seconds for a cell, its start included (default 600)",
     )
     matrix.add_argument(
         "--memory-share",
@@ -141,7 +142,11 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
 
 
 def profile(options: argparse.Namespace) -> int:
-    """Print a profile, or run a matrix; a matrix without any cell that fits ends with 1."""
+    """Print a profile, or run a matrix.
+
+    Returns:
+        0, or 1 if no cell of the matrix fits.
+    """
     from paddle_vl.config.load import load_run_config
 
     config = load_run_config(options.config, options.overrides)
@@ -181,7 +186,7 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.matrix:
         if options.batch_sizes and (options.first_batch or options.largest_batch):
             raise ValueError(
-                "--batch-sizes are all sizes: leave --first-batch, --largest-batch out"
+                "--batch-sizes are all sizes: leave --first-batch and --largest-batch out"
             )
         return
     for name in ("sharding", "recompute", "batch_sizes", "first_batch", "largest_batch"):
@@ -215,7 +220,7 @@ def _matrix(options: argparse.Namespace, out: Path) -> int:
         steps=options.steps,
         workload=_workload(options),
     )
-    # Otherwise the cell that runs would be left behind.
+    # Without a handler the processes of the running cell would be left behind.
     signal.signal(signal.SIGTERM, _stopped)
     cells = run_matrix(options.config, options.overrides, settings)
     print(write_report(cells, settings, options.memory_share))
@@ -229,13 +234,13 @@ def _stopped(number: int, frame: Any) -> NoReturn:
 def _workload(options: argparse.Namespace) -> Any:
     from paddle_vl.profile.workload import Workload
 
-    # Of a matrix the choices say how many.
+    # In a matrix each choice has its number of cameras.
     cameras = options.cameras[0] if options.cameras and not options.matrix else None
     return Workload(options.synthetic, cameras, options.image_side, options.answer_tokens)
 
 
 def _arguments(options: argparse.Namespace, out: Path) -> list[str]:
-    """The same command for one of several processes."""
+    """The command line of each rank: the same command without --nproc."""
     given: list[Any] = ["profile", options.config, *options.overrides, "--out", out]
     given += ["--warmup", options.warmup, "--steps", options.steps]
     for name in ("memory_limit_gb", "image_side", "answer_tokens"):
@@ -245,4 +250,4 @@ def _arguments(options: argparse.Namespace, out: Path) -> list[str]:
         given.append("--synthetic")
     if options.cameras:
         given += ["--cameras", *options.cameras]
-    return [str(part) for part in given]
+    return [str(argument) for argument in given]

@@ -1,4 +1,4 @@
-"""`paddle-vl train`: its arguments, its help, and the call into the package."""
+"""`paddle-vl train` and `paddle-vl report`: a run, and a page of its metrics."""
 
 import argparse
 import textwrap
@@ -8,20 +8,52 @@ from typing import Any
 from paddle_vl.cli.commands import add_run, configure_runtime, positive
 from paddle_vl.parallel.launcher import launch
 
+_EPILOG = """\
+examples:
+  paddle-vl train run.yaml
+  paddle-vl train run.yaml train.learning_rate=1e-4 'data.train=[a.jsonl, b.jsonl]'
+  paddle-vl train run.yaml train.resume_from_checkpoint=auto
+  paddle-vl train run.yaml --nproc 4 parallel.dp_degree=2 parallel.mp_degree=2
+
+Paths are relative to the current directory; image and video paths in a data file are relative to
+that file.
+
+train.output_dir receives:
+  config.yaml        the resolved settings, usable as CONFIG
+  run.json           git revision, package versions, device, command of every start
+  metrics.jsonl      one line per report; loss.png is its curve
+  checkpoint-STEP/   everything to resume from, also loads as a model
+  final/             the trained model in HF's layout, for evaluate and generate
+  log/               with --nproc, workerlog.RANK of every rank
+With model.lora, checkpoint-STEP/ and final/ hold adapters in PEFT's format instead of a model.
+
+Ctrl-C, SIGTERM or a closed terminal finishes the step, saves a checkpoint and exits with
+130, 143 or 129; a second one exits at once with 1. See train.stop_grace_s."""
+
+_REPORT_EPILOG = """\
+examples:
+  paddle-vl report runs/doors
+  paddle-vl report runs/doors runs/doors_lora --output comparison
+
+report.html needs no other file and no network. It has the loss, its terms and evaluations, learning
+rates, gradient norm, throughput, memory and all other metrics of metrics.jsonl over steps, epochs
+or tokens; the results, the settings that differ, git revisions and package versions. A PNG of each
+panel is written beside it. The report of a running run shows the metrics so far."""
+
 
 def add_train(subparsers: argparse._SubParsersAction) -> None:
     """`paddle-vl train CONFIG [section.name=value ...]`"""
     parser = subparsers.add_parser(
         "train",
-        help="train a model as a YAML file says",
-        description="Train a model as a YAML file says.",
-        epilog=_train_epilog(),
+        help="train a model with the settings of a YAML file",
+        description="Train a model with the settings of a YAML file.",
+        epilog=f"{_EPILOG}\n{_settings_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_run(
         parser,
-        "start N ranks on this machine (default 1); parallel.*_degree must multiply to N. fleetrun "
-        "starts them on several machines",
+        "start N ranks on this machine (default 1); the parallel.*_degree settings must multiply "
+        "to N. Use fleetrun for several machines",
     )
     parser.add_argument(
         "--max_restarts",
@@ -29,23 +61,27 @@ def add_train(subparsers: argparse._SubParsersAction) -> None:
         type=natural,
         default=0,
         metavar="N",
-        help="when a rank dies in training, start again from the last good checkpoint, up to N "
-        "times (default 0)",
+        help="if a rank dies in training, restart from the last good checkpoint, up to N times "
+        "(default 0)",
     )
     parser.add_argument(
         "--min_nproc",
         "--min-nproc",
         type=positive,
         metavar="N",
-        help="start again with fewer ranks, N at least: parallel.dp_degree and sharding_degree "
+        help="restart with fewer ranks, at least N: parallel.dp_degree and sharding_degree "
         "shrink and train.per_device_train_batch_size grows, so that the numbers stay the same "
-        "(default: with as many)",
+        "(default: the same number of ranks)",
     )
     parser.set_defaults(run=train)
 
 
 def train(options: argparse.Namespace) -> int:
-    """Train; a run that was stopped by a signal and saved ends with 128 + its number."""
+    """Train.
+
+    Returns:
+        0, or 128 + signal number after a signal to stop, with a checkpoint saved.
+    """
     from paddle_vl.config.load import load_run_config
 
     config = load_run_config(options.config, options.overrides)
@@ -90,34 +126,49 @@ def natural(text: str) -> int:
     return value
 
 
-def _train_epilog() -> str:
-    from paddle_vl.config.schema import setting_descriptions
+def _settings_help() -> str:
+    from paddle_vl.config.family_settings import settings_help
 
-    lines = [
-        "examples:",
-        "  paddle-vl train run.yaml",
-        "  paddle-vl train run.yaml train.learning_rate=1e-4 'data.train=[a.jsonl, b.jsonl]'",
-        "  paddle-vl train run.yaml train.resume_from_checkpoint=auto",
-        "  paddle-vl train run.yaml --nproc 4 parallel.dp_degree=2 parallel.mp_degree=2",
-        "",
-        "Paths are relative to the current directory; those of images and videos in a data file to "
-        "that file.",
-        "",
-        "train.output_dir receives:",
-        "  config.yaml        the resolved settings, usable as CONFIG",
-        "  run.json           git revision, package versions, device, command of every start",
-        "  metrics.jsonl      one line per report; loss.png is its curve",
-        "  checkpoint-STEP/   everything to continue from, also loads as a model",
-        "  final/             the trained model in HF's layout, for evaluate and generate",
-        "With model.lora, the last two hold adapters in PEFT's format instead of a model.",
-        "  log/               with --nproc, workerlog.RANK of every rank",
-        "",
-        "Ctrl-C, SIGTERM or a closed terminal finishes the step, saves a checkpoint and exits with",
-        "130, 143 or 129; once more ends at once, with 1. See train.stop_grace_s.",
-        "",
-        "settings (default):",
-    ]
-    for name, (default, description) in setting_descriptions().items():
-        lines.append(f"  {name} ({'null' if default == 'None' else default})")
-        lines += textwrap.wrap(description, 90, initial_indent="      ", subsequent_indent="      ")
+    lines = []
+    for title, parts, described in settings_help():
+        lines += ["", f"{title} (default):"]
+        if parts:
+            lines.append(f"  parts of the model: {', '.join(parts)}")
+        for name, (default, description) in described.items():
+            lines.append(f"  {name} ({default})")
+            lines += textwrap.wrap(
+                description, 90, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
     return "\n".join(lines)
+
+
+def add_report(subparsers: argparse._SubParsersAction) -> None:
+    """`paddle-vl report RUN [RUN ...] [--output DIR]`"""
+    parser = subparsers.add_parser(
+        "report",
+        help="curves and settings of one or several runs as a page",
+        description="Draw the metrics of one or several runs into one HTML file and PNGs, and "
+        "list the settings in which the runs differ.",
+        epilog=_REPORT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="the train.output_dir of a run")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="folder for the report (default: report/ in the run's folder; for several runs, in "
+        "the current one)",
+    )
+    parser.add_argument("--no-png", action="store_true", help="write the page without PNGs")
+    parser.set_defaults(run=report)
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write a report and print its path."""
+    from paddle_vl.report.report import write_report
+
+    home = Path(options.runs[0]) if len(options.runs) == 1 else Path()
+    output_dir = Path(options.output) if options.output else home / "report"
+    page, *pictures = write_report(options.runs, output_dir, with_pictures=not options.no_png)
+    print(f"report written to {page}" + (f", {len(pictures)} pictures beside it" * bool(pictures)))
+    return 0

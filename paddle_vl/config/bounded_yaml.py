@@ -1,7 +1,6 @@
-"""YAML texts, bounded before anything is made of them.
+"""Reading YAML with limits on depth and size, which are checked before values are constructed.
 
-A few hundred bytes of YAML can stand for gigabytes, by aliases that name lists of aliases. Depth,
-size and what aliases amount to are known from the nodes, before values are.
+A few hundred bytes of YAML can expand to gigabytes through aliases of lists of aliases.
 """
 
 import re
@@ -13,14 +12,14 @@ MAX_CHARACTERS = 1 << 20
 _MAX_DEPTH = 64
 _MAX_VALUES = 50_000
 _MAX_INTEGER = 1 << 63
-# What YAML's constructors raise of values that are not what their tag or form says.
-_CONSTRUCTION_FAULTS = (
+# Raised by YAML's constructors for values that do not fit their tag or syntax.
+_CONSTRUCTION_ERRORS = (
     ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError,
 )  # fmt: skip
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader that also reads 1e-4 as a number, as YAML 1.2 does, down to a depth."""
+    """PyYAML's safe loader with limits, which reads 1e-4 as a number like YAML 1.2."""
 
     depth = 0
     num_nodes = 0
@@ -33,7 +32,7 @@ class _Loader(yaml.SafeLoader):
             )
         self.num_nodes += 1
         if self.num_nodes > _MAX_VALUES:
-            raise _TooMuchError(
+            raise _TooLargeError(
                 f"it has more than {_MAX_VALUES:,} values; settings never need so many"
             )
         self.depth += 1
@@ -57,14 +56,15 @@ _Loader.add_implicit_resolver(
 
 
 def read_document(text: str, name: str) -> tuple[Any, yaml.Node | None]:
-    """The value of a YAML text, and the node that it is of; None and None of an empty one.
+    """The value of a YAML text and its root node; None and None for an empty text.
 
     Args:
-        name: of the text, for messages that say where in it.
+        name: of the text, for error positions.
 
     Raises:
-        ValueError: it is not YAML, too large or too deep, stands for too many values, or has a key
-            that is no text, a number beyond 64 bits, or a text that cannot be a file's name.
+        ValueError: it is not YAML, too large or too deep, expands to too many values, or has a key
+            that is not a string, an integer beyond 64 bits, or a string with characters that no
+            path may have.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(
@@ -72,7 +72,7 @@ def read_document(text: str, name: str) -> tuple[Any, yaml.Node | None]:
         )
     loader = None
     try:
-        # Characters that YAML does not allow are found here.
+        # Raises for characters that YAML does not allow.
         loader = _Loader(text)
         loader.name = name
         node = loader.get_single_node()
@@ -82,8 +82,8 @@ def read_document(text: str, name: str) -> tuple[Any, yaml.Node | None]:
         value = loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error).replace("<unicode string>", name)) from error
-    except _CONSTRUCTION_FAULTS as error:
-        if isinstance(error, _TooMuchError):
+    except _CONSTRUCTION_ERRORS as error:
+        if isinstance(error, _TooLargeError):
             raise ValueError(str(error)) from error
         raise ValueError(f"a value is not what it looks like: {error}") from error
     finally:
@@ -93,30 +93,30 @@ def read_document(text: str, name: str) -> tuple[Any, yaml.Node | None]:
     return value, node
 
 
-class _TooMuchError(ValueError):
+class _TooLargeError(ValueError):
     pass
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Count the values that a document stands for, aliases as what they name."""
+    """Count the values of a document with all aliases expanded."""
     sizes: dict[int, int | None] = {}
 
     def size(node: yaml.Node) -> int:
         known = sizes.get(id(node), 0)
         if known is None:
             line = node.start_mark.line + 1
-            raise _TooMuchError(f"line {line}: an alias stands inside what it names: write it out")
+            raise _TooLargeError(f"line {line}: an alias is inside its own anchor: write it out")
         if known:
             return known
         sizes[id(node)] = None
         inner = [] if isinstance(node, yaml.ScalarNode) else node.value
         if isinstance(node, yaml.MappingNode):
-            inner = [part for pair in node.value for part in pair]
+            inner = [item for pair in node.value for item in pair]
         total = 1 + sum(map(size, inner))
         if total > _MAX_VALUES:
-            raise _TooMuchError(
-                f"line {node.start_mark.line + 1}: with its aliases this stands for more than "
-                f"{_MAX_VALUES:,} values, which settings never need: write out what is meant"
+            raise _TooLargeError(
+                f"line {node.start_mark.line + 1}: with its aliases expanded this has more than "
+                f"{_MAX_VALUES:,} values, which settings never need: write it out without aliases"
             )
         sizes[id(node)] = total
         return total
@@ -140,7 +140,7 @@ def _check_values(value: Any, place: str) -> None:
     elif isinstance(value, str):
         if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
             raise ValueError(
-                f"{place or 'the value'} is {value[:60]!r}: it holds a character that no text or "
+                f"{place or 'the value'} is {value[:60]!r}: it has a character that no text or "
                 "path may have"
             )
     elif isinstance(value, int) and abs(value) >= _MAX_INTEGER:

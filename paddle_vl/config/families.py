@@ -1,25 +1,44 @@
-"""The model families by name: which settings a run of each has, and which recipe trains it.
+"""The registry of model families: model types, settings class and recipe of each.
 
-Classes stand here as "module:Class" and are imported when they are needed, so that reading a run's
-settings loads neither Paddle nor the other families. A family outside of the package joins with one
-call of `register_family`.
+Classes are named as "module:Class" and imported on first use, so that reading a run's settings
+loads neither Paddle nor the other families. A family outside of the package registers itself with
+one call of `register_family`.
 """
 
+import json
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
-class FamilyEntry:
-    """A model family.
+class ModelShape:
+    """Sizes of a decoder that the parallel plan divides over ranks.
 
     Attributes:
-        name: as errors and help texts say it.
-        model_types: values of `model_type` (HF) or `type` (LeRobot) in config.json that belong to
-            the family.
+        moe_intermediate_size: inner width of an expert; 0 without experts.
+        num_experts: experts of a layer; 0 without experts.
+    """
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    moe_intermediate_size: int = 0
+    num_experts: int = 0
+
+
+@dataclass(frozen=True)
+class FamilyEntry:
+    """A registered model family.
+
+    Attributes:
+        name: for errors and help texts.
+        model_types: values of `model_type` (HF) or `type` (LeRobot) in a config.json of the family.
         settings: "module:Class" of its run settings, a `paddle_vl.config.schema.RunConfig`.
-        recipe: "module:Class" of what implements `paddle_vl.families.base.Family`.
+        recipe: "module:Class" of its `paddle_vl.families.base.Family`.
     """
 
     name: str
@@ -38,36 +57,72 @@ _FAMILIES: list[FamilyEntry] = []
 
 
 def register_family(entry: FamilyEntry) -> None:
-    """Add a family; `paddle-vl train` and the other commands know it from then on.
+    """Add a family; every command knows it from then on.
 
     Raises:
-        ValueError: a model type of it belongs to another family already.
+        ValueError: one of its model types belongs to another family.
     """
     for other in _FAMILIES:
         if taken := set(entry.model_types) & set(other.model_types):
             raise ValueError(
-                f"model type {', '.join(sorted(taken))} of family {entry.name} belongs to family "
-                f"{other.name} already: name another type"
+                f"model type {', '.join(sorted(taken))} of family {entry.name} is registered for "
+                f"family {other.name}: choose another type"
             )
     _FAMILIES.append(entry)
 
 
 def families() -> tuple[FamilyEntry, ...]:
-    """All families in the order of their registration."""
+    """All families, in the order of registration."""
     return tuple(_FAMILIES)
 
 
 def family_of(model_values: dict[str, Any]) -> FamilyEntry:
-    """The family of a model by its config.json; Qwen3-VL where it names no known type.
+    """The family of a model by its config.json; the first one where it names no known type.
 
     Args:
-        model_values: the content of config.json, empty where it cannot be read.
+        model_values: content of config.json; empty where it cannot be read.
     """
-    named = {model_values.get("type"), model_values.get("model_type")} - {None}
+    named = [model_values.get(key) for key in ("type", "model_type")]
     for entry in _FAMILIES:
-        if named & set(entry.model_types):
+        if any(model_type in entry.model_types for model_type in named):
             return entry
     return _FAMILIES[0]
+
+
+def family_of_folder(folder: Path) -> FamilyEntry:
+    """The family of a model folder; the first one for a folder without config.json (adapters)."""
+    return family_of(model_values(folder))
+
+
+def family_of_run(config: Any, checkpoint: Path | None = None) -> FamilyEntry:
+    """The family that a run trains.
+
+    Args:
+        config: a `RunConfig`.
+        checkpoint: to continue from; its config.json comes first.
+    """
+    model = config.model
+    source = model.config if model.pretrained is None else model.pretrained
+    return family_of((checkpoint and model_values(checkpoint)) or model_values(source))
+
+
+def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
+    """The content of a model's config.json; empty where it cannot be read, which its family
+    reports.
+
+    Args:
+        source: a model folder, a config.json, its content, or the name of a published size.
+    """
+    if isinstance(source, dict) or source is None:
+        return source or {}
+    file = Path(source)
+    if file.is_dir():
+        file = file / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _loaded(path: str) -> Any:
@@ -96,6 +151,6 @@ register_family(
         "pi07 planner",
         ("pi07_high_level",),
         "paddle_vl.families.pi07.settings:PI07Run",
-        "paddle_vl.families.pi07.planner_recipe:PI07PlannerRecipe",
+        "paddle_vl.families.pi07.recipe:PI07PlannerRecipe",
     )
 )

@@ -13,18 +13,20 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from paddle_vl.config.bounded_yaml import read_document
-from paddle_vl.config.schema import RunConfig, setting_descriptions
+from paddle_vl.config.family_settings import Key, own_settings, settings_class_of
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.config.section import setting_descriptions
 from paddle_vl.config.validate import rule_problems
 from paddle_vl.files.named_errors import write_text
 
 COMMAND_LINE = "command line"
 _MAX_NAMES = 64
-# Of a file that is no configuration, thousands of keys would be told, each compared with all names.
-_MOST_TOLD = 100
+# A file that is no configuration may have thousands of keys; each would be compared with all names.
+_MAX_REPORTED = 100
 _LONGEST_NAME = 200
-Key = tuple[str | int, ...]
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -32,24 +34,32 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
     Args:
         path: a YAML file with the sections model, data, parallel, train, logging.
-        overrides: `section.name=value` with the value in YAML; the last one of a name holds.
+        overrides: `section.name=value` with the value in YAML; the last one of a name wins.
+
+    Returns:
+        The settings of the family that the model belongs to: a subclass of `RunConfig`.
 
     Raises:
         RuntimeError: the file cannot be read.
-        ValueError: the file is not YAML, or settings are unknown, of a wrong type or at odds with
-            each other; all of them are in the message.
+        ValueError: the file is not YAML, or settings are unknown, belong to another family, have a
+            wrong type or contradict each other; all of them are in the message.
     """
     values, places, problems = read_yaml(path)
     for override in overrides:
         problems += _apply_override(values, places, override)
-    config = None
+    run = settings_class_of(values)
+    values, foreign = own_settings(values, run)
+    problems += [
+        f"{_place(key, places, str(path))}: {_dotted(key)} applies only to {families}, and the "
+        f"model is a {run.family}: remove it"
+        for key, families in foreign.items()
+    ]
     try:
-        config = RunConfig.model_validate(values)
+        config = run.model_validate(values)
     except ValidationError as error:
-        problems += _schema_problems(error, places, str(path))
-    if config is not None:
-        problems += rule_problems(config)
-    raise_problems(problems)
+        raise_problems([*problems, *_schema_problems(error, run, places, str(path))])
+        raise
+    raise_problems([*problems, *rule_problems(config)])
     return config
 
 
@@ -63,7 +73,7 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 
 def save_run_config(config: RunConfig, path: str | Path) -> None:
-    """Write all settings, defaults too, as a file that `load_run_config` reads back equal."""
+    """Write all settings, defaults included, to a file that `load_run_config` reads back equal."""
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
     write_text(Path(path), text)
 
@@ -80,7 +90,10 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path) -> tuple[dict[str, Any], dict[Key, str], list[str]]:
-    """The values of a YAML file, the place (file:line) of every key, and its duplicate keys.
+    """Read a YAML file.
+
+    Returns:
+        The values, the place (file:line) of every key, and a message for every duplicate key.
 
     Raises:
         RuntimeError: the file cannot be read.
@@ -146,15 +159,15 @@ def _apply_override(values: dict, places: dict[Key, str], override: str) -> list
     except ValueError as error:
         return [f"{COMMAND_LINE}: the value of {_shown(override)} is not valid YAML: {error}"]
     target = values
-    for depth, part in enumerate(names[:-1], start=1):
-        if target.get(part) is None:
-            target[part] = {}
-        if not isinstance(target[part], dict):
+    for depth, section in enumerate(names[:-1], start=1):
+        if target.get(section) is None:
+            target[section] = {}
+        if not isinstance(target[section], dict):
             return [
                 f"{COMMAND_LINE}: {name} lies inside {'.'.join(names[:depth])}, which is "
-                f"{_shown(target[part])}, not a mapping"
+                f"{_shown(target[section])}, not a mapping"
             ]
-        target = target[part]
+        target = target[section]
     target[names[-1]] = value
     for key in [key for key in places if key[: len(names)] == tuple(names)]:
         del places[key]
@@ -162,61 +175,73 @@ def _apply_override(values: dict, places: dict[Key, str], override: str) -> list
     return []
 
 
-def _schema_problems(error: ValidationError, places: dict[Key, str], path: str) -> list[str]:
+def _schema_problems(
+    error: ValidationError, run: type[RunConfig], places: dict[Key, str], path: str
+) -> list[str]:
     """One message per wrong setting; a setting of several allowed types has several errors."""
-    settings = {tuple(name.split(".")) for name in setting_descriptions()}
+    described = setting_descriptions(run)
+    settings = {tuple(name.split(".")) for name in described}
     sections = {setting[:-1] for setting in settings}
-    by_key: dict[Key, list[dict]] = {}
+    by_key: dict[Key, list[ErrorDetails]] = {}
     for item in error.errors(include_url=False):
         key = item["loc"]
         known = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in settings), None)
         # Beyond a setting the location names a list item or the alternative of a union.
-        is_inner = known is not None and known not in sections
-        if is_inner and not all(isinstance(part, int) for part in key[len(known) :]):
+        inside = () if known is None or known in sections else key[len(known) :]
+        if known is not None and not all(isinstance(name, int) for name in inside):
             key = known
         by_key.setdefault(key, []).append(item)
-    told = list(by_key.items())[:_MOST_TOLD]
-    messages = [_message(key, items, places, path) for key, items in told]
-    if len(by_key) > len(told):
-        messages.append(f"{path}: {len(by_key) - len(told)} more settings are wrong")
+    reported = list(by_key.items())[:_MAX_REPORTED]
+    messages = [
+        f"{_place(key, places, path)}: {_message(key, items, run, described)}"
+        for key, items in reported
+    ]
+    if len(by_key) > len(reported):
+        messages.append(f"{path}: {len(by_key) - len(reported)} more settings are wrong")
     return messages
 
 
-def _message(key: Key, items: list[dict], places: dict[Key, str], path: str) -> str:
-    place = places.get(key)
-    if place is None:
-        # An override makes the sections that it lies in.
-        inner = {place for own, place in places.items() if own[: len(key)] == key}
-        outer = (places[key[:n]] for n in range(len(key), 0, -1) if key[:n] in places)
-        place = COMMAND_LINE if inner == {COMMAND_LINE} else next(outer, path)
+def _place(key: Key, places: dict[Key, str], path: str) -> str:
+    """Where a key was set; of one that is missing, where its section was."""
+    if key in places:
+        return places[key]
+    # An override makes the sections that it lies in.
+    inner = {place for other, place in places.items() if other[: len(key)] == key}
+    outer = (places[key[:n]] for n in range(len(key), 0, -1) if key[:n] in places)
+    return COMMAND_LINE if inner == {COMMAND_LINE} else next(outer, path)
+
+
+def _message(
+    key: Key, items: list[ErrorDetails], run: type[RunConfig], described: dict[str, tuple[str, str]]
+) -> str:
     name, first = _dotted(key), items[0]
     if first["type"] == "extra_forbidden":
-        return f"{place}: {name} is not a setting; {_nearest(key)}"
+        return f"{name} is not a setting; {_nearest(key, run, described)}"
     if first["type"] == "missing":
-        meaning = setting_descriptions().get(name, ("", "a section of the configuration"))[1]
-        return f"{place}: {name} is missing ({meaning})"
+        meaning = described.get(name, ("", "a section of the configuration"))[1]
+        return f"{name} is missing ({meaning})"
     wanted = " or ".join(dict.fromkeys(item["msg"].replace("Input", "it", 1) for item in items))
-    return f"{place}: {name} is {_shown(first['input'])}; {wanted}"
+    return f"{name} is {_shown(first['input'])}; {wanted}"
 
 
-def _nearest(key: Key) -> str:
+def _nearest(key: Key, run: type[RunConfig], described: dict[str, tuple[str, str]]) -> str:
     if len(key) == 1:
-        return f"the sections are {', '.join(RunConfig.model_fields)}"
+        return f"the sections are {', '.join(run.model_fields)}"
     section, leaf = ".".join(map(str, key[:-1])), str(key[-1])[:_LONGEST_NAME]
 
     def closeness(name: str) -> tuple[float, bool]:
         other_section, _, other = name.rpartition(".")
         return difflib.SequenceMatcher(None, leaf, other).ratio(), section == other_section
 
-    best = max(setting_descriptions(), key=closeness)
+    best = max(described, key=closeness)
     if closeness(best)[0] >= 0.6:
         return f"did you mean {best}?"
-    names = [name.rpartition(".") for name in setting_descriptions()]
-    return f"{section} has {', '.join(name for own, _, name in names if own == section)}"
+    names = [name.rpartition(".") for name in described]
+    return f"{section} has {', '.join(name for other, _, name in names if other == section)}"
 
 
 def _dotted(key: Key) -> str:
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).lstrip(".")
+    name = "".join(f"[{item}]" if isinstance(item, int) else f".{item}" for item in key).lstrip(".")
     return name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "..."
 
 

@@ -1,4 +1,4 @@
-"""Settings of how the processes of a run share its work, see `docs/parallelism.md`."""
+"""Settings of the mesh of ranks and of what each axis does, see `docs/parallelism.md`."""
 
 from typing import Literal
 
@@ -8,118 +8,113 @@ from paddle_vl.config.section import Section
 
 
 class FleetConfig(Section):
-    """Options of fleet's own, by the names of its DistributedStrategy."""
+    """Options that are passed to fleet under the names of its DistributedStrategy."""
 
     mp_configs: dict[str, bool | int | float | str] = Field(
-        {}, description="of tensor parallelism, e.g. {mp_async_allreduce: true}"
+        default={}, description="options of tensor parallelism, e.g. {mp_async_allreduce: true}"
     )
     pp_configs: dict[str, bool | int | float | str] = Field(
-        {}, description="of the pipeline, e.g. {overlap_p2p_comm: true}"
+        default={}, description="options of the pipeline, e.g. {overlap_p2p_comm: true}"
     )
     sharding_configs: dict[str, bool | int | float | str] = Field(
-        {}, description="of sharding at stage 1, e.g. {comm_overlap: true}"
+        default={}, description="options of sharding at stage 1, e.g. {comm_overlap: true}"
     )
 
 
-class ParallelConfig(Section):
-    """How many processes share the work along each axis; 1 is off."""
+class MeshSettings(Section):
+    """Degrees of the mesh axes and the pipeline's schedule; a degree of 1 turns an axis off."""
 
-    dp_degree: int = Field(1, ge=1, le=1 << 20, description="processes with different samples")
+    dp_degree: int = Field(
+        default=1,
+        ge=1,
+        le=1 << 20,
+        description="data-parallel degree: ranks with different samples",
+    )
     mp_degree: int = Field(
-        1, ge=1, le=1 << 20, description="processes that share every matrix (tensor)"
+        default=1,
+        ge=1,
+        le=1 << 20,
+        description="tensor-parallel degree: ranks that share every matrix",
     )
     pp_degree: int = Field(
-        1, ge=1, le=1 << 20, description="processes that share the layers (pipeline)"
+        default=1,
+        ge=1,
+        le=1 << 20,
+        description="pipeline-parallel degree: stages of decoder layers",
     )
     sharding_degree: int = Field(
-        1,
+        default=1,
         ge=1,
         le=1 << 20,
-        description="processes with different samples that share optimizer state",
+        description="sharding degree: ranks with different samples and sharded optimizer state",
     )
     sharding_stage: Literal[1, 2, 3] = Field(
-        1, description="1 shares optimizer state, 2 gradients too, 3 parameters too (as ZeRO)"
-    )
-    sharding_gather_overlap: bool = Field(
-        False,
-        description="at stage 1 updated parameters come back beside the next step's forward pass",
-    )
-    reshard_after_forward: bool = Field(
-        True,
-        description="stage 3: free each unit behind its forward pass and gather it again for its "
-        "backward pass; false: gather once a step (as FSDP's SHARD_GRAD_OP)",
-    )
-    reduce_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="stages 2 and 3 of a bfloat16 model: what gradients travel as; they are added "
-        "up over micro-batches in float32 all the same",
-    )
-    reduce_once_per_step: bool = Field(
-        False,
-        description="stage 2: keep whole float32 gradients over the micro-batches of a step, and "
-        "send them once instead of in each",
-    )
-    ep_degree: int = Field(
-        1,
-        ge=1,
-        le=1 << 20,
-        description="dp processes that share the experts of a mixture among them",
+        default=1,
+        description="what is sharded, as in ZeRO: optimizer state (1), gradients too (2), "
+        "parameters too (3)",
     )
     sequence_parallel: bool = Field(
-        False, description="split the token rows between the matrices over the mp processes"
+        default=False, description="shard the token rows between the matrices over the mp ranks"
     )
     num_virtual_stages: int = Field(
-        1,
+        default=1,
         ge=1,
         le=1024,
-        description="parts of the layers on each pipeline process (interleaved schedules)",
+        description="virtual pipeline stages on each rank (interleaved schedules)",
     )
     pp_schedule: Literal["1f1b", "fthenb", "balanced_memory", "dualpipev"] = Field(
-        "1f1b",
-        description="order of a pipeline's work: 1f1b, interleaved with num_virtual_stages; with "
-        "these also fthenb (all forward passes first), or balanced_memory (the same with less "
-        "memory at its peak); dualpipev (two parts on each process, in a V)",
+        default="1f1b",
+        description="pipeline schedule: 1f1b (interleaved with num_virtual_stages); with "
+        "num_virtual_stages also fthenb (all forward passes first) or balanced_memory (fthenb with "
+        "a lower memory peak); dualpipev (two stages on each rank, in a V)",
     )
     pp_shapes: Literal["static", "dynamic"] = Field(
-        "static",
-        description="messages between stages: all of a step as large as its largest micro-batch "
-        "needs, or each of its own size, which fleet sends before it (1f1b without "
+        default="static",
+        description="messages between stages: static pads all of a step to its largest "
+        "micro-batch; dynamic sends each in its own size, which fleet sends first (1f1b without "
         "num_virtual_stages)",
     )
-    pp_token_rows: int | None = Field(
-        None,
-        ge=1,
-        description="with static pp_shapes: tokens of a micro-batch that messages have room for, "
-        "padding included, the same in all steps; a larger one is refused; default: each step's own"
-        ", or, with pp_visual_rows, what data.max_length and the batch size allow",
+
+
+class ParallelConfig(MeshSettings):
+    """How the ranks of a run share its work."""
+
+    sharding_gather_overlap: bool = Field(
+        default=False,
+        description="stage 1: all-gather updated parameters while the next forward pass runs",
     )
-    pp_visual_rows: int | None = Field(
-        None,
-        ge=0,
-        description="with static pp_shapes: visual tokens of a micro-batch that messages have room "
-        "for, in all steps; default: each step's own, or, with pp_token_rows, "
-        "data.max_vision_tokens_per_row of each row or all tokens",
+    reshard_after_forward: bool = Field(
+        default=True,
+        description="stage 3: free each unit's parameters after its forward pass and all-gather "
+        "them again for its backward pass; false: all-gather once a step (FSDP's SHARD_GRAD_OP)",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="stages 2 and 3 of a bfloat16 model: dtype in which gradients are "
+        "reduce-scattered; they are accumulated over micro-batches in float32 in any case",
+    )
+    reduce_once_per_step: bool = Field(
+        default=False,
+        description="stage 2: keep unsharded float32 gradients over the micro-batches of a step "
+        "and reduce-scatter once instead of after each",
     )
     pp_split: Literal["count", "cost"] = Field(
-        "count",
-        description="give pipeline parts equally many layers, or equal work with tower and head",
+        default="count",
+        description="give pipeline stages equally many layers (count), or equal work with vision "
+        "tower and head counted (cost)",
     )
     vision: Literal["spread", "replicate"] = Field(
-        "spread",
-        description="with mp: encode each image on one of its processes, or all on every one",
-    )
-    branch_sync: Literal["hoisted", "all_reduce"] = Field(
-        "hoisted",
-        description="policies: each process lays out the optional parts that its own samples have, "
-        "or, as OpenTau does, those that any process has in this micro-batch",
+        default="spread",
+        description="vision tower with mp: each rank encodes some of the images (spread), or "
+        "every rank encodes all (replicate)",
     )
     timeout_s: float = Field(
-        1800,
+        default=1800,
         ge=1,
         le=7 * 24 * 3600,
-        description="seconds that a process waits for others, at the start and in any operation, "
-        "before the run ends and names who is missing",
+        description="seconds that a rank waits for other ranks, at the start and in any "
+        "collective, before the run ends and names the missing ranks",
     )
     fleet: FleetConfig = Field(
-        FleetConfig(), description="options of fleet's own, which its strategy must know"
+        default=FleetConfig(), description="options passed to fleet; fleet must know their names"
     )

@@ -1,252 +1,319 @@
-"""Every setting of a run, its type, default, unit and meaning.
+"""The settings that runs of all model families have: type, default, unit and meaning of each.
 
-The models are frozen and strict: no unknown key, no silent conversion. What several settings must
-satisfy together is in `paddle_vl.config.validate`.
+A family adds its own in a subclass of `RunConfig`, see `paddle_vl.config.families`. Rules between
+settings are in `paddle_vl.config.validate`.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from pydantic.fields import FieldInfo
 
-from paddle_vl.config.data_settings import DataConfig
 from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.section import Section
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters beside linears, under PEFT's names. Modules are those of HF's model."""
+    """Low-rank adapters on linears, under PEFT's names. Module names are those of HF's model."""
 
-    r: int = Field(8, ge=1, le=4096, description="rank of the adapters")
+    r: int = Field(default=8, ge=1, le=4096, description="rank of the adapters")
     lora_alpha: float = Field(
-        8, gt=0, description="an adapter's product counts lora_alpha / r times (see use_rslora)"
+        default=8,
+        gt=0,
+        description="an adapter's output is scaled by lora_alpha / r (see use_rslora)",
     )
     lora_dropout: float = Field(
-        0.0, ge=0, lt=1, description="dropout of the adapters' input in training"
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="dropout probability on the adapters' input in training",
     )
     target_modules: str | list[str] = Field(
         min_length=1,
-        description="linears that get an adapter: patterns (*, ?) over module names, which may fit "
-        'the end of a name: "q_proj"; or "all-linear", every linear but the head',
+        description="linears that get an adapter: patterns (*, ?) over module names, which may "
+        'match the end of a name ("q_proj"); or "all-linear", every linear but the head',
     )
     exclude_modules: list[str] = Field(
-        [], description="patterns, as of target_modules, of linears that get none"
+        default=[], description="linears that get no adapter: patterns as in target_modules"
     )
-    use_rslora: bool = Field(False, description="lora_alpha / sqrt(r) in place of lora_alpha / r")
+    use_rslora: bool = Field(
+        default=False, description="scale by lora_alpha / sqrt(r) instead of lora_alpha / r"
+    )
     modules_to_save: list[str] = Field(
-        [],
-        description="modules that are trained whole and saved with the adapters: patterns, as of "
-        "target_modules, or parts (vision, mergers, language)",
+        default=[],
+        description="modules that are trained in full and saved with the adapters: patterns as in "
+        "target_modules, or parts of the model (vision, mergers, language)",
     )
 
     @property
     def scaling(self) -> float:
-        """The factor on an adapter's product."""
+        """The factor on an adapter's output."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
 class ModelConfig(Section):
-    """What is trained."""
+    """The model to train."""
 
     pretrained: str | None = Field(
-        None, description="folder of an HF checkpoint to start from; either this or model.config"
+        default=None,
+        description="folder of the HF checkpoint to start from; set this or model.config",
     )
     config: str | dict[str, Any] | None = Field(
-        None,
-        description="a config.json, its content inline, or a published size (qwen3-vl-2b), to "
-        "start from random weights; token ids that are left out are those of the tokenizer",
+        default=None,
+        description="configuration of a model with random weights: path of a config.json, its "
+        "content, or a published size (qwen3-vl-2b); token ids that it leaves out are taken from "
+        "the tokenizer",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="type of weights and activations; bfloat16 keeps float32 master weights in the "
-        "optimizer and needs a GPU",
+        default="float32",
+        description="dtype of weights and activations; bfloat16 adds float32 master weights to the "
+        "optimizer state and needs a GPU",
     )
     freeze: list[str] = Field(
-        [],
-        description="what is not trained: parts (vision, mergers, language), or patterns (*, ?) "
-        'over HF parameter names, e.g. ["model.visual.blocks.*"]',
+        default=[],
+        description="parameters that are not trained: parts of the model (listed per family "
+        'below), or patterns (*, ?) over HF parameter names, e.g. ["model.visual.blocks.*"]',
     )
-    lora: LoRAConfig | None = Field(
-        None, description="train low-rank adapters only, beside the frozen model.pretrained"
+
+
+class DataConfig(Section):
+    """Data files and how they are loaded."""
+
+    train: list[str] = Field(
+        default=[],
+        description="JSONL files to train on; image and video paths in a file are relative to it",
+    )
+    eval: list[str] = Field(default=[], description="JSONL files for the evaluation loss")
+    processor: str | None = Field(
+        default=None,
+        description="folder with tokenizer.json and the family's other processor files; default: "
+        "model.pretrained",
+    )
+    on_bad_sample: Literal["fail", "skip"] = Field(
+        default="fail", description="stop at a sample that cannot be used, or skip and count it"
+    )
+    allow_outside: bool = Field(
+        default=True,
+        description="allow images and videos outside the folder of their data file (absolute "
+        "paths, ../, symbolic links); false makes them bad samples, for untrusted data files",
+    )
+    max_line_bytes: int = Field(
+        default=1 << 20,
+        ge=1024,
+        description="longest line of a data file, in bytes; a longer line is a bad sample and is "
+        "not read into memory",
+    )
+    num_workers: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="worker processes that prepare samples, per rank; 0 prepares them in the "
+        "training process",
+    )
+    prefetch_batches: int = Field(
+        default=2, ge=1, le=1024, description="batches prepared ahead of the training step"
+    )
+    pin_memory: bool = Field(
+        default=True,
+        description="on a GPU, copy the next step's batches from pinned memory while the step runs",
     )
 
 
 class ProfileConfig(Section):
     """Steps to record with Paddle's profiler."""
 
-    start: int = Field(10, ge=1, description="the first step that is recorded")
-    steps: int = Field(5, ge=1, description="how many are")
+    start: int = Field(default=10, ge=1, description="first recorded step")
+    steps: int = Field(default=5, ge=1, description="number of recorded steps")
 
 
 class TrainConfig(Section):
-    """How it is trained. A step is one optimizer update."""
+    """The training loop, optimizer and checkpoints. A step is one optimizer update."""
 
     output_dir: str = Field(
-        min_length=1, description="folder for checkpoints, metrics.jsonl, curve and final model"
+        min_length=1,
+        description="folder for checkpoints, metrics.jsonl, the loss curve and the final model",
     )
     max_steps: int | None = Field(
-        None, ge=1, description="steps to train; either this or num_train_epochs"
+        default=None, ge=1, description="steps to train; set this or num_train_epochs"
     )
     num_train_epochs: float | None = Field(
-        None, gt=0, description="passes over data.train, a fraction is allowed"
+        default=None, gt=0, description="passes over data.train, may be a fraction"
     )
     per_device_train_batch_size: int = Field(
-        8, ge=1, le=1 << 16, description="samples per micro-batch, with data.packing rows of them"
+        default=8,
+        ge=1,
+        le=1 << 16,
+        description="samples per micro-batch on each data-parallel rank (packed rows with "
+        "data.packing)",
     )
     per_device_eval_batch_size: int = Field(
-        8, ge=1, le=1 << 16, description="samples per evaluation batch"
+        default=8,
+        ge=1,
+        le=1 << 16,
+        description="samples per evaluation batch on each data-parallel rank",
     )
     gradient_accumulation_steps: int = Field(
-        1, ge=1, le=1 << 20, description="micro-batches per step"
+        default=1, ge=1, le=1 << 20, description="micro-batches per step"
     )
-    loss_weighting: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
-        None,
-        description="policies: weights of the losses, MSE of the flow and CE of the tokens; 0 "
-        "leaves one out, and what only it trains untrained; default 1 each",
-    )
-    learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
+    learning_rate: float = Field(default=5e-5, ge=0, description="peak learning rate")
     part_learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        {},
-        description="peak learning rates of what has another one: by part (vision, mergers, "
-        "language) or pattern over HF parameter names; of several that fit, the last",
+        default={},
+        description="other peak learning rates for some parameters, by part of the model (listed "
+        "per family below) or pattern over HF parameter names; of several that match, the last",
     )
     lr_scheduler_type: Literal["cosine", "constant", "cosine_decay_with_warmup"] = Field(
-        "cosine",
-        description="learning rate after warmup; cosine_decay_with_warmup is that of LeRobot and "
-        "OpenTau, whose cosine counts the warmup's steps",
+        default="cosine",
+        description="learning rate after warmup; cosine_decay_with_warmup is the schedule of "
+        "LeRobot and OpenTau, whose cosine counts the warmup steps",
     )
     decay_steps: int | None = Field(
-        None,
+        default=None,
         ge=1,
-        description="with cosine_decay_with_warmup: the step at which the cosine ends; default: "
-        "the last",
+        description="step at which the cosine of cosine_decay_with_warmup ends; default: the last",
     )
-    warmup_steps: int = Field(0, ge=0, description="steps of linear increase from 0")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="steps of linear learning rate increase, starting at 0"
+    )
     min_lr_ratio: float = Field(
-        0.0, ge=0, le=1, description="where the cosine ends, as a part of learning_rate"
+        default=0.0, ge=0, le=1, description="where the cosine ends, as a fraction of learning_rate"
     )
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay")
     weight_decay_exclude: list[str] = Field(
-        ["*norm*", "*.bias"],
-        description="patterns over HF parameter names without weight decay; [] decays all",
-    )
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
-    adam_epsilon: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    max_grad_norm: float = Field(
-        1.0, ge=0, description="global gradient norm above which gradients are scaled down; 0: off"
-    )
-    seed: int = Field(
-        42, ge=0, lt=2**32, description="seed of initial weights, sample order and all randomness"
-    )
-    recompute: Literal["none", "full"] = Field(
-        "none",
-        description="full: every layer forgets its activations and runs again in the backward pass",
-    )
-    eval_steps: int | None = Field(
-        None, ge=1, description="steps between evaluation losses; null: at the end only"
-    )
-    save_steps: int | None = Field(
-        500, ge=1, description="steps between checkpoints; null: at the end only"
-    )
-    save_total_limit: int | None = Field(
-        None,
-        ge=1,
-        description="checkpoints kept, the newest ones that read back as they were written; null: "
+        default=["*norm*", "*.bias"],
+        description="parameters without weight decay: patterns over HF parameter names; [] decays "
         "all",
     )
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay rate of the first moment")
+    adam_beta2: float = Field(
+        default=0.999, ge=0, lt=1, description="decay rate of the second moment"
+    )
+    adam_epsilon: float = Field(
+        default=1e-8, gt=0, description="added to the square root of the second moment"
+    )
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, description="clip gradients to this global norm; 0 turns clipping off"
+    )
+    seed: int = Field(
+        default=42,
+        ge=0,
+        lt=2**32,
+        description="seed of initial weights, sample order and all randomness",
+    )
+    recompute: Literal["none", "full"] = Field(
+        default="none",
+        description="activation recomputation: full discards every layer's activations and runs "
+        "the layer again in the backward pass",
+    )
+    eval_steps: int | None = Field(
+        default=None, ge=1, description="steps between evaluations; null: at the end only"
+    )
+    save_steps: int | None = Field(
+        default=500, ge=1, description="steps between checkpoints; null: at the end only"
+    )
+    save_total_limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="number of newest intact checkpoints to keep; null keeps all",
+    )
     async_save: bool = Field(
-        True,
-        description="write checkpoints while training goes on, from a copy in host memory of what "
-        "this process writes, which is kept; false: no copy, and training waits",
+        default=True,
+        description="write checkpoints in the background, from a copy in host memory of what this "
+        "rank writes (allocated once); false: no copy, and training waits",
     )
     verify_checkpoint: bool = Field(
-        True,
-        description="compare checksums of a checkpoint's files before continuing from it, and "
-        "before older ones are deleted; false: compare sizes only",
+        default=True,
+        description="compare checksums of a checkpoint's files before resuming from it and before "
+        "deleting older ones; false: compare sizes only",
     )
     stop_grace_s: float | None = Field(
-        None,
+        default=None,
         gt=0,
-        description="seconds from a request to stop (Ctrl-C, SIGTERM, SIGHUP) to the end of the "
-        "process, checkpoint or not: a little less than a batch system waits before SIGKILL; null: "
-        "as long as the step and the checkpoint take. fleetrun's launcher kills after 30",
+        description="seconds from a request to stop (Ctrl-C, SIGTERM, SIGHUP) until the process "
+        "ends, with or without a checkpoint: choose a little less than the batch system waits "
+        "before SIGKILL (fleetrun's launcher waits 30); null: as long as the step and the "
+        "checkpoint take",
     )
     profile: ProfileConfig | None = Field(
-        None,
+        default=None,
         description="record a trace of some steps into output_dir/profile, e.g. {start: 10, "
         "steps: 5}",
     )
     max_nonfinite_steps: int = Field(
-        10, ge=1, description="skipped updates (loss or gradient not finite) in a row that end it"
+        default=10,
+        ge=1,
+        description="end the run after this many skipped updates in a row (loss or gradient not "
+        "finite)",
     )
     resume_from_checkpoint: str = Field(
-        "none",
+        default="none",
         min_length=1,
-        description="none: a new run in an unused output_dir; auto: from output_dir's newest "
-        "checkpoint that is not damaged or marked, or new when there is none; or the path of a "
-        "checkpoint",
+        description="none: start a new run in an unused output_dir; auto: resume from the newest "
+        "intact checkpoint in output_dir, or start anew without one; or the path of a checkpoint",
     )
 
 
 class LoggingConfig(Section):
-    """What is told on the way."""
+    """What a run reports."""
 
-    logging_steps: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
+    logging_steps: int = Field(default=10, ge=1, description="steps between lines of metrics.jsonl")
     progress_bar: bool = Field(
-        True, description="a bar on the terminal; without one, a line every logging_steps"
+        default=True, description="show a progress bar; false prints a line every logging_steps"
     )
     report_to: list[Literal["visualdl", "tensorboard"]] = Field(
-        [], description="further writers, each needs its pip extra"
+        default=[], description="other programs to log to; each needs its pip extra"
     )
     device_peak_tflops: float | None = Field(
-        None,
+        default=None,
         gt=0,
-        description="what a device computes at most, in TFLOP/s, to report mfu against; default: "
-        "known devices' own",
+        description="peak throughput of a device in TFLOP/s, from which mfu is computed; default: "
+        "the published value of known devices",
     )
     data_wait_warning_s: float = Field(
-        30.0,
+        default=30.0,
         gt=0,
-        description="seconds that a batch may be waited for until it is said what it waits for",
+        description="seconds of waiting for a batch after which a warning says what is waited for",
     )
 
 
 class RunConfig(Section):
-    """One run."""
+    """All settings of one run; the base of every family's settings.
+
+    A family's subclass overrides sections with subclasses of theirs, adds sections of its own, and
+    overrides the class attributes and methods below where they differ.
+
+    Attributes:
+        family: name of the family in messages and help.
+        parts: words that stand for parts of the model in settings, each with its patterns over
+            parameter names.
+        needs_processor: whether data.processor or model.pretrained must name a folder.
+    """
+
+    family: ClassVar[str] = "a model family"
+    parts: ClassVar[dict[str, tuple[str, ...]]] = {}
+    needs_processor: ClassVar[bool] = True
 
     model: ModelConfig
     data: DataConfig
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
-    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    logging: LoggingConfig = LoggingConfig()
 
+    def problems(self) -> Iterator[str]:
+        """Messages about settings of the family that contradict each other."""
+        return iter(())
 
-def setting_descriptions() -> dict[str, tuple[str, str]]:
-    """`section.name` of every setting to its default ("required" if none) and its description."""
-    described = {}
-    sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
-    for section, settings in _with_inner_sections(sections).items():
-        for name, field in settings.model_fields.items():
-            default = "required" if field.is_required() else _shown_default(field)
-            described[f"{section}.{name}"] = (default, field.description)
-    return described
+    @property
+    def input_files(self) -> dict[str, str]:
+        """Files that settings of the family name and that must exist, by setting."""
+        return {}
 
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether only adapters are trained; the weights then come from model.pretrained."""
+        return False
 
-def _shown_default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
-    return "its settings below" if isinstance(value, Section) else repr(value)
-
-
-def _with_inner_sections(sections: dict[str, type[Section]]) -> dict[str, type[Section]]:
-    """Sections by name, behind each those that it may have as a setting."""
-    found = {}
-    for name, section in sections.items():
-        inner = {
-            f"{name}.{setting}": kind
-            for setting, field in section.model_fields.items()
-            for kind in get_args(field.annotation) or (field.annotation,)
-            if isinstance(kind, type) and issubclass(kind, Section)
-        }
-        found |= {name: section} | _with_inner_sections(inner)
-    return found
+    @property
+    def reserved_rows(self) -> tuple[int, int] | None:
+        """Token rows and visual rows that static pipeline messages have room for; None: the
+        largest micro-batch of each step."""
+        return None

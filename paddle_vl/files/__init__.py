@@ -1,1 +1,1 @@
-"""Reading and writing files so that every fault is told by the file's name."""
+"""Reading and writing files with errors that name the file."""

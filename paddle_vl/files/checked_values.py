@@ -1,7 +1,7 @@
-"""Types and ranges of the numbers that a configuration file holds.
+"""Type and range checks for dataclasses that are read from configuration files.
 
-A configuration is a dataclass whose annotations say the types. Nothing is converted: a file that
-says `true` or `2.0` where a whole number belongs was written by mistake.
+The dataclass's annotations are the types. Nothing is converted: `true` or `2.0` in place of an
+integer is an error.
 """
 
 import math
@@ -16,11 +16,11 @@ from paddle_vl.files.json_file import shown
 
 @dataclass(frozen=True)
 class Range:
-    """Which numbers are allowed.
+    """A range of allowed numbers.
 
     Attributes:
-        least, most: None for no bound.
-        is_above: `least` itself is not allowed.
+        least, most: bounds, both included; None for no bound.
+        is_above: `least` itself is excluded.
     """
 
     least: float | None = None
@@ -46,14 +46,14 @@ class Range:
 
 
 def check_values(config: Any, where: str, ranges: Mapping[str, Range] | None = None) -> None:
-    """Compare the values of a dataclass with its annotations and with ranges.
+    """Check the values of a dataclass against its annotations and against ranges.
 
     Args:
-        where: the section of the file, for the message; empty for none.
-        ranges: of numbers, and of the numbers in a list, by the field's name.
+        where: section of the file, for the message; empty for none.
+        ranges: by field name, for numbers and for the numbers in a list.
 
     Raises:
-        ValueError: every value that does not fit, with its key and what is needed.
+        ValueError: values do not fit; the message has each of them and what it must be.
     """
     ranges, prefix = ranges or {}, f"{where}: " if where else ""
     problems = []
@@ -66,10 +66,10 @@ def check_values(config: Any, where: str, ranges: Mapping[str, Range] | None = N
 
 
 def check_mapping(values: Any, where: str) -> dict[str, Any]:
-    """A section of a file as a new dictionary; none for null.
+    """A section of a file as a new dictionary, empty for null.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not a mapping with string keys.
     """
     if values is None:
         return {}
@@ -85,13 +85,13 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _needed(value: Any, hint: Any, numbers: Range) -> str | None:
-    """What the value would have to be; None if it is that."""
+    """What the value must be, for the message; None if it is right."""
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         if value is None and NoneType in get_args(hint):
             return None
-        found = [_needed(value, kind, numbers) for kind in kinds]
-        return None if None in found else " or ".join(dict.fromkeys(found))
+        found = [needed for kind in kinds if (needed := _needed(value, kind, numbers)) is not None]
+        return None if len(found) < len(kinds) else " or ".join(dict.fromkeys(found))
     if hint is bool:
         return None if isinstance(value, bool) else "true or false"
     if hint is int:
@@ -110,12 +110,13 @@ def _needed(value: Any, hint: Any, numbers: Range) -> str | None:
 
 
 def _needed_list(value: Any, kinds: tuple[Any, ...], numbers: Range) -> str | None:
+    kind = kinds[0]
     count = len(kinds) if len(kinds) > 1 and Ellipsis not in kinds else None
     is_list = isinstance(value, list | tuple) and count in (None, len(value))
-    inner = [_needed(item, kinds[0], numbers) for item in value] if is_list else []
+    inner = [_needed(item, kind, numbers) for item in value] if is_list else []
     if is_list and not any(inner):
         return None
-    of = {int: "whole numbers", float: "finite numbers", str: "texts"}.get(kinds[0], "values")
+    of = {int: "whole numbers", float: "finite numbers", str: "texts"}.get(kind, "values")
     return f"a list of {'' if count is None else f'{count} '}{of}{numbers.words}"
 
 
@@ -123,7 +124,7 @@ def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
     except OverflowError:
-        # A whole number beyond what a float holds.
+        # An integer beyond the range of float.
         return False
 
 

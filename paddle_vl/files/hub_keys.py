@@ -1,6 +1,6 @@
-"""Keys of HF's configuration files that do not touch a model's numbers."""
+"""Keys of HF's config.json that do not affect a model's numbers."""
 
-# Written by HF's base configuration class or its tools, whatever the model.
+# Written by HF's base configuration class or its tools for any model.
 INERT_KEYS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention

@@ -1,11 +1,11 @@
-"""JSON files of other programs, read so that every fault is one error with the file's name."""
+"""Reading JSON files; every error names the file, what is wrong, and what to do."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 _MEBIBYTE = 1 << 20
-# Tokenizers of large vocabularies have 35 MB.
+# A tokenizer.json with a large vocabulary has 35 MB.
 MAX_BYTES = 256 * _MEBIBYTE
 
 
@@ -13,12 +13,12 @@ def read_json_object(file: Path, what: str, remedy: str = "fetch or save it agai
     """The object in a JSON file.
 
     Args:
-        what: the file should be, for the message: "a tokenizer file".
-        remedy: what to do about it, for the message.
+        what: the kind of file, for the message: "a tokenizer file".
+        remedy: what to do, for the message.
 
     Raises:
         RuntimeError: the file cannot be read, is not UTF-8 or not JSON, is nested too deeply, has a
-            key twice, or holds something else than an object.
+            duplicate key, or is not an object.
     """
     return parse_json_object(read_text(file, what, remedy), file, what, remedy)
 
@@ -27,7 +27,7 @@ def read_text(file: Path, what: str, remedy: str = "fetch or save it again") -> 
     """The text of a UTF-8 file.
 
     Raises:
-        RuntimeError: the file cannot be read, is not UTF-8, or far larger than such files are.
+        RuntimeError: the file cannot be read, is not UTF-8, or is larger than `MAX_BYTES`.
     """
     try:
         size = file.stat().st_size
@@ -44,10 +44,10 @@ def read_text(file: Path, what: str, remedy: str = "fetch or save it again") -> 
 
 
 def parse_json_object(text: str | bytes, file: Path, what: str, remedy: str) -> dict[str, Any]:
-    """The object in a JSON text, see `read_json_object`.
+    """The object in a JSON text, with the errors of `read_json_object`.
 
     Args:
-        file: where the text is from, for the message.
+        file: source of the text, for the message.
     """
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -60,7 +60,7 @@ def parse_json_object(text: str | bytes, file: Path, what: str, remedy: str) -> 
     except RecursionError as error:
         raise RuntimeError(_not_what(file, what, "nested too deeply", remedy)) from error
     except ValueError as error:
-        # A key that is there twice; a number of thousands of digits.
+        # A duplicate key; an integer of thousands of digits.
         raise RuntimeError(_not_what(file, what, str(error), remedy)) from error
     if not isinstance(values, dict):
         reason = f"it holds {shown(values)}, not an object"
@@ -73,7 +73,7 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except (ValueError, RecursionError):
-        # A number of thousands of digits.
+        # An integer of thousands of digits.
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -1,4 +1,4 @@
-"""Errors of the system with the name of the file that they are about."""
+"""OSErrors that name their file, and writing text with them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Give an `OSError` the file's name where the system gives none: a disk that is full, say."""
+    """Add the file name to an `OSError` without one, e.g. of a full disk."""
     try:
         yield
     except OSError as error:
@@ -20,7 +20,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file.
 
     Raises:
-        OSError: with the file's name, whatever it is.
+        OSError: always with the file's name.
     """
     with naming(path):
         path.write_text(text, encoding="utf-8")

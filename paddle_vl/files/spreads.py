@@ -1,18 +1,21 @@
-"""Statistics of a feature: which of them contradict themselves."""
+"""Checks on the statistics of a feature (mean, std, min, max, quantiles)."""
 
 from collections.abc import Mapping
 
 import numpy as np
 
-# The smaller and the larger of two.
+# Pairs of a smaller and a larger statistic.
 _ORDERED = (("min", "max"), ("q01", "q99"))
 
 
 def spread_problem(statistics: Mapping[str, np.ndarray]) -> str | None:
-    """What is wrong with the statistics of a feature; None if nothing is.
+    """A message about the first statistic that is not finite, too small or contradicts another.
 
     Args:
-        statistics: by name (mean, std, min, max, q01, q99, count), any of them.
+        statistics: arrays by name, any of mean, std, min, max, q01, q99, count.
+
+    Returns:
+        None if all are consistent.
     """
     for name, values in statistics.items():
         if (place := _first(~np.isfinite(values))) is not None:
@@ -34,7 +37,7 @@ def spread_problem(statistics: Mapping[str, np.ndarray]) -> str | None:
 
 
 class _Place(tuple):
-    """Where a value stands in an array: `[2]`, or nothing in one without dims."""
+    """An index into an array, written as `[2]`, and as nothing for a scalar."""
 
     def __str__(self) -> str:
         return str(list(self)) if self else ""

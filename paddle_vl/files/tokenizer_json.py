@@ -1,4 +1,4 @@
-"""Reading the `tokenizers` library's file, whose faults the library tells without its name."""
+"""Reading tokenizer.json with errors that name the file, which the library's own do not."""
 
 from pathlib import Path
 
@@ -7,19 +7,19 @@ from tokenizers import Tokenizer
 from paddle_vl.files.json_file import parse_json_object, read_text, shown
 
 TOKENIZER_FILE = "tokenizer.json"
-# Writing a file, and its fingerprint, take time and memory for every id up to the highest.
+# Saving and fingerprinting take time and memory for every id up to the highest.
 _MOST_IDS = 1 << 24
-# Characters that hardly any vocabulary has: what stands for unknown ones is needed.
+# Contains characters outside of nearly every vocabulary, so that encoding needs the unknown token.
 _UNKNOWN = "a \u0378\U000e0080\n"
 _WHAT, _REMEDY = "a tokenizer file", "fetch or save it again"
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, which neither cuts nor fills texts by itself.
+    """The tokenizer of a `tokenizer.json`, with its own truncation and padding turned off.
 
     Raises:
-        RuntimeError: the file is not there, or not a tokenizer, or one that cannot encode every
-            text, or has ids beyond sense.
+        RuntimeError: the file is missing, is not a tokenizer, cannot encode every text, or has ids
+            of 2**24 or more.
     """
     text = read_text(file, _WHAT, _REMEDY)
     if "model" not in parse_json_object(text, file, _WHAT, _REMEDY):
@@ -28,13 +28,12 @@ def read_tokenizer(file: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        # Otherwise the first text with an unknown character would tell, far from the file.
+        # Otherwise the error would only come with the first unknown character in the data.
         tokenizer.decode(tokenizer.encode(_UNKNOWN).ids)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # It raises bare Exceptions, and where it did not expect a fault its panics are not even
-        # these.
+        # The library raises bare Exceptions, and its panics derive from BaseException.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             reason = str(error)[:200]
             raise RuntimeError(f"{file} is not {_WHAT}: {reason}; {_REMEDY}") from error
@@ -49,5 +48,5 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
 
 def highest_id(tokenizer: Tokenizer) -> int:
-    """The largest id that it can give; -1 of an empty vocabulary."""
+    """The largest token id; -1 for an empty vocabulary."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)

@@ -1,30 +1,82 @@
-"""Float32 copies of half-precision parameters, which are what an optimizer updates.
+"""Float32 master weights of half-precision parameters, which the optimizer updates.
 
-One regime for every half-precision model, on one process or many: parameters and activations are
-bfloat16, the gradients of micro-batches are added up in float32, the optimizer's weights and state
-are float32, and the parameters are their roundings. `paddle_vl.parallel.sharding` does the same
-with copies that are divided over processes.
+One regime for every half-precision model, on one rank or many: parameters and activations are
+bfloat16, gradients of micro-batches are accumulated in float32, master weights and optimizer state
+are float32, and the parameters are roundings of the master weights. `paddle_vl.parallel.sharding`
+does the same with sharded master weights.
 """
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import paddle
 from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
-# What a copy tells the steps behind the backward pass about its parameter.
-MARKS = ("is_partial", "is_distributed", "is_tied", "is_tied_copy", "is_expert")
+
+class ParameterStore(Protocol):
+    """What the optimizer updates in place of a model's parameters, and how the two follow each
+    other in a training step.
+
+    `MasterWeights` here is the unsharded one; `paddle_vl.parallel.sharding` has the others. The
+    order of a step: `begin_step`; forward, backward and `end_micro_batch` for each micro-batch;
+    `end_backward`; the optimizer's step on `shard_of`; `all_gather_parameters`.
+
+    Attributes:
+        stage: sharding stage; 0 without.
+    """
+
+    stage: int
+
+    def shard_of(self, parameter: Tensor) -> Tensor | None:
+        """What the optimizer updates for a trained parameter: itself, its master weight, or this
+        rank's shard of that; None where this rank has nothing of it."""
+        ...
+
+    def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
+        """This rank's shard, cut as `shard_of`, of an array of the parameter's shape."""
+        ...
+
+    def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
+        """The parameter's value in its shape, or that of a `value` cut as `shard_of`, such as a
+        moment; collective where it is sharded."""
+        ...
+
+    def copies(self) -> list[Tensor]:
+        """Tensors that are held besides the parameters."""
+        ...
+
+    def gradient_sums(self) -> list[Tensor]:
+        """Gradients that are held besides the `grad` of parameters and copies."""
+        ...
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        """Before the first micro-batch of a step."""
+        ...
+
+    def end_micro_batch(self) -> None:
+        """After the backward pass of each micro-batch."""
+        ...
+
+    def end_backward(self) -> None:
+        """After the last micro-batch: what `shard_of` gives gets its gradient."""
+        ...
+
+    def all_gather_parameters(self) -> None:
+        """After the optimizer's step: parameters get the updated values."""
+        ...
 
 
 def master_copy(parameter: Tensor, value: Tensor) -> Tensor:
-    """A float32 leaf of some or all of a parameter's values, with the parameter's marks.
+    """A trainable float32 leaf of some or all of a parameter's values.
 
     Args:
         value: its storage is taken over if it is float32.
     """
     copy = EagerParamBase.from_tensor(value.astype("float32"), trainable=True)
-    copy_marks(parameter, copy)
+    # Fleet reads it.
+    copy.is_distributed = parameter.is_distributed
     return copy
 
 
@@ -34,18 +86,11 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     return tensor.grad if main is None else main
 
 
-def copy_marks(parameter: Tensor, copy: Tensor) -> None:
-    """Have a copy or a part of a parameter say of itself what the parameter says."""
-    for mark in MARKS:
-        if hasattr(parameter, mark):
-            setattr(copy, mark, getattr(parameter, mark))
-
-
 class WideGradients:
-    """Float32 sums of half-precision gradients over the micro-batches of a step.
+    """Float32 accumulation of half-precision gradients over the micro-batches of a step.
 
     Args:
-        parameters: those of a half type; their own gradients are dropped when they are taken.
+        parameters: half-precision ones; their own gradients are dropped when they are taken.
     """
 
     def __init__(self, parameters: Iterable[Tensor]):
@@ -54,7 +99,7 @@ class WideGradients:
 
     @paddle.no_grad()
     def take(self) -> None:
-        """Add what a backward pass has left."""
+        """Add the gradients that a backward pass has left."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 continue
@@ -63,21 +108,22 @@ class WideGradients:
             parameter.clear_gradient(False)
 
     def give(self, parameter: Tensor) -> Tensor | None:
-        """The sum of a parameter's gradients, which is forgotten here; None without any."""
+        """Remove and return the sum of a parameter's gradients; None without any."""
         return self._sums.pop(id(parameter), None)
 
     def sums(self) -> list[Tensor]:
-        """Those that are held now."""
+        """The sums that are held now."""
         return list(self._sums.values())
 
 
 class MasterWeights:
-    """Whole float32 copies of the trained half-precision parameters of a model.
+    """Unsharded float32 master weights of the trained half-precision parameters of a model.
 
-    The interface of `paddle_vl.parallel.sharding.Sharding`, of which this is the undivided case.
+    A `ParameterStore`; without half-precision parameters it holds nothing.
 
     Args:
-        parameters: of the model, trained and frozen; each is copied before the next is asked for.
+        parameters: of the model, trained and frozen; each is copied before the next is taken from
+            the iterable.
     """
 
     stage = 0
@@ -93,26 +139,26 @@ class MasterWeights:
         self._gradients = WideGradients(halves)
 
     def shard_of(self, parameter: Tensor) -> Tensor:
-        """What the optimizer updates: the copy, or a float32 parameter itself."""
+        """The master weight, or a float32 parameter itself."""
         return self._masters.get(id(parameter), parameter)
 
     def copies(self) -> list[Tensor]:
-        """What is held beside the parameters."""
+        """The master weights."""
         return list(self._masters.values())
 
     def gradient_sums(self) -> list[Tensor]:
-        """What is held of gradients beside those of parameters and copies."""
+        """Float32 sums of half-precision gradients."""
         return self._gradients.sums()
 
     def begin_step(self, num_micro_batches: int) -> None:
-        """Tell how many micro-batches the step has."""
+        """Nothing to do."""
 
     def end_micro_batch(self) -> None:
-        """Behind each micro-batch's backward pass."""
+        """Accumulate half-precision gradients."""
         self._gradients.take()
 
     def end_backward(self) -> None:
-        """Behind the last micro-batch: the copies get their gradients."""
+        """Master weights get their gradients."""
         self._gradients.take()
         for parameter in self._gradients.parameters:
             grad = self._gradients.give(parameter)
@@ -121,14 +167,14 @@ class MasterWeights:
 
     @paddle.no_grad()
     def all_gather_parameters(self) -> None:
-        """Behind the optimizer's step: parameters are the roundings of their copies."""
+        """Round the master weights into the parameters."""
         for parameter in self._gradients.parameters:
             paddle.assign(self.shard_of(parameter).astype(parameter.dtype), parameter)
 
     def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
-        """The parameter's own value, or a `value` of its copy's shape as it is."""
+        """The parameter itself, or `value` as it is."""
         return parameter if value is None else value
 
-    def own_shard(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
-        """All of an array in the parameter's shape."""
-        return whole
+    def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
+        """The array itself."""
+        return full

@@ -1,128 +1,216 @@
 """The seam between a model and its parallelism.
 
-A model builds every layer that a parallel run would cut through a placement, and marks where token
-rows enter the region that sequence parallelism cuts and where a product over all features begins.
-It knows no rank beyond that.
+A model gets a `Placement`. It builds the layers that tensor parallelism shards with
+`placement.layers`, marks with `placement.ops` where token rows enter and leave a sequence-parallel
+region, and asks `placement.stage_layers` which layers its pipeline stage has. It knows no rank
+beyond that. `paddle_vl.parallel.tensor` has the versions for several ranks.
+
+One module of more than 350 lines, since it is the whole interface that a new model has to know.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.dropout import RowDropout
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.fused import Columns, whole_slices
+from paddle_vl.nn.fused import Columns
 from paddle_vl.nn.linear import AdaptableLinear, Embedding, Linear, VocabHead
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.loss import token_loss
-from paddle_vl.nn.master_weights import MasterWeights
+from paddle_vl.nn.parameter_table import REPLICATED, ParameterTable, Tie
 from paddle_vl.nn.projections import FusedLinear, SeparateLinears
 
-# Pixels and grid of some items to merged rows `[M, D]` and levels, G times `[M, D]`.
+# Pixels and grid of items (images, videos) to merged rows `[M, D]` and G levels of `[M, D]`.
 Encoder = Callable[[Tensor, np.ndarray], tuple[Tensor, list[Tensor]]]
-# Numbers of items, ascending, to their rows `[M, C]`; None stands for all of them. For no items the
-# rows of anything, which are dropped: a rank without an item may have to run its layers.
+# Numbers of items, ascending, to their rows `[M, C]`; None means all items. For no items it returns
+# arbitrary rows, which are dropped: a rank without an item may still have to run the layers.
 ItemEncoder = Callable[[np.ndarray | None], Tensor]
 Layer = TypeVar("Layer", bound=nn.Layer)
 
 
 @dataclass(frozen=True)
-class HeldLayers:
-    """Which of a model's layers a rank has: all of them, or some in a pipeline.
+class StageLayers:
+    """The layers of a model that this rank's pipeline stage has; all of them without a pipeline.
 
     Attributes:
-        embedding: what comes before the decoder's layers, vision tower and token embedding.
+        embedding: whether it has what precedes the decoder layers: vision tower, token embedding.
         layers: numbers of its decoder layers; None for all.
-        head: what comes after them, norm and head.
+        head: whether it has what follows the decoder layers: final norm and head.
     """
 
     embedding: bool = True
     layers: frozenset[int] | None = None
     head: bool = True
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it is the full model."""
+        return self.embedding and self.head and self.layers is None
+
+    def has_layer(self, number: int) -> bool:
+        """Whether this stage has that decoder layer."""
+        return self.layers is None or number in self.layers
+
 
 @dataclass(frozen=True)
-class Writers:
-    """The ranks that write one model together, and this one among them; it may be alone.
+class CheckpointRanks:
+    """The ranks that write one model together, and this rank's place among them.
 
     Attributes:
-        number, size: this rank among those that have its layers, and how many these are.
-        stage: its stage of a pipeline.
+        rank, size: this rank among those that have its layers, and how many these are.
+        stage: its pipeline stage.
     """
 
-    number: int = 0
+    rank: int = 0
     size: int = 1
     stage: int = 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what is to be written once."""
-        return self.number == 0 and self.stage == 0
+        """Whether this rank writes what is written once."""
+        return self.rank == 0 and self.stage == 0
 
-    def of_stages(self, value: Any) -> list[Any]:
-        """The `value` of every stage of a pipeline, of JSON's types, in order. Called by all of
-        them together."""
+    def gather_stages(self, value: Any) -> list[Any]:
+        """The JSON values of all pipeline stages, in order; collective."""
         return [value]
 
-    def arrays_of_stages(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-        """The arrays of every stage, as `of_stages`."""
+    def gather_stage_arrays(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        """The arrays of all pipeline stages, in order; collective."""
         return [dict(arrays)]
 
 
-def host_array(tensor: Tensor, copy: bool = True) -> np.ndarray:
-    """A tensor's values on the host; bfloat16 as its bits.
+class ExpertSharding(Protocol):
+    """Shards experts over an expert-parallel group, see `paddle_vl.parallel.expert_parallel`."""
 
-    Args:
-        copy: False: of a tensor that lies on the host the array is its own memory, bfloat16 apart.
-            Paddle's copy goes to new memory, which costs more than the copying.
-    """
-    # Of bfloat16 a view as int16 is not to be had without stride kernels.
-    is_on_host = tensor.place.is_cpu_place() and tensor.dtype != paddle.bfloat16
-    if copy or not is_on_host or not tensor.size:
-        return tensor.numpy()
-    return np.from_dlpack(tensor.detach())
+    def shard(self, make: Callable[[int], Experts], num_experts: int) -> Experts:
+        """This rank's experts; `make` builds that many."""
+        ...
 
 
-class SingleDevicePlacement:
-    """Everything whole, on one device.
+class RegionOps:
+    """Operations around the layers of a `LayerFactory`; the identity on one device.
+
+    Shapes: T token rows, `T / mp` of them per rank inside a sequence-parallel region.
 
     Attributes:
-        mp_group: the model-parallel group whose `rank` and `nranks` cut the token rows under
-            sequence parallelism, as fleet has them; None on one device.
-        held: the layers that this rank has.
-        writers: those that write the model together.
-        trained: what the optimizer works on in place of some parameters: float32 masters
-            (`paddle_vl.nn.master_weights`), or shards of them (`paddle_vl.parallel.sharding`). Set
-            when the model is there; of nothing before.
+        layers_are_collective: whether layers issue collectives by themselves (sharded parameters,
+            experts), so that all ranks must run the same layers whatever their data.
     """
 
-    mp_group = None
-
-    def __init__(self, held: HeldLayers | None = None, writers: Writers | None = None):
-        self.held, self.writers = held or HeldLayers(), writers or Writers()
-        self.trained: Any = MasterWeights([])
-
-    @property
-    def layers_are_collective(self) -> bool:
-        """Whether all ranks must run the same layers, as they share them piecewise."""
-        return self.trained.stage > 1
-
-    @property
-    def splits_parameters(self) -> bool:
-        """Whether this rank has less than all of the model."""
-        return self.held != HeldLayers()
+    def __init__(self, layers_are_collective: bool = False):
+        self.layers_are_collective = layers_are_collective
 
     @property
     def row_part(self) -> RowPart:
-        """The part of the token rows that this rank's decoder layers hold."""
-        if self.mp_group is None:
-            return RowPart()
-        return RowPart(self.mp_group.rank, self.mp_group.nranks)
+        """This rank's shard of the token rows inside the decoder."""
+        return RowPart()
+
+    def pad_rows(self, x_TD: Tensor) -> Tensor:
+        """Append rows of zeros until the rows divide by the mp degree."""
+        return x_TD
+
+    def enter_rows(self, x_TD: Tensor) -> Tensor:
+        """Enter a sequence-parallel region: keep this rank's rows; backward all-gathers."""
+        return x_TD
+
+    def leave_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
+        """Leave a sequence-parallel region: all-gather; backward keeps this rank's rows.
+
+        For rows of which every rank computes the same loss.
+
+        Args:
+            num_rows: T without the rows of `pad_rows`, which are cut off.
+        """
+        return x_TD
+
+    def enter_columns(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
+        """Prepare the input of column-parallel linears or of the head; backward sums over ranks.
+
+        All-gather and reduce-scatter in a sequence-parallel region, identity and all-reduce
+        without.
+
+        Args:
+            num_rows: as for `leave_rows`; None keeps the rows of `pad_rows`.
+        """
+        return x_TD
+
+    def enter_head(self, x_TD: Tensor) -> Tensor:
+        """Prepare rows that came through `leave_rows` for a `vocab_head`; backward all-reduces."""
+        return x_TD
+
+    def enter_replicated(self, x: Tensor) -> Tensor:
+        """Replicated tensor; its gradient is scaled by 1/mp so that the later all-reduce does not
+        over-count."""
+        return x
+
+    def encode_visual(
+        self,
+        encode: Encoder,
+        pixels: Tensor,
+        grid_thw: np.ndarray,
+        tower: nn.Layer,
+        *,
+        merge: int,
+        width: int,
+        num_levels: int,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the vision tower over all items; the result is the same on every mp rank.
+
+        Args:
+            pixels: `[P, patch_dim]` of all items. `grid_thw`: `[I, 3]` on the host.
+            tower: what `encode` runs.
+            merge: side of the square of patches that makes one row.
+            width, num_levels: D and G of the result, `[M, D]` and G times `[M, D]`.
+        """
+        return encode(pixels, grid_thw)
+
+    def encode_items(
+        self,
+        encode: ItemEncoder,
+        costs_I: np.ndarray,
+        rows_I: np.ndarray,
+        tower: nn.Layer,
+        width: int,
+    ) -> Tensor:
+        """Run a tower over all items: rows `[M, C]` in item order, the same on every mp rank.
+
+        Args:
+            costs_I: cost of encoding each item, by which the work is divided.
+            rows_I: number of rows of each item.
+            tower: what `encode` runs.
+            width: C.
+        """
+        return encode(None)
+
+    def token_loss(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Summed cross entropy and target count, see `paddle_vl.nn.loss.token_loss`."""
+        return token_loss(logits_TV, targets_T)
+
+
+class LayerFactory:
+    """Builds the layers that tensor parallelism shards; here unsharded, for one device.
+
+    Every parameter of these layers gets an entry in `parameter_table`.
+
+    Args:
+        stage_layers: of the pipeline stage, for weights that two stages share.
+        expert_sharding: None where every rank has all experts.
+    """
+
+    def __init__(
+        self,
+        parameter_table: ParameterTable,
+        ops: RegionOps,
+        stage_layers: StageLayers,
+        expert_sharding: ExpertSharding | None = None,
+    ):
+        self.parameter_table, self.ops = parameter_table, ops
+        self.stage_layers, self.expert_sharding = stage_layers, expert_sharding
 
     def projections(
         self,
@@ -131,190 +219,157 @@ class SingleDevicePlacement:
         init_std: float = 0.02,
         splits: bool = True,
     ) -> nn.Layer:
-        """Linears of one input whose output features may be split over ranks, heads kept whole.
+        """Column-parallel linears of one input, without bias, in one fused weight.
 
-        Takes this rank's token rows, and the `num_rows` of `enter_columns` if there are any; gives
-        a list of what each linear makes of all rows.
+        The layer takes this rank's token rows and the `num_rows` of `RegionOps.enter_columns`, and
+        returns a list of each linear's output of all rows. Attention heads are not cut.
 
         Args:
-            splits: False where the outputs may stay side by side in one tensor, as they come out of
-                a fused weight; the list then has one entry, or one of each linear.
+            splits: False returns all outputs side by side as one tensor if the weight is fused.
         """
-        return FusedLinear(in_features, columns, init_std, splits)
+        return self._recorded(FusedLinear(in_features, columns, init_std, splits))
 
     def separate_projections(
         self, in_features: int, columns: Sequence[Columns], init_std: float = 0.02
     ) -> SeparateLinears:
-        """`projections` with a weight each, which may be treated differently in training."""
+        """`projections` with a weight each, which training may treat differently."""
         return SeparateLinears(
             columns,
-            self.enter_columns,
+            self.ops.enter_columns,
             lambda one: self.column_linear(in_features, one.width, init_std, one.num_heads),
         )
 
     def column_linear(
         self, in_features: int, out_features: int, init_std: float = 0.02, num_heads: int = 0
+    ) -> AdaptableLinear:
+        """One of `separate_projections`, behind `RegionOps.enter_columns`."""
+        return self._recorded(Linear(in_features, out_features, False, init_std))
+
+    def row_linear(
+        self, in_features: int, out_features: int, init_std: float = 0.02
+    ) -> AdaptableLinear:
+        """A row-parallel linear without bias: sharded input features, summed output."""
+        return self._recorded(Linear(in_features, out_features, False, init_std))
+
+    def vocab_embedding(
+        self, vocab_size: int, dim: int, init_std: float = 0.02, is_tied: bool = False
     ) -> nn.Layer:
-        """One of `separate_projections`, behind `enter_columns`."""
-        return Linear(in_features, out_features, False, init_std)
-
-    def row_linear(self, in_features: int, out_features: int, init_std: float = 0.02) -> nn.Layer:
-        """A linear whose input features may arrive split; its output is whole again."""
-        return Linear(in_features, out_features, False, init_std)
-
-    def vocab_embedding(self, vocab_size: int, dim: int, init_std: float = 0.02) -> nn.Layer:
-        """The token embedding, `[vocab, dim]`."""
-        return Embedding(vocab_size, dim, init_std)
+        """The token embedding, `[vocab, dim]`; `is_tied` if the head has the same weight."""
+        embedding = self._recorded(Embedding(vocab_size, dim, init_std))
+        return self._tied(embedding) if is_tied else embedding
 
     def vocab_head(
-        self, dim: int, vocab_size: int, init_std: float = 0.02, tied_weight: Tensor | None = None
-    ) -> nn.Layer:
-        """The output projection, `[vocab, dim]`, its own or the embedding's."""
-        return VocabHead(dim, vocab_size, init_std, tied_weight)
+        self,
+        dim: int,
+        vocab_size: int,
+        init_std: float = 0.02,
+        tied_weight: Tensor | None = None,
+        is_tied: bool = False,
+    ) -> AdaptableLinear:
+        """The output projection, `[vocab, dim]`.
+
+        Args:
+            tied_weight: the embedding's, if this rank has it.
+            is_tied: whether the embedding has the same weight, here or on another stage.
+        """
+        head = VocabHead(dim, vocab_size, init_std, tied_weight)
+        if tied_weight is None:
+            self._recorded(head)
+        return self._tied(head) if is_tied else head
 
     def router(self, width: int, num_experts: int, init_std: float = 0.02) -> nn.Layer:
-        """A linear from token rows to experts, behind `enter_columns` and in front of `experts`."""
-        return Linear(width, num_experts, False, init_std)
+        """A linear from token rows to experts, between `RegionOps.enter_columns` and `experts`."""
+        return self._recorded(Linear(width, num_experts, False, init_std))
 
     def experts(self, num_experts: int, width: int, inner: int, init_std: float = 0.02) -> Experts:
-        """Experts, of rows that came through `enter_columns`; rows as of a `row_linear` come out.
+        """Experts on rows of `RegionOps.enter_columns`; their output is that of a `row_linear`."""
 
-        Ranks may hold parts of each expert, or some of the experts each.
-        """
-        return Experts(num_experts, width, inner, init_std)
+        def make(count: int) -> Experts:
+            return self._make_experts(count, width, inner, init_std)
 
-    def enter_replicated(self, x: Tensor) -> Tensor:
-        """A value of which every rank computes the same loss, beside others' parts of its gradient.
-
-        Behind a `router`, whose gradient is summed over ranks: each takes an equal part of it.
-        """
-        return x
+        if self.expert_sharding is None:
+            return make(num_experts)
+        experts = self.expert_sharding.shard(make, num_experts)
+        for parameter in experts.parameters():
+            spec = replace(self.parameter_table[parameter], is_expert=True)
+            self.parameter_table.add([parameter], spec)
+        return experts
 
     def row_wise(self, layer: Layer) -> Layer:
-        """A layer that treats each token row by itself between the split ones: a norm."""
-        return layer
+        """A layer inside the sequence-parallel region that treats every token row alike: a norm."""
+        return self._recorded(layer)
 
     def head_wise(self, layer: Layer) -> Layer:
-        """A layer that treats each query or key head by itself, all with the same parameters."""
-        return layer
+        """A layer that treats every attention head alike, with the same parameters: a norm."""
+        return self._recorded(layer)
+
+    def tower(self, layer: Layer) -> Layer:
+        """A vision tower, which runs through `encode_visual` or `encode_items` of `RegionOps`."""
+        return self._recorded(layer)
 
     def row_dropout(self, p: float) -> RowDropout:
-        """Dropout of token rows between the split layers."""
+        """Dropout of token rows inside the sequence-parallel region."""
         return RowDropout(p)
 
-    def pad_rows(self, x_TD: Tensor) -> Tensor:
-        """Rows with others of zeros behind them, so many that the ranks' parts are equal."""
-        return x_TD
-
-    def enter_rows(self, x_TD: Tensor) -> Tensor:
-        """All T token rows to this rank's part of them."""
-        return x_TD
-
-    def leave_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
-        """This rank's token rows to all of them, of which every rank computes the same loss.
-
-        Args:
-            num_rows: T without the rows of `pad_rows`, which are left out.
-        """
-        return x_TD
-
-    def enter_columns(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
-        """This rank's token rows to all of them, in front of column linears or the head.
-
-        Args:
-            num_rows: as for `leave_rows`; None keeps what `pad_rows` may have added.
-        """
-        return x_TD
-
-    def enter_head(self, x_TD: Tensor) -> Tensor:
-        """Rows that came through `leave_rows`, or some of them, in front of a `vocab_head`."""
-        return x_TD
-
-    def encode_visual(
-        self, encode: Encoder, pixels: Tensor, grid_thw: np.ndarray, **sizes: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run the tower over all items, in order.
-
-        Args:
-            sizes: `merge`, `width` and `num_levels` of what comes out.
-        """
-        return encode(pixels, grid_thw)
-
-    def encode_items(
-        self, encode: ItemEncoder, costs_I: np.ndarray, rows_I: np.ndarray, width: int
-    ) -> Tensor:
-        """Run a tower over all items: their rows `[M, C]`, in order, the same on every rank.
-
-        Args:
-            costs_I: of encoding each item, to share the work by.
-            rows_I: how many rows each item has.
-            width: C.
-        """
-        return encode(None)
-
-    def holds_layer(self, number: int) -> bool:
-        """Whether this rank has that layer of the decoder."""
-        return self.held.layers is None or number in self.held.layers
-
-    def mark_tied(self, weight: Tensor) -> None:
-        """Told once which weight the embedding and the head share.
-
-        In a pipeline the last stage has a copy: the gradients of both are summed, and what counts
-        or saves every parameter once leaves the copy out.
-        """
-        weight.is_tied = self.held.embedding != self.held.head
-        weight.is_tied_copy = not self.held.embedding
-
-    def mark_tower(self, parameters: list[Tensor]) -> None:
-        """Told once which parameters are the vision tower's."""
-
     def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
-        """Put a low-rank adapter beside a linear of this placement or of the tower.
+        """Put a low-rank adapter beside a linear of this factory or of the tower.
 
-        Where the linear is split, so is the adapter's factor on that side.
+        A factor is sharded where it meets the sharded dim of the linear's weight.
         """
         layer.add_low_rank(settings)
+        self._recorded(layer.lora)
 
-    def token_loss(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed cross entropy and target count, see `paddle_vl.nn.loss.token_loss`."""
-        return token_loss(logits_TV, targets_T)
+    def _make_experts(self, count: int, width: int, inner: int, init_std: float) -> Experts:
+        return self._recorded(Experts(count, width, inner, init_std))
 
-    def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
-        """Shape of a parameter before it was split over ranks."""
-        return tuple(parameter.shape)
+    def _recorded(self, layer: Layer) -> Layer:
+        self.parameter_table.add(layer.parameters(), REPLICATED)
+        return layer
 
-    def own_part(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
-        """What this rank holds of a whole value in the parameter's layout."""
-        return whole
+    def _tied(self, layer: Layer) -> Layer:
+        has_embedding, has_head = self.stage_layers.embedding, self.stage_layers.head
+        if has_embedding != has_head:
+            spec = self.parameter_table[layer.weight]
+            tie = Tie.OWNER if has_embedding else Tie.COPY
+            self.parameter_table.add([layer.weight], replace(spec, tie=tie))
+        return layer
 
-    def own_columns(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
-        """What this rank holds of the whole value of one of the linears of a fused parameter."""
-        return whole
 
-    def column_slices(self, parameter: Tensor) -> list[slice]:
-        """Where the linears of a fused parameter lie in what this rank holds of it."""
-        return whole_slices(parameter)
+@dataclass(frozen=True)
+class Placement:
+    """What a model's constructor needs to know of its parallelism.
 
-    def whole_value(
-        self, parameter: Tensor, value: Tensor | None = None, copy: bool = True
-    ) -> np.ndarray:
-        """The whole of a parameter, or of a `value` in its trained tensor's layout: a moment.
+    Attributes:
+        layers: builds its layers, and keeps the table of their parameters.
+        ops: collectives around them.
+        stage_layers: which layers this rank's pipeline stage has.
+        checkpoint_ranks: the ranks that save the model together.
+    """
 
-        Where ranks hold parts, all of them call this together.
+    layers: LayerFactory
+    ops: RegionOps
+    stage_layers: StageLayers
+    checkpoint_ranks: CheckpointRanks
 
-        Args:
-            copy: False where the array is used up before anything changes the tensor: it may then
-                be the tensor's own memory.
-        """
-        return host_array(self._local_value(parameter, value), copy)
+    @property
+    def parameter_table(self) -> ParameterTable:
+        return self.layers.parameter_table
 
-    def trained_tensor(self, parameter: Tensor) -> Tensor:
-        """What the optimizer updates for a parameter: itself, its master, or a shard of that."""
-        return self.trained.shard_of(parameter)
+    @property
+    def splits_parameters(self) -> bool:
+        """Whether this rank has less than the full model."""
+        return self.parameter_table.is_sharded or not self.stage_layers.is_full
 
-    def trained_part(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
-        """What this rank's optimizer holds of a whole value in the parameter's layout."""
-        return self.trained.own_shard(parameter, self.own_part(parameter, whole))
 
-    def _local_value(self, parameter: Tensor, value: Tensor | None) -> Tensor:
-        return self.trained.gathered_value(parameter, value)
+class SingleDevicePlacement(Placement):
+    """Unsharded layers: the full model, or those of one pipeline stage."""
+
+    def __init__(
+        self,
+        stage_layers: StageLayers | None = None,
+        checkpoint_ranks: CheckpointRanks | None = None,
+        layers_are_collective: bool = False,
+    ):
+        ops, stage_layers = RegionOps(layers_are_collective), stage_layers or StageLayers()
+        layers = LayerFactory(ParameterTable(), ops, stage_layers)
+        super().__init__(layers, ops, stage_layers, checkpoint_ranks or CheckpointRanks())

@@ -6,52 +6,28 @@ nor other ranks: `plan_problems` runs before anything is built.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from paddle_vl.config.load import raise_problems
+from pydantic import Field
+
+from paddle_vl.config.families import ModelShape
+from paddle_vl.config.parallel_settings import MeshSettings
 
 Problems = Iterator[str]
 AXES = ("dp", "mp", "pp", "sharding")
 
 
-@dataclass(frozen=True)
-class ParallelDegrees:
-    """Degrees of the mesh, the same on every rank; 1 is off.
-
-    Attributes:
-        dp_degree, mp_degree, pp_degree, sharding_degree: ranks along each axis.
-        sequence_parallel: shard the token rows between the matrices over the mp ranks.
-        sharding_stage: 1 shards optimizer state, 2 gradients too, 3 parameters too.
-        ep_degree: ranks of the dp axis that shard the experts.
-        num_micro_batches: micro-batches per step (train.gradient_accumulation_steps).
-        num_virtual_stages: model chunks on each pipeline rank.
-        pp_schedule, pp_shapes: see `paddle_vl.config.parallel_settings`.
+class ParallelDegrees(MeshSettings):
+    """The mesh of ranks and the pipeline's schedule, the same on every rank; 1 turns an axis off.
 
     Raises:
-        ValueError: a number below 1, or a sharding stage above 3.
+        ValueError: a value outside of the setting's range.
     """
 
-    dp_degree: int = 1
-    mp_degree: int = 1
-    pp_degree: int = 1
-    sharding_degree: int = 1
-    sequence_parallel: bool = False
-    sharding_stage: int = 1
-    ep_degree: int = 1
-    num_micro_batches: int = 1
-    num_virtual_stages: int = 1
-    pp_schedule: str = "1f1b"
-    pp_shapes: str = "static"
-
-    def __post_init__(self):
-        problems = [
-            f"parallel.{item.name} is {getattr(self, item.name)}: it must be at least 1"
-            for item in fields(self)
-            if item.type is int and getattr(self, item.name) < 1
-        ]
-        if self.sharding_stage > 3:
-            problems.append(f"parallel.sharding_stage is {self.sharding_stage}: there are 1, 2, 3")
-        raise_problems(problems)
+    ep_degree: int = Field(
+        default=1, ge=1, description="expert-parallel degree: dp ranks with one copy"
+    )
+    num_micro_batches: int = Field(default=1, ge=1, description="train.gradient_accumulation_steps")
 
     def degree(self, axis: str) -> int:
         """Ranks along one of `AXES`."""
@@ -60,24 +36,6 @@ class ParallelDegrees:
     @property
     def num_processes(self) -> int:
         return math.prod(self.degree(axis) for axis in AXES)
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of the decoder that the degrees must divide.
-
-    Attributes:
-        moe_intermediate_size, num_experts: inner width of an expert, and their number; 0 without
-            experts.
-    """
-
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    moe_intermediate_size: int = 0
-    num_experts: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import paddle
 import paddle.distributed as dist
 from paddle import Tensor
 
+from paddle_vl.nn.parameter_table import ParamSpec, Tie
 from paddle_vl.parallel.agree import gather_values
-from paddle_vl.parallel.expert_parallel import is_expert
-from paddle_vl.parallel.gradients import sum_gradients, sum_partial_gradients
+from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.random_state import seed_split_random
 from paddle_vl.parallel.topology import Topology
 
@@ -73,36 +73,36 @@ class FleetProcesses:
         dist.all_reduce(total)
         return total.reshape(value.shape)
 
-    def counts_here(self, tensor: Tensor) -> bool:
+    def counts_here(self, spec: ParamSpec) -> bool:
         """Whether this rank counts a trained tensor in a sum over all ranks: one replica does."""
-        is_first_of_its_kind = tensor.is_distributed or self.topology.mp_rank == 0
-        if getattr(tensor, "is_tied_copy", False):
+        is_first_of_its_kind = spec.split_axis is not None or self.topology.mp_rank == 0
+        if spec.tie is Tie.COPY:
             return False
-        copies = self.topology.degrees.ep_degree if is_expert(tensor) else 1
+        copies = self.topology.degrees.ep_degree if spec.is_expert else 1
         return self.topology.dp_rank < copies and is_first_of_its_kind
 
     def seed_split_random(self, entropy: Sequence[int]) -> None:
         seed_split_random(entropy, self.topology.mp_rank)
 
-    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+    def sum_gradients(self, tensors: Sequence[tuple[Tensor, ParamSpec]]) -> None:
         """All-reduce gradients, once per step, in this order: partial ones over mp, those of tied
         weights over the first and last pipeline stage, those of all parameters over dp (of experts
         over the dp ranks with the same experts). Sharding has reduced over its own group before.
         """
         topology = self.topology
         if topology.mp_group.nranks > 1:
-            sum_partial_gradients(parameters, topology.mp_group)
+            all_reduce_partial_gradients(tensors, topology.mp_group)
         # A stage may have no trained parameters: then none of its dp and mp ranks sends anything.
         if topology.ends_group is not None:
-            tied = [tensor for tensor in parameters if getattr(tensor, "is_tied", False)]
-            sum_gradients(tied, topology.ends_group)
+            tied = [tensor for tensor, spec in tensors if spec.tie is not Tie.NONE]
+            all_reduce_gradients(tied, topology.ends_group)
         # Stage 1 reduces over dp itself, see `paddle_vl.parallel.sharding.fleet_optimizer`.
         if topology.dp_group.nranks > 1 and not topology.is_sharded_by_fleet:
-            whole = [tensor for tensor in parameters if not is_expert(tensor)]
-            sum_gradients(whole, topology.dp_group)
+            shared = [tensor for tensor, spec in tensors if not spec.is_expert]
+            all_reduce_gradients(shared, topology.dp_group)
         experts = topology.expert_dp_group
         if experts is not None and experts.nranks > 1:
-            sum_gradients([tensor for tensor in parameters if is_expert(tensor)], experts)
+            all_reduce_gradients([tensor for tensor, spec in tensors if spec.is_expert], experts)
 
     def wait(self) -> None:
         dist.barrier()

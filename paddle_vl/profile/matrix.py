@@ -16,12 +16,13 @@ from typing import Any
 
 import paddle
 
+from paddle_vl.config.families import model_values
 from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.profile.cell import Limits, Outcome, run_cell
 from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, content_hash, ended_cell
 from paddle_vl.profile.growth import Growth
 from paddle_vl.profile.memory import GB
-from paddle_vl.profile.workload import Workload, model_values
+from paddle_vl.profile.workload import Workload
 
 logger = logging.getLogger(__name__)
 _MAIN = Path(__file__).parents[1] / "__main__.py"
@@ -150,7 +151,9 @@ def cell_settings(
     workload = settings.workload
     return {
         **flatten(config.model_dump()),
-        "model's config.json": content_hash(model_values(config)),
+        "model's config.json": content_hash(
+            model_values(config.model.config or config.model.pretrained)
+        ),
         "nproc": settings.num_processes,
         "cameras": choice.cameras,
         "memory_limit_gb": settings.memory_limit_gb,

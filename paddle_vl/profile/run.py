@@ -103,7 +103,7 @@ def profiled_config(config: RunConfig, settings: ProfileSettings) -> RunConfig:
     }
     values["data"]["eval"] = []
     values["logging"] |= {"progress_bar": False, "report_to": []}
-    return RunConfig.model_validate(values)
+    return type(config).model_validate(values)
 
 
 def sharding_choice(parallel: ParallelConfig) -> str:
@@ -122,7 +122,8 @@ def _facts(config: RunConfig, settings: ProfileSettings, trainer: Trainer) -> di
         limit = device_limit / GB
     parallel, train, data = config.parallel, config.train, config.data
     degrees = {
-        axis: getattr(parallel, f"{axis}_degree") for axis in ("dp", "mp", "pp", "sharding", "ep")
+        axis: getattr(parallel, f"{axis}_degree", 1)
+        for axis in ("dp", "mp", "pp", "sharding", "ep")
     }
     return {
         "model_type": type(model).__name__,

@@ -9,22 +9,22 @@ from pathlib import Path
 import paddle
 
 from paddle_vl.checkpoint.safetensors_io import FileWriter
+from paddle_vl.config.families import family_of_run
 from paddle_vl.config.load import flatten, raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.registry import model_family
+from paddle_vl.families.base import Family, MeanLosses
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.train.evaluate import MeanLosses, mean_losses
+from paddle_vl.train.evaluate import mean_losses
 from paddle_vl.train.feeding.data_wait import watched
-from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
+from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names, treated_apart
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.part_rates import rate_factors
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.random_state import seed_everything
 from paddle_vl.train.reporting.device_peaks import device_peak
@@ -92,53 +92,59 @@ def _build(
     if checkpoint is not None:
         for change in changed_settings(checkpoint, config):
             logger.info("changed since %s: %s", checkpoint.name, change)
-    if config.model.pretrained is not None and (checkpoint is None or config.model.lora):
+    if config.model.pretrained is not None and (checkpoint is None or config.trains_adapters):
         folder = Path(config.model.pretrained)
         check_pretrained(folder, config.train.verify_checkpoint, processes)
     seed_everything(config.train.seed)
-    family = model_family(config, checkpoint)
+    family = run_family(config, checkpoint)
     if several:
         check_fields_agree(family.fields, topology.describe())
     layout = Layout(config, topology, family.shape, family.costs, family.pad_to_multiple_of)
     placement = layout.placement()
-    model = family.build_model(placement)
+    built = family.build_model(placement)
+    model = built.model
     if family.recomputes:
         recompute_layers([*model.vision_blocks, *model.decoder_layers])
-    whole_shapes = family.whole_shapes(model)
+    full_shapes = family.full_shapes(model)
     trainable = family.trainable_names(model)
-    trained = trained_names(whole_shapes, config.model.freeze, trainable, family.parts)
-    decayed = decayed_names(whole_shapes, config.train.weight_decay_exclude, family.parts)
+    trained = trained_names(full_shapes, config.model.freeze, trainable, family.parts)
+    decayed = decayed_names(full_shapes, config.train.weight_decay_exclude, family.parts)
     factors = rate_factors(config.train, trained, family.parts)
-    # Of queries, keys and values, or gate and up, some may be frozen or have settings of their own.
+    # Fused linears (q, k, v; gate, up) that are not all trained alike get a weight each.
     model.separate(
         treated_apart(
             family.named_parameters(model),
             lambda name: (name in trained, name in decayed, factors.get(name)),
         )
     )
-    parameters = freeze_parameters(family.named_parameters(model), trained, whole_shapes)
+    parameters = freeze_parameters(family.named_parameters(model), trained, full_shapes)
     check_memory(NeededMemory.of(model.parameters(), config.parallel))
-    layout.prepare_training(model)
+    store = layout.parameter_store(model)
     optimizer = Optimizer(
         parameters,
         config.train,
         decayed,
-        placement,
+        store,
+        placement.parameter_table,
         trained,
         factors,
     )
-    runner = layout.runner(model, family.make_part, processes, family.objective)
-    loader = family.train_loader(placement, processes)
+    runner = layout.runner(model, family.make_stage, processes, family.loss, built.adapter)
+    loader = family.train_loader(built.collator, processes)
     num_steps = _num_steps(config, loader)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
+    eval_loader = (
+        None if family.eval_data is None else family.eval_loader(built.collator, processes)
+    )
+
     def save_model(folder: Path, write: FileWriter) -> None:
-        family.save_model(model, folder, write)
+        built.save(folder, write, store)
         if processes.is_main:
-            family.save_files(model, folder)
+            built.save_extra_files(folder)
 
     def evaluate(received: Callable[[], int | None]) -> MeanLosses | None:
-        with family.eval_loader(placement, processes) as batches:
+        with eval_loader as batches:
             after_s = config.logging.data_wait_warning_s
             watched_batches = watched(batches, after_s, "the evaluation")
             return mean_losses(runner, watched_batches, processes, received)
@@ -150,7 +156,7 @@ def _build(
         loader,
         num_steps,
         save_model,
-        evaluate if family.eval_data else None,
+        None if eval_loader is None else evaluate,
         processes,
         peak_flops,
         None if peak_flops is None else family.flop_counter(model, trained),
@@ -169,6 +175,17 @@ def _build(
         f", continuing {checkpoint}" if checkpoint else "",
     )
     return trainer
+
+
+def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:
+    """The family that a run trains, with its data.
+
+    Raises:
+        ValueError: settings of another family, all named; what the family itself refuses.
+        RuntimeError: files are missing or damaged.
+    """
+    entry = family_of_run(config, checkpoint)
+    return entry.recipe_class()(config, checkpoint)
 
 
 def _num_steps(config: RunConfig, loader: PrefetchLoader) -> int:

@@ -1,4 +1,7 @@
-"""Which parameters are trained: parts of the model and patterns over HF parameter names."""
+"""Which parameters are trained and at which rate, by patterns over HF parameter names.
+
+A pattern may also be the name of a component of the model, such as `vision`.
+"""
 
 import logging
 import math
@@ -7,20 +10,22 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from paddle import Tensor
 
 from paddle_vl.config import patterns as config_patterns
-from paddle_vl.config.patterns import PARTS
+from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.fused import names_by_parameter
 
 logger = logging.getLogger(__name__)
 NamedParameters = list[tuple[str, Tensor]]
+# Components of a model by name, for callers without a family.
+NO_PARTS: Mapping[str, Sequence[str]] = {}
 
 
 def matching_names(
     patterns: Sequence[str],
     names: Iterable[str],
     setting: str,
-    parts: Mapping[str, Sequence[str]] = PARTS,
+    parts: Mapping[str, Sequence[str]] = NO_PARTS,
 ) -> set[str]:
-    """The parameter names that at least one pattern, or part of the model, fits.
+    """The parameter names that at least one pattern or component of the model fits.
 
     Raises:
         ValueError: a pattern that fits no name, see `paddle_vl.config.patterns`.
@@ -32,9 +37,13 @@ def trained_names(
     names: Iterable[str],
     patterns: Sequence[str],
     trainable: Iterable[str] | None = None,
-    parts: Mapping[str, Sequence[str]] = PARTS,
+    parts: Mapping[str, Sequence[str]] = NO_PARTS,
 ) -> set[str]:
-    """The names that no pattern of model.freeze fits, of the trainable ones where these are given.
+    """The names that no pattern of model.freeze fits.
+
+    Args:
+        names: of all parameters of the full model.
+        trainable: those that may be trained at all; None for all.
 
     Raises:
         ValueError: a pattern that fits nothing, or patterns that leave nothing to train.
@@ -50,11 +59,11 @@ def trained_names(
 def treated_apart(
     parameters: NamedParameters, treatment: Callable[[str], Hashable]
 ) -> list[Tensor]:
-    """The fused weights whose linears are not all treated alike: these have to be separated.
+    """The fused weights whose linears are not all treated alike, and so must be separated.
 
     Args:
         parameters: HF names and parameters.
-        treatment: what a name stands for in training: whether it is trained, its rate, its decay.
+        treatment: of a name in training: whether it is trained, its rate, its weight decay.
     """
     return [
         parameter
@@ -68,12 +77,12 @@ def freeze_parameters(
     trained: Collection[str],
     whole_shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> NamedParameters:
-    """Take the parameters whose names are not among `trained` out of training; return the others.
+    """Stop the gradients of the parameters whose names are not in `trained`; return the others.
 
     Args:
         parameters: HF names and parameters.
-        whole_shapes: shapes of the whole model's parameters by name, where this process has some
-            or parts of them only.
+        whole_shapes: shapes of the full model's parameters by name, for the log; None if
+            `parameters` are all of them, unsharded.
 
     Raises:
         ValueError: some of the linears of a fused weight are to be trained and others not.
@@ -98,3 +107,30 @@ def freeze_parameters(
         len(sizes),
     )
     return [(name, parameter) for name, parameter in parameters if name in trained]
+
+
+def rate_factors(
+    train: TrainConfig, trained: Iterable[str], parts: Mapping[str, Sequence[str]] = NO_PARTS
+) -> dict[str, float]:
+    """Factors on the schedule's learning rate by HF name, for parameters with a peak of their own.
+
+    Args:
+        trained: names of all parameters that the run trains.
+
+    Raises:
+        ValueError: an entry of train.part_learning_rates that fits no trained parameter.
+    """
+    trained, factors = list(trained), {}
+    setting = "train.part_learning_rates, among what is trained"
+    for pattern, peak in train.part_learning_rates.items():
+        names = matching_names([pattern], trained, setting, parts)
+        factors |= dict.fromkeys(names, peak / train.learning_rate)
+    return factors
+
+
+def reported_rates(train: TrainConfig, rate: float) -> dict[str, float]:
+    """Learning rates of components for a metrics line, at the schedule's rate `rate`."""
+    return {
+        f"learning_rate/{pattern}": rate * peak / train.learning_rate
+        for pattern, peak in train.part_learning_rates.items()
+    }

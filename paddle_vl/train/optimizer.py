@@ -1,7 +1,7 @@
-"""AdamW over named parameters: gradient norm, clipping, and a state that is saved by HF name.
+"""AdamW over named parameters: gradient norm, clipping, and state that is saved by HF name.
 
-Paddle names optimizer state after counters that differ from process to process, so the state is
-read and written here through the parameter it belongs to.
+Paddle names optimizer state after counters that differ between runs and ranks, so state is read and
+written through the parameter it belongs to.
 """
 
 import math
@@ -14,15 +14,15 @@ import paddle
 from paddle import Tensor
 from paddle.base import framework
 
+from paddle_vl.checkpoint.rules import SharedArray
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
-from paddle_vl.checkpoint.shared_array import SharedArray
-from paddle_vl.config.patterns import PARTS
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.adamw import STATES, AdamW
 from paddle_vl.nn.fused import fused_columns, names_by_parameter, whole_slices
-from paddle_vl.nn.master_weights import gradient_of
-from paddle_vl.nn.placement import SingleDevicePlacement
-from paddle_vl.train.freeze import NamedParameters, matching_names
+from paddle_vl.nn.master_weights import MasterWeights, ParameterStore, gradient_of
+from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Tie
+from paddle_vl.parallel.sharding import FleetSharding
+from paddle_vl.train.freeze import NO_PARTS, NamedParameters, matching_names
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 _MASTER = "master_weight"
@@ -32,21 +32,23 @@ class Optimizer:
     """AdamW with global-norm clipping.
 
     Attributes:
-        masks_updates: an update that does not count is masked on the device, whose flag is not read
-            on the host; on a CPU it is read.
+        store: what is updated in place of the parameters.
+        tensors_with_specs: what is updated on this rank, with the specs of the parameters.
+        masks_updates: a skipped update is masked on the device, and the host does not read its
+            flag; False on a CPU, where the flag is read.
 
     Args:
         parameters: HF names and parameters to train, a fused one once for each of its linears.
-            Updates go to what the placement says is trained for them, all of it float32.
         train: the optimizer's settings.
         decayed: names with weight decay, see `decayed_names`.
-        placement: says what this rank holds of each parameter.
-        trained_names: HF names that the whole run trains, where this rank has some of them only.
-        rate_factors: by HF name the factor on the learning rate, 1 for those left out.
+        store: float32 masters or shards of the parameters; None updates the parameters themselves.
+        parameter_table: of the model; None if all parameters are replicated.
+        trained_names: HF names that the run trains; None if this rank has all of them.
+        rate_factors: factors on the learning rate by HF name; 1 for names left out.
 
     Raises:
-        ValueError: linears of a fused parameter that are not all trained, with the same rate and
-            decay.
+        ValueError: linears of a fused parameter that are not all trained, or with different rates
+            or weight decay.
     """
 
     def __init__(
@@ -54,20 +56,24 @@ class Optimizer:
         parameters: NamedParameters,
         train: TrainConfig,
         decayed: set[str],
-        placement: SingleDevicePlacement | None = None,
+        store: ParameterStore | None = None,
+        parameter_table: ParameterTable | None = None,
         trained_names: Iterable[str] | None = None,
         rate_factors: Mapping[str, float] | None = None,
     ):
         self.parameters = parameters
         self.trained_names = set(trained_names or (name for name, _ in parameters))
-        self.placement = placement or SingleDevicePlacement()
+        self.store: ParameterStore = MasterWeights([]) if store is None else store
+        if parameter_table is None:
+            parameter_table = ParameterTable()
+            parameter_table.add(parameter for _, parameter in parameters)
+        self._table = parameter_table
         self.max_grad_norm = train.max_grad_norm
         # Each parameter once, and its HF names.
         self._named = names_by_parameter(parameters)
-        self.tensors = [self.placement.trained_tensor(p) for p, _ in self._named]
-        factors = rate_factors or {}
-        for (_, names), tensor in zip(self._named, self.tensors, strict=True):
-            # What AdamW multiplies its rate with; its lr_ratio does the same on GPUs only.
+        factors, updated = rate_factors or {}, [self.store.shard_of(p) for p, _ in self._named]
+        for (_, names), tensor in zip(self._named, updated, strict=True):
+            # AdamW multiplies its rate by it; its lr_ratio does the same on GPUs only.
             factor = _of_all(names, lambda name: factors.get(name, 1.0), "learning rate")
             tensor.optimize_attr = {"learning_rate": factor}
         with_decay: set[str] = set()
@@ -76,22 +82,24 @@ class Optimizer:
             beta1=train.adam_beta1,
             beta2=train.adam_beta2,
             epsilon=train.adam_epsilon,
-            parameters=self.tensors,
+            parameters=updated,
             weight_decay=train.weight_decay,
             apply_decay_param_fun=with_decay.__contains__,
         )
-        # At stage 1 fleet takes whole parameters, and gives slices of them in their place.
-        self._fleet = self.placement.trained if self.placement.trained.stage == 1 else None
+        # At stage 1 fleet takes full parameters, and replaces them by slices.
+        self._fleet = self.store if isinstance(self.store, FleetSharding) else None
         if self._fleet is not None:
             self._fleet.distribute(self._adamw)
-        trained = [(self.placement.trained_tensor(p), names) for p, names in self._named]
-        # Some of a parameter may be on other ranks, and none of it here.
-        self.tensors = [tensor for tensor, _ in trained if tensor is not None]
-        with_decay |= {
-            tensor.name
-            for tensor, names in trained
-            if _of_all(names, decayed.__contains__, "weight decay") and tensor is not None
-        }
+        self.tensors_with_specs: list[tuple[Tensor, ParamSpec]] = []
+        for parameter, names in self._named:
+            tensor = self.store.shard_of(parameter)
+            has_decay = _of_all(names, decayed.__contains__, "weight decay")
+            # None where other ranks have all of the parameter.
+            if tensor is not None:
+                self.tensors_with_specs.append((tensor, self._table[parameter]))
+                if has_decay:
+                    with_decay.add(tensor.name)
+        self.tensors = [tensor for tensor, _ in self.tensors_with_specs]
         # Paddle makes state at the first step; a checkpoint is loaded before that.
         block = framework.default_main_program().global_block()
         self._adamw._create_accumulators(block, self.tensors)
@@ -100,16 +108,11 @@ class Optimizer:
         if self.masks_updates:
             self._keep_powers_on_device()
 
-    @property
-    def _names(self) -> set[str]:
-        return {name for name, _ in self.parameters}
-
     @paddle.no_grad()
     def squared_norm(self, processes: SingleProcess = ONE_PROCESS) -> Tensor:
-        """Float32 sum of squares over the gradients that this process counts, before clipping.
+        """Float32 sum of squares over the gradients that this rank counts, before clipping.
 
-        Over all processes each parameter counts once, whatever it is spread over and wherever it is
-        repeated.
+        Summed over all ranks, each element of a parameter counts once, sharded or replicated.
         """
         if self.parameters and not self._gradients():
             raise RuntimeError(
@@ -117,22 +120,20 @@ class Optimizer:
                 "check model.freeze against what the batches contain"
             )
         total = paddle.zeros([])
-        for tensor in self.tensors:
+        for tensor, spec in self.tensors_with_specs:
             grad = gradient_of(tensor)
-            if grad is not None and processes.counts_here(tensor):
+            if grad is not None and processes.counts_here(spec):
                 total = total + grad.astype("float32").square().sum()
         return total
 
     @paddle.no_grad()
     def update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
-        """Clip to max_grad_norm, and update every parameter that has a gradient; or change nothing.
-
-        Parameters that are copies or gathered of what was updated follow it.
+        """Clip to max_grad_norm and update every parameter that has a gradient; or change nothing.
 
         Args:
-            learning_rate: times a parameter's own factor.
+            learning_rate: multiplied by a parameter's own factor.
             norm: of all gradients of the run, on the device.
-            is_good: bool, on the device; where it is False all stays as it is, bit for bit.
+            is_good: bool, on the device; False leaves everything bit for bit the same.
         """
         # A stage of a pipeline may have nothing to train, and Paddle's optimizer then fails.
         if not self.tensors:
@@ -168,7 +169,7 @@ class Optimizer:
             self._fleet.step()
         else:
             self._adamw.step()
-            self.placement.trained.all_gather_parameters()
+            self.store.all_gather_parameters()
 
     def clear_gradients(self) -> None:
         """Drop the gradients, without the zero fill that Paddle's default makes."""
@@ -178,9 +179,9 @@ class Optimizer:
             self._adamw.clear_grad(set_to_zero=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All state by `HF name/state`, the live tensors; moments as the trained tensor.
+        """The live state tensors by `HF name/state`; a fused parameter's under each of its names.
 
-        That of a fused parameter stands under each of its names.
+        Moments have the shape of what is updated.
         """
         return {
             f"{name}/{state}": tensor
@@ -190,8 +191,8 @@ class Optimizer:
         }
 
     def state_to_write(self) -> list[TensorToWrite]:
-        """All state, whole; where ranks hold parts, all of them produce the arrays together."""
-        states = [state for state in self._states() if not getattr(state[2], "is_tied_copy", False)]
+        """All state, unsharded; producing the arrays is collective where they are sharded."""
+        states = [state for state in self._states() if self._table[state[2]].tie is not Tie.COPY]
         powers = {(id(p), state): t for _, state, p, t in states if not _has_layout(state)}
         power = powers.__getitem__
         if self._fleet is not None:
@@ -200,15 +201,16 @@ class Optimizer:
         for names, state, parameter, tensor in states:
             if _has_layout(state):
                 shapes = self._shapes(parameter, names)
-                # Of what this rank has nothing of, the others have all.
+                # None where other ranks have all of the parameter.
                 own = paddle.zeros([0]) if tensor is None else tensor
-                whole = partial(self.placement.whole_value, parameter, own, copy=False)
-                produce = [whole]
+                full = partial(self._full_state, parameter, own)
+                produce = [full]
                 if len(names) > 1:
-                    produce = SharedArray(whole, whole_slices(parameter)).parts()
+                    produce = SharedArray(full, whole_slices(parameter)).slices()
             else:
                 shapes = [(1,)] * len(names)
-                produce = [partial(_host_value, power, (id(parameter), state))] * len(names)
+                key = id(parameter), state
+                produce = [lambda key=key: power(key).numpy()] * len(names)
             tensors += [
                 TensorToWrite(f"{name}/{state}", shape, "F32", make)
                 for name, shape, make in zip(names, shapes, produce, strict=True)
@@ -216,51 +218,57 @@ class Optimizer:
         return tensors
 
     def bytes_to_write(self) -> int:
-        """Bytes of all state and of the parameters that it is for, whole."""
+        """Bytes of all state and of the parameters that it is for, unsharded."""
         states = sum(tensor.num_bytes for tensor in self.state_to_write())
         return states + sum(
-            math.prod(self.placement.whole_shape(parameter)) * parameter.element_size()
+            math.prod(self._table.full_shape(parameter)) * parameter.element_size()
             for parameter, _ in self._named
         )
 
     def _keep_powers_on_device(self) -> None:
-        """Paddle keeps the powers of beta on the host, which would have to know what is skipped."""
+        """Move the powers of beta, which Paddle keeps on the host, where skips are not known."""
         for state in ("beta1_pow_acc", "beta2_pow_acc"):
             powers = self._adamw._accumulators[state]
             for name, value in powers.items():
                 powers[name] = value.to(paddle.get_device())
 
     def _states(self) -> Iterator[tuple[list[str], str, Tensor, Tensor | None]]:
-        """HF names of a parameter, name of a state, the parameter and the live tensor, of all.
+        """HF names of a parameter, name of a state, the parameter, and the live state tensor.
 
-        The tensor is None where this rank has nothing of it.
+        The tensor is None where other ranks have all of it.
         """
         for parameter, names in self._named:
-            trained = self.placement.trained_tensor(parameter)
+            updated = self.store.shard_of(parameter)
             for state in STATES:
                 tensor = None
-                if trained is not None:
-                    tensor = self._adamw._get_accumulator_master(state, trained)
+                if updated is not None:
+                    tensor = self._adamw._get_accumulator_master(state, updated)
                 yield names, state, parameter, tensor
             if parameter.dtype != paddle.float32:
-                yield names, _MASTER, parameter, trained
+                yield names, _MASTER, parameter, updated
+
+    def _full_state(self, parameter: Tensor, state: Tensor) -> np.ndarray:
+        """The full value of a state that is cut as what is updated; collective if sharded."""
+        value = self.store.gathered_value(parameter, state)
+        return self._table.full_value(parameter, value, copy=False)
 
     def _shapes(self, parameter: Tensor, names: list[str]) -> list[tuple[int, ...]]:
-        """Of the whole parameter under each of its names."""
-        whole = self.placement.whole_shape(parameter)
+        """Full shapes under each of the parameter's names."""
+        full = self._table.full_shape(parameter)
         if len(names) == 1:
-            return [whole]
-        return [(whole[0], columns.width) for columns in fused_columns(parameter)]
+            return [full]
+        return [(full[0], columns.width) for columns in fused_columns(parameter)]
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Set all state, bit for bit; every array is asked for once, when its turn comes.
+        """Set all state, bit for bit; every array is read once, when its turn comes.
 
         Raises:
             ValueError: every missing and unexpected entry, or every misshapen one.
         """
         names = {f"{name}/{state}" for names, state, _, _ in self._states() for name in names}
+        own_names = {name for name, _ in self.parameters}
         elsewhere = {
-            name for name in arrays if name.rpartition("/")[0] in self.trained_names - self._names
+            name for name in arrays if name.rpartition("/")[0] in self.trained_names - own_names
         }
         problems = [f"missing {name}" for name in sorted(names - arrays.keys())]
         problems += [f"unexpected {name}" for name in sorted(arrays.keys() - names - elsewhere)]
@@ -289,15 +297,15 @@ class Optimizer:
             for (name, array), shape in zip(found.items(), shapes, strict=True)
             if array.shape != shape
         ]
-        parts = [*found.values()]
-        if not _has_layout(state) and len({array.tobytes() for array in parts}) > 1:
+        slices = [*found.values()]
+        if not _has_layout(state) and len({array.tobytes() for array in slices}) > 1:
             problems.append(f"{', '.join(found)} differ, of linears that are trained as one")
         if problems or tensor is None:
             return problems
-        array = parts[0]
+        array = slices[0]
         if _has_layout(state):
-            whole = array if len(parts) == 1 else np.concatenate(parts, axis=1)
-            array = self.placement.trained_part(parameter, whole)
+            full = array if len(slices) == 1 else np.concatenate(slices, axis=1)
+            array = self.store.own_shard(parameter, self._table.own_shard(parameter, full))
         tensor.set_value(array)
         return []
 
@@ -306,12 +314,8 @@ class Optimizer:
         return [grad for grad in grads if grad is not None]
 
 
-def _host_value(find: Callable[[tuple], Tensor], key: tuple) -> np.ndarray:
-    return find(key).numpy()
-
-
 def _has_layout(state: str) -> bool:
-    """Whether a state has its parameter's layout; the powers of beta are single numbers."""
+    """Whether a state has the parameter's shape; the powers of beta are single numbers."""
     return not state.endswith("_pow_acc")
 
 
@@ -331,12 +335,12 @@ def _of_all(names: list[str], value_of: Callable[[str], Any], what: str) -> Any:
 
 
 def decayed_names(
-    names: Iterable[str], exclude: list[str], parts: Mapping[str, Sequence[str]] = PARTS
+    names: Iterable[str], exclude: list[str], parts: Mapping[str, Sequence[str]] = NO_PARTS
 ) -> set[str]:
     """Names of the model's parameters that weight decay applies to.
 
     Args:
-        names: of all parameters of the whole model, frozen ones too.
+        names: of all parameters of the full model, frozen ones too.
         exclude: patterns of train.weight_decay_exclude.
     """
     names = set(names)

@@ -10,6 +10,8 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
+from paddle_vl.nn.parameter_table import ParamSpec
+
 
 class SingleProcess:
     """The only process of a run.
@@ -63,19 +65,19 @@ class SingleProcess:
         """A value added up over all processes. Called by all together."""
         return value
 
-    def counts_here(self, tensor: Tensor) -> bool:
-        """Whether this process counts that trained tensor in `sum_over_all`: one of those that
-        have the same values does."""
+    def counts_here(self, spec: ParamSpec) -> bool:
+        """Whether this rank counts a trained parameter with that spec in `sum_over_all`: one of
+        those that have the same values does."""
         return True
 
     def seed_split_random(self, entropy: Sequence[int]) -> None:
         """Start the generator for what this process has a part of, before every step."""
 
-    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+    def sum_gradients(self, tensors: Sequence[tuple[Tensor, ParamSpec]]) -> None:
         """Make every gradient that of the whole step. Called by all together, once per step.
 
         Args:
-            parameters: what the optimizer works on.
+            tensors: what the optimizer updates, with the specs of their parameters.
         """
 
     def wait(self) -> None:

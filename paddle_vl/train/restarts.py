@@ -94,13 +94,15 @@ def degrees_with_fewer_ranks(
     parallel, train = config.parallel, config.train
     of_one_sample = parallel.mp_degree * parallel.pp_degree
     samples = train.per_device_train_batch_size * parallel.dp_degree * parallel.sharding_degree
+    # Families without experts have no such setting.
+    ep = getattr(parallel, "ep_degree", 1)
     for size in range(num_ranks - 1, fewest - 1, -1):
         data_size = size // of_one_sample
         if size % of_one_sample or data_size == 0 or samples % data_size:
             continue
         for sharding in range(min(data_size, parallel.sharding_degree), 0, -1):
             dp = data_size // sharding
-            if data_size % sharding == 0 and dp % parallel.ep_degree == 0:
+            if data_size % sharding == 0 and dp % ep == 0:
                 return size, {
                     "parallel.dp_degree": dp,
                     "parallel.sharding_degree": sharding,

@@ -1,17 +1,20 @@
-"""One training step: gradients over the micro-batches, then one update or none.
+"""One training step: gradients over the micro-batches, then one optimizer update or none.
 
-Nothing of it is read back on the host: its losses, its gradient norm and whether it counted stay on
-the device until somebody asks.
+The micro-batches of all ranks count as one batch. Nothing is read back on the host: losses,
+gradient norm and whether the step counts stay on the device until a report reads them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import paddle
-from paddle import Tensor, nn
+from paddle import Tensor
 
-from paddle_vl.train.feeding.micro_batch import MicroBatch, totals_of
-from paddle_vl.train.objective import LANGUAGE, Batch, Objective, no_terms
+from paddle_vl.batch.schema import Batch
+from paddle_vl.families.base import BatchAdapter
+from paddle_vl.nn.loss import Loss, zero_terms
+from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
@@ -21,28 +24,68 @@ _NUM_REST = 3
 
 
 @dataclass(frozen=True)
-class StepTotals:
-    """What all processes together put into a step, known on the host before it begins.
+class MicroBatch:
+    """A batch and its counts, taken on the host before arrays go to the device.
 
     Attributes:
-        counts: what each loss term is the mean of.
-        num_samples, num_tokens: samples of all micro-batches; real tokens, visual ones too.
-        num_packed_places: tokens that packed rows have place for, padding included; 0 without.
-        asked: for each micro-batch how many processes asked for what, see `Objective.asks`.
-        signal: a stop signal that any process received; the step is not to be begun then.
+        batch: arrays, or tensors on the device.
+        counts: what it adds to the divisor of each loss term.
+        optional_branches: whether it needs each optional branch of the model.
+        num_samples, num_tokens, num_packed_places, lengths: see
+            `paddle_vl.families.base.BatchAdapter`.
+        flops: operations of its forward and backward pass; 0 where they are not counted.
+    """
+
+    batch: Batch
+    counts: tuple[int, ...]
+    optional_branches: tuple[bool, ...]
+    num_samples: int
+    num_tokens: int
+    num_packed_places: int
+    lengths: tuple[int, ...] = ()
+    flops: int = 0
+
+
+def counted(
+    batch: Batch, adapter: BatchAdapter, count_flops: Callable[[Batch], int] | None = None
+) -> MicroBatch:
+    """A batch from a collator, with its counts."""
+    return MicroBatch(
+        batch,
+        tuple(adapter.counts(batch)),
+        tuple(adapter.optional_branches(batch)),
+        adapter.num_samples(batch),
+        adapter.num_tokens(batch),
+        adapter.num_packed_places(batch),
+        tuple(adapter.lengths(batch)),
+        0 if count_flops is None else count_flops(batch),
+    )
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """A step's counts over all ranks, known on the host before it begins.
+
+    Attributes:
+        counts: divisor of each loss term.
+        num_samples: samples of all micro-batches.
+        num_tokens: their tokens without padding, visual ones too.
+        num_packed_places: token capacity of packed rows, padding included; 0 without packing.
+        needed: `needed[i][j]` data-parallel ranks need optional branch j in micro-batch i.
+        signal: a stop signal that any rank received; the step must not begin then.
     """
 
     counts: tuple[int, ...]
     num_samples: int
     num_tokens: int
     num_packed_places: int
-    asked: tuple[tuple[int, ...], ...]
+    needed: tuple[tuple[int, ...], ...]
     signal: int | None = None
 
     @property
     def num_agreed(self) -> int:
-        """How many numbers were agreed on, the same for every step of a run."""
-        return len(self.counts) + _NUM_REST + sum(map(len, self.asked))
+        """How many numbers ranks exchange before a step, the same for every step of a run."""
+        return len(self.counts) + _NUM_REST + sum(map(len, self.needed))
 
 
 @dataclass(frozen=True)
@@ -50,12 +93,12 @@ class StepOutcome:
     """What a step did, on the device.
 
     Attributes:
-        terms: `[n]` float32, the mean of each loss term over all its micro-batches: for a language
-            model cross entropy over the target tokens; and, if the model computes it, the mean of
-            the micro-batches' load-balancing losses times its weight.
-        grad_norm: float32, the global gradient norm before clipping.
-        is_good: bool; False when a loss or the norm was not finite, and nothing was updated.
-        totals: of the step.
+        terms: `[n]` float32, mean of each loss term over all micro-batches of all ranks; of a model
+            with a load-balancing loss that loss's weighted mean is added.
+        grad_norm: float32 scalar, global gradient norm before clipping.
+        is_good: bool scalar; False where a loss or the norm is not finite, and the update is
+            skipped.
+        totals: counts of the step.
     """
 
     terms: Tensor
@@ -63,129 +106,165 @@ class StepOutcome:
     is_good: Tensor
     totals: StepTotals
 
-    def means(self, objective: Objective) -> dict[str, float]:
+    def means(self, loss: Loss) -> dict[str, float]:
         """The terms by name, read from the device."""
-        return dict(zip(objective.terms, self.terms.tolist(), strict=True))
+        return dict(zip(loss.terms, self.terms.tolist(), strict=True))
 
 
-class WholeModel:
-    """A model on one process, or on several that all run every layer of it.
+class Runner(Protocol):
+    """Computes losses and gradients of this rank's layers: `ModelRunner`, or `PipelineRunner`.
 
-    Args:
-        objective: the losses of the model.
-        processes: those of the run.
+    Attributes:
+        batches_at_once: batches of an evaluation that are run together.
     """
+
+    model: Any
+    loss: Loss
+    adapter: BatchAdapter
+
+    @property
+    def batches_at_once(self) -> int: ...
+
+    def accumulate_gradients(
+        self,
+        batches: Sequence[Batch],
+        totals: Sequence[int],
+        store: ParameterStore | None = None,
+    ) -> Tensor:
+        """Add up the gradients of the loss over all batches.
+
+        Args:
+            totals: divisor of each loss term.
+            store: of the model's parameters; None leaves gradients where autograd put them.
+
+        Returns:
+            `[n]` float32, what this rank adds to each term.
+        """
+
+    def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
+        """`[n]`, each term before division, summed over the batches."""
+
+
+class ModelRunner:
+    """Runs all layers of a model on every rank, without a pipeline. See `Runner`."""
 
     batches_at_once = 1
 
     def __init__(
         self,
-        model: nn.Layer,
+        model: Any,
+        loss: Loss,
+        adapter: BatchAdapter,
         processes: SingleProcess = ONE_PROCESS,
-        objective: Objective = LANGUAGE,
     ):
-        self.model, self.objective, self.processes = model, objective, processes
+        self.model, self.loss, self.adapter, self.processes = model, loss, adapter, processes
 
-    def accumulate_gradients(self, batches: Sequence[Batch], totals: Sequence[int]) -> Tensor:
-        """Add up the gradients of the loss over all batches.
-
-        Args:
-            totals: what the terms are divided by.
-
-        Returns:
-            `[n]`, this process's part of each term.
-        """
-        terms = no_terms(self.objective)
+    def accumulate_gradients(
+        self,
+        batches: Sequence[Batch],
+        totals: Sequence[int],
+        store: ParameterStore | None = None,
+    ) -> Tensor:
+        terms = zero_terms(self.loss)
         num_batches = len(batches) * self.processes.data_size
         for batch in batches:
             with phase(Phase.FORWARD):
-                output = self.objective.output(self.model, batch)
-                loss, parts = self.objective.share(output, totals, num_batches)
+                loss, parts = self.loss.share(self._output(batch), totals, num_batches)
             with phase(Phase.BACKWARD):
                 loss.backward()
-                self.model.placement.trained.end_micro_batch()
+                if store is not None:
+                    store.end_micro_batch()
             terms = terms + parts
         return terms
 
     @paddle.no_grad()
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
-        """`[n]`, each term summed over all batches."""
-        return sum(
-            self.objective.sums(self.objective.output(self.model, batch)) for batch in batches
-        )
+        return sum(self.loss.sums(self._output(batch)) for batch in batches)
+
+    def _output(self, batch: Batch) -> Any:
+        with phase(Phase.HOST_TO_DEVICE):
+            batch = self.adapter.to_device(batch)
+        return self.adapter.forward(self.model, batch)
 
 
 def agree_on_step(
     micro_batches: Sequence[MicroBatch],
-    objective: Objective,
+    loss: Loss,
     processes: SingleProcess = ONE_PROCESS,
     signal: int | None = None,
 ) -> StepTotals:
-    """What all processes bring to a step; the only message before it. Called by all together.
+    """Exchange counts before a step, in one message. All ranks call this together.
 
     Args:
-        signal: a stop signal that this process received.
+        signal: a stop signal that this rank received.
 
     Raises:
-        ValueError: there is nothing to learn in all of the step.
+        ValueError: the step has nothing to learn from, the same on every rank.
     """
-    own, asks = totals_of(micro_batches), [batch.asks for batch in micro_batches]
+    own = [
+        (*batch.counts, batch.num_samples, batch.num_tokens, batch.num_packed_places)
+        for batch in micro_batches
+    ]
+    sums = [sum(column) for column in zip(*own, strict=True)]
+    branches = [batch.optional_branches for batch in micro_batches]
     with phase(Phase.AGREEMENT):
-        totals, signal = processes.agree([*own, *(int(a) for of in asks for a in of)], signal)
-    num_terms, num_asks = len(objective.terms), len(asks[0])
+        totals, signal = processes.agree(
+            [*sums, *(int(is_needed) for of in branches for is_needed in of)], signal
+        )
+    num_terms, num_branches = len(loss.terms), len(branches[0])
     counts, rest = totals[:num_terms], totals[num_terms:]
-    (num_samples, num_tokens, num_places), asked = rest[:_NUM_REST], rest[_NUM_REST:]
+    (num_samples, num_tokens, num_places), flat = rest[:_NUM_REST], rest[_NUM_REST:]
     if signal is None:
-        objective.check_counts(counts, len(micro_batches))
-    of_batches = (asked[i * num_asks : (i + 1) * num_asks] for i in range(len(asks)))
-    return StepTotals(
-        tuple(counts), num_samples, num_tokens, num_places, tuple(map(tuple, of_batches)), signal
-    )
+        loss.check_counts(counts, len(micro_batches))
+    needed = (tuple(flat[i * num_branches : (i + 1) * num_branches]) for i in range(len(branches)))
+    return StepTotals(tuple(counts), num_samples, num_tokens, num_places, tuple(needed), signal)
 
 
 def leave_step(num_agreed: int, processes: SingleProcess, signal: int | None) -> int | None:
-    """Bring nothing but a stop signal to a step that the others may have batches for; returns the
-    signal that all stop for. In place of `agree_on_step`.
+    """Take part in other ranks' `agree_on_step` with zeros and a stop signal.
+
+    For a rank that was stopped while it waited for data.
 
     Args:
         num_agreed: of an earlier step.
+
+    Returns:
+        The signal that all ranks stop for.
     """
     return processes.agree([0] * num_agreed, signal)[1]
 
 
 def train_step(
-    runner: WholeModel,
+    runner: Runner,
     optimizer: Optimizer,
     micro_batches: Sequence[MicroBatch],
     learning_rate: float,
     processes: SingleProcess = ONE_PROCESS,
     totals: StepTotals | None = None,
 ) -> StepOutcome:
-    """Train on the micro-batches of all processes as if they were one batch.
+    """Train on the micro-batches of all ranks as one batch. All ranks call it together.
 
-    Every micro-batch counts by what its losses are means of, not equally.
+    A micro-batch weighs as much as it counts in the divisors of the losses.
 
     Args:
-        runner: the model, or this process's stages of it.
-        micro_batches: this process's.
+        micro_batches: this rank's.
         learning_rate: of this update.
-        processes: those that train together; all of them call this together.
-        totals: what they agreed on; None to do so here.
+        totals: from `agree_on_step`; None to call it here.
 
     Raises:
-        ValueError: no micro-batch has anything to learn, so that there is no loss.
+        ValueError: the step has nothing to learn from.
     """
-    objective, placement = runner.objective, runner.model.placement
-    totals = totals or agree_on_step(micro_batches, objective, processes)
+    loss, adapter, store = runner.loss, runner.adapter, optimizer.store
+    totals = totals or agree_on_step(micro_batches, loss, processes)
     batches = [
-        objective.settled(micro_batch.batch, asked, runner.model)
-        for micro_batch, asked in zip(micro_batches, totals.asked, strict=True)
+        adapter.synchronized(micro_batch.batch, needed, runner.model)
+        for micro_batch, needed in zip(micro_batches, totals.needed, strict=True)
     ]
-    placement.trained.begin_step(len(batches))
-    terms = runner.accumulate_gradients(batches, totals.counts)
+    store.begin_step(len(batches))
+    terms = runner.accumulate_gradients(batches, totals.counts, store)
     with phase(Phase.GRADIENT_SUM):
-        placement.trained.end_backward()
-        processes.sum_gradients(optimizer.tensors)
+        store.end_backward()
+        processes.sum_gradients(optimizer.tensors_with_specs)
     with phase(Phase.CLIP):
         terms, norm = _summed(terms, optimizer, processes)
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)
@@ -197,7 +276,7 @@ def train_step(
 
 @paddle.no_grad()
 def _summed(terms: Tensor, optimizer: Optimizer, processes: SingleProcess) -> tuple[Tensor, Tensor]:
-    """The step's terms and its gradient norm, in one sum over all processes."""
+    """The step's terms and gradient norm, in one all-reduce."""
     own = terms if processes.counts_losses else paddle.zeros_like(terms)
     squares = optimizer.squared_norm(processes)
     totals = processes.sum_over_all(paddle.concat([own, squares.reshape([1])]))

@@ -12,18 +12,17 @@ from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from paddle_vl.checkpoint.pretrained import DEFAULT_SHARD_BYTES
+from paddle_vl.batch.schema import Batch
 from paddle_vl.checkpoint.safetensors_io import FileWriter
-from paddle_vl.checkpoint.sharded import write_tensors
+from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.families.base import MeanLosses
 from paddle_vl.train import checkpoint as checkpoints
-from paddle_vl.train.evaluate import MeanLosses
 from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, TrainingData
-from paddle_vl.train.objective import Batch
+from paddle_vl.train.freeze import reported_rates
 from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.part_rates import reported_rates
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.random_state import seed_step
@@ -37,8 +36,8 @@ from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.saving.snapshot import Fill
 from paddle_vl.train.schedule import learning_rate
 from paddle_vl.train.step import (
+    Runner,
     StepOutcome,
-    WholeModel,
     agree_on_step,
     leave_step,
     train_step,
@@ -72,7 +71,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        runner: WholeModel,
+        runner: Runner,
         optimizer: Optimizer,
         data: TrainingData,
         num_steps: int,
@@ -91,7 +90,7 @@ class Trainer:
         self.record = RunRecord(self.output_dir)
         self.reporter = Reporter(config.logging, self.output_dir, processes)
         self.trace = StepTrace(config.train.profile, self.output_dir, processes.rank)
-        self.meter = StepMeter(runner.objective, peak_flops)
+        self.meter = StepMeter(runner.loss, peak_flops)
         self.step = 0
         self.stop = StopSignals()
         self.stop_signal: int | None = None
@@ -101,7 +100,7 @@ class Trainer:
         self._num_agreed: int | None = None
         self.feed = BatchFeed(
             data,
-            runner.objective,
+            runner.adapter,
             config.train.gradient_accumulation_steps,
             num_steps,
             wait_warning_s=config.logging.data_wait_warning_s,
@@ -171,7 +170,7 @@ class Trainer:
 
     def _train(self) -> None:
         with self.writer:
-            share = self.optimizer.placement.writers.size
+            share = self.runner.model.placement.checkpoint_ranks.size
             self.writer.prepare(self.optimizer.bytes_to_write() // share)
             if self._owes_evaluation:
                 self._evaluate()
@@ -227,8 +226,8 @@ class Trainer:
         except DataWaitLeftError:
             self.stop_signal = leave_step(self._num_agreed, self.processes, self.stop.received)
             return None
-        micro_batches, objective = fed.micro_batches, self.runner.objective
-        totals = agree_on_step(micro_batches, objective, self.processes, self.stop.received)
+        micro_batches = fed.micro_batches
+        totals = agree_on_step(micro_batches, self.runner.loss, self.processes, self.stop.received)
         self._num_agreed = totals.num_agreed
         if totals.signal is not None:
             self.stop_signal = totals.signal
@@ -259,15 +258,17 @@ class Trainer:
             self._save_checkpoint(must=is_last)
 
     def _collect_report(self) -> None:
-        processes, objective = self.processes, self.runner.objective
+        processes, loss = self.processes, self.runner.loss
         gauges = self.meter.gauges(processes.counts_data)
         # All processes of a part of the data load the same samples.
         skipped = self._data_place.skipped if processes.counts_data else 0
         gauges += [
             Gauge("skipped_samples", "sum", skipped),
             Gauge("memory", "max", memory_in_use()),
-            *objective.gauges(self.runner.model, processes.counts_losses),
         ]
+        counts = loss.metric_counts(self.runner.model)
+        is_counted = int(processes.counts_losses)
+        gauges += [Gauge(name, "sum", value * is_counted) for name, value in counts.items()]
         rate = learning_rate(self.step - 1, self.num_steps, self.config.train)
         entries = {"epoch": round(self._data_place.passes, 4), "learning_rate": rate}
         entries |= reported_rates(self.config.train, rate)
@@ -281,7 +282,7 @@ class Trainer:
                 "skipped_samples": int(values["skipped_samples"]),
                 "memory_gb": round(values["memory"] / 1e9, 3),
                 **entries,
-                **objective.line(values),
+                **loss.metrics(values),
             }
 
         def look_at(line: dict[str, Any]) -> None:
@@ -355,7 +356,7 @@ class Trainer:
             checkpoints.OPTIMIZER_STEM,
             self.optimizer.state_to_write(),
             DEFAULT_SHARD_BYTES,
-            self.optimizer.placement.writers,
+            self.runner.model.placement.checkpoint_ranks,
             write,
         )
         if not self.processes.is_main:

@@ -11,7 +11,7 @@ from paddle.distributed import fleet
 
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights, gradient_of
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recorder import Collective, record_collectives
@@ -57,6 +57,13 @@ def set_options(options: dict[str, Any]) -> None:
         setattr(configs, name, value)
 
 
+def table_of(model: nn.Layer) -> ParameterTable:
+    table = ParameterTable()
+    for parameter in model.parameters():
+        table.add([parameter], ParamSpec())
+    return table
+
+
 class Run:
     """A model with its optimizer, sharded over the topology's ranks, or on one device."""
 
@@ -64,24 +71,25 @@ class Run:
         self.model, self.topology = model, topology
         self.processes = None if topology is None else FleetProcesses(topology)
         fleets, overlaps_gathers = OPTIONS[options]
+        self.table = table_of(model)
         if topology is None:
             self.trained = MasterWeights(model.parameters())
         else:
             set_options(fleets)
             self.trained = FleetSharding(
-                model.parameters(), topology, model.units, overlaps_gathers
+                model.parameters(), topology, self.table, model.units, overlaps_gathers
             )
-        placement = SingleDevicePlacement()
-        placement.trained = self.trained
         named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
         decayed = {name for name, _ in named if not name.endswith("norm")}
         factors = {name: 0.5 for name, _ in named if "up" in name}
-        self.optimizer = Optimizer(named, TRAIN, decayed, placement, rate_factors=factors)
+        self.optimizer = Optimizer(
+            named, TRAIN, decayed, self.trained, self.table, rate_factors=factors
+        )
 
     def sum_gradients(self) -> None:
         self.trained.end_backward()
         if self.processes is not None:
-            self.processes.sum_gradients(self.optimizer.tensors)
+            self.processes.sum_gradients(self.optimizer.tensors_with_specs)
 
     def micro_batches(self, step: int) -> list[tuple]:
         if self.topology is None:
@@ -285,15 +293,20 @@ def fused(topology: Topology) -> bool:
     return all(state._is_shared_buffer_with(buffer) for state in states)
 
 
-def marks(topology: Topology) -> list[tuple]:
+def specs(topology: Topology) -> list[tuple]:
+    """Of two slices: which parameter's spec the optimizer has for it, and what fleet reads."""
     model = toy()
-    model.rare.is_partial = True
     model.head.weight.is_distributed = True
     run = Run(model, topology)
-    shards = [run.trained.shard_of(p) for p in (model.rare, model.head.weight)]
-    return [
-        None if s is None else (getattr(s, "is_partial", False), s.is_distributed) for s in shards
-    ]
+    found = []
+    for parameter in (model.rare, model.head.weight):
+        updated = run.trained.shard_of(parameter)
+        if updated is None:
+            found.append(None)
+            continue
+        spec = next(s for t, s in run.optimizer.tensors_with_specs if t is updated)
+        found.append((spec is run.table[parameter], updated.is_distributed))
+    return found
 
 
 def refused(topology: Topology) -> dict[str, str]:
@@ -309,7 +322,8 @@ def refused(topology: Topology) -> dict[str, str]:
     head = run.model.head.weight
     refuse("shape", ValueError, lambda: run.trained.own_shard(head, np.zeros([2, 3])))
     adamw = paddle.optimizer.AdamW(parameters=[head])
-    other = FleetSharding(toy().parameters(), topology)
+    stranger = toy()
+    other = FleetSharding(stranger.parameters(), topology, table_of(stranger))
     refuse("others", ValueError, lambda: other.distribute(adamw))
     return messages
 
@@ -328,6 +342,6 @@ def worker(degrees: dict[str, int]) -> dict:
         checks[f"half_gradients {name}"] = partial(half_gradients, topology, name)
     checks["half single"] = partial(half_steps, None, size)
     checks["half"] = partial(half_steps, topology, size)
-    for check in (masked, written, classes, fused, marks, refused):
+    for check in (masked, written, classes, fused, specs, refused):
         checks[check.__name__] = partial(check, topology)
     return run_checks(checks)

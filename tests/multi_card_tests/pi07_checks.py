@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.pretrained import fill_parameters
+from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.families.pi07.block_embedding import joined, look_up, of_cameras
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
@@ -31,7 +31,7 @@ from paddle_vl.families.pi07.prefix_layout import (
     Source,
     presence_of,
 )
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 from paddle_vl.parallel.collective_check import check_collectives
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import Collective, Recording, record_collectives
@@ -60,7 +60,7 @@ SECONDS = 25.0
 def low_level_model(
     frozen: bool = False,
     dropout: float = 0.0,
-    placement: SingleDevicePlacement | None = None,
+    placement: Placement | None = None,
 ) -> PI07LowLevelFlowMatching:
     """The model of golden case 01 with its weights."""
     description, _ = case("01_all_fields")
@@ -271,7 +271,6 @@ def sharded_run(setup: Setup, group, recording: Recording | None = None) -> Shar
         recompute_layers([layer for chain in chains for layer in chain])
     tables = model.tables if setup.wholly_divided else []
     sharding = Sharding(model.parameters(), group, setup.stage, chains, tables)
-    model.placement.trained = sharding
     lengths, frames = [], []
     model.prefix.register_forward_post_hook(
         lambda layer, inputs, prefix: lengths.append(prefix.embs.shape[1])
@@ -321,7 +320,8 @@ def compared_run(setup: Setup, group) -> dict[str, Any]:
 
 def model_parallel_run(setup: Setup, topology: Topology, **placing: Any) -> dict[str, Any]:
     """A step of ranks that share matrices as well; terms beside those of one process."""
-    placement = FleetPlacement(topology.mp_group, **placing)
+    is_collective = setup.stage > 1
+    placement = FleetPlacement(topology.mp_group, layers_are_collective=is_collective, **placing)
     group = topology.sharding_group
     run = sharded_run(replace(setup, model_settings={"placement": placement}), group)
     found: dict[str, Any] = {"terms": run.terms, "calls": run.calls}

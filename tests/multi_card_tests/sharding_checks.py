@@ -18,6 +18,7 @@ from paddle.base.core import (
     host_memory_stat_reset_peak_value,
 )
 
+from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import Collective, observed, record_collectives
@@ -480,17 +481,14 @@ def half_gradients(group, mode: Mode) -> tuple[str, set[float]]:
     return str(grad.dtype), set(whole.numpy().reshape(-1).tolist())
 
 
-def marks(group) -> list[tuple[bool, bool, bool]]:
-    """What a shard says of itself: is_partial, is_distributed, whether it has a split_axis."""
-    model = toy()
-    model.rare.is_partial = True
-    model.head.weight.is_distributed, model.head.weight.split_axis = True, 0
+def specs(group) -> list[tuple[bool, bool]]:
+    """Of two shards: whether they have a spec of their own, and what fleet reads."""
+    model, table = toy(), ParameterTable()
+    table.add(model.parameters())
+    model.head.weight.is_distributed = True
     sharding = Sharding(model.parameters(), group, 2)
     shards = [sharding.shard_of(p) for p in (model.rare, model.head.weight)]
-    return [
-        (getattr(s, "is_partial", False), s.is_distributed, hasattr(s, "split_axis"))
-        for s in shards
-    ]
+    return [(shard in table, shard.is_distributed) for shard in shards]
 
 
 def refused(group) -> dict[str, str]:
@@ -549,4 +547,4 @@ def worker(num_ranks: int) -> dict:
         checks[f"half_gradients {name}"] = partial(half_gradients, group, mode)
         checks[f"half_bytes {name}"] = partial(half_bytes, group, mode)
     checks["unannounced"] = partial(unannounced, group, MODES["2 once"])
-    return run_checks(checks | {"marks": partial(marks, group), "refused": partial(refused, group)})
+    return run_checks(checks | {"specs": partial(specs, group), "refused": partial(refused, group)})

@@ -24,11 +24,11 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.checkpoint.pretrained import parameters_to_write
+from paddle_vl.checkpoint.writing import parameters_to_write
 from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.gradients import sum_partial_gradients
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
@@ -78,7 +78,7 @@ def classes(folder: str, group, sequence_parallel: bool, apart: bool) -> list[st
         kind = next((kind for part, kind in wanted.items() if f".{part}" in f".{name}"), ())
         if not isinstance(layer, kind):
             wrong.append(f"{name}: {type(layer).__name__}")
-    if not isinstance(model.placement._cross_entropy, ParallelCrossEntropy):
+    if not isinstance(model.placement.ops.cross_entropy, ParallelCrossEntropy):
         wrong.append("cross entropy")
     return wrong
 
@@ -110,7 +110,8 @@ def worst_difference(
     finally:
         patch.undo()
     (whole, wanted_loss), (model, loss) = found
-    sum_partial_gradients(model.parameters(), group)
+    table = model.placement.parameter_table
+    all_reduce_partial_gradients(table.with_specs(model.parameters()), group)
     wanted = {
         item.key: item.layout.to_stored(item.of_own(item.parameter.grad.numpy()))
         for item in whole.stored_parameters()
@@ -129,8 +130,10 @@ def gathers(folder: str, group) -> dict[str, tuple[int, int]]:
     """Number of collectives that gather weights and moments, and number of shards."""
     model = model_of(folder, group, True)
     named = list(model.hf_named_parameters())
-    optimizer = Optimizer(named, TrainConfig(output_dir="none"), set(), model.placement)
-    num_split = sum(parameter.is_distributed for parameter in model.parameters())
+    table = model.placement.parameter_table
+    config = TrainConfig(output_dir="none")
+    optimizer = Optimizer(named, config, set(), parameter_table=table)
+    num_split = sum(table[p].split_axis is not None for p in model.parameters())
     states = [state for state in optimizer.state_to_write() if state.name.endswith("/moment1")]
     found = {}
     for name, tensors in (

@@ -141,9 +141,10 @@ def test_fused_states_share_fleets_buffer(outcomes):
     assert outcome_of(outcomes, "fused") == [True] * len(outcomes)
 
 
-def test_slices_have_the_marks_of_their_parameters(outcomes):
-    seen = [mark for of_rank in outcome_of(outcomes, "marks") for mark in of_rank]
-    assert {(True, False), (False, True)} <= set(seen) <= {(True, False), (False, True), None}
+def test_slices_keep_the_specs_of_their_parameters(outcomes):
+    for position, is_distributed in ((0, False), (1, True)):
+        seen = {of_rank[position] for of_rank in outcome_of(outcomes, "specs")}
+        assert {(True, is_distributed)} <= seen <= {(True, is_distributed), None}
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.qwen3_vl.build_model import model_config
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.qwen3_vl.processor_fit import model_config
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.parallel.tensor import FleetPlacement
@@ -55,16 +55,15 @@ def worker(run_file: str, output_dir: str, overrides: list[str]) -> dict[str, np
     if group.nranks == 1:
         return {}
     placement = FleetPlacement(group)
-    tower = Linear(32, 32, bias=True)
-    placement.mark_tower([tower.weight, tower.bias])
+    tower = placement.layers.tower(Linear(32, 32, bias=True))
     layers = {
-        "whole rows": placement.column_linear(32, 64),
-        "own features": placement.row_linear(64, 32),
+        "whole rows": placement.layers.column_linear(32, 64),
+        "own features": placement.layers.row_linear(64, 32),
         "own images": tower,
     }
     kept = {}
     for name, layer in layers.items():
-        placement.add_low_rank(layer, LowRankSettings(32, 1.0, dropout=0.5))
+        placement.layers.add_low_rank(layer, LowRankSettings(32, 1.0, dropout=0.5))
         layer.lora.A.set_value(np.eye(32, dtype=np.float32))
         layer.lora.B.set_value(np.eye(32, dtype=np.float32))
         kept[name] = layer.lora(paddle.ones([4, 32])).numpy()

@@ -17,8 +17,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.gradients import sum_partial_gradients
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.sharding import Sharding
@@ -68,7 +68,7 @@ def worst_difference(folder: str, group, sequence_parallel: bool, name: str) -> 
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
     output = model(**batch(name))
     output.loss.backward()
-    sum_partial_gradients(model.parameters(), group)
+    all_reduce_partial_gradients(placement.parameter_table.with_specs(model.parameters()), group)
     losses, wanted, counts = reference(name)
     assert [count.tolist() for count in model.tokens_per_expert().values()] == counts
     found = [output.loss.item(), output.aux_loss.item()]
@@ -96,7 +96,7 @@ def fresh_weights_and_files(folder: str, group) -> list[str]:
     saved = Qwen3VLForConditionalGeneration.from_pretrained(f"{folder}/saved").hf_state_dict()
     doubled = {
         item.key: item.layout.to_stored(
-            item.of_whole(placement.whole_value(item.parameter, 2 * item.parameter))
+            item.of_full(item.table.full_value(item.parameter, 2 * item.parameter))
         )
         for item in model.stored_parameters()
     }
@@ -137,7 +137,6 @@ def sharded_difference(group, stage: int, recomputed: bool) -> tuple[float, str]
     if recomputed:
         recompute_layers(units)
     sharding = Sharding(model.parameters(), group, stage, [units])
-    model.placement.sharding = sharding
     for name in names:
         model(**batch(name)).loss.backward()
         sharding.end_micro_batch()

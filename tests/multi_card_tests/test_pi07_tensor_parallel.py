@@ -25,16 +25,17 @@ import paddle.distributed as dist
 import pytest
 from paddle import Tensor
 
-from paddle_vl.checkpoint.pretrained import fill_parameters, parameter_array
+from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
+from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
+from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.gradients import sum_partial_gradients
 from paddle_vl.parallel.random_state import seed_split_random
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import Collective, record_collectives
@@ -57,12 +58,6 @@ WEIGHTS = CASES / "weights_A.safetensors"
 PARTS = ("response", "metadata", "subgoal")
 
 
-class CollectivePlacement(FleetPlacement):
-    """As under stage 3: every rank runs every layer."""
-
-    layers_are_collective = True
-
-
 @dataclass(frozen=True)
 class Setup:
     """A model and its batch.
@@ -70,6 +65,7 @@ class Setup:
     Attributes:
         parts: optional parts that samples have, each in every other one.
         num_samples: of one camera if it is one.
+        layers_are_collective: as under stage 3, every rank runs every layer.
     """
 
     sequence_parallel: bool = True
@@ -80,7 +76,7 @@ class Setup:
     recomputed: bool = False
     num_samples: int = SAMPLES
     is_planner: bool = False
-    placement: type[FleetPlacement] = FleetPlacement
+    layers_are_collective: bool = False
 
 
 SETUPS = {
@@ -101,7 +97,7 @@ SETUPS = {
     "one video": Setup(num_samples=1, parts=("metadata",)),
     "one video and a goal": Setup(num_samples=1, parts=("subgoal",)),
     "one video, frozen": Setup(num_samples=1, parts=(), frozen=True),
-    "one video on all": Setup(num_samples=1, parts=(), placement=CollectivePlacement),
+    "one video on all": Setup(num_samples=1, parts=(), layers_are_collective=True),
 }
 
 
@@ -201,7 +197,13 @@ def step_of(group, setup: Setup) -> Step:
     whole, batch = make_model(setup), make_batch(setup)
     wanted, loss = losses_of(whole, batch)
     loss.backward()
-    model = make_model(setup, setup.placement(group, setup.sequence_parallel, setup.vision))
+    placement = FleetPlacement(
+        group,
+        setup.sequence_parallel,
+        setup.vision,
+        layers_are_collective=setup.layers_are_collective,
+    )
+    model = make_model(setup, placement)
     frames: list[int] = []
     tower = model.prefix.video_encoder.tower
     tower.register_forward_pre_hook(lambda _, given: frames.append(given[0].shape[0]))
@@ -211,7 +213,8 @@ def step_of(group, setup: Setup) -> Step:
         recording.phase = "backward"
         loss.backward()
         recording.phase = "gradients"
-        sum_partial_gradients(model.parameters(), group)
+        table = model.placement.parameter_table
+        all_reduce_partial_gradients(table.with_specs(model.parameters()), group)
     collectives = {phase: recording.of(phase) for phase in ("forward", "backward", "gradients")}
     worst = max((abs(f - w) / max(w, 1e-30), "loss") for f, w in zip(found, wanted, strict=True))
     worst = max(worst, *gradient_differences(model, whole))
@@ -291,7 +294,7 @@ def dropped_rows(group, sequence_parallel: bool) -> list[float]:
     placement = FleetPlacement(group, sequence_parallel)
     paddle.seed(1)
     seed_split_random([1], group.rank)
-    return placement.row_dropout(0.5)(paddle.ones([8, 8])).numpy().ravel().tolist()
+    return placement.layers.row_dropout(0.5)(paddle.ones([8, 8])).numpy().ravel().tolist()
 
 
 def worker(folder: str, num_ranks: int) -> dict:

@@ -123,11 +123,10 @@ def make_runner(settings: dict, num_batches: int, frozen: bool = False, reserved
     degrees = ParallelDegrees(pp_degree=STAGES, num_micro_batches=num_batches, **settings)
     topology = initialize(degrees, options)
     ends = []
-    trained = SimpleNamespace(end_micro_batch=lambda: ends.append(1))
-    model = SimpleNamespace(placement=SimpleNamespace(trained=trained))
+    store = SimpleNamespace(end_micro_batch=lambda: ends.append(1))
     chunks = make_chunks(num_chunks(degrees), frozen)
-    arguments = chunks, degrees, topology.pp_rank, "float32", Objective()
-    return PipelineRunner(model, *arguments, reserved=reserved), ends
+    arguments = chunks, degrees, topology.pp_rank, "float32", Objective(), None
+    return PipelineRunner(SimpleNamespace(), *arguments, reserved=reserved), store, ends
 
 
 def expected(num_chunks: int, batches: list[dict]) -> tuple[float, list[np.ndarray]]:
@@ -144,7 +143,7 @@ def expected(num_chunks: int, batches: list[dict]) -> tuple[float, list[np.ndarr
 
 def check(settings: dict, num_batches: int, frozen: bool) -> dict:
     """Two steps with evaluations between them, compared with one device."""
-    runner, ends = make_runner(settings, num_batches, frozen)
+    runner, store, ends = make_runner(settings, num_batches, frozen)
     batches = make_batches(num_batches)
     wanted, gradients = expected(len(runner.chunks), batches)
     found = {"class": type(runner.engine.fleet).__name__}
@@ -152,7 +151,7 @@ def check(settings: dict, num_batches: int, frozen: bool) -> dict:
     for _ in range(2):
         del ends[:]
         with record_collectives() as recording:
-            terms = runner.accumulate_gradients(batches, [10])
+            terms = runner.accumulate_gradients(batches, [10], store)
         assert terms.shape == [1]
         np.testing.assert_allclose(terms.item(), wanted if has_last else 0.0, rtol=1e-5)
         for number in runner.own_chunks:
@@ -183,7 +182,7 @@ def check(settings: dict, num_batches: int, frozen: bool) -> dict:
 
 
 def reserved_rows() -> list[int]:
-    runner, _ = make_runner({}, 4, reserved=SimpleNamespace(tokens=RESERVED, visual=0))
+    runner, *_ = make_runner({}, 4, reserved=SimpleNamespace(tokens=RESERVED, visual=0))
     with record_collectives() as recording:
         runner.accumulate_gradients(make_batches(4), [10])
     return sorted({call.shape[0] for call in recording.calls})

@@ -13,13 +13,13 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_vl.checkpoint import sharded
+from paddle_vl.checkpoint import writing
 from paddle_vl.checkpoint.manifest import Manifest, SummedStream
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.processes import FleetProcesses
+from paddle_vl.parallel.tensor import FleetCheckpointRanks
 from paddle_vl.parallel.topology import initialize
-from paddle_vl.parallel.writers import FleetWriters
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.saving.verify import examine
 from tests.single_card_tests.train.saved import filled, settings, steps_in
@@ -58,14 +58,14 @@ class Checks:
     def __init__(self, folder: str):
         topology = initialize(ParallelDegrees(mp_degree=RANKS))
         self.folder, self.processes = Path(folder), FleetProcesses(topology)
-        self.writers, self.group = FleetWriters.of(topology), topology.mp_group
+        self.ranks, self.group = FleetCheckpointRanks.of(topology), topology.mp_group
 
     def fill(self, folder, write) -> None:
         if self.processes.is_main:
             filled(2)(folder, lambda *arguments: None)
         for stem in ("model", "optimizer"):
             tensors = parts_of(self.group)
-            sharded.write_tensors(folder, stem, tensors, 1 << 30, self.writers, write)
+            writing.write_tensors(folder, stem, tensors, 1 << 30, self.ranks, write)
 
     def save(self, name: str, **changes) -> Path:
         with CheckpointWriter(self.folder / name, settings(**changes), self.processes) as writer:
@@ -127,7 +127,7 @@ class Checks:
 
 
 def worker(folder: str) -> dict:
-    sharded.MIN_SHARD_BYTES = 4 * ROWS
+    writing.MIN_SHARD_BYTES = 4 * ROWS
     checks = Checks(folder)
     names = ("together", "without_a_thread", "damage", "full_disk")
     return run_checks({name: getattr(checks, name) for name in names})

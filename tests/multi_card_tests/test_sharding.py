@@ -303,9 +303,9 @@ def test_bfloat16_reductions_round_what_is_sent_alone(outcomes, mode):
         assert (dtype, values) == ("paddle.float32", {whole * len(outcomes)})
 
 
-def test_a_shard_has_the_marks_of_its_parameter_and_no_others(outcomes):
-    for rare, head in outcome_of(outcomes, "marks"):
-        assert (rare, head) == ((True, False, False), (False, True, False))
+def test_a_shard_has_no_spec_of_its_own_and_what_fleet_reads(outcomes):
+    for rare, head in outcome_of(outcomes, "specs"):
+        assert (rare, head) == ((False, False), (False, True))
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,17 @@ import paddle
 import pytest
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.pretrained import save_parameters
+from paddle_vl.checkpoint.reading import Materializable
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.checkpoint.writing import save_parameters
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights, gradient_of
-from paddle_vl.nn.placement import SingleDevicePlacement, Writers
+from paddle_vl.nn.placement import CheckpointRanks, SingleDevicePlacement
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
+from paddle_vl.parallel.tensor import FleetCheckpointRanks
 from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.parallel.writers import FleetWriters
 from paddle_vl.train.optimizer import Optimizer
 from sharding_memory import (
     ModelElements,
@@ -76,19 +77,21 @@ class Run:
         options: ShardingOptions | None = None,
     ):
         self.model, self.units = model, units
-        self.placement = model.placement
-        parameters = model.fill() if hasattr(model, "fill") else model.parameters()
+        self.table = model.placement.parameter_table
+        parameters = model.parameters()
+        if isinstance(model, Materializable):
+            parameters = model.materialize()
         self.tables = getattr(model, "tables", ())
         group = topology.sharding_group
         if stage == 0:
             self.trained = MasterWeights(parameters)
         elif stage == 1:
-            self.trained = FleetSharding(parameters, topology)
+            self.trained = FleetSharding(parameters, topology, self.table)
         else:
             self.trained = Sharding(parameters, group, stage, [units], self.tables, options)
-        self.placement.trained = self.trained
         named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
-        self.optimizer = Optimizer(named, TRAIN, {name for name, _ in named}, self.placement)
+        decayed = {name for name, _ in named}
+        self.optimizer = Optimizer(named, TRAIN, decayed, self.trained, self.table)
 
     def moments(self) -> list[Tensor]:
         states = self.optimizer.state_tensors()
@@ -142,17 +145,17 @@ def held(
 
 
 def regime(
-    name: str, stage: int, topology: Topology, folder: str, writers: Writers
+    name: str, stage: int, topology: Topology, folder: str, ranks: CheckpointRanks
 ) -> dict[str, Any]:
     """Dtypes and elements of everything that a bfloat16 run keeps, and of its checkpoint."""
     model = MODELS[name]("bfloat16")
     run = Run(model, units_of(model), topology, stage)
     target = Path(folder) / f"{name} {stage}".replace(" ", "_")
-    if writers.is_first:
+    if ranks.is_first:
         target.mkdir()
     paddle.distributed.barrier()
     whole_states = {str(state.produce().dtype) for state in run.optimizer.state_to_write()}
-    save_parameters(target, model.stored_parameters(), writers=writers)
+    save_parameters(target, model.stored_parameters(), ranks=ranks, store=run.trained)
     paddle.distributed.barrier()
     masters = [copy for copy in run.trained.copies() if not copy.stop_gradient]
     return {
@@ -177,6 +180,7 @@ def half_steps(stage: int, topology: Topology) -> tuple[dict[str, np.ndarray], s
     paddle.seed(1)
     model, dtypes = HalfModel(), set()
     model.placement = SingleDevicePlacement()
+    model.placement.parameter_table.add(model.parameters())
     run = Run(model, list(model.units), topology, stage)
     # At stage 0 this rank does the work of both.
     ranks = [topology.sharding_rank] if stage else range(RANKS)
@@ -191,7 +195,10 @@ def half_steps(stage: int, topology: Topology) -> tuple[dict[str, np.ndarray], s
         dtypes |= {str(gradient_of(tensor).dtype) for tensor in run.optimizer.tensors}
         run.update()
     named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
-    found = {name: run.placement.whole_value(parameter) for name, parameter in named}
+    found = {
+        name: run.table.full_value(parameter, run.trained.gathered_value(parameter))
+        for name, parameter in named
+    }
     # Moments, and copies of what is bfloat16.
     found |= {state.name: state.produce() for state in run.optimizer.state_to_write()}
     return found, dtypes
@@ -202,7 +209,7 @@ def stage_3(
 ) -> list[str]:
     """Gradients that are not twice one process's, beyond rounding; "loss" if that differs."""
     single = MODELS[name]("float32")
-    single.fill_all()
+    single.materialize_all()
     wanted_loss = loss(single)
     wanted_loss.backward()
     wanted = {n: p.grad for n, p in single.named_parameters() if p.grad is not None}
@@ -227,7 +234,7 @@ def stage_3(
 
 def worker(folder: str) -> dict:
     topology = initialize(ParallelDegrees(sharding_degree=RANKS))
-    writers = FleetWriters.of(topology)
+    ranks = FleetCheckpointRanks.of(topology)
     checks = {}
     for mode, (stage, options) in MODES.items():
         for name in MODELS:
@@ -238,9 +245,7 @@ def worker(folder: str) -> dict:
     for stage in STAGES:
         checks[f"half {stage}"] = partial(half_steps, stage, topology)
         for name in MODELS:
-            checks[f"regime {name} {stage}"] = partial(
-                regime, name, stage, topology, folder, writers
-            )
+            checks[f"regime {name} {stage}"] = partial(regime, name, stage, topology, folder, ranks)
     checks |= {f"recomputed {name}": partial(stage_3, name, topology, True) for name in MODELS}
     for term in TERMS:
         loss = partial(loss_of, terms=[term])

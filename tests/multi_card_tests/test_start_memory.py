@@ -23,12 +23,12 @@ from paddle.base.core import (
     host_memory_stat_reset_peak_value,
 )
 
-from paddle_vl.checkpoint.filling import Fillable
+from paddle_vl.checkpoint.reading import Materializable
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.fused import fused_columns
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.sharding import FleetSharding, Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
@@ -83,7 +83,7 @@ def start(
     model = build()
     units = units_of(model)
     elements = ModelElements.of(model.parameters(), units, width, model.tables)
-    parameters: Iterable[Tensor] = model.fill()
+    parameters: Iterable[Tensor] = model.materialize()
     if is_old:
         parameters = list(parameters)
     group = topology.sharding_group
@@ -106,12 +106,12 @@ def start_fleet(
     parameters: Iterable[Tensor], topology: Topology, elements: ModelElements, before: int
 ) -> tuple[int, float]:
     """Bytes of stage 1 with its optimizer: fleet moves parameters into its buffers one by one."""
-    placement = SingleDevicePlacement()
-    parameters = list(parameters)
-    placement.trained = FleetSharding(parameters, topology)
+    parameters, table = list(parameters), ParameterTable()
+    table.add(parameters)
+    store = FleetSharding(parameters, topology, table)
     named = [(p.name, p) for p in parameters if not p.stop_gradient]
     train = TrainConfig(output_dir="unused", learning_rate=1.0)
-    optimizer = Optimizer(named, train, set(), placement)
+    optimizer = Optimizer(named, train, set(), store, table)
     peak = host_memory_stat_peak_value("Allocated", 0) - before
     after = host_memory_stat_current_value("Allocated", 0) - before
     assert optimizer.tensors
@@ -141,8 +141,8 @@ def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_building, "Optimizer", optimizer)
         if is_old:
-            fill = Fillable.fill
-            patch.setattr(Fillable, "fill", lambda model: list(fill(model)))
+            materialize = Materializable.materialize
+            patch.setattr(Materializable, "materialize", lambda model: list(materialize(model)))
         host_memory_stat_reset_peak_value("Allocated", 0)
         model = run_building.build_trainer(config, writes=False).runner.model
     elements = ModelElements.of(model.parameters(), units_of(model), 4, model.tables)
@@ -159,9 +159,9 @@ def largest(build: Callable[[], nn.Layer]) -> int:
 def differing(build: Callable[[], nn.Layer], group) -> list[str]:
     """Parameters that are not those of a model filled whole, stage 3."""
     wanted = build()
-    wanted.fill_all()
+    wanted.materialize_all()
     model = build()
-    sharding = Sharding(model.fill(), group, 3, [units_of(model)], model.tables)
+    sharding = Sharding(model.materialize(), group, 3, [units_of(model)], model.tables)
     values = dict(wanted.named_parameters())
     return [
         name

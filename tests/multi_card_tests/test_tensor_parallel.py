@@ -17,8 +17,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.gradients import sum_partial_gradients
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
@@ -81,7 +81,7 @@ def worst_difference(
         freeze_tower(model)
     output = model(**batch(name))
     output.loss.backward()
-    sum_partial_gradients(model.parameters(), group)
+    all_reduce_partial_gradients(placement.parameter_table.with_specs(model.parameters()), group)
     loss, wanted = reference(name, frozen)
     worst = (abs(output.loss.item() - loss) / loss, "loss")
     for item in model.stored_parameters():
@@ -143,7 +143,9 @@ def step_collectives(folder: str, group, sequence_parallel: bool, name: str) -> 
         recording.phase = "backward"
         loss.backward()
         recording.phase = "gradients"
-        sum_partial_gradients(model.parameters(), group)
+        all_reduce_partial_gradients(
+            placement.parameter_table.with_specs(model.parameters()), group
+        )
     return recording.calls
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import paddle.distributed as dist
 import pytest
 
-from paddle_vl.checkpoint import sharded
+from paddle_vl.checkpoint import writing
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
@@ -133,7 +133,7 @@ def worker(run_file: str, output_dir: str, overrides: list[str]) -> None:
 
 def worker_of_many_files(run_file: str, output_dir: str, overrides: list[str]) -> None:
     """A whole run that finds a few kilobytes worth a file of their own."""
-    sharded.MIN_SHARD_BYTES = 1 << 12
+    writing.MIN_SHARD_BYTES = 1 << 12
     train(run_file, output_dir, overrides)
 
 

@@ -24,10 +24,8 @@ ALLOWED = {
     "checkpoint": {"nn", "config", "files", "compat"},
     "generation": {"files"},
     "data": {"batch", "config", "files"},
-    "families": {
-        *("nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"),
-        *("train", "parallel"),
-    },
+    # What the trainer and the parallel code give to a family arrives as an argument.
+    "families": {"nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"},
     "parallel": {"nn", "batch", "config", "compat"},
     "train": {
         *("families", "data", "parallel", "checkpoint", "nn", "batch", "config"),
@@ -43,8 +41,6 @@ ALLOWED = {
     "__init__": set(),
     "__main__": {"cli"},
 }
-# Files of a family that may know the trainer.
-RECIPES = ("recipe", "planner_recipe", "build_model", "evaluation", "objective", "registry")
 WITHOUT_PADDLE = ("files", "config", "batch", "data", "inputs", "demonstrations")
 FOREIGN = ("torch", "transformers", "lerobot", "paddlenlp", "paddleformers")
 
@@ -106,24 +102,17 @@ def test_paddle_and_its_distributed_part_stay_where_they_belong(module):
     assert not {name for name in names if name.split(".")[0] in FOREIGN}
 
 
-def test_only_a_family_s_recipe_knows_the_trainer():
+def test_families_are_reached_through_the_registry_alone():
+    """No family knows another one, and nobody else knows any: `families.base` is what is shared."""
+    shared = {"base", "flops", "registry"}
     for module in modules():
-        if part(module) == "families" and Path(module).stem not in RECIPES:
-            imported = {name for name in imported_names(module) if name.startswith("paddle_vl.")}
-            assert not {part(name) for name in imported} & {"train", "parallel"}, module
-
-
-def test_families_do_not_import_each_other():
-    for module in modules():
-        if module.count("/") < 2 or part(module) != "families":
-            continue
-        own = module.split("/")[1]
-        others = {
+        own = module.split("/")[1] if part(module) == "families" else ""
+        imported = {
             name.split(".")[2]
             for name in imported_names(module)
-            if name.startswith("paddle_vl.families.") and name.count(".") > 2
+            if name.startswith("paddle_vl.families.")
         }
-        assert others <= {own, "flops", "base", "registry"}, module
+        assert imported <= shared | {own}, module
 
 
 def loaded_by_importing(names: list[str]) -> set[str]:

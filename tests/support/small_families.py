@@ -14,12 +14,12 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl import PI07Config, Qwen3VLForConditionalGeneration
-from paddle_vl.checkpoint.pretrained import stored_values
+from paddle_vl.checkpoint.reading import stored_values
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
 from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 from tests.support.pi07_golden import CASES, case, config_values
 from tests.support.tiny import IMAGE, patches, tiny_config, token_rows
 
@@ -39,19 +39,19 @@ def default_dtype(dtype: str) -> Iterator[None]:
 
 
 def qwen_fresh(
-    dtype: str = "float32", placement: SingleDevicePlacement | None = None
+    dtype: str = "float32", placement: Placement | None = None
 ) -> Qwen3VLForConditionalGeneration:
     paddle.seed(3)
     with default_dtype(dtype):
         return Qwen3VLForConditionalGeneration.from_config(
-            tiny_config(**QWEN), placement, fills=False
+            tiny_config(**QWEN), placement, materialize=False
         )
 
 
 def write_qwen(folder: Path) -> None:
     """The fresh one's files, and those of one with adapters of which a part is trained whole."""
     model = qwen_fresh()
-    model.fill_all()
+    model.materialize_all()
     model.save_pretrained(folder / "qwen")
     adapted = Qwen3VLForConditionalGeneration.from_pretrained(folder / "qwen")
     adapted.add_lora(_lora())
@@ -63,10 +63,10 @@ def _lora() -> LoRAConfig:
 
 
 def qwen_files(
-    folder: Path, dtype: str = "float32", placement: SingleDevicePlacement | None = None
+    folder: Path, dtype: str = "float32", placement: Placement | None = None
 ) -> Qwen3VLForConditionalGeneration:
     return Qwen3VLForConditionalGeneration.from_pretrained(
-        folder / "qwen", dtype, placement, fills=False
+        folder / "qwen", dtype, placement, materialize=False
     )
 
 
@@ -87,7 +87,7 @@ def pi07(
     dtype: str = "float32",
     is_fresh: bool = True,
     frozen: bool = False,
-    placement: SingleDevicePlacement | None = None,
+    placement: Placement | None = None,
 ) -> nn.Layer:
     description, _ = case("01_all_fields")
     values = config_values(description)
@@ -97,7 +97,7 @@ def pi07(
     with default_dtype(dtype), paddle.LazyGuard():
         model = PI07LowLevelFlowMatching(PI07Config.from_dict(values), labels, placement)
     stored = engine_keys(read_header(WEIGHTS))
-    model.fill_later(
+    model.materialize_later(
         model.fresh_values if is_fresh else lambda: stored_values(model.stored_parameters(), stored)
     )
     return model

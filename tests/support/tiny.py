@@ -1,13 +1,14 @@
 """Tiny models, batches and mocks that several tests build on."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import paddle
 
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.batch.visual_index import RowPart
+from paddle_vl.nn.parameter_table import ParameterTable
+from paddle_vl.nn.placement import CheckpointRanks, LayerFactory, Placement, RegionOps, StageLayers
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Text settings of a tiny model with experts, whose second layer is dense.
@@ -75,16 +76,29 @@ def patches(grids: list[list[int]], seed: int = 0) -> tuple[np.ndarray, np.ndarr
     return pixels, grid_thw
 
 
-class MockedSequenceParallel(SingleDevicePlacement):
-    """One rank of an mp group on one card: rows are cut as the group says, nothing is sent."""
+class MockedRows(RegionOps):
+    """Token rows of one of several ranks on one card: nothing is sent."""
 
     def __init__(self, rank: int, size: int):
         super().__init__()
-        self.mp_group = SimpleNamespace(rank=rank, nranks=size)
+        self.rank, self.size = rank, size
+
+    @property
+    def row_part(self) -> RowPart:
+        return RowPart(self.rank, self.size)
 
     def enter_rows(self, x_TD: paddle.Tensor) -> paddle.Tensor:
         start, stop = self.row_part.bounds(x_TD.shape[0])
         return x_TD[start:stop]
+
+
+class MockedSequenceParallel(Placement):
+    """One rank of an mp group on one card, with full layers."""
+
+    def __init__(self, rank: int, size: int):
+        ops, stage_layers = MockedRows(rank, size), StageLayers()
+        layers = LayerFactory(ParameterTable(), ops, stage_layers)
+        super().__init__(layers, ops, stage_layers, CheckpointRanks())
 
 
 class forbid_host_reads:  # noqa: N801 - reads as a statement: with forbid_host_reads():

@@ -155,7 +155,8 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
                 begun, patience.seconds = None, _START_SECONDS
             elif "shrunk" in message:
                 is_shrinking, known = True, tally.escapes[message["shrunk"]]
-                known.details, known.files = message["details"], decoded(message["files"])
+                known.details, files = message["details"], decoded(message["files"])
+                known.files = files or {}
             is_whole = is_whole or bool(message and "end" in message)
     if is_whole or is_shrinking:
         return None
@@ -190,6 +191,7 @@ class _Patience:
 
 def _messages(process: subprocess.Popen, patience: _Patience) -> Iterator[dict[str, Any] | None]:
     """Lines of a process as they come; None where the next one does not come in time."""
+    assert process.stdout is not None, "started with a pipe"
     descriptor, buffer = process.stdout.fileno(), b""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)

@@ -80,7 +80,7 @@ class Trial:
             database=None,
             deadline=None,
             phases=[Phase.generate, Phase.shrink],
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=[*HealthCheck.__members__.values()],
             report_multiple_bugs=False,
         )
         @given(self.parser.inputs)

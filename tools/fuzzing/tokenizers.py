@@ -65,7 +65,7 @@ def text_tokenizer(folder: Path) -> Parser:
         tokenizer = TextTokenizer.from_file(folder)
         for text in _TEXTS:
             tokenizer.decode(tokenizer.encode(text))
-        tokenizer.highest_id, tokenizer.special_tokens, tokenizer.to_json()
+        _ = tokenizer.highest_id, tokenizer.special_tokens, tokenizer.to_json()
 
     return Parser(_inputs(folder), parse, (_FILE,))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_vl.checkpoint.pretrained import check_keys, fill_parameters
+from paddle_vl.checkpoint.reading import check_keys, fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
 from paddle_vl.families.pi07.config import PI07Config

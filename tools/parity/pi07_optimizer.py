@@ -12,7 +12,6 @@ import paddle
 
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.optimizer import Optimizer
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase
@@ -65,8 +64,7 @@ def _steps(case: GoldenCase, init: dict[str, np.ndarray]) -> Iterator[dict[str, 
         paddle.assign(paddle.to_tensor(value).astype("bfloat16"), parameter)
         layer.add_parameter(name, parameter)
     parameters = dict(layer.named_parameters())
-    placement = SingleDevicePlacement()
-    placement.trained = MasterWeights(list(parameters.values()))
+    store = MasterWeights(list(parameters.values()))
     train = TrainConfig(
         output_dir="unused",
         learning_rate=settings["lr"],
@@ -76,13 +74,13 @@ def _steps(case: GoldenCase, init: dict[str, np.ndarray]) -> Iterator[dict[str, 
         weight_decay=settings["weight_decay"],
         max_grad_norm=case.meta["clip"],
     )
-    optimizer = Optimizer(list(parameters.items()), train, set(parameters), placement)
+    optimizer = Optimizer(list(parameters.items()), train, set(parameters), store)
     for n in range(len({name[:5] for name in given if name.startswith("step")})):
         for name, parameter in parameters.items():
             grad = given.get(f"step{n}.grad.{name}")
             if grad is not None and (n, name) != _WITHOUT_GRADIENT:
                 parameter.grad = paddle.to_tensor(grad).astype("bfloat16")
-        placement.trained.end_backward()
+        store.end_backward()
         found = {}
         if f"step{n}.grad_norm" in given:
             norm = optimizer.squared_norm().sqrt().item()
@@ -91,7 +89,7 @@ def _steps(case: GoldenCase, init: dict[str, np.ndarray]) -> Iterator[dict[str, 
         optimizer.step(train.learning_rate)
         optimizer.clear_gradients()
         for name, parameter in parameters.items():
-            found[f"step{n}.master.{name}"] = array(placement.trained.shard_of(parameter))
+            found[f"step{n}.master.{name}"] = array(store.shard_of(parameter))
             found[f"step{n}.live.{name}"] = array(parameter)
         yield found
 

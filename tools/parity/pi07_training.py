@@ -3,7 +3,7 @@
 import numpy as np
 import paddle
 
-from paddle_vl.checkpoint.pretrained import parameter_array
+from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS
 from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors

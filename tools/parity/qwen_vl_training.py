@@ -1,9 +1,9 @@
 """The golden training trajectory: AdamW on one batch, decay on every parameter, clipping at 1."""
 
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.train.feeding.micro_batch import counted
+from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.step import WholeModel, train_step
+from paddle_vl.train.step import ModelRunner, counted, train_step
 
 _SETTINGS = TrainConfig(
     output_dir="unused",
@@ -20,8 +20,8 @@ def train_steps(model, batch: dict, num_steps: int) -> list[tuple[float, float]]
     parameters = list(model.hf_named_parameters())
     optimizer = Optimizer(parameters, _SETTINGS, decayed_names(dict(parameters), []))
     batch = batch | {"num_target_tokens": int((batch["labels"][:, 1:] != -100).sum())}
-    runner = WholeModel(model)
-    micro_batches = [counted(batch, runner.objective)]
+    runner = ModelRunner(model, VLLoss(), VLBatchAdapter())
+    micro_batches = [counted(batch, runner.adapter)]
     steps = [
         train_step(runner, optimizer, micro_batches, _SETTINGS.learning_rate)
         for _ in range(num_steps)

@@ -29,7 +29,7 @@ from paddle_vl.families.pi07.prefix_tokens import PrefixMasks, PrefixTokens
 from paddle_vl.families.pi07.sampling import sample_actions
 from paddle_vl.families.pi07.suffix import SuffixEmbedding
 from paddle_vl.nn.linear import Linear
-from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 
 class NoisyActions(NamedTuple):
@@ -59,7 +59,7 @@ class PI07LowLevelFlowMatching(PlacedModel):
         self,
         config: PI07Config,
         label_ids: Mapping[str, Sequence[int]],
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
     ):
         """
         Args:
@@ -75,15 +75,16 @@ class PI07LowLevelFlowMatching(PlacedModel):
         camera_tokens = vlm.gemma3_config.mm_tokens_per_image
         self.tokens = PrefixTokens(PREFIX_BLOCKS, label_ids, camera_tokens)
         self.prefix, self.suffix, self.da_head, self.action_out_proj = None, None, None, None
-        if self.placement.held.embedding:
+        if self.placement.stage_layers.embedding:
             self.prefix = PrefixEmbedding(config, self.tokens, num_groups, self.placement)
             self.suffix = SuffixEmbedding(config, num_groups)
         self.decoder = InterleavedDecoder(vlm, self.placement)
-        if self.placement.held.head:
+        if self.placement.stage_layers.head:
             self.da_head = Linear(width, vlm.discrete_action_vocab_size, True)
             self.action_out_proj = GroupedProjection(
                 config.proj_width, config.max_action_dim, num_groups
             )
+        self.placement.parameter_table.add_replicated(self.parameters())
         freeze(self, vlm)
         self.train()
 
@@ -219,7 +220,7 @@ class PI07LowLevelFlowMatching(PlacedModel):
         Raises:
             ValueError: the model is a part of a pipeline.
         """
-        if self.placement.held != HeldLayers():
+        if not self.placement.stage_layers.is_full:
             raise ValueError(
                 "this model is one stage of a pipeline; to act, load the checkpoint in a single "
                 "process"

@@ -16,7 +16,7 @@ from paddle_vl.families.pi07.rotary import Rotary
 from paddle_vl.nn.activation import activation
 from paddle_vl.nn.fused import Columns
 from paddle_vl.nn.masked_attention import AttentionMask, masked_attention
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 # Keys and values `[B, S, K, H]`, keys normalised and rotated.
 KeyValue = tuple[Tensor, Tensor]
@@ -71,21 +71,21 @@ class BackboneLayer(nn.Layer):
         config: Gemma3TextConfig,
         rope_base: float,
         dropout: float,
-        placement: SingleDevicePlacement,
+        placement: Placement,
         serves_tokens_alone: bool = False,
     ):
         super().__init__()
         self.rope_base = rope_base
         width, head_dim, epsilon = config.hidden_size, config.head_dim, config.rms_norm_eps
-        self.input_layernorm = placement.row_wise(GemmaRMSNorm(width, epsilon))
+        self.input_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
         self.self_attn = Attention(config, width, placement, is_fused=not serves_tokens_alone)
-        self.self_attn.q_norm = placement.head_wise(GemmaRMSNorm(head_dim, epsilon))
-        self.self_attn.k_norm = placement.head_wise(GemmaRMSNorm(head_dim, epsilon))
-        self.post_attention_layernorm = placement.row_wise(GemmaRMSNorm(width, epsilon))
-        self.pre_feedforward_layernorm = placement.row_wise(GemmaRMSNorm(width, epsilon))
+        self.self_attn.q_norm = placement.layers.head_wise(GemmaRMSNorm(head_dim, epsilon))
+        self.self_attn.k_norm = placement.layers.head_wise(GemmaRMSNorm(head_dim, epsilon))
+        self.post_attention_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
+        self.pre_feedforward_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
         self.mlp = GemmaMLP(width, config.intermediate_size, placement)
-        self.post_feedforward_layernorm = placement.row_wise(GemmaRMSNorm(width, epsilon))
-        self.dropout = placement.row_dropout(dropout)
+        self.post_feedforward_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
+        self.dropout = placement.layers.row_dropout(dropout)
 
     def forward(
         self, x_TD: Tensor, view: StreamView, past: KeyValue | None = None
@@ -107,16 +107,18 @@ class ExpertLayer(nn.Layer):
         config: GemmaExpertConfig,
         rope_base: float,
         dropout: float,
-        placement: SingleDevicePlacement,
+        placement: Placement,
     ):
         super().__init__()
         self.rope_base = rope_base
         width, cond, epsilon = config.hidden_size, config.adarms_cond_dim, config.rms_norm_eps
-        self.input_layernorm = placement.row_wise(AdaptiveRMSNorm(width, cond, epsilon))
+        self.input_layernorm = placement.layers.row_wise(AdaptiveRMSNorm(width, cond, epsilon))
         self.self_attn = Attention(config, width, placement)
-        self.post_attention_layernorm = placement.row_wise(AdaptiveRMSNorm(width, cond, epsilon))
+        self.post_attention_layernorm = placement.layers.row_wise(
+            AdaptiveRMSNorm(width, cond, epsilon)
+        )
         self.mlp = GemmaMLP(width, config.intermediate_size, placement)
-        self.dropout = placement.row_dropout(dropout)
+        self.dropout = placement.layers.row_dropout(dropout)
 
     def forward(self, x_TD: Tensor, cond_TE: Tensor, view: StreamView, prefix: KeyValue) -> Tensor:
         """The rows; they see the prefix and each other.
@@ -138,7 +140,7 @@ class Attention(nn.Layer):
         self,
         config: Gemma3TextConfig | GemmaExpertConfig,
         width: int,
-        placement: SingleDevicePlacement,
+        placement: Placement,
         is_fused: bool = True,
     ):
         """
@@ -154,9 +156,9 @@ class Attention(nn.Layer):
             Columns("k_proj", key_width, key_heads),
             Columns("v_proj", key_width, key_heads),
         ]
-        make = placement.projections if is_fused else placement.separate_projections
+        make = placement.layers.projections if is_fused else placement.layers.separate_projections
         self.qkv_proj = make(width, columns)
-        self.o_proj = placement.row_linear(query_width, width)
+        self.o_proj = placement.layers.row_linear(query_width, width)
         self.q_norm: GemmaRMSNorm | None = None
         self.k_norm: GemmaRMSNorm | None = None
 
@@ -175,17 +177,17 @@ class Attention(nn.Layer):
             k_BSKH = paddle.concat([past[0], k_BSKH], axis=1)
             v_BSKH = paddle.concat([past[1], v_BSKH], axis=1)
         out_TD = view.attend(q_BLNH, k_BSKH, v_BSKH).reshape([view.num_rows, -1])
-        return self.o_proj(self.placement.pad_rows(out_TD)), (k_BSKH, v_BSKH)
+        return self.o_proj(self.placement.ops.pad_rows(out_TD)), (k_BSKH, v_BSKH)
 
 
 class GemmaMLP(nn.Layer):
     """`down(gelu(gate(x)) * up(x))`, the tanh form of GELU."""
 
-    def __init__(self, width: int, inner: int, placement: SingleDevicePlacement):
+    def __init__(self, width: int, inner: int, placement: Placement):
         super().__init__()
         columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
-        self.gate_up_proj = placement.projections(width, columns)
-        self.down_proj = placement.row_linear(inner, width)
+        self.gate_up_proj = placement.layers.projections(width, columns)
+        self.down_proj = placement.layers.row_linear(inner, width)
         self.act = activation("gelu_pytorch_tanh")
 
     def forward(self, x_TD: Tensor) -> Tensor:

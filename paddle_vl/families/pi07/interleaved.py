@@ -20,7 +20,7 @@ from paddle_vl.families.pi07.gemma_layers import BackboneLayer, ExpertLayer, Key
 from paddle_vl.families.pi07.norms import AdaptiveRMSNorm, GemmaRMSNorm
 from paddle_vl.families.pi07.rotary import Rotary
 from paddle_vl.nn.masked_attention import AttentionMask
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 
 class SuffixView:
@@ -46,9 +46,7 @@ class SuffixView:
 class InterleavedDecoderLayer(nn.Layer):
     """One layer of each stream; a unit for recomputation and sharding."""
 
-    def __init__(
-        self, config: Gemma3WithExpertConfig, number: int, placement: SingleDevicePlacement
-    ):
+    def __init__(self, config: Gemma3WithExpertConfig, number: int, placement: Placement):
         super().__init__()
         text = config.gemma3_config.text_config
         base, dropout = text.rope_base(number), config.dropout
@@ -125,7 +123,7 @@ class InterleavedDecoder(nn.Layer):
             at every call.
     """
 
-    def __init__(self, config: Gemma3WithExpertConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Gemma3WithExpertConfig, placement: Placement):
         super().__init__()
         self.config, self.placement = config, placement
         self.attention_implementation: str = config.attention_implementation
@@ -133,18 +131,18 @@ class InterleavedDecoder(nn.Layer):
         self.layers = nn.LayerList(
             [
                 InterleavedDecoderLayer(config, i, placement)
-                if placement.holds_layer(i)
+                if placement.stage_layers.has_layer(i)
                 else nn.Identity()
                 for i in range(text.num_hidden_layers)
             ]
         )
         self.norm, self.expert_norm = None, None
-        if not placement.held.head:
+        if not placement.stage_layers.head:
             return
-        self.norm = placement.row_wise(GemmaRMSNorm(text.hidden_size, text.rms_norm_eps))
+        self.norm = placement.layers.row_wise(GemmaRMSNorm(text.hidden_size, text.rms_norm_eps))
         if not config.disable_action_expert:
             sizes = (expert.hidden_size, expert.adarms_cond_dim, expert.rms_norm_eps)
-            self.expert_norm = placement.row_wise(AdaptiveRMSNorm(*sizes))
+            self.expert_norm = placement.layers.row_wise(AdaptiveRMSNorm(*sizes))
 
     def view(self, position_ids_BL: Tensor, visible_BLS: Tensor) -> StreamView:
         """What all layers need to know of a stream's tokens.
@@ -207,7 +205,7 @@ class InterleavedDecoder(nn.Layer):
             streams = streams._replace(prefix=self._enter(prefix_BLD))
         if suffix_BCE is None:
             return streams
-        if self.placement.row_part.size > 1:
+        if self.placement.ops.row_part.size > 1:
             # Each row has a condition of its own.
             cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], cond_BCE.shape[-1]])
         return streams._replace(suffix=self._enter(suffix_BCE), cond=self._enter(cond_BCE))
@@ -252,8 +250,8 @@ class InterleavedDecoder(nn.Layer):
     def _enter(self, x_BLD: Tensor) -> Tensor:
         """This rank's token rows."""
         x_TD = x_BLD.reshape([-1, x_BLD.shape[-1]])
-        return self.placement.enter_rows(self.placement.pad_rows(x_TD))
+        return self.placement.ops.enter_rows(self.placement.ops.pad_rows(x_TD))
 
     def _leave(self, x_TD: Tensor, view: StreamView) -> Tensor:
-        x_TD = self.placement.leave_rows(x_TD, view.num_rows)
+        x_TD = self.placement.ops.leave_rows(x_TD, view.num_rows)
         return x_TD.reshape([*view.shape, -1])

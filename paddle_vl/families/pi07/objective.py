@@ -1,4 +1,9 @@
-"""The losses of robot policies as a training step needs them."""
+"""Losses and batches of pi07's policies as the trainer sees them.
+
+A policy's optional branches are the optional parts of its prompt (`Presence`). With
+`parallel.branch_sync: all_reduce` every rank lays out the parts that any rank's micro-batch has;
+otherwise each rank lays out those of its own samples.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,32 +12,52 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.worker_pool import Collator
+from paddle_vl.families.base import BatchAdapter
+from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
 from paddle_vl.families.pi07.flow_matching import as_tensors
+from paddle_vl.families.pi07.inputs.collate import PlannerBatch, PolicyBatch
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
-from paddle_vl.train.objective import Batch
-from paddle_vl.train.phases import Phase, phase
-from paddle_vl.train.reporting.gauges import Gauge
+from paddle_vl.nn.loss import Loss
+
+PI07Batch = PolicyBatch | PlannerBatch
 
 
-class PolicyObjective:
-    """The squared error of the flow and the cross entropy of the discrete actions.
+class PolicyLoss(Loss):
+    """`MSE` of the flow and `CE` of the discrete actions.
 
     Args:
-        weights: of `MSE` and `CE`. A loss of weight 0 is no part of the graph.
-        agrees_on_presence: lay out the optional parts that any process has in a micro-batch, not
-            those of its own samples alone.
+        weights: by name; a loss of weight 0 is no part of the graph.
     """
 
-    counted = ("num_flow_values", "num_action_slots")
-    reported_counts: Mapping[str, str] = {}
+    names: tuple[str, ...] = ("MSE", "CE")
 
-    def __init__(self, weights: Mapping[str, float], agrees_on_presence: bool = False):
-        self.terms, self.agrees_on_presence = dict(weights), agrees_on_presence
-        # Makes any batch of the run, for processes that have run out of them.
-        self.make_example: Callable[[], Batch] = dict
+    def __init__(self, weights: Mapping[str, float]):
+        self.terms = dict(weights)
 
-    def counts(self, batch: Batch) -> list[int]:
-        return [batch[name] for name in self.counted]
+    @classmethod
+    def weighted(cls, given: Mapping[str, float] | None = None) -> "PolicyLoss":
+        """The losses with weights of train.loss_weighting; 1 where none is given.
+
+        Raises:
+            ValueError: an unknown loss, or no loss with a weight above 0.
+        """
+        given = given or {}
+        if unknown := sorted(set(given) - set(cls.names)):
+            raise ValueError(
+                f"train.loss_weighting has {', '.join(unknown)}; the losses of this policy are "
+                f"{', '.join(cls.names)}"
+            )
+        weights = dict.fromkeys(cls.names, 1.0) | dict(given)
+        if not any(weights.values()):
+            raise ValueError(f"train.loss_weighting is {weights}: a loss needs a weight above 0")
+        return cls(weights)
+
+    @property
+    def trained_terms(self) -> list[str]:
+        """Losses that are part of the graph."""
+        return [name for name, weight in self.terms.items() if weight]
 
     def check_counts(self, totals: Sequence[int], num_batches: int) -> None:
         for (name, weight), total in zip(self.terms.items(), totals, strict=True):
@@ -42,46 +67,6 @@ class PolicyObjective:
                     f"{name} could be about: the actions or texts of all samples are padding, or "
                     "settled in advance (max_delay against chunk_size); look at the data"
                 )
-
-    def num_samples(self, batch: Batch) -> int:
-        return len(batch["lang_tokens"])
-
-    def num_tokens(self, batch: Batch) -> int:
-        return 0
-
-    def num_packed_places(self, batch: Batch) -> int:
-        return 0
-
-    def lengths(self, batch: Batch) -> list[int]:
-        return []
-
-    def asks(self, batch: Batch) -> list[bool]:
-        return list(presence_of(batch)) if self.agrees_on_presence else []
-
-    def prepared(self, batch: Batch) -> Batch:
-        # Where processes agree on it, `settled` says.
-        return batch if self.agrees_on_presence else batch | {"presence": presence_of(batch)}
-
-    def is_for_device(self, name: str) -> bool:
-        return True
-
-    def settled(self, batch: Batch, asked: Sequence[int], model: nn.Layer) -> Batch:
-        if not self.agrees_on_presence:
-            return batch
-        return batch | {"presence": Presence(*map(bool, asked))}
-
-    def idle_batch(self, model: nn.Layer) -> Batch:
-        example = self.make_example()
-        return example | dict.fromkeys(self.counted, 0) | self._without_targets(example)
-
-    def output(self, model: nn.Layer, batch: Batch) -> dict[str, Tensor]:
-        batch = {name: value for name, value in batch.items() if name not in self.counted}
-        presence = batch.pop("presence", None)
-        # Read on the host, so before the batch leaves it.
-        presence = presence_of(batch) if presence is None else presence
-        with phase(Phase.HOST_TO_DEVICE):
-            batch = as_tensors(batch)
-        return model(batch, presence=presence, per_sample=True)
 
     def share(
         self, output: dict[str, Any], totals: Sequence[int], num_batches: int
@@ -96,36 +81,19 @@ class PolicyObjective:
     def sums(self, output: dict[str, Any]) -> Tensor:
         return paddle.stack(self._sums(output))
 
-    def gauges(self, model: nn.Layer, counts_losses: bool) -> list[Gauge]:
-        return []
-
-    def line(self, values: Mapping[str, Any]) -> dict[str, float]:
-        return {}
-
     def _sums(self, output: dict[str, Any]) -> list[Tensor]:
         return [output[f"{name}_per_sample"][0].sum() for name in self.terms]
 
     def _divisors(self, totals: Sequence[int]) -> list[float]:
         flow_values, action_slots = totals
-        # As the original has it, which may meet a batch whose actions are all padding.
+        # As OpenTau has it, whose batches may have no action but padding.
         return [flow_values + 1e-8, max(action_slots, 1)]
 
-    def _without_targets(self, batch: Batch) -> Batch:
-        return {
-            "actions_is_pad": np.ones(batch["actions"].shape[:2], dtype=bool),
-            "discrete_action_masks": np.zeros_like(batch["discrete_action_masks"]),
-        }
 
+class PlannerLoss(PolicyLoss):
+    """Cross entropies of the planner's memory and of its response."""
 
-class PlannerObjective(PolicyObjective):
-    """The cross entropies of the planner's memory and of its response, `CE_memory` and
-    `CE_response`."""
-
-    counted = ("num_memory_slots", "num_response_slots")
-
-    def output(self, model: nn.Layer, batch: Batch) -> dict[str, Tensor]:
-        batch = {name: value for name, value in batch.items() if name not in self.counted}
-        return model(batch, presence=batch.pop("presence", None))
+    names = ("CE_memory", "CE_response")
 
     def _sums(self, output: dict[str, Any]) -> list[Tensor]:
         return [output[f"{name}_sum"] for name in self.terms]
@@ -133,5 +101,82 @@ class PlannerObjective(PolicyObjective):
     def _divisors(self, totals: Sequence[int]) -> list[float]:
         return [max(total, 1) for total in totals]
 
-    def _without_targets(self, batch: Batch) -> Batch:
+
+class PolicyBatchAdapter(BatchAdapter[PI07Batch]):
+    """Batches of the low-level policy.
+
+    Args:
+        make_example: makes any batch of the run, from which idle ranks make theirs.
+        agrees_on_presence: whether ranks lay out the optional parts that any of them has.
+    """
+
+    counted: tuple[str, ...] = ("num_flow_values", "num_action_slots")
+
+    def __init__(self, make_example: Callable[[], PI07Batch], agrees_on_presence: bool = False):
+        self.make_example, self.agrees_on_presence = make_example, agrees_on_presence
+
+    def counts(self, batch: PI07Batch) -> list[int]:
+        return [batch[name] for name in self.counted]
+
+    def num_samples(self, batch: PI07Batch) -> int:
+        return len(batch["lang_tokens"])
+
+    def optional_branches(self, batch: PI07Batch) -> list[bool]:
+        return list(presence_of(batch)) if self.agrees_on_presence else []
+
+    def prepared(self, batch: PI07Batch) -> PI07Batch:
+        # With agreement `synchronized` sets it.
+        return batch if self.agrees_on_presence else {**batch, "presence": presence_of(batch)}
+
+    def synchronized(self, batch: PI07Batch, needed: Sequence[int], model: nn.Layer) -> PI07Batch:
+        if not self.agrees_on_presence:
+            return batch
+        return {**batch, "presence": Presence(*map(bool, needed))}
+
+    def idle_batch(self, model: nn.Layer) -> PI07Batch:
+        example = self.make_example()
+        return {**example, **dict.fromkeys(self.counted, 0), **self._without_targets(example)}
+
+    def to_device(self, batch: PI07Batch) -> PI07Batch:
+        batch = {name: value for name, value in batch.items() if name not in self.counted}
+        presence = batch.pop("presence", None)
+        # Masks are read on the host, before they become tensors.
+        presence = presence_of(batch) if presence is None else presence
+        return {**as_tensors(batch), "presence": presence}
+
+    def forward(self, model: nn.Layer, batch: PI07Batch) -> dict[str, Tensor]:
+        batch = dict(batch)
+        return model(batch, presence=batch.pop("presence"), per_sample=True)
+
+    def _without_targets(self, batch: PI07Batch) -> dict[str, np.ndarray]:
+        return {
+            "actions_is_pad": np.ones(batch["actions"].shape[:2], dtype=bool),
+            "discrete_action_masks": np.zeros_like(batch["discrete_action_masks"]),
+        }
+
+
+class PlannerBatchAdapter(PolicyBatchAdapter):
+    """Batches of the planner, whose model makes the tensors itself."""
+
+    counted = ("num_memory_slots", "num_response_slots")
+
+    def to_device(self, batch: PI07Batch) -> PI07Batch:
+        return {name: value for name, value in batch.items() if name not in self.counted}
+
+    def forward(self, model: nn.Layer, batch: PI07Batch) -> dict[str, Tensor]:
+        batch = dict(batch)
+        return model(batch, presence=batch.pop("presence", None))
+
+    def _without_targets(self, batch: PI07Batch) -> dict[str, np.ndarray]:
         return {name: np.zeros_like(batch[name]) for name in ("memory_masks", "response_masks")}
+
+
+def first_batch(samples: DrawnDemonstrations, collator: Collator) -> PI07Batch:
+    """A batch of the first sample that can be used."""
+    for number in range(len(samples) - 1):
+        try:
+            return collator([samples[number]])
+        except BadSampleError:
+            if samples.on_bad_sample == "fail":
+                raise
+    return collator([samples[len(samples) - 1]])

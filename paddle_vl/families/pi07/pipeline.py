@@ -79,7 +79,7 @@ class PI07Stage(ABC):
 
     def _num_rows(self, of_all: int) -> int:
         """This rank's rows of so many."""
-        return -(-of_all // self.model.placement.row_part.size)
+        return -(-of_all // self.model.placement.ops.row_part.size)
 
     def _unpacked(self, arrived_R: Tensor, shapes: list[tuple[int, int]]) -> Streams:
         parts = paddle.split(arrived_R, [rows * width for rows, width in shapes])

@@ -6,8 +6,7 @@ from typing import TypeVar
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.filling import Fillable, FillStep
-from paddle_vl.checkpoint.pretrained import drawn_values
+from paddle_vl.checkpoint.reading import Materializable, MaterializeStep, drawn_values
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.families.pi07.attention_masks import block_mask, prefix_positions
 from paddle_vl.families.pi07.checkpoint_map import checkpoint_rules
@@ -17,13 +16,13 @@ from paddle_vl.families.pi07.interleaved import InterleavedDecoder
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.prefix import Prefix
 from paddle_vl.families.pi07.prefix_tokens import PrefixMasks, PrefixTokens
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 from paddle_vl.nn.projections import separate
 
 Model = TypeVar("Model", bound="PlacedModel")
 
 
-class PlacedModel(Fillable, nn.Layer):
+class PlacedModel(Materializable, nn.Layer):
     """A model, or a rank's part of it.
 
     Attributes:
@@ -40,7 +39,7 @@ class PlacedModel(Fillable, nn.Layer):
         self,
         config: PI07Config | PI07PlannerConfig,
         label_ids: Mapping[str, Sequence[int]],
-        placement: SingleDevicePlacement | None,
+        placement: Placement | None,
     ):
         super().__init__()
         self.config, self.label_ids = config, label_ids
@@ -49,7 +48,7 @@ class PlacedModel(Fillable, nn.Layer):
     @property
     def decoder_layers(self) -> list[nn.Layer]:
         layers = enumerate(self.decoder.layers)
-        return [layer for i, layer in layers if self.placement.holds_layer(i)]
+        return [layer for i, layer in layers if self.placement.stage_layers.has_layer(i)]
 
     @property
     def vision_blocks(self) -> list[nn.Layer]:
@@ -75,7 +74,7 @@ class PlacedModel(Fillable, nn.Layer):
         A parameter stands there once, a fused one once for each of its linears.
         """
         rules = checkpoint_rules(self.config.vlm_config, self.config.per_group_projection)
-        return place_parameters(self.named_parameters(), rules, self.placement)
+        return place_parameters(self.named_parameters(), rules, self.placement.parameter_table)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of this rank under its checkpoint key, a fused one under those of its
@@ -84,7 +83,7 @@ class PlacedModel(Fillable, nn.Layer):
 
     def separate(self, weights: Iterable[Tensor]) -> None:
         """Give the linears of some fused weights a weight each, see `paddle_vl.nn.projections`."""
-        separate(self, weights, self.placement.separate_projections)
+        separate(self, weights, self.placement.layers.separate_projections)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all parameters of the whole model, whatever this rank has, by key."""
@@ -97,7 +96,7 @@ class PlacedModel(Fillable, nn.Layer):
         with paddle.LazyGuard():
             return type(self)(self.config, self.label_ids)
 
-    def fresh_values(self, keys: Collection[str] | None = None) -> list[FillStep]:
+    def fresh_values(self, keys: Collection[str] | None = None) -> list[MaterializeStep]:
         """Steps that draw parameters, built under `paddle.LazyGuard`, from Paddle's global random
         state.
 

@@ -8,7 +8,7 @@ from paddle import nn
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.placed_model import PlacedModel
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 Policy = TypeVar("Policy", bound="PlacedPolicy")
 
@@ -23,8 +23,8 @@ class PlacedPolicy(nn.Layer):
         cls: type[Policy],
         config: PI07Config | PI07PlannerConfig,
         *parts: Any,
-        placement: SingleDevicePlacement | None = None,
-        fills: bool = True,
+        placement: Placement | None = None,
+        materialize: bool = True,
         **named_parts: Any,
     ) -> Policy:
         """A policy with fresh weights, drawn from Paddle's global random state.
@@ -34,13 +34,13 @@ class PlacedPolicy(nn.Layer):
         Args:
             parts, named_parts: tokenizers and statistics, as the class takes them.
             placement: what this process has of the model; None for all of it.
-            fills: draw the weights now; otherwise the model's `fill` does.
+            materialize: draw the weights now; otherwise the model's `materialize` does.
         """
         with paddle.LazyGuard():
             policy = cls(config, *parts, placement=placement, **named_parts)
-        policy.model.fill_later(policy.model.fresh_values)
-        if fills:
-            policy.model.fill_all()
+        policy.model.materialize_later(policy.model.fresh_values)
+        if materialize:
+            policy.model.materialize_all()
         return policy
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,8 @@ from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, takes_statistics, write_policy
 from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
 
 _BOS = "<bos>"
 # The original's engine has these in every policy.
@@ -59,7 +60,7 @@ class PI07HighLevelPlanner(PlacedPolicy):
         config: PI07PlannerConfig,
         tokenizer: PromptTokenizer | str | Path,
         statistics: Sequence[Statistics] | None = None,
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
     ):
         """Weights are fresh; a rank that holds parts is built with `from_config`.
 
@@ -94,8 +95,8 @@ class PI07HighLevelPlanner(PlacedPolicy):
         dtype: str = "float32",
         fresh: Sequence[str] = (),
         ignore: Sequence[str] = (),
-        placement: SingleDevicePlacement | None = None,
-        fills: bool = True,
+        placement: Placement | None = None,
+        materialize: bool = True,
     ) -> "PI07HighLevelPlanner":
         """Load a planner's folder; arguments and errors as for `PI07LowLevelPolicy`."""
         folder = Path(path)
@@ -118,27 +119,33 @@ class PI07HighLevelPlanner(PlacedPolicy):
             planner._make_normalizers(stored.num_groups(planner.normalizers))
         stored.regroup(config, planner.normalizers if takes else {})
         stored.fill(planner.model, planner.normalizers, fresh, [*ignore, *_UNUSED], takes)
-        if fills:
-            planner.model.fill_all()
+        if materialize:
+            planner.model.materialize_all()
         planner.config = replace(config, skip_normalization_weights=False)
         planner.eval()
         return planner
 
-    def save_pretrained(self, path: str | Path, write: FileWriter = write_file) -> None:
+    def save_pretrained(
+        self,
+        path: str | Path,
+        write: FileWriter = write_file,
+        store: ParameterStore | None = None,
+    ) -> None:
         """Write `config.json`, `model.safetensors` and the tokenizer into a folder.
 
         Where ranks hold parts, all of them call this together.
 
         Args:
             write: takes the files of weights.
+            store: of the model in training, see `paddle_vl.checkpoint.writing`.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         version = self.config.config_version
         version = CURRENT_CONFIG_VERSION if version is None else version
         keeps = self.normalizers if self.config.save_normalization_stats else {}
-        write_policy(folder, self.model, keeps, write)
-        if not self.model.placement.writers.is_first:
+        write_policy(folder, self.model, keeps, write, store)
+        if not self.model.placement.checkpoint_ranks.is_first:
             return
         replace(self.config, config_version=version).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

@@ -36,7 +36,7 @@ from paddle_vl.families.pi07.prefix_layout import (
 from paddle_vl.families.pi07.prefix_tokens import PrefixTokens
 from paddle_vl.families.pi07.video_encoder import VideoEncoder
 from paddle_vl.nn.loss import IGNORE_INDEX
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 _RESPONSE_LABEL, _MEMORY_LABEL = "Subtask: ", "Updated Memory: "
 
@@ -48,7 +48,7 @@ class PlannerEmbedding(nn.Layer):
         self,
         config: PI07PlannerConfig,
         tokens: PrefixTokens,
-        placement: SingleDevicePlacement,
+        placement: Placement,
     ):
         super().__init__()
         backbone = config.vlm_config.gemma3_config
@@ -58,7 +58,8 @@ class PlannerEmbedding(nn.Layer):
         layers = backbone.vision_config.num_hidden_layers
         self.video_encoder = VideoEncoder(backbone, 1, layers + 1, placement)
         self.embed_tokens = PaddedEmbedding(
-            placement.vocab_embedding(backbone.text_config.vocab_size, width), scale=width**0.5
+            placement.layers.vocab_embedding(backbone.text_config.vocab_size, width, is_tied=True),
+            scale=width**0.5,
         )
 
     def forward(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> Prefix:
@@ -87,7 +88,7 @@ class PI07HighLevelPlannerModel(PlacedModel):
         self,
         config: PI07PlannerConfig,
         label_ids: Mapping[str, Sequence[int]],
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
     ):
         """
         Args:
@@ -108,20 +109,18 @@ class PI07HighLevelPlannerModel(PlacedModel):
                     f"{name} is {getattr(config, name)}, but the tokenizer makes "
                     f"{len(label_ids[label])} tokens of {label!r}: set it to that, or to None"
                 )
-        held = self.placement.held
+        stage = self.placement.stage_layers
         self.prefix, self.lm_head, table = None, None, None
-        if held.embedding:
+        if stage.embedding:
             self.prefix = PlannerEmbedding(config, self.tokens, self.placement)
             table = self.prefix.embed_tokens.weight
-            self.placement.mark_tied(table)
         self.decoder = InterleavedDecoder(config.vlm_config, self.placement)
-        if held.head:
+        if stage.head:
             text = backbone.text_config
-            self.lm_head = self.placement.vocab_head(
-                text.hidden_size, text.vocab_size, tied_weight=table
+            self.lm_head = self.placement.layers.vocab_head(
+                text.hidden_size, text.vocab_size, tied_weight=table, is_tied=True
             )
-            if table is None:
-                self.placement.mark_tied(self.lm_head.weight)
+        self.placement.parameter_table.add_replicated(self.parameters())
         freeze(self, config.vlm_config)
 
     def forward(
@@ -173,11 +172,11 @@ class PI07HighLevelPlannerModel(PlacedModel):
         tokens, ignored = tokens_BS[:, 1:], paddle.full_like(tokens_BS[:, 1:], IGNORE_INDEX)
         targets_T = paddle.where(masks_BS[:, 1:], tokens, ignored).reshape([-1])
         logits_TV = self.head(rows.reshape([-1, rows.shape[-1]]))
-        return self.placement.token_loss(logits_TV, targets_T)[0]
+        return self.placement.ops.token_loss(logits_TV, targets_T)[0]
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits `[..., V]` of rows, or those of this rank's part of the vocabulary."""
-        return self.lm_head(self.placement.enter_head(rows))
+        return self.lm_head(self.placement.ops.enter_head(rows))
 
     @paddle.no_grad()
     def generate(

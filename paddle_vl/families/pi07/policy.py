@@ -44,7 +44,8 @@ from paddle_vl.families.pi07.policy_files import (
 )
 from paddle_vl.families.pi07.prefix_layout import LABELS
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
 
 
 class PI07LowLevelPolicy(PlacedPolicy):
@@ -62,7 +63,7 @@ class PI07LowLevelPolicy(PlacedPolicy):
         tokenizer: PromptTokenizer | str | Path,
         action_tokenizer: ActionTokenizer | str | Path | None = None,
         statistics: Sequence[Statistics] | None = None,
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
     ):
         """Weights are fresh; a rank that holds parts is built with `from_config`.
 
@@ -110,8 +111,8 @@ class PI07LowLevelPolicy(PlacedPolicy):
         dtype: str = "float32",
         fresh: Sequence[str] = (),
         ignore: Sequence[str] = (),
-        placement: SingleDevicePlacement | None = None,
-        fills: bool = True,
+        placement: Placement | None = None,
+        materialize: bool = True,
     ) -> "PI07LowLevelPolicy":
         """Load a policy's folder, one tensor at a time.
 
@@ -124,7 +125,7 @@ class PI07LowLevelPolicy(PlacedPolicy):
             fresh: patterns of keys that the checkpoint need not have; they are drawn.
             ignore: patterns of keys that it may have beyond the model's.
             placement: what this process has of the model; None for all of it.
-            fills: read the weights now; otherwise the model's `fill` does.
+            materialize: read the weights now; otherwise the model's `materialize` does.
 
         Raises:
             ValueError: keys are missing, unexpected or misshapen, all named at once; statistics
@@ -159,20 +160,26 @@ class PI07LowLevelPolicy(PlacedPolicy):
             policy.normalizers = make_normalizers(config, groups)
         stored.regroup(config, policy.normalizers if takes else {})
         stored.fill(policy.model, policy.normalizers, fresh, ignore, takes)
-        if fills:
-            policy.model.fill_all()
+        if materialize:
+            policy.model.materialize_all()
         # Once left out, the statistics in use are this policy's own.
         policy.config = policy.config.changed(skip_normalization_weights=False)
         policy.eval()
         return policy
 
-    def save_pretrained(self, path: str | Path, write: FileWriter = write_file) -> None:
+    def save_pretrained(
+        self,
+        path: str | Path,
+        write: FileWriter = write_file,
+        store: ParameterStore | None = None,
+    ) -> None:
         """Write `config.json`, `model.safetensors` and the tokenizers into a folder.
 
         Where ranks hold parts, all of them call this together.
 
         Args:
             write: takes the files of weights.
+            store: of the model in training, see `paddle_vl.checkpoint.writing`.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -180,8 +187,8 @@ class PI07LowLevelPolicy(PlacedPolicy):
         if config.config_version is None:
             config = config.changed(config_version=CURRENT_CONFIG_VERSION)
         keeps = self.normalizers if config.save_normalization_stats else {}
-        write_policy(folder, self.model, keeps, write)
-        if not self.model.placement.writers.is_first:
+        write_policy(folder, self.model, keeps, write, store)
+        if not self.model.placement.checkpoint_ranks.is_first:
             return
         config.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

@@ -11,19 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paddle_vl.checkpoint.pretrained import (
-    check_keys,
-    checkpoint_tensors,
-    parameters_to_write,
-    stored_values,
-)
+from paddle_vl.checkpoint.reading import check_keys, checkpoint_tensors, stored_values
 from paddle_vl.checkpoint.safetensors_io import (
     FileWriter,
     StoredTensor,
     TensorToWrite,
     write_file,
 )
-from paddle_vl.checkpoint.sharded import write_tensors
+from paddle_vl.checkpoint.writing import parameters_to_write, write_tensors
 from paddle_vl.families.pi07 import group_rows
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
 from paddle_vl.families.pi07.config import PI07Config
@@ -32,6 +27,7 @@ from paddle_vl.families.pi07.inputs.feature_statistics import Statistics
 from paddle_vl.families.pi07.inputs.normalize import Normalizer
 from paddle_vl.families.pi07.placed_model import PlacedModel
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.nn.master_weights import ParameterStore
 
 MODEL_PREFIX = "model."
 # The four normalisers of a policy, as its attributes and in its checkpoint.
@@ -146,7 +142,7 @@ class PolicyCheckpoint:
         stored = self.model | (self.statistics if takes_statistics else {})
         ignored = UNUSED_KEYS | {key for key in stored if _matches(key, ignore)}
         check_keys(self.folder, stored, [*wanted, *places], ignored, "the policy")
-        model.fill_later(
+        model.materialize_later(
             lambda: [
                 *model.fresh_values(drawn),
                 *stored_values(
@@ -191,19 +187,20 @@ def write_policy(
     model: PlacedModel,
     normalizers: Mapping[str, Normalizer],
     write: FileWriter = write_file,
+    store: ParameterStore | None = None,
 ) -> None:
     """Write `model.safetensors`, one file as OpenTau reads it.
 
     Where ranks hold parts, all of them call this together and share the writing, so that a large
     model is in several files, as HF has them.
     """
-    tensors = parameters_to_write(model.stored_parameters(), MODEL_PREFIX)
-    if model.placement.held.embedding:
+    tensors = parameters_to_write(model.stored_parameters(), MODEL_PREFIX, store)
+    if model.placement.stage_layers.embedding:
         tensors += [
             TensorToWrite(place.key, place.stored_shape, "F32", lambda place=place: _value(place))
             for place in _statistics_places(normalizers)
         ]
-    write_tensors(folder, "model", tensors, sys.maxsize, model.placement.writers, write)
+    write_tensors(folder, "model", tensors, sys.maxsize, model.placement.checkpoint_ranks, write)
 
 
 def _statistics_places(normalizers: Mapping[str, Normalizer]) -> Iterable[StatisticsPlace]:

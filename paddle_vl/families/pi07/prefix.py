@@ -18,7 +18,7 @@ from paddle_vl.families.pi07.prefix_tokens import PrefixTokens, real_steps
 from paddle_vl.families.pi07.video_encoder import VideoEncoder
 from paddle_vl.nn.linear import Embedding
 from paddle_vl.nn.part import part
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 
 class Prefix(NamedTuple):
@@ -46,7 +46,7 @@ class PrefixEmbedding(nn.Layer):
         config: PI07Config,
         tokens: PrefixTokens,
         num_groups: int | None,
-        placement: SingleDevicePlacement,
+        placement: Placement,
     ):
         """
         Args:
@@ -69,7 +69,7 @@ class PrefixEmbedding(nn.Layer):
         )
         vocab_size = backbone.text_config.vocab_size
         self.embed_tokens = PaddedEmbedding(
-            placement.vocab_embedding(vocab_size, width), scale=width**0.5
+            placement.layers.vocab_embedding(vocab_size, width), scale=width**0.5
         )
         self.discrete_action_embedding = PaddedEmbedding(
             Embedding(vlm.discrete_action_vocab_size, width)

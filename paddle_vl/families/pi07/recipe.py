@@ -1,4 +1,8 @@
-"""A pi07 run: demonstrations, tokenizers, statistics, the policy."""
+"""pi07's policy and planner as families: see `paddle_vl.families.base.Family`.
+
+Over 350 lines in one file, as the planner differs from the policy in little: it has no actions, so
+neither flow nor action tokenizer.
+"""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,17 +13,25 @@ from typing import Any
 
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.safetensors_io import FileWriter
-from paddle_vl.config.patterns import POLICY_PARTS
-from paddle_vl.config.schema import RunConfig
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.config.families import ModelShape, model_values
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import Collator
+from paddle_vl.families.base import (
+    BuiltModel,
+    Evaluation,
+    EvaluationOptions,
+    Family,
+    LayerCosts,
+    RankInfo,
+    SyntheticData,
+    default_dtype,
+    losses_report,
+)
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.pi07.demonstrations.draws import FlowDraws
-from paddle_vl.families.pi07.demonstrations.drops import NO_DROPS, DropProbabilities
+from paddle_vl.families.pi07.demonstrations.drops import NO_DROPS
 from paddle_vl.families.pi07.demonstrations.present_fields import present_fields
 from paddle_vl.families.pi07.demonstrations.sample import (
     OPTIONAL_FIELDS,
@@ -35,154 +47,216 @@ from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrati
 from paddle_vl.families.pi07.features import PolicyFeature
 from paddle_vl.families.pi07.flops import PI07Flops, PI07PlannerFlops
 from paddle_vl.families.pi07.freeze import is_reached
-from paddle_vl.families.pi07.inputs.collate import PolicyCollator
+from paddle_vl.families.pi07.inputs.collate import PlannerCollator, PolicyCollator
 from paddle_vl.families.pi07.inputs.model_inputs import cameras_of
-from paddle_vl.families.pi07.layer_costs import Costs, low_level_costs
-from paddle_vl.families.pi07.objective import PolicyObjective
-from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07Stage
+from paddle_vl.families.pi07.layer_costs import low_level_costs, planner_costs
+from paddle_vl.families.pi07.objective import (
+    PlannerBatchAdapter,
+    PlannerLoss,
+    PolicyBatchAdapter,
+    PolicyLoss,
+    first_batch,
+)
+from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07PlannerStage, PI07Stage
 from paddle_vl.families.pi07.placed_policy import PlacedPolicy
+from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_files import ACTION_TOKENIZER_FOLDER
-from paddle_vl.families.qwen3_vl.build_model import default_dtype
-from paddle_vl.nn.placement import SingleDevicePlacement
-from paddle_vl.parallel.degrees import ModelShape
-from paddle_vl.train.processes import SingleProcess
+from paddle_vl.families.pi07.settings import PARTS, PI07Run
+from paddle_vl.nn.placement import Placement
 
-# Evaluations of all runs draw the same noise.
+# All evaluations draw the same noise.
 EVALUATION_SEED = 0
+_CAMERA = "VISUAL"
+PolicyConfig = PI07Config | PI07PlannerConfig
 
 
-class PI07Recipe:
-    """What `paddle_vl.train.build` asks of a family, for pi07; see `Qwen3VLRecipe`.
+class PI07Recipe(Family):
+    """A run that trains a pi07 policy on demonstrations."""
 
-    Attributes:
-        losses: names of the losses that train.loss_weighting weighs.
-    """
-
-    losses: tuple[str, ...] = ("MSE", "CE")
+    config_class: type[PI07Config] | type[PI07PlannerConfig] = PI07Config
     policy_class: type[PlacedPolicy] = PI07LowLevelPolicy
+    loss_class: type[PolicyLoss] = PolicyLoss
+    adapter_class: type[PolicyBatchAdapter] = PolicyBatchAdapter
     counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops
-    parts: Mapping[str, Sequence[str]] = POLICY_PARTS
-    make_part: type[PI07Stage] = PI07LowLevelStage
-    sample_kind = "samples"
-    pad_to_multiple_of = None
+    parts: Mapping[str, Sequence[str]] = PARTS
+    make_stage: type[PI07Stage] = PI07LowLevelStage
 
-    def __init__(
-        self, config: RunConfig, form: PI07Config | PI07PlannerConfig, folder: Path | None
-    ):
-        """
-        Args:
-            form: the policy's configuration.
-            folder: of the policy to start or continue from; None for fresh weights.
-        """
-        self.config, self.form, self.folder = config, form, folder
-        weights = loss_weights(config.train.loss_weighting or {}, self.losses)
-        self.objective = self._objective(weights, config.parallel.branch_sync == "all_reduce")
+    def __init__(self, config: PI07Run, checkpoint: Path | None):
+        pretrained = config.model.pretrained
+        # Of the policy to start or continue from; None for fresh weights.
+        self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
+        self.config = config
+        self.model_config = (
+            self.config_class.from_dict(model_values(config.model.config))
+            if self.folder is None
+            else self.config_class.from_pretrained(self.folder)
+        )
+        self.loss = self.loss_class.weighted(config.train.loss_weighting)
         self.source = self._source(config.data.train)
         eval_source = self._source(config.data.eval) if config.data.eval else None
-        flow, seed = self._flow_draws(), config.train.seed
-        drops = DropProbabilities(**config.data.drops.model_dump())
-        self.train_data = DrawnDemonstrations(self.source, drops, flow, seed)
+        flow, seed = self.flow_draws(self.model_config), config.train.seed
+        self.train_data = DrawnDemonstrations(self.source, config.data.drops, flow, seed)
         self.eval_data = (
             None
             if eval_source is None
             else DrawnDemonstrations(eval_source, NO_DROPS, flow, EVALUATION_SEED)
         )
-        self.shape = self._shape()
-        self.costs = self._costs()
-        self.policy: PlacedPolicy | None = None
+        self.shape, self.costs = model_shape(self.model_config), self.layer_costs(self.model_config)
 
     @property
     def fields(self) -> Mapping[str, bool]:
-        """Which optional fields the data has."""
         return self.source.fields
 
     @property
     def recomputes(self) -> bool:
-        """Whether layers run again in the backward pass; the policy may ask for it too."""
-        return self.config.train.recompute == "full" or self.form.gradient_checkpointing
+        return super().recomputes or self.model_config.gradient_checkpointing
 
-    def build_model(self, placement: SingleDevicePlacement) -> nn.Layer:
-        """This process's part of the model, without values until `fill`."""
-        statistics = self._statistics()
+    def build_model(self, placement: Placement) -> BuiltModel:
+        statistics, config = self._statistics(), self.model_config
         dtype = self.config.model.compute_dtype
-        settings = {"statistics": statistics, "placement": placement, "fills": False}
+        settings = {"statistics": statistics, "placement": placement, "materialize": False}
         settings |= self._tokenizers()
         if self.folder is None:
             with default_dtype(dtype):
-                self.policy = self.policy_class.from_config(self.form, **settings)
+                policy = self.policy_class.from_config(config, **settings)
         else:
-            form = self.form
             if statistics is not None:
-                # They stand in place of the checkpoint's.
-                form = replace(form, skip_normalization_weights=True)
-            self.policy = self.policy_class.from_pretrained(
-                self.folder, config=form, dtype=dtype, **settings
+                # The given statistics replace the checkpoint's.
+                config = replace(config, skip_normalization_weights=True)
+            policy = self.policy_class.from_pretrained(
+                self.folder, config=config, dtype=dtype, **settings
             )
-        self._check_policy()
-        self.policy.model.train()
-        return self.policy.model
+        self.check_trainable(policy)
+        policy.model.train()
+        collator = self.make_collator(policy)
+        samples = self.train_data if self.eval_data is None else self.eval_data
+        agrees = self.config.parallel.branch_sync == "all_reduce"
+        adapter = self.adapter_class(partial(first_batch, samples, collator), agrees)
+        return BuiltModel(policy.model, adapter, collator, policy.save_pretrained)
 
     def named_parameters(self, model: nn.Layer) -> list[tuple[str, Tensor]]:
         return [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
 
-    def whole_shapes(self, model: nn.Layer) -> dict[str, tuple[int, ...]]:
+    def full_shapes(self, model: nn.Layer) -> dict[str, tuple[int, ...]]:
         return {f"model.{key}": shape for key, shape in model.whole_shapes().items()}
 
     def trainable_names(self, model: nn.Layer) -> Iterable[str]:
-        """Names of what the policy's own settings train and a loss that counts reaches."""
-        losses = self._counted_losses()
-        # This process may have parts of it only, and the names are those of the run.
-        whole = model.whole()
+        """Unfrozen parameters that a loss with a non-zero weight reaches."""
+        # The full model's, as this rank may have a shard of it.
+        full = model.whole()
         reached = {
             id(parameter)
-            for name, parameter in whole.named_parameters()
-            if not parameter.stop_gradient and self._is_reached(name, losses)
+            for name, parameter in full.named_parameters()
+            if not parameter.stop_gradient and self._is_reached(name)
         }
-        return [
-            name for name, parameter in self.named_parameters(whole) if id(parameter) in reached
-        ]
+        return [name for name, parameter in self.named_parameters(full) if id(parameter) in reached]
 
     def flop_counter(self, model: nn.Layer, trained: Collection[str]) -> FlopCounter:
-        """See `Qwen3VLRecipe.flop_counter`."""
-        return self.counter_class(model.config, model.label_ids, trained, self._counted_losses())
+        return self.counter_class(model.config, model.label_ids, trained, self.loss.trained_terms)
 
-    def save_model(self, model: nn.Layer, folder: Path, write: FileWriter) -> None:
-        self.policy.save_pretrained(folder, write=write)
-
-    def save_files(self, model: nn.Layer, folder: Path) -> None:
-        """The policy's folder is complete."""
-
-    def train_loader(
-        self, placement: SingleDevicePlacement, processes: SingleProcess
-    ) -> PrefetchLoader:
-        """Batches without end, this process's part of them."""
+    def train_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
         batch_size = self.config.train.per_device_train_batch_size
-        return self._loader(self.train_data, processes, batch_size, shuffle=True, drop_last=True)
+        return self._loader(
+            self.train_data, collator, batch_size, ranks, shuffle=True, drop_last=True
+        )
 
-    def eval_loader(
-        self, placement: SingleDevicePlacement, processes: SingleProcess
-    ) -> PrefetchLoader:
-        """Every evaluation sample once, this process's part of them."""
+    def eval_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
         return self._loader(
             self.eval_data,
-            processes,
+            collator,
             self.config.train.per_device_eval_batch_size,
+            ranks,
             shuffle=False,
             drop_last=False,
             num_epochs=1,
         )
 
+    @classmethod
+    def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
+        """Losses over all samples; nothing is dropped, noise and times are the same every time."""
+        options.refuse_answer_options(f"{folder} is a pi07 policy")
+        config = cls.config_class.from_pretrained(folder)
+        shapes = cls.sample_shapes(config)
+        fields = present_fields(options.files, shapes)
+        source = DemonstrationsDataset(options.files, shapes, fields, config.dataset_names)
+        samples = DrawnDemonstrations(source, NO_DROPS, cls.flow_draws(config), EVALUATION_SEED)
+        policy = cls.policy_class.from_pretrained(folder, config=config)
+        cls.check_trainable(policy)
+        collator = cls.make_collator(policy)
+        loader = PrefetchLoader(
+            samples, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
+        )
+        adapter = cls.adapter_class(partial(first_batch, samples, collator))
+        return Evaluation(policy.model, cls.loss_class.weighted(), adapter, loader, losses_report)
+
+    @classmethod
+    def chat(cls, folder: Path, base: str | None) -> Any:
+        raise ValueError(
+            f"{folder} is a pi07 policy, which acts and answers no questions: its losses on "
+            "demonstrations are told by `paddle-vl evaluate`, its actions by select_action of "
+            "paddle_vl.PI07LowLevelPolicy.from_pretrained(...), the planner's texts by "
+            "paddle_vl.PI07HighLevelPlanner"
+        )
+
+    @classmethod
+    def with_synthetic_data(cls, config: PI07Run, data: SyntheticData) -> PI07Run:
+        """`data.synthetic_samples`, and as many cameras as asked for, like the first one."""
+        for name in ("image_side", "answer_tokens"):
+            if getattr(data, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} shapes made-up conversations; a policy's images "
+                    "and texts have the sizes of its configuration"
+                )
+        values = config.model_dump()
+        values["data"] |= {"train": [], "synthetic_samples": data.num_samples}
+        if data.cameras is not None:
+            values["model"]["config"] = _with_cameras(config, data.cameras)
+        return type(config).model_validate(values)
+
+    @classmethod
+    def make_collator(cls, policy: Any) -> Collator:
+        return PolicyCollator(policy.inputs, policy.config.max_action_dim)
+
+    @classmethod
+    def flow_draws(cls, config: Any) -> FlowDraws | None:
+        """What is drawn for each sample; None where there is no flow."""
+        return FlowDraws(config.chunk_size, config.max_action_dim, config.max_delay)
+
+    @classmethod
+    def layer_costs(cls, config: Any) -> LayerCosts:
+        return low_level_costs(config)
+
+    @classmethod
+    def sample_shapes(cls, config: Any) -> DemonstrationShapes:
+        """Shapes that the policy needs of its data."""
+        return DemonstrationShapes(
+            cameras=tuple(cameras_of(config.input_features)),
+            image_size=config.resize_imgs_with_padding,
+            state_dim=feature_dims(config.input_features, "state", "input_features"),
+            n_obs_steps=config.n_obs_steps,
+            chunk_size=config.chunk_size,
+            action_dim=feature_dims(config.output_features, "actions", "output_features"),
+        )
+
+    @classmethod
+    def check_trainable(cls, policy: Any) -> None:
+        """Raises ValueError where the policy lacks something that its losses need."""
+        if policy.action_tokenizer is None:
+            raise ValueError(
+                "the policy has no tokenizer of discrete actions, which training needs: put its "
+                f"files into {ACTION_TOKENIZER_FOLDER}/ of data.processor"
+            )
+
     def _loader(
         self,
         samples: DrawnDemonstrations,
-        processes: SingleProcess,
+        collator: Collator,
         batch_size: int,
+        ranks: RankInfo,
         **settings: Any,
     ) -> PrefetchLoader:
-        collator = self._collator()
-        self.objective.make_example = partial(_first_batch, samples, collator)
         return PrefetchLoader(
             samples,
             collator,
@@ -190,14 +264,14 @@ class PI07Recipe:
             seed=self.config.train.seed,
             num_workers=self.config.data.num_workers,
             prefetch_batches=self.config.data.prefetch_batches,
-            rank=processes.data_rank,
-            size=processes.data_size,
+            rank=ranks.data_rank,
+            size=ranks.data_size,
             **settings,
         )
 
     def _source(self, files: Sequence[str]) -> DemonstrationSource:
-        data, names = self.config.data, self.form.dataset_names
-        shapes = self._shapes()
+        data, names = self.config.data, self.model_config.dataset_names
+        shapes = self.sample_shapes(self.model_config)
         if not files:
             chosen = OPTIONAL_FIELDS if data.fields is None else data.fields
             groups = {} if names is None else {"group_names": names}
@@ -220,10 +294,10 @@ class PI07Recipe:
         )
 
     def _statistics(self) -> list[Mapping[str, Mapping[str, Any]]] | None:
-        """Of every group; None for the checkpoint's."""
-        file, names = self.config.data.statistics, self.form.dataset_names
+        """Of every group of data; None for the checkpoint's."""
+        file, names = self.config.data.statistics, self.model_config.dataset_names
         if file is not None:
-            shapes = self._shapes()
+            shapes = self.sample_shapes(self.model_config)
             sizes = {"state": shapes.state_dim}
             if shapes.action_dim is not None:
                 sizes["actions"] = shapes.action_dim
@@ -232,67 +306,75 @@ class PI07Recipe:
             return None
         return list(demonstration_statistics(self.source).values())
 
-    def _objective(self, weights: Mapping[str, float], agrees_on_presence: bool) -> PolicyObjective:
-        return PolicyObjective(weights, agrees_on_presence)
-
-    def _collator(self) -> Collator:
-        return PolicyCollator(self.policy.inputs, self.form.max_action_dim)
-
-    def _flow_draws(self) -> FlowDraws | None:
-        form = self.form
-        return FlowDraws(form.chunk_size, form.max_action_dim, form.max_delay)
-
     def _tokenizers(self) -> dict[str, Path]:
-        """What data.processor has of them; the checkpoint has the others."""
+        """Those that data.processor has; the others come from the checkpoint."""
         if self.config.data.processor is None:
             return {}
         folder = Path(self.config.data.processor)
         actions = folder / ACTION_TOKENIZER_FOLDER
         return {"tokenizer": folder} | ({"action_tokenizer": actions} if actions.is_dir() else {})
 
-    def _check_policy(self) -> None:
-        if self.policy.action_tokenizer is None:
-            raise ValueError(
-                "the policy has no tokenizer of discrete actions, which training needs: put its "
-                f"files into {ACTION_TOKENIZER_FOLDER}/ of data.processor"
-            )
+    def _is_reached(self, name: str) -> bool:
+        config, losses = self.model_config, self.loss.trained_terms
+        return is_reached(name, config.vlm_config, config.knowledge_insulation, losses)
 
-    def _counted_losses(self) -> list[str]:
-        """Names of the losses that are a part of the graph."""
-        return [name for name, weight in self.objective.terms.items() if weight]
 
-    def _is_reached(self, name: str, losses: Sequence[str]) -> bool:
-        return is_reached(name, self.form.vlm_config, self.form.knowledge_insulation, losses)
+class PI07PlannerRecipe(PI07Recipe):
+    """A run that trains pi07's planner: demonstrations with memories and subtasks, no actions."""
 
-    def _costs(self) -> Costs:
-        return low_level_costs(self.form)
+    config_class = PI07PlannerConfig
+    policy_class = PI07HighLevelPlanner
+    loss_class = PlannerLoss
+    adapter_class = PlannerBatchAdapter
+    counter_class = PI07PlannerFlops
+    make_stage = PI07PlannerStage
 
-    def _shape(self) -> ModelShape:
-        """The sizes that processes have to divide among themselves."""
-        vlm = self.form.vlm_config
-        text, inner = vlm.gemma3_config.text_config, vlm.gemma3_config.text_config.intermediate_size
-        if not vlm.disable_action_expert:
-            # What divides both divides this.
-            inner = math.gcd(inner, vlm.gemma_expert_config.intermediate_size)
-        return ModelShape(
-            num_attention_heads=text.num_attention_heads,
-            num_key_value_heads=text.num_key_value_heads,
-            vocab_size=text.vocab_size,
-            intermediate_size=inner,
-            num_hidden_layers=text.num_hidden_layers,
-        )
+    @classmethod
+    def make_collator(cls, policy: Any) -> Collator:
+        return PlannerCollator(policy.inputs)
 
-    def _shapes(self) -> DemonstrationShapes:
-        """What the policy asks of its data."""
-        form = self.form
+    @classmethod
+    def flow_draws(cls, config: Any) -> FlowDraws | None:
+        return None
+
+    @classmethod
+    def layer_costs(cls, config: Any) -> LayerCosts:
+        return planner_costs(config)
+
+    @classmethod
+    def sample_shapes(cls, config: Any) -> DemonstrationShapes:
         return DemonstrationShapes(
-            cameras=tuple(cameras_of(form.input_features)),
-            image_size=form.resize_imgs_with_padding,
-            state_dim=feature_dims(form.input_features, "state", "input_features"),
-            n_obs_steps=form.n_obs_steps,
-            chunk_size=form.chunk_size,
-            action_dim=feature_dims(form.output_features, "actions", "output_features"),
+            cameras=tuple(cameras_of(config.input_features)),
+            image_size=config.resize_imgs_with_padding,
+            state_dim=feature_dims(config.input_features, "state", "input_features"),
         )
+
+    @classmethod
+    def check_trainable(cls, policy: Any) -> None:
+        """The backbone's tokenizer is all it needs."""
+
+    def _tokenizers(self) -> dict[str, Path]:
+        processor = self.config.data.processor
+        return {} if processor is None else {"tokenizer": Path(processor)}
+
+    def _is_reached(self, name: str) -> bool:
+        return True
+
+
+def model_shape(config: PolicyConfig) -> ModelShape:
+    """Decoder sizes for the parallel plan."""
+    vlm = config.vlm_config
+    text, inner = vlm.gemma3_config.text_config, vlm.gemma3_config.text_config.intermediate_size
+    if not vlm.disable_action_expert:
+        # A degree divides both widths if it divides this.
+        inner = math.gcd(inner, vlm.gemma_expert_config.intermediate_size)
+    return ModelShape(
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        vocab_size=text.vocab_size,
+        intermediate_size=inner,
+        num_hidden_layers=text.num_hidden_layers,
+    )
 
 
 def feature_dims(features: Mapping[str, PolicyFeature], name: str, where: str) -> int:
@@ -309,29 +391,21 @@ def feature_dims(features: Mapping[str, PolicyFeature], name: str, where: str) -
     return features[name].shape[0]
 
 
-def _first_batch(samples: DrawnDemonstrations, collator: Collator) -> dict[str, Any]:
-    """A batch of the first sample that can be used."""
-    for number in range(len(samples) - 1):
-        try:
-            return collator([samples[number]])
-        except BadSampleError:
-            if samples.on_bad_sample == "fail":
-                raise
-    return collator([samples[len(samples) - 1]])
-
-
-def loss_weights(given: Mapping[str, float], losses: Sequence[str]) -> dict[str, float]:
-    """The weight of each loss, 1 where none is given.
-
-    Raises:
-        ValueError: a loss that there is not, or no loss that counts.
-    """
-    if unknown := sorted(set(given) - set(losses)):
+def _with_cameras(config: PI07Run, num_cameras: int) -> dict[str, Any]:
+    """The policy's configuration with that many cameras like its first."""
+    if config.model.config is None:
         raise ValueError(
-            f"train.loss_weighting has {', '.join(unknown)}; the losses of this policy are "
-            f"{', '.join(losses)}"
+            "--cameras changes the model's input_features: it needs model.config, not the weights "
+            f"of model.pretrained {config.model.pretrained}"
         )
-    weights = dict.fromkeys(losses, 1.0) | dict(given)
-    if not any(weights.values()):
-        raise ValueError(f"train.loss_weighting is {weights}: a loss needs a weight above 0")
-    return weights
+    values = model_values(config.model.config)
+    features = values.get("input_features", {})
+    cameras = [name for name, feature in features.items() if feature["type"] == _CAMERA]
+    if not cameras or num_cameras < 1:
+        raise ValueError(
+            f"--cameras {num_cameras}: the policy's input_features have {len(cameras)} cameras, "
+            "and at least 1 is needed of both"
+        )
+    others = {name: feature for name, feature in features.items() if name not in cameras}
+    seen = {f"camera{i}": features[cameras[0]] for i in range(num_cameras)}
+    return values | {"input_features": {**seen, **others}}

@@ -12,7 +12,7 @@ from paddle_vl.families.pi07.engine_config import Gemma3Config
 from paddle_vl.families.pi07.projector import MultiModalProjector
 from paddle_vl.families.pi07.siglip import FrameHistory, SiglipTower, visible_frames
 from paddle_vl.nn.masked_attention import AttentionMask
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 _SHORTEST, _LONGEST = 4e-3, 40.0
 
@@ -46,14 +46,13 @@ class VideoEncoder(nn.Layer):
         config: Gemma3Config,
         max_num_frames: int,
         stride: int,
-        placement: SingleDevicePlacement,
+        placement: Placement,
     ):
         super().__init__()
         self.max_num_frames, self.placement = max_num_frames, placement
-        self.tower = SiglipTower(config.vision_config, stride)
+        self.tower = placement.layers.tower(SiglipTower(config.vision_config, stride))
         self.projector = MultiModalProjector(config)
         self.num_tokens = config.mm_tokens_per_image
-        placement.mark_tower(self.tower.parameters())
 
     def forward(
         self,
@@ -96,7 +95,7 @@ class VideoEncoder(nn.Layer):
         costs_I = np.array([frames] * videos + [1] * stills)
         rows_I = np.full(videos + stills, self.num_tokens)
         width = self.tower.config.hidden_size
-        rows_MU = self.placement.encode_items(encode, costs_I, rows_I, width)
+        rows_MU = self.placement.ops.encode_items(encode, costs_I, rows_I, self.tower, width)
         return self.projector(rows_MU.reshape([-1, self.num_tokens, width]))
 
     def embed_image(self, images_SCHW: Tensor) -> Tensor:

@@ -16,22 +16,25 @@ from paddle_vl.checkpoint.adapter_files import (
     is_low_rank,
     write_adapter,
 )
-from paddle_vl.checkpoint.filling import Fillable, FillStep
-from paddle_vl.checkpoint.pretrained import (
-    STORED_DTYPES,
+from paddle_vl.checkpoint.reading import (
+    Materializable,
+    MaterializeStep,
     check_keys,
-    parameter_array,
     set_value,
     stored_values,
 )
 from paddle_vl.checkpoint.rules import PatchKernel, StoredParameter, by_parameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
-from paddle_vl.config.patterns import PARTS, matching_names
+from paddle_vl.checkpoint.writing import STORED_DTYPES, parameter_array
+from paddle_vl.config.patterns import matching_names
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.qwen3_vl.checkpoint_map import HEAD_KEY, with_experts_as_here
+from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.nn.fused import fused_columns
 from paddle_vl.nn.linear import AdaptableLinear
 from paddle_vl.nn.lora import LowRankSettings, initial_a
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.parameter_table import Tie
 
 ALL_LINEAR = "all-linear"
 _HEAD = HEAD_KEY.removesuffix(".weight")
@@ -42,7 +45,7 @@ _PART_MODULES = {
 }
 
 
-class AdaptableModel(Fillable, nn.Layer):
+class AdaptableModel(Materializable, nn.Layer):
     """What the model inherits of adapters.
 
     Attributes:
@@ -68,9 +71,9 @@ class AdaptableModel(Fillable, nn.Layer):
         self._attach(Adapter(config, targets, saved, self.name_or_path))
         # Drawn behind the weights of the model, if these are.
         seed = cache(lambda: paddle.randint(0, 2**31 - 1, [1]).item())
-        self.fill_too(
+        self.materialize_too(
             lambda: [
-                FillStep(item.parameter, partial(_draw_adapter, item, seed))
+                MaterializeStep(item.parameter, partial(_draw_adapter, item, seed))
                 for item in self._adapter_parameters()
                 if is_low_rank(item.key)
             ]
@@ -102,30 +105,39 @@ class AdaptableModel(Fillable, nn.Layer):
         ]
         check_keys(path, tensors, wanted, set(), "the model as an adapter")
 
-        def read() -> list[FillStep]:
+        def read() -> list[MaterializeStep]:
             held = [item for item in self.stored_parameters() if item.key in tensors]
             return stored_values(held, tensors)
 
-        self.fill_too(read)
+        self.materialize_too(read)
 
-    def save_adapter(self, path: str | Path, write: FileWriter = write_file) -> None:
+    def save_adapter(
+        self,
+        path: str | Path,
+        write: FileWriter = write_file,
+        store: ParameterStore | None = None,
+    ) -> None:
         """Write the adapters in PEFT's format, without the base.
 
         All processes that hold parts of the model call this together.
 
+        Args:
+            store: of the model in training, see `paddle_vl.checkpoint.writing`.
+
         Raises:
             ValueError: the model has none.
         """
-        adapter, writers, path = self._own_adapter(), self.placement.writers, Path(path)
+        adapter, ranks, path = self._own_adapter(), self.placement.checkpoint_ranks, Path(path)
         items = [
             item
             for item in self._adapter_parameters()
-            if not getattr(item.parameter, "is_tied_copy", False)
+            if item.table[item.parameter].tie is not Tie.COPY
         ]
         # PEFT reads one file: the first process has all of it for a moment.
-        arrays = writers.arrays_of_stages({item.key: parameter_array(item) for item in items})
-        dtypes = writers.of_stages({i.key: STORED_DTYPES[i.parameter.dtype] for i in items})
-        if not writers.is_first:
+        own = {item.key: parameter_array(item, store) for item in items}
+        arrays = ranks.gather_stage_arrays(own)
+        dtypes = ranks.gather_stages({i.key: STORED_DTYPES[i.parameter.dtype] for i in items})
+        if not ranks.is_first:
             return
         path.mkdir(parents=True, exist_ok=True)
         tensors = [
@@ -146,7 +158,6 @@ class AdaptableModel(Fillable, nn.Layer):
             if isinstance(layer, AdaptableLinear):
                 layer.merge_low_rank()
         self.adapter = None
-        self._tell_tower()
 
     def adapter_names(self) -> set[str] | None:
         """HF names of what the adapters train, of the whole model; None without adapters."""
@@ -168,15 +179,10 @@ class AdaptableModel(Fillable, nn.Layer):
         with paddle.LazyGuard():
             for module in adapter.targets:
                 if module in linears:
-                    self.placement.add_low_rank(linears[module], settings)
+                    self.placement.layers.add_low_rank(linears[module], settings)
         self.adapter = adapter
-        self._tell_tower()
         for key, parameter in self.hf_named_parameters():
             parameter.stop_gradient = not adapter.owns(key)
-
-    def _tell_tower(self) -> None:
-        if self.visual is not None:
-            self.placement.mark_tower(self.visual.parameters())
 
     def _adapter_parameters(self) -> list[StoredParameter]:
         return [item for item in self.stored_parameters() if self.adapter.owns(item.key)]
@@ -274,8 +280,8 @@ def _draw_adapter(item: StoredParameter, seed: Callable[[], int]) -> None:
         item.parameter.initialize()
         return
     rng = np.random.default_rng([seed(), zlib.crc32(item.key.encode())])
-    whole = initial_a(rng, item.placement.whole_shape(item.parameter))
-    set_value(item.parameter, item.placement.own_part(item.parameter, whole))
+    whole = initial_a(rng, item.table.full_shape(item.parameter))
+    set_value(item.parameter, item.table.own_shard(item.parameter, whole))
 
 
 def _fitting(

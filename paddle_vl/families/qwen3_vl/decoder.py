@@ -20,7 +20,7 @@ from paddle_vl.nn.activation import swiglu
 from paddle_vl.nn.attention import MASKED_SCORE, PackedSamples, causal_attention
 from paddle_vl.nn.fused import Columns
 from paddle_vl.nn.norm import RMSNorm
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 from paddle_vl.nn.rope import apply_rotary
 
 
@@ -72,13 +72,17 @@ class LanguageModel(nn.Layer):
     pipeline has some of these layers, and a placeholder for each of the others.
     """
 
-    def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLConfig, placement: Placement):
         super().__init__()
         text = config.text_config
-        self.embedding = GPTEmbedding(config, placement) if placement.held.embedding else None
+        self.embedding = (
+            GPTEmbedding(config, placement) if placement.stage_layers.embedding else None
+        )
         self.layers = nn.LayerList(
             [
-                DecoderLayer(text, placement, i) if placement.holds_layer(i) else nn.Identity()
+                DecoderLayer(text, placement, i)
+                if placement.stage_layers.has_layer(i)
+                else nn.Identity()
                 for i in range(text.num_hidden_layers)
             ]
         )
@@ -86,8 +90,8 @@ class LanguageModel(nn.Layer):
             [DeepstackLayer() for _ in config.vision_config.deepstack_visual_indexes]
         )
         self.norm = (
-            placement.row_wise(RMSNorm(text.hidden_size, text.rms_norm_eps))
-            if placement.held.head
+            placement.layers.row_wise(RMSNorm(text.hidden_size, text.rms_norm_eps))
+            if placement.stage_layers.head
             else None
         )
 
@@ -149,14 +153,14 @@ class LanguageModel(nn.Layer):
 class DecoderLayer(nn.Layer):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`, the MLP one or a mixture of experts."""
 
-    def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement, number: int):
+    def __init__(self, config: Qwen3VLTextConfig, placement: Placement, number: int):
         super().__init__()
         self.has_experts = config.has_experts(number)
         self.self_attn = SelfAttention(config, placement)
         self.mlp = (SparseMoE if self.has_experts else SwiGLUMLP)(config, placement)
         width, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = placement.row_wise(RMSNorm(width, epsilon))
-        self.post_attention_layernorm = placement.row_wise(RMSNorm(width, epsilon))
+        self.input_layernorm = placement.layers.row_wise(RMSNorm(width, epsilon))
+        self.post_attention_layernorm = placement.layers.row_wise(RMSNorm(width, epsilon))
 
     def forward(
         self,
@@ -182,7 +186,7 @@ class DecoderLayer(nn.Layer):
 class SelfAttention(nn.Layer):
     """Causal attention with grouped key heads; queries and keys are normalised, then rotated."""
 
-    def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLTextConfig, placement: Placement):
         super().__init__()
         self.head_dim = config.head_dim
         width, std = config.hidden_size, config.initializer_range
@@ -193,10 +197,10 @@ class SelfAttention(nn.Layer):
             Columns("k_proj", key_width, key_heads),
             Columns("v_proj", key_width, key_heads),
         ]
-        self.qkv_proj = placement.projections(width, columns, std)
-        self.o_proj = placement.row_linear(query_width, width, std)
-        self.q_norm = placement.head_wise(RMSNorm(config.head_dim, config.rms_norm_eps))
-        self.k_norm = placement.head_wise(RMSNorm(config.head_dim, config.rms_norm_eps))
+        self.qkv_proj = placement.layers.projections(width, columns, std)
+        self.o_proj = placement.layers.row_linear(query_width, width, std)
+        self.q_norm = placement.layers.head_wise(RMSNorm(config.head_dim, config.rms_norm_eps))
+        self.k_norm = placement.layers.head_wise(RMSNorm(config.head_dim, config.rms_norm_eps))
 
     def forward(
         self,
@@ -223,12 +227,12 @@ class SelfAttention(nn.Layer):
 class SwiGLUMLP(nn.Layer):
     """`down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: Qwen3VLTextConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLTextConfig, placement: Placement):
         super().__init__()
         width, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
         columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
-        self.gate_up_proj = placement.projections(width, columns, std, splits=False)
-        self.down_proj = placement.row_linear(inner, width, init_std=std)
+        self.gate_up_proj = placement.layers.projections(width, columns, std, splits=False)
+        self.down_proj = placement.layers.row_linear(inner, width, init_std=std)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(swiglu(*self.gate_up_proj(x_TD)))

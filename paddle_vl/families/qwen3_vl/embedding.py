@@ -15,7 +15,7 @@ from paddle_vl.batch.visual_index import (
     compute_visual_indices,
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 from paddle_vl.nn.rope import mrope_cos_sin
 
 
@@ -39,13 +39,13 @@ class GPTEmbedding(nn.Layer):
     once per step either way; every later user gets them as tensors.
     """
 
-    def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLConfig, placement: Placement):
         super().__init__()
         self.config = config
         self.placement = placement
         text = config.text_config
-        self.embed_tokens = placement.vocab_embedding(
-            text.vocab_size, text.hidden_size, text.initializer_range
+        self.embed_tokens = placement.layers.vocab_embedding(
+            text.vocab_size, text.hidden_size, text.initializer_range, config.tie_word_embeddings
         )
 
     def forward(self, dict_args: dict[str, Any]) -> dict[str, Any]:
@@ -101,10 +101,10 @@ class GPTEmbedding(nn.Layer):
         if hidden is None:
             hidden = self.embed_tokens(dict_args["input_ids"])
         hidden = hidden.reshape([-1, hidden.shape[-1]])
-        part = self.placement.row_part
+        part = self.placement.ops.row_part
         if part.size > 1:
             part.bounds(hidden.shape[0])
-        return self.placement.enter_rows(hidden)
+        return self.placement.ops.enter_rows(hidden)
 
     def _masks(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         return input_ids == self.config.image_token_id, input_ids == self.config.video_token_id
@@ -122,7 +122,7 @@ class GPTEmbedding(nn.Layer):
         )
         carried = update is not None
         if carried:
-            _check_carried(dict_args, self.placement.row_part.size == 1)
+            _check_carried(dict_args, self.placement.ops.row_part.size == 1)
         else:
             self._check_counts(dict_args, image_embeds, video_embeds)
         if image_embeds is None and video_embeds is None:
@@ -135,11 +135,11 @@ class GPTEmbedding(nn.Layer):
                 video_mask_BL if image_embeds is None else image_mask_BL,
                 video_mask_BL if both else None,
                 nonzero=_nonzero,
-                part=self.placement.row_part,
+                part=self.placement.ops.row_part,
             )
         if indices.source is not None:
             return indices, paddle.index_select(indices.source, indices.gather)
-        takes_all = not carried and self.placement.row_part.size == 1
+        takes_all = not carried and self.placement.ops.row_part.size == 1
         return indices, None if takes_all else indices.gather
 
     def _check_counts(

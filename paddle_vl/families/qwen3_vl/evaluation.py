@@ -1,79 +1,190 @@
-"""A model folder and data files put together for evaluation."""
+"""Evaluation of a model folder on data files: loss, and greedy answers compared with the data's."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.qwen3_vl.build_model import check_processor_fits
-from paddle_vl.families.qwen3_vl.inputs.collate import VLCollator
+from paddle_vl.families.base import Evaluation, EvaluationOptions, MeanLosses
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.qwen3_vl.inputs.turns import Conversation
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.train.evaluate import Answer, FirstSamples, greedy_answers, mean_losses
-from paddle_vl.train.step import WholeModel
+from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
+from paddle_vl.families.qwen3_vl.processor_fit import check_processor_fits, model_collator
+
+NO_TASK = "(no task)"
 
 
-@dataclass
-class Evaluation:
-    """A model and the data to try it on."""
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer beside the expected one.
 
-    model: Qwen3VLForConditionalGeneration
-    processor: Qwen3VLProcessor
-    dataset: MessagesDataset | FirstSamples
-    loader: PrefetchLoader
-    batch_size: int
+    Attributes:
+        sample: `file:line` of the conversation.
+        task: its field `task`, `NO_TASK` without one.
+        prompt: text of the turn that is answered.
+        is_exact: whether answer and expected text are equal, outer spaces aside.
+    """
 
-    def loss(self) -> tuple[float, int]:
-        """Mean loss per answer token and the number of those tokens."""
-        losses = mean_losses(WholeModel(self.model), self.loader)
-        return losses.loss, losses.counts["loss"]
-
-    def answers(self, max_new_tokens: int) -> list[Answer]:
-        """A greedy answer to every assistant turn."""
-        return greedy_answers(
-            self.model,
-            self.processor,
-            self.dataset,
-            batch_size=self.batch_size,
-            max_new_tokens=max_new_tokens,
-        )
+    sample: str
+    task: str
+    prompt: str
+    expected: str
+    answer: str
+    is_exact: bool
 
 
-def build_evaluation(
-    folder: Path,
-    files: Sequence[str],
-    *,
-    batch_size: int,
-    max_length: int,
-    limit: int | None = None,
-    base: str | Path | None = None,
-) -> Evaluation:
-    """A model folder with its own processor, and data files, of which a bad sample is an error.
+def build_evaluation(folder: Path, options: EvaluationOptions) -> Evaluation:
+    """A model folder with its own processor, and data files in which a bad sample is an error.
 
     Args:
-        folder: of a model, or of adapters.
-        limit: use the first samples only.
-        base: the model to load adapters beside, instead of the one that their files name.
+        folder: a model's, or adapters'.
 
     Raises:
         ValueError, RuntimeError: the folder is not a model with its processor, or the data cannot
             be used.
     """
-    processor = Qwen3VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, base))
-    dataset: MessagesDataset | FirstSamples = MessagesDataset(files, processor, max_length)
-    if limit is not None:
-        dataset = FirstSamples(dataset, limit)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, base=base)
+    processor = Qwen3VLProcessor.from_pretrained(
+        folder_with("tokenizer.json", folder, options.base)
+    )
+    dataset: MessagesDataset | FirstSamples = MessagesDataset(
+        options.files, processor, options.max_length
+    )
+    if options.limit is not None:
+        dataset = FirstSamples(dataset, options.limit)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, base=options.base)
     check_processor_fits(model.config, processor)
-    collator = VLCollator(
-        pad_token_id=processor.pad_token_id,
-        image_token_id=processor.image_token_id,
-        video_token_id=processor.video_token_id,
-        spatial_merge_size=processor.image_processor.merge_size,
-    )
     loader = PrefetchLoader(
-        dataset, collator, batch_size, shuffle=False, drop_last=False, num_epochs=1
+        dataset,
+        model_collator(processor),
+        options.batch_size,
+        shuffle=False,
+        drop_last=False,
+        num_epochs=1,
     )
-    return Evaluation(model, processor, dataset, loader, batch_size)
+
+    def report(losses: MeanLosses) -> Iterator[str]:
+        answers = greedy_answers(
+            model,
+            processor,
+            dataset,
+            batch_size=options.batch_size,
+            max_new_tokens=options.max_new_tokens,
+        )
+        yield evaluation_report(losses.loss, losses.counts["loss"], answers)
+        if options.show:
+            yield shown_answers(answers, options.show)
+        if options.predictions:
+            write_predictions(answers, options.predictions)
+            yield f"answers written to {options.predictions}"
+
+    return Evaluation(model, VLLoss(), VLBatchAdapter(), loader, report)
+
+
+def greedy_answers(
+    model: Qwen3VLForConditionalGeneration,
+    processor: Qwen3VLProcessor,
+    dataset: "MessagesDataset | FirstSamples",
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> list[Answer]:
+    """A greedy answer to every assistant turn that is a target, given the data's turns before it.
+
+    Args:
+        batch_size: turns that are answered together.
+    """
+    questions = _questions(dataset)
+    # Overrides the model's own generation_config.json.
+    greedy = {
+        "do_sample": False,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "max_new_tokens": max_new_tokens,
+        "eos_token_id": processor.eos_token_ids,
+        "pad_token_id": processor.pad_token_id,
+    }
+    answers = []
+    while group := list(islice(questions, batch_size)):
+        inputs = processor.encode_prompts([conversation for _, conversation, _ in group])
+        new_ids = model.generate(**inputs, **greedy)
+        for (sample, conversation, expected), ids in zip(group, new_ids, strict=True):
+            answer = processor.decode(ids).strip()
+            answers.append(
+                Answer(
+                    sample=sample,
+                    task=str(conversation.extra.get("task", NO_TASK)),
+                    prompt=conversation.turns[-1].text if conversation.turns else "",
+                    expected=expected,
+                    answer=answer,
+                    is_exact=answer == expected,
+                )
+            )
+    return answers
+
+
+class FirstSamples:
+    """The first samples of a dataset, as a dataset."""
+
+    def __init__(self, dataset: Any, limit: int):
+        self._dataset, self._limit = dataset, limit
+
+    def __len__(self) -> int:
+        return min(self._limit, len(self._dataset))
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._dataset[number]
+
+    def __getattr__(self, name: str) -> Any:
+        # Unpickling in a worker process looks for methods before there is a dataset.
+        if name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def _questions(
+    dataset: MessagesDataset | FirstSamples,
+) -> Iterator[tuple[str, Conversation, str]]:
+    """`file:line`, the conversation up to a target turn, and the text of that turn."""
+    for number in range(len(dataset)):
+        conversation = dataset.conversation(number)
+        for i in conversation.targets:
+            before = replace(conversation, turns=conversation.turns[:i])
+            yield dataset.place(number), before, conversation.turns[i].text.strip()
+
+
+def evaluation_report(loss: float, num_targets: int, answers: Sequence[Answer]) -> str:
+    """The numbers as a small table, exact answers by task."""
+    by_task: dict[str, list[bool]] = {}
+    for answer in answers:
+        by_task.setdefault(answer.task, []).append(answer.is_exact)
+    rows = sorted(by_task.items()) if len(by_task) > 1 else []
+    rows.append(("all answers", [answer.is_exact for answer in answers]))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"loss per answer token: {loss:.4f} ({num_targets} tokens)", "exact answers:"]
+    for name, exact in rows:
+        share = sum(exact) / len(exact)
+        lines.append(f"  {name:{width}}  {share:7.2%}  ({sum(exact)} of {len(exact)})")
+    return "\n".join(lines)
+
+
+def shown_answers(answers: Sequence[Answer], limit: int) -> str:
+    """Up to `limit` answers, evenly distributed over the data, a line each."""
+    step = max(1, len(answers) // limit)
+    lines = ["some answers:"]
+    for answer in answers[::step][:limit]:
+        verdict = "right" if answer.is_exact else f"expected {answer.expected!r}"
+        lines.append(f"  {answer.sample}  {answer.prompt!r} -> {answer.answer!r}  ({verdict})")
+    return "\n".join(lines)
+
+
+def write_predictions(answers: Sequence[Answer], path: Path) -> None:
+    """Write one JSON line per answer."""
+    with path.open("w", encoding="utf-8") as stream:
+        for answer in answers:
+            stream.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 from paddle_vl.checkpoint.adapter_files import StoredAdapter, base_folder
-from paddle_vl.checkpoint.pretrained import DEFAULT_SHARD_BYTES, checkpoint_tensors
-from paddle_vl.checkpoint.sharded import write_tensors
+from paddle_vl.checkpoint.reading import checkpoint_tensors
+from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.families.qwen3_vl.checkpoint_map import with_experts_as_here
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.generation.config import FILE_NAME

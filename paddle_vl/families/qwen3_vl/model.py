@@ -25,7 +25,7 @@ from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.families.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.attention import PackedSamples
 from paddle_vl.nn.loss import next_token_targets
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
 Array = np.ndarray | Tensor
 
@@ -33,23 +33,24 @@ Array = np.ndarray | Tensor
 class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
     """The whole model. Build it with `from_pretrained` or `from_config`."""
 
-    def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement | None = None):
+    def __init__(self, config: Qwen3VLConfig, placement: Placement | None = None):
         super().__init__(config, placement or SingleDevicePlacement())
         text = config.text_config
         self.visual, self.lm_head, tied = None, None, None
-        if self.placement.held.embedding:
-            self.visual = VisionTower(config.vision_config)
-            self.placement.mark_tower(self.visual.parameters())
+        if self.placement.stage_layers.embedding:
+            self.visual = self.placement.layers.tower(VisionTower(config.vision_config))
         self.language_model = LanguageModel(config, self.placement)
-        if self.placement.held.embedding and config.tie_word_embeddings:
+        if self.placement.stage_layers.embedding and config.tie_word_embeddings:
             tied = self.language_model.embedding.embed_tokens.weight
-            self.placement.mark_tied(tied)
-        if self.placement.held.head:
-            self.lm_head = self.placement.vocab_head(
-                text.hidden_size, text.vocab_size, text.initializer_range, tied
+        if self.placement.stage_layers.head:
+            self.lm_head = self.placement.layers.vocab_head(
+                text.hidden_size,
+                text.vocab_size,
+                text.initializer_range,
+                tied,
+                config.tie_word_embeddings,
             )
-            if config.tie_word_embeddings and tied is None:
-                self.placement.mark_tied(self.lm_head.weight)
+        self.placement.parameter_table.add_replicated(self.parameters())
 
     def forward(
         self,
@@ -205,11 +206,11 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         balance: LoadBalance | None = None,
     ) -> Qwen3VLOutput:
         """Logits and losses of rows behind the final norm; `shape` is (B, L)."""
-        logits_TV = self.lm_head(self.placement.enter_columns(hidden_TD))
+        logits_TV = self.lm_head(self.placement.ops.enter_columns(hidden_TD))
         output = Qwen3VLOutput(logits_TV.reshape([*shape, -1]))
         if labels is not None:
             targets_T = next_token_targets(device_tensor(labels))
-            output.loss_sum, count = self.placement.token_loss(logits_TV, targets_T)
+            output.loss_sum, count = self.placement.ops.token_loss(logits_TV, targets_T)
             known = num_target_tokens is not None
             output.num_target_tokens = num_target_tokens if known else count
             output.loss = output.loss_sum / (
@@ -250,10 +251,11 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         if not kinds:
             return {}
         patches = [pixels for _, pixels, _ in kinds]
-        merged, levels = self.placement.encode_visual(
+        merged, levels = self.placement.ops.encode_visual(
             self._encode_items,
             patches[0] if len(kinds) == 1 else paddle.concat(patches),
             np.concatenate([grid for _, _, grid in kinds]),
+            self.visual,
             merge=vision.spatial_merge_size,
             width=vision.out_hidden_size,
             num_levels=len(vision.deepstack_visual_indexes),
@@ -303,7 +305,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         counts = {
             i: layer.mlp.experts.tokens_per_expert
             for i, layer in layers
-            if self.placement.holds_layer(i) and layer.has_experts
+            if self.placement.stage_layers.has_layer(i) and layer.has_experts
         }
         return {i: count for i, count in counts.items() if count is not None}
 
@@ -324,13 +326,13 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
     def decoder_layers(self) -> list[nn.Layer]:
         """Units of the decoder that recompute and sharding work on; those this rank has."""
         layers = enumerate(self.language_model.layers)
-        return [layer for i, layer in layers if self.placement.holds_layer(i)]
+        return [layer for i, layer in layers if self.placement.stage_layers.has_layer(i)]
 
     @property
     def tables(self) -> list[nn.Layer]:
         """The token embedding and the head, those this rank has; tied ones share their `weight`."""
-        held = self.placement.held.embedding
-        layers = [self.language_model.embedding.embed_tokens] if held else []
+        has_embedding = self.placement.stage_layers.embedding
+        layers = [self.language_model.embedding.embed_tokens] if has_embedding else []
         return layers if self.lm_head is None else [*layers, self.lm_head]
 
 

@@ -13,7 +13,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig, Qwen3VLTextConfig
 from paddle_vl.nn.backend import column_sum
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 
 class Routing(NamedTuple):
@@ -53,24 +53,24 @@ class Router(nn.Layer):
 class SparseMoE(nn.Layer):
     """Each token row through its K experts."""
 
-    def __init__(self, config: Qwen3VLMoeTextConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLMoeTextConfig, placement: Placement):
         super().__init__()
         self.placement = placement
         width, std = config.hidden_size, config.initializer_range
         self.gate = Router(
-            placement.router(width, config.num_experts, std), config.num_experts_per_tok
+            placement.layers.router(width, config.num_experts, std), config.num_experts_per_tok
         )
-        self.experts = placement.experts(
+        self.experts = placement.layers.experts(
             config.num_experts, width, config.moe_intermediate_size, std
         )
 
     def forward(self, x_TD: Tensor, real_T: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The rows' sums over their experts, and `routing_sums` when `real_T` is given."""
-        x_TD = self.placement.enter_columns(x_TD)
+        x_TD = self.placement.ops.enter_columns(x_TD)
         routing = self.gate(x_TD)
         sums_2E = None
         if real_T is not None:
-            probabilities_TE = self.placement.enter_replicated(routing.probabilities)
+            probabilities_TE = self.placement.ops.enter_replicated(routing.probabilities)
             sums_2E = routing_sums(probabilities_TE, routing.indices, real_T)
         return self.experts(x_TD, routing.indices, routing.weights), sums_2E
 

@@ -94,7 +94,7 @@ class Qwen3VLStage:
         Raises:
             ValueError: the batch is larger, or has visual tokens without their indices.
         """
-        ranks = self.model.placement.row_part.size
+        ranks = self.model.placement.ops.row_part.size
         tokens = -(-rows.tokens // ranks)
         if (found := self._num_token_rows(batch)) > tokens:
             raise ValueError(
@@ -111,7 +111,7 @@ class Qwen3VLStage:
         return self._shape(tokens, min(rows.visual, tokens))
 
     def _num_token_rows(self, batch: dict[str, Any]) -> int:
-        return batch["input_ids"].size // self.model.placement.row_part.size
+        return batch["input_ids"].size // self.model.placement.ops.row_part.size
 
     def _shape(self, tokens: int, visual: int) -> tuple[int, int]:
         rows = tokens + len(self._travelling(self.layers.start)) * visual

@@ -15,18 +15,16 @@ from paddle_vl.checkpoint.adapter_files import (
     is_adapter,
     is_low_rank,
 )
-from paddle_vl.checkpoint.filling import FillStep
-from paddle_vl.checkpoint.pretrained import (
-    DEFAULT_SHARD_BYTES,
+from paddle_vl.checkpoint.reading import (
+    MaterializeStep,
     check_keys,
     checkpoint_tensors,
     drawn_values,
-    parameter_array,
-    save_parameters,
     stored_values,
 )
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor, write_file
+from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, parameter_array, save_parameters
 from paddle_vl.families.qwen3_vl.adapter import AdaptableModel
 from paddle_vl.families.qwen3_vl.checkpoint_map import (
     EMBEDDING_KEY,
@@ -36,7 +34,8 @@ from paddle_vl.families.qwen3_vl.checkpoint_map import (
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
 from paddle_vl.nn.projections import separate
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class PretrainedQwen3VL(AdaptableModel):
         generation_config: how it generates unless told otherwise; None for the defaults.
     """
 
-    def __init__(self, config: Qwen3VLConfig, placement: SingleDevicePlacement):
+    def __init__(self, config: Qwen3VLConfig, placement: Placement):
         super().__init__()
         self.config, self.placement = config, placement
         self.generation_config: GenerationConfig | None = None
@@ -61,27 +60,27 @@ class PretrainedQwen3VL(AdaptableModel):
     def from_config(
         cls: type[Model],
         config: Qwen3VLConfig,
-        placement: SingleDevicePlacement | None = None,
-        fills: bool = True,
+        placement: Placement | None = None,
+        materialize: bool = True,
     ) -> Model:
         """A model with fresh weights, drawn from Paddle's global random state.
 
         A rank that holds parts gets its parts of what a single device with the same seed draws.
 
         Args:
-            fills: draw them now; otherwise `fill` does.
+            materialize: draw them now; otherwise `materialize` does.
         """
         with paddle.LazyGuard():
             model = cls(config, placement)
 
-        def drawn() -> list[FillStep]:
+        def drawn() -> list[MaterializeStep]:
             splits = model.placement.splits_parameters
             whole = _of_base(model._whole()) if splits else None
             return drawn_values(_of_base(model), whole)
 
-        model.fill_later(drawn)
-        if fills:
-            model.fill_all()
+        model.materialize_later(drawn)
+        if materialize:
+            model.materialize_all()
         return model
 
     @classmethod
@@ -89,9 +88,9 @@ class PretrainedQwen3VL(AdaptableModel):
         cls: type[Model],
         path: str | Path,
         dtype: str = "float32",
-        placement: SingleDevicePlacement | None = None,
+        placement: Placement | None = None,
         base: str | Path | None = None,
-        fills: bool = True,
+        materialize: bool = True,
     ) -> Model:
         """Load a model folder in HF's layout, or adapters and the model that they belong to.
 
@@ -99,8 +98,8 @@ class PretrainedQwen3VL(AdaptableModel):
 
         Args:
             base: the model to load adapters beside, instead of the one that their files name.
-            fills: read the weights now; otherwise `fill` does, and only keys and shapes are
-                compared here.
+            materialize: read the weights now; otherwise `materialize` does, and only keys and
+                shapes are compared here.
 
         Raises:
             ValueError: keys are missing, unexpected or misshapen, all named at once; a base for a
@@ -109,10 +108,12 @@ class PretrainedQwen3VL(AdaptableModel):
         """
         path = Path(path)
         if is_adapter(path):
-            model = cls.from_pretrained(base_folder(path, base), dtype, placement, fills=False)
+            model = cls.from_pretrained(
+                base_folder(path, base), dtype, placement, materialize=False
+            )
             model.load_adapter(path)
-            if fills:
-                model.fill_all()
+            if materialize:
+                model.materialize_all()
             return model
         if base is not None:
             raise ValueError(f"{path} is a whole model, not an adapter of {base}: leave --base out")
@@ -142,9 +143,9 @@ class PretrainedQwen3VL(AdaptableModel):
         ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
         check_keys(path, stored, model._whole().stored_parameters(), ignored, owner)
 
-        model.fill_later(lambda: stored_values(_of_base(model), stored))
-        if fills:
-            model.fill_all()
+        model.materialize_later(lambda: stored_values(_of_base(model), stored))
+        if materialize:
+            model.materialize_all()
         model.generation_config = generation_config
         model.name_or_path = str(path.resolve())
         return model
@@ -154,12 +155,14 @@ class PretrainedQwen3VL(AdaptableModel):
         path: str | Path,
         max_shard_bytes: int = DEFAULT_SHARD_BYTES,
         write: FileWriter = write_file,
+        store: ParameterStore | None = None,
     ) -> None:
         """Write the weights under HF's key names, `config.json` (hub dialect), and
         `generation_config.json` if the model has one.
 
         Args:
             write: takes the files of weights.
+            store: of the model in training, see `paddle_vl.checkpoint.writing`.
 
         Raises:
             ValueError: the model has adapters, which these files have no place for.
@@ -170,13 +173,13 @@ class PretrainedQwen3VL(AdaptableModel):
                 "part of the weights to save"
             )
         path = Path(path)
-        writers = self.placement.writers
+        ranks = self.placement.checkpoint_ranks
         path.mkdir(parents=True, exist_ok=True)
-        if writers.is_first:
+        if ranks.is_first:
             self.config.save_pretrained(path)
             if self.generation_config is not None:
                 self.generation_config.save_pretrained(path)
-        save_parameters(path, self.stored_parameters(), max_shard_bytes, writers, write)
+        save_parameters(path, self.stored_parameters(), max_shard_bytes, ranks, write, store)
 
     def stored_parameters(self) -> list[StoredParameter]:
         """All that this rank stores of its parameters, with checkpoint keys and layouts.
@@ -184,7 +187,7 @@ class PretrainedQwen3VL(AdaptableModel):
         A parameter stands there once, a fused one once for each of its linears.
         """
         rules = checkpoint_rules(self.config)
-        return place_parameters(self.named_parameters(), rules, self.placement)
+        return place_parameters(self.named_parameters(), rules, self.placement.parameter_table)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of this rank under its HF key, a fused one under those of its linears."""
@@ -200,7 +203,7 @@ class PretrainedQwen3VL(AdaptableModel):
 
     def separate(self, weights: Iterable[Tensor]) -> None:
         """Give the linears of some fused weights a weight each, see `paddle_vl.nn.projections`."""
-        separate(self, weights, self.placement.separate_projections)
+        separate(self, weights, self.placement.layers.separate_projections)
 
     def _whole(self: Model) -> Model:
         """The model that this one is a part of, its parameters without storage; or itself."""

@@ -1,50 +1,61 @@
-"""A Qwen3-VL run: conversations, processor, model."""
+"""Qwen3-VL as a family: see `paddle_vl.families.base.Family`."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
-from paddle import Tensor, nn
+from paddle import Tensor
 
+from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.checkpoint.safetensors_io import FileWriter
-from paddle_vl.config.patterns import PARTS
-from paddle_vl.config.schema import RunConfig
+from paddle_vl.config.families import ModelShape
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
+from paddle_vl.data.tokenizer import TextTokenizer
+from paddle_vl.data.worker_pool import Collator
+from paddle_vl.families.base import (
+    BuiltModel,
+    Evaluation,
+    EvaluationOptions,
+    Family,
+    RankInfo,
+    SyntheticData,
+    default_dtype,
+)
 from paddle_vl.families.flops import FlopCounter
-from paddle_vl.families.qwen3_vl.build_model import build_model, model_form, model_shape
+from paddle_vl.families.qwen3_vl.chat import Chat
+from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.families.qwen3_vl.evaluation import build_evaluation
 from paddle_vl.families.qwen3_vl.flops import Qwen3VLFlops
-from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.qwen3_vl.inputs.synthetic import ConversationShapes, write_conversations
+from paddle_vl.families.qwen3_vl.merge_files import merge_adapter
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
-from paddle_vl.nn.placement import SingleDevicePlacement
-from paddle_vl.train.objective import LANGUAGE
-from paddle_vl.train.processes import SingleProcess
+from paddle_vl.families.qwen3_vl.processor_fit import (
+    check_processor_fits,
+    model_collator,
+    model_config,
+)
+from paddle_vl.families.qwen3_vl.settings import PARTS, Qwen3VLRun
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
+
+Model = Qwen3VLForConditionalGeneration
 
 
-class Qwen3VLRecipe:
-    """What `paddle_vl.train.build` asks of a family, for Qwen3-VL.
-
-    Attributes:
-        shape, costs: of the decoder, see `paddle_vl.train.layout.Layout`.
-        parts: words that stand for parameters in model.freeze, as patterns.
-        objective: its losses.
-        make_part: makes a part of a pipeline of a model and a range of layers.
-        fields: optional fields that all batches have or none, the same on all processes.
-        pad_to_multiple_of: padded length of every batch is a multiple of it; None if that is not
-            asked for.
-        train_data, eval_data: samples; no evaluation data is None.
-    """
+class Qwen3VLRecipe(Family):
+    """A run that trains a Qwen3-VL on conversations."""
 
     parts: Mapping[str, Sequence[str]] = PARTS
-    objective = LANGUAGE
-    make_part = Qwen3VLStage
-    # Every batch may have images or not: nothing is to be agreed on at the start.
-    fields: Mapping[str, bool] = {}
+    make_stage = Qwen3VLStage
 
-    def __init__(self, config: RunConfig, checkpoint: Path | None):
+    def __init__(self, config: Qwen3VLRun, checkpoint: Path | None):
         self.config, self.checkpoint = config, checkpoint
         data = config.data
         self.processor = Qwen3VLProcessor.from_pretrained(
@@ -60,97 +71,130 @@ class Qwen3VLRecipe:
         self.pad_to_multiple_of = data.pad_to_multiple_of
         self.train_data = self._dataset(data.train)
         self.eval_data = self._dataset(data.eval) if data.eval else None
-        self.form = model_form(config, self.processor, checkpoint)
-        self.shape, self.costs = model_shape(self.form), layer_costs(self.form)
+        self.loss = VLLoss()
+        self.model_config = self._model_config()
+        self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
 
-    def build_model(self, placement: SingleDevicePlacement) -> nn.Layer:
-        """This process's part of the model, with the weights to start or continue from."""
-        return build_model(self.config, self.form, self.checkpoint, placement)
+    @property
+    def sample_kind(self) -> str:
+        return "packed rows" if self.config.data.packing else "samples"
 
-    def named_parameters(self, model: Qwen3VLForConditionalGeneration) -> list[tuple[str, Tensor]]:
+    def build_model(self, placement: Placement) -> BuiltModel:
+        """See `Family`; with model.lora the adapters are attached."""
+        collator = model_collator(
+            self.processor,
+            padding_side=self.config.data.padding_side,
+            pad_to_multiple_of=self.config.data.pad_to_multiple_of,
+            part=placement.ops.row_part,
+        )
+        model = self._model(placement)
+        return BuiltModel(
+            model,
+            VLBatchAdapter(),
+            collator,
+            partial(_save, model),
+            self.processor.save_pretrained,
+        )
+
+    def named_parameters(self, model: Model) -> list[tuple[str, Tensor]]:
         return list(model.hf_named_parameters())
 
-    def whole_shapes(self, model: Qwen3VLForConditionalGeneration) -> dict[str, tuple[int, ...]]:
-        """Shapes of all parameters of the whole model, whatever this process has, by name."""
+    def full_shapes(self, model: Model) -> dict[str, tuple[int, ...]]:
         return model.whole_shapes()
 
-    def trainable_names(self, model: Qwen3VLForConditionalGeneration) -> Iterable[str] | None:
-        """Names that may be trained; None for all."""
+    def trainable_names(self, model: Model) -> Iterable[str] | None:
         return model.adapter_names()
 
-    def flop_counter(
-        self, model: Qwen3VLForConditionalGeneration, trained: Collection[str]
-    ) -> FlopCounter:
-        """Counts the operations of batches.
-
-        Args:
-            trained: names of the parameters that are trained, of the whole model.
-        """
+    def flop_counter(self, model: Model, trained: Collection[str]) -> FlopCounter:
         adapter = model.adapter
         ranks = {} if adapter is None else dict.fromkeys(adapter.targets, adapter.config.r)
         return Qwen3VLFlops(model.config, trained, ranks)
 
-    def save_model(
-        self, model: Qwen3VLForConditionalGeneration, folder: Path, write: FileWriter
-    ) -> None:
-        """Write what this process has of the model; all that have some call it together.
-
-        Args:
-            write: takes the files of weights, which are in `folder`.
-        """
-        save = model.save_pretrained if model.adapter is None else model.save_adapter
-        save(folder, write=write)
-
-    def save_files(self, model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
-        """Write what belongs beside a model; one process does."""
-        self.processor.save_pretrained(folder)
-
-    def train_loader(
-        self, placement: SingleDevicePlacement, processes: SingleProcess
-    ) -> PrefetchLoader:
-        """Batches without end, this process's part of them."""
-        packing = self._packing(processes)
-        collator = self._collator(placement)
-        return PrefetchLoader(
+    def train_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
+        packing = self._packing(ranks)
+        train = self.config.train
+        return self._loader(
             self.train_data,
             collator if packing is None else PackedCollator(collator),
-            self.config.train.per_device_train_batch_size,
+            train.per_device_train_batch_size,
+            ranks,
             shuffle=True,
             drop_last=packing is None,
             packing=packing,
-            seed=self.config.train.seed,
-            num_workers=self.config.data.num_workers,
-            prefetch_batches=self.config.data.prefetch_batches,
-            rank=processes.data_rank,
-            size=processes.data_size,
+            seed=train.seed,
         )
 
-    def eval_loader(
-        self, placement: SingleDevicePlacement, processes: SingleProcess
-    ) -> PrefetchLoader:
-        """Every evaluation sample once, this process's part of them."""
-        return PrefetchLoader(
+    def eval_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
+        return self._loader(
             self.eval_data,
-            self._collator(placement),
+            collator,
             self.config.train.per_device_eval_batch_size,
+            ranks,
             shuffle=False,
             drop_last=False,
             num_epochs=1,
-            num_workers=self.config.data.num_workers,
-            prefetch_batches=self.config.data.prefetch_batches,
-            rank=processes.data_rank,
-            size=processes.data_size,
         )
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether layers run again in the backward pass."""
-        return self.config.train.recompute == "full"
+    @classmethod
+    def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
+        return build_evaluation(folder, options)
+
+    @classmethod
+    def chat(cls, folder: Path, base: str | None) -> Chat:
+        return Chat.from_pretrained(folder, base=base)
+
+    @classmethod
+    def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
+        processor = Qwen3VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, base))
+        used = merge_adapter(folder, out, base)
+        processor.save_pretrained(out)
+        return used
+
+    @classmethod
+    def with_synthetic_data(cls, config: Qwen3VLRun, data: SyntheticData) -> Qwen3VLRun:
+        """Conversations in files; `cameras` are the images of each, one by default."""
+        tokenizer = TextTokenizer.from_file(config.data.processor or config.model.pretrained)
+        given = {
+            "num_images": data.cameras,
+            "image_side": data.image_side,
+            "answer_tokens": data.answer_tokens,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        shapes = replace(ConversationShapes(), **given)
+        file = write_conversations(data.folder / "data", shapes, data.num_samples, tokenizer)
+        values = config.model_dump()
+        values["data"]["train"] = [str(file)]
+        return type(config).model_validate(values)
+
+    def _model_config(self) -> Qwen3VLConfig:
+        source = self._weights
+        found = (
+            model_config(self.config.model.config, self.processor)
+            if source is None
+            else Qwen3VLConfig.from_pretrained(source)
+        )
+        check_processor_fits(found, self.processor)
+        return found
+
+    def _model(self, placement: Placement) -> Model:
+        settings, source = self.config.model, self._weights
+        if source is None:
+            with default_dtype(settings.compute_dtype):
+                return Model.from_config(self.model_config, placement, materialize=False)
+        model = Model.from_pretrained(source, settings.compute_dtype, placement, materialize=False)
+        if settings.lora is None:
+            return model
+        if self.checkpoint is None:
+            model.add_lora(settings.lora)
+        else:
+            model.load_adapter(self.checkpoint)
+        return model
 
     @property
-    def sample_kind(self) -> str:
-        """What a batch is counted in."""
-        return "packed rows" if self.config.data.packing else "samples"
+    def _weights(self) -> str | Path | None:
+        """Folder of the full weights; None for fresh ones. A checkpoint of adapters has none."""
+        from_base = self.checkpoint is None or self.config.model.lora is not None
+        return self.config.model.pretrained if from_base else self.checkpoint
 
     def _dataset(self, files: Sequence[str]) -> MessagesDataset:
         data = self.config.data
@@ -163,30 +207,49 @@ class Qwen3VLRecipe:
             max_line_bytes=data.max_line_bytes,
         )
 
-    def _collator(self, placement: SingleDevicePlacement) -> VLCollator:
-        processor = self.processor
-        return VLCollator(
-            pad_token_id=processor.pad_token_id,
-            image_token_id=processor.image_token_id,
-            video_token_id=processor.video_token_id,
-            spatial_merge_size=processor.image_processor.merge_size,
-            padding_side=self.config.data.padding_side,
-            pad_to_multiple_of=self.config.data.pad_to_multiple_of,
-            part=placement.row_part,
+    def _loader(
+        self,
+        samples: MessagesDataset,
+        collator: Collator,
+        batch_size: int,
+        ranks: RankInfo,
+        **settings: object,
+    ) -> PrefetchLoader:
+        return PrefetchLoader(
+            samples,
+            collator,
+            batch_size,
+            num_workers=self.config.data.num_workers,
+            prefetch_batches=self.config.data.prefetch_batches,
+            rank=ranks.data_rank,
+            size=ranks.data_size,
+            **settings,
         )
 
-    def _packing(self, processes: SingleProcess) -> Packing | None:
+    def _packing(self, ranks: RankInfo) -> Packing | None:
         data = self.config.data
         if not data.packing:
             return None
         budget = RowBudget(data.packing_length or data.max_length, data.max_vision_tokens_per_row)
-        # The first process measures; the others then find what it wrote, or the same fault.
-        if processes.is_main:
+        # The first rank measures and writes the lengths; the others read its file afterwards, or
+        # find the same fault.
+        if ranks.is_main:
             try:
                 lengths = sample_lengths(self.train_data, budget, data.num_workers)
             finally:
-                processes.wait()
+                ranks.wait()
         else:
-            processes.wait()
+            ranks.wait()
             lengths = sample_lengths(self.train_data, budget, data.num_workers)
         return Packing(lengths, budget)
+
+
+def model_shape(config: Qwen3VLConfig) -> ModelShape:
+    """Decoder sizes for the parallel plan."""
+    text = config.text_config
+    return ModelShape(**{f.name: getattr(text, f.name, f.default) for f in fields(ModelShape)})
+
+
+def _save(model: Model, folder: Path, write: FileWriter, store: ParameterStore | None) -> None:
+    save = model.save_pretrained if model.adapter is None else model.save_adapter
+    save(folder, write=write, store=store)

@@ -9,29 +9,18 @@ shapes are sent. Fleet's schedules need messages of one shape: rows are padded t
 of the step, or to what is reserved. With `pp_shapes: dynamic` fleet sends each shape instead.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.batch.schema import Batch
+from paddle_vl.nn.loss import Loss, zero_terms
+from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.engine import Engine
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, evaluated_batches
-
-Batch = dict[str, Any]
-
-
-class Objective(Protocol):
-    """The losses of the last chunk's output, see `paddle_vl.train.objective`."""
-
-    terms: Mapping[str, float]
-
-    def share(self, output: Any, totals: Sequence[int], num_batches: int) -> tuple[Tensor, Tensor]:
-        """What a batch adds to the loss of a step, and to each of its terms."""
-
-    def sums(self, output: Any) -> Tensor:
-        """Sum of each term over a batch, not divided."""
 
 
 class ModelChunk(Protocol):
@@ -77,7 +66,8 @@ class PipelineRunner:
         chunks: all chunks of the model in order; this stage runs its own.
         stage: number of this stage.
         dtype: of the rows between chunks.
-        objective: the losses of the model.
+        loss: see `paddle_vl.nn.loss`.
+        adapter: of the model's batches, for the trainer.
         data_size: data shards, each with its own pipeline.
         reserved: the largest micro-batch of training, if that is fixed.
     """
@@ -89,14 +79,16 @@ class PipelineRunner:
         degrees: ParallelDegrees,
         stage: int,
         dtype: str,
-        objective: Objective,
+        loss: Loss,
+        adapter: Any,
         data_size: int = 1,
         reserved: ReservedRows | None = None,
     ):
-        self.model, self.objective, self.data_size = model, objective, data_size
+        self.model, self.loss, self.adapter, self.data_size = model, loss, adapter, data_size
         self.chunks, self.degrees, self.dtype, self.reserved = chunks, degrees, dtype, reserved
         self.own_chunks = chunks_of_stage(degrees, stage)
         self._batches: Sequence[Batch] = ()
+        self._store: ParameterStore | None = None
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._terms: list[Tensor] = []
         self._losses_of: Callable[[Any], tuple[Tensor, Tensor]]
@@ -107,8 +99,16 @@ class PipelineRunner:
         """How many batches of an evaluation keep all stages busy."""
         return 2 * self.degrees.pp_degree
 
-    def accumulate_gradients(self, batches: Sequence[Batch], totals: Sequence[int]) -> Tensor:
+    def accumulate_gradients(
+        self,
+        batches: Sequence[Batch],
+        totals: Sequence[int],
+        store: ParameterStore | None = None,
+    ) -> Tensor:
         """Forward and backward of all micro-batches.
+
+        Args:
+            store: of the model's parameters; None leaves gradients where autograd put them.
 
         Returns:
             `[n]`, each term of this pipeline's share of the loss on the last chunk's stage; zeros
@@ -120,9 +120,11 @@ class PipelineRunner:
         num_batches = len(batches) * self.data_size
 
         def share(output: Any) -> tuple[Tensor, Tensor]:
-            return self.objective.share(output, totals, num_batches)
+            return self.loss.share(output, totals, num_batches)
 
+        self._store = store
         terms = self._run(self.engine.train, batches, share, self.reserved)
+        self._store = None
         return self._summed(terms)
 
     @paddle.no_grad()
@@ -131,7 +133,7 @@ class PipelineRunner:
         stages."""
 
         def sums(output: Any) -> tuple[Tensor, Tensor]:
-            terms = self.objective.sums(output)
+            terms = self.loss.sums(output)
             return terms.sum(), terms
 
         # Some schedules need certain numbers of batches; the repeated ones are not counted.
@@ -204,10 +206,11 @@ class PipelineRunner:
         return loss
 
     def _end_micro_batch(self) -> None:
-        self.model.placement.trained.end_micro_batch()
+        if self._store is not None:
+            self._store.end_micro_batch()
 
     def _summed(self, terms: Sequence[Tensor]) -> Tensor:
-        total = paddle.zeros([len(self.objective.terms)])
+        total = zero_terms(self.loss)
         for each in terms:
             total = total + each.astype("float32")
         return total

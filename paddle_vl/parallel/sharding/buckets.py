@@ -15,7 +15,7 @@ from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
 from paddle_vl.nn.master_weights import WideGradients, master_copy
-from paddle_vl.parallel.gradients import BUCKET_ELEMENTS
+from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 
 # Reduce-scatters in flight during a backward pass. One is hidden behind the computation of the next
 # unit; more would only hold more packed gradients, as a group runs one collective at a time.

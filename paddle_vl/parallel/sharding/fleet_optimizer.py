@@ -24,8 +24,8 @@ from paddle import Tensor, nn
 from paddle.distributed import fleet
 
 from paddle_vl.nn.adamw import AdamW
-from paddle_vl.nn.master_weights import copy_marks, master_copy
-from paddle_vl.parallel.expert_parallel import is_expert
+from paddle_vl.nn.master_weights import master_copy
+from paddle_vl.nn.parameter_table import ParameterTable, Tie
 from paddle_vl.parallel.sharding import fleet_buffers
 from paddle_vl.parallel.sharding.buckets import check_full_shape
 from paddle_vl.parallel.sharding.fleet_buffers import OrderedGathers, OrderedReductions
@@ -45,6 +45,7 @@ class FleetSharding:
         parameters: the model's on this rank, trained and frozen, in the same order on all ranks.
             Those that are `stop_gradient` now count as frozen.
         topology: with a sharding group of at least two ranks.
+        parameter_table: of the model.
         units: layers whose parameters nothing else uses; with `overlaps_gathers` the forward pass
             of each waits for its own parameters only.
         overlaps_gathers: all-gather updated parameters during the next step's forward pass.
@@ -59,11 +60,13 @@ class FleetSharding:
         self,
         parameters: Iterable[Tensor],
         topology: Topology,
+        parameter_table: ParameterTable,
         units: Iterable[nn.Layer] = (),
         overlaps_gathers: bool = False,
     ):
         fleet_buffers.check_functions()
         self.topology, self.group = topology, topology.sharding_group
+        self._table = parameter_table
         self.optimizer: fleet_buffers.DygraphShardingOptimizerV2 | None = None
         self._units = list(units) if overlaps_gathers else []
         self._overlaps_gathers = overlaps_gathers
@@ -90,10 +93,10 @@ class FleetSharding:
             return
         for parameter in parameters:
             # Fleet puts each color in buffers of its own.
-            if getattr(parameter, "is_tied", False):
+            if self._table[parameter].tie is not Tie.NONE:
                 # Sliced alike on the first and the last pipeline stage.
                 parameter.color = "tied"
-            elif is_expert(parameter):
+            elif self._table[parameter].is_expert:
                 parameter.color = "expert"
         fleet_buffers.MixPrecisionLayer(nn.ParameterList(parameters), dtype="bfloat16")
         self._hybrid = fleet.distributed_optimizer(adamw)
@@ -157,10 +160,11 @@ class FleetSharding:
             return
         if self.optimizer.comm_overlap:
             self._reductions.finish()
-        shared = [p for p in self._trained.values() if not is_expert(p)]
+        shared = [p for p in self._trained.values() if not self._table[p].is_expert]
         self._hybrid._hybrid_sync_grad(shared)
         for buffer in self._buffers:
-            parts = 1 if is_expert(buffer.params[0]) else self.topology.degrees.dp_degree
+            is_expert = self._table[buffer.params[0]].is_expert
+            parts = 1 if is_expert else self.topology.degrees.dp_degree
             length = buffer.grad_storage.size // self.group.nranks
             begin = self.group.rank * length
             own = buffer.grad_storage._slice(begin, begin + length)
@@ -261,7 +265,8 @@ class FleetSharding:
         if end <= begin:
             return None
         part = self.optimizer._slice_params[parameter.name]
-        copy_marks(parameter, part)
+        # Fleet reads it.
+        part.is_distributed = parameter.is_distributed
         if part.dtype == paddle.float32:
             return part
         with paddle.no_grad():

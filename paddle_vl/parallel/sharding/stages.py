@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.parallel.mp_ops import gathered
+from paddle_vl.parallel.collectives import all_gathered
 from paddle_vl.parallel.sharding.buckets import (
     Bucket,
     BucketEntry,
@@ -68,7 +68,8 @@ class Sharding:
         parameters: the model's on this rank, trained and frozen, each once, in the same order on
             all ranks. Those that are `stop_gradient` now count as frozen. Each is sharded before
             the next is asked for; at stage 3 those of units and tables have no storage afterwards.
-            With the iterator `Fillable.fill` memory never exceeds this rank's share and one tensor.
+            With the iterator `Materializable.materialize` memory never exceeds this
+            rank's share and one tensor.
         group: process group of at least two ranks.
         stage: 2 or 3, see the package.
         chains: layers that run one after the other whenever the first of them does. A layer is a
@@ -213,7 +214,7 @@ class Sharding:
         if value is None:
             shard = self.shard_of(parameter).detach().astype(parameter.dtype)
         with paddle.no_grad():
-            return from_rows(gathered(shard, self.group), parameter)
+            return from_rows(all_gathered(shard, self.group), parameter)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
         """`[n]`, this rank's shard of an array in the parameter's shape, padded with zeros.

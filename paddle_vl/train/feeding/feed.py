@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from paddle_vl.batch.schema import Batch
+from paddle_vl.families.base import BatchAdapter
 from paddle_vl.train.feeding.data_wait import WaitWatch
 from paddle_vl.train.feeding.device_copies import DeviceCopies
-from paddle_vl.train.feeding.micro_batch import MicroBatch, counted
-from paddle_vl.train.objective import Batch, Objective
 from paddle_vl.train.phases import Phase, phase
+from paddle_vl.train.step import MicroBatch, counted
 
 
 class TrainingData(Protocol):
@@ -101,7 +102,7 @@ class BatchFeed:
     def __init__(
         self,
         data: TrainingData,
-        objective: Objective,
+        adapter: BatchAdapter,
         num_micro_batches: int,
         num_steps: int,
         *,
@@ -109,7 +110,7 @@ class BatchFeed:
         copies: DeviceCopies | None = None,
         count_flops: Callable[[Batch], int] | None = None,
     ):
-        self._data, self._objective = data, objective
+        self._data, self._adapter = data, adapter
         self._num_micro_batches, self._num_steps = num_micro_batches, num_steps
         self._copies, self._count_flops = copies, count_flops
         self._watch = WaitWatch(wait_warning_s, data.waiting_for)
@@ -161,7 +162,7 @@ class BatchFeed:
             self._copies.close()
 
     def _fetch(self, is_ahead: bool) -> FedStep:
-        copies, objective = self._copies, self._objective
+        copies, adapter = self._copies, self._adapter
         if copies is not None and self.steps_fed:
             copies.launched()
         begin = time.perf_counter()
@@ -173,12 +174,12 @@ class BatchFeed:
             wait_s = 0.0
         place = DataPlace.of(self._data)
         micro_batches = [
-            counted(objective.prepared(batch), objective, self._count_flops) for batch in batches
+            counted(adapter.prepared(batch), adapter, self._count_flops) for batch in batches
         ]
         if copies is not None:
             with phase(Phase.HOST_TO_DEVICE):
                 on_device = copies.start(
-                    [micro_batch.batch for micro_batch in micro_batches], objective.is_for_device
+                    [micro_batch.batch for micro_batch in micro_batches], adapter.is_for_device
                 )
             micro_batches = [
                 replace(micro_batch, batch=batch)

@@ -18,7 +18,7 @@ Keys of a line:
         data.packing, the share of real tokens in rows. Of these, as of times, a run that continues
         begins anew.
     `target_tokens`, `skipped_updates` and `skipped_samples` of the whole run so far.
-    `tokens_per_expert_min`, `_mean` and `_max`, see `paddle_vl.train.reporting.expert_load`.
+    `tokens_per_expert_min`, `_mean` and `_max`, see `paddle_vl.families.qwen3_vl.objective`.
     `eval_loss` in steps that evaluate, of a policy with its terms. A line of an evaluation between
         two reports has `step` and the evaluation's entries only.
 What is not said to be of the run is since the last line, or start.
@@ -32,10 +32,9 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.train.feeding.micro_batch import MicroBatch
-from paddle_vl.train.objective import LANGUAGE, Objective, weighted
+from paddle_vl.nn.loss import Loss, weighted_loss
 from paddle_vl.train.reporting.gauges import Gauge
-from paddle_vl.train.step import StepOutcome
+from paddle_vl.train.step import MicroBatch, StepOutcome
 
 Values = Mapping[str, Any]
 
@@ -49,9 +48,9 @@ class StepMeter:
         peak_flops: operations per second that this process's device has at most, if known.
     """
 
-    def __init__(self, objective: Objective = LANGUAGE, peak_flops: float | None = None):
-        self._objective, self._peak_flops = objective, peak_flops
-        nothing = paddle.zeros([len(objective.terms)], dtype="float64")
+    def __init__(self, loss: Loss, peak_flops: float | None = None):
+        self._loss, self._peak_flops = loss, peak_flops
+        nothing = paddle.zeros([len(loss.terms)], dtype="float64")
         # Of each term what the run has counted; the window is what came since the last report.
         self._counted, self._sums, self._counts = nothing, nothing, nothing
         # Skipped updates: all, in a row until now, and in a row at most since the last report.
@@ -124,13 +123,13 @@ class StepMeter:
 
     def line(self, values: Values) -> dict[str, Any]:
         """The window's part of a metrics line, from the gauges of all processes."""
-        objective = self._objective
+        loss = self._loss
         line: dict[str, Any] = {"loss": None}
-        means = dict.fromkeys(objective.terms)
+        means = dict.fromkeys(loss.terms)
         if values["counts"].all():
             numbers = (values["sums"] / values["counts"]).tolist()
-            means = dict(zip(objective.terms, numbers, strict=True))
-            line["loss"] = weighted(numbers, objective)
+            means = dict(zip(loss.terms, numbers, strict=True))
+            line["loss"] = weighted_loss(numbers, loss)
         if len(means) > 1:
             line |= means
         norm = float(values["grad_norm"].item())
@@ -141,8 +140,8 @@ class StepMeter:
             mean = values["length_sum"] / values["length_count"]
             line["sequence_length_mean"] = round(mean, 1)
             line["sequence_length_max"] = int(values["length_max"])
-        for term, name in objective.reported_counts.items():
-            line[name] = int(values["counted"][list(objective.terms).index(term)])
+        for term, name in loss.reported_counts.items():
+            line[name] = int(values["counted"][list(loss.terms).index(term)])
         line["skipped_updates"] = int(values["skips"][0])
         if values["places"]:
             line["packing_efficiency"] = round(values["tokens"] / values["places"], 4)

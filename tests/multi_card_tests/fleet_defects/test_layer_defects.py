@@ -68,7 +68,7 @@ def sum_of_hooks() -> float:
 
 
 def test_hooks_count_backward_passes_and_leave_gradients_apart():
-    """In place of them `paddle_vl.parallel.gradients` sums what is marked `is_partial`, once."""
+    """`paddle_vl.parallel.collectives` all-reduces partial gradients instead, once."""
     assert launch(sum_of_hooks, 2) == [1.0, 2.0]
 
 

@@ -1,7 +1,7 @@
 """What fleet's sharding optimizer gets wrong, each in a few lines of plain fleet.
 
 A test that fails here on a newer Paddle says that what it shows is gone, and with it the reason for
-something in `paddle_vl.parallel.sharding` or `paddle_vl.parallel.gradients`.
+something in `paddle_vl.parallel.sharding` or `paddle_vl.parallel.collectives`.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """The command line.
 
-Guarantees: help answers without loading Paddle and explains every setting; user errors are one line
-and exit code 1, faults of the program keep their traceback; train, evaluate and generate work
+Guarantees: --help loads no Paddle and explains every setting, those of every run first; user errors
+are one message and exit code 1, bugs keep their traceback; train, evaluate and generate work
 together on a run folder; a stopped training exits with 128 + the signal's number.
 """
 
@@ -16,7 +16,7 @@ import pytest
 
 from paddle_vl.cli import train as train_command
 from paddle_vl.cli.main import main
-from paddle_vl.config.schema import setting_descriptions
+from paddle_vl.config.family_settings import settings_help
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 
@@ -41,7 +41,7 @@ def run_module(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
-def test_rank_log_holds_names_of_files_that_are_not_utf8(tmp_path):
+def test_rank_log_has_file_names_that_are_not_utf8(tmp_path):
     run = os.fsdecode(b"no-\xff.yaml")
     result = run_module("train", run, PADDLE_VL_RANK_LOG=str(tmp_path / "log"))
     assert result.returncode == 1
@@ -52,7 +52,7 @@ def test_rank_log_holds_names_of_files_that_are_not_utf8(tmp_path):
 @pytest.mark.parametrize(
     "command", [[], ["train"], ["evaluate"], ["generate"], ["merge"], ["profile"], ["report"]]
 )
-def test_help_answers_without_loading_paddle(command):
+def test_help_loads_no_paddle(command):
     program = (
         "import sys\nfrom paddle_vl.cli.main import main\n"
         f"try:\n    main({[*command, '--help']!r})\n"
@@ -68,9 +68,11 @@ def test_train_help_explains_every_setting(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for name, (default, description) in setting_descriptions().items():
-        shown = "null" if default == "None" else default
-        assert f"{name} ({shown}) {description}" in text
+    at = 0
+    for title, _, described in settings_help():
+        at = text.index(f"{title} (default):", at)
+        for name, (default, description) in described.items():
+            at = text.index(f"{name} ({default}) {description}", at)
 
 
 def test_wrong_arguments_exit_with_2(capsys):
@@ -109,7 +111,7 @@ def test_setting_error_exits_1_and_debug_shows_the_traceback(run_file):
     assert "Traceback" in debug.stderr
 
 
-def test_faults_of_the_program_keep_their_traceback(monkeypatch):
+def test_bugs_keep_their_traceback(monkeypatch):
     def fault(options):
         json.loads("{")
 

@@ -1,8 +1,8 @@
-"""YAML that would take the machine, and settings beyond sense.
+"""YAML that would exhaust the machine, and settings out of any range.
 
-Guarantees: aliases that multiply, depth, size and numbers are bounded before anything is made of
-them, in files and overrides; what is no text is refused by file and place; an override is never
-blamed on the file; settings that would take all memory are refused.
+Guarantees: expanded aliases, depth, size and numbers are limited before values are constructed, in
+files and overrides; bytes that are not text are refused with file and position; an error in an
+override never names the file; settings that would take all memory are refused.
 """
 
 import tracemalloc
@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.config.schema import setting_descriptions
+from paddle_vl.config.section import setting_descriptions
 from paddle_vl.config.validate import launch_problems
+from paddle_vl.families.pi07.settings import PI07Run
 from tests.single_card_tests.config.test_load import MINIMAL
 
 
@@ -31,9 +32,9 @@ def merges() -> str:
 
 
 HOSTILE = [
-    (bomb().encode(), "stands for more than 50,000 values"),
-    (merges().encode(), "stands for more than 50,000 values"),
-    (b"a: &a [*a]", "an alias stands inside what it names"),
+    (bomb().encode(), "expanded this has more than 50,000 values"),
+    (merges().encode(), "expanded this has more than 50,000 values"),
+    (b"a: &a [*a]", "an alias is inside its own anchor"),
     (b"a: " + b"[" * 100_000, "nested more than 64 deep"),
     (b"a: " + b"{a: " * 100_000, "nested more than 64 deep"),
     (b"\n".join(b" " * i + b"a:" for i in range(500)), "nested more than 64 deep"),
@@ -95,10 +96,10 @@ def refusal(file: Path, *overrides: str) -> str:
         ("foo.bar=1", "foo is not a setting; the sections are"),
         ("foo.bar.baz=1", "foo is not a setting"),
         ("train.seed.x.y=1", 'train.seed is {"x": {"y": 1}}'),
-        ("data.groups.x=1", "data.groups is 1"),
+        ("train.part_learning_rates.x=a", 'train.part_learning_rates is "a"'),
     ],
 )
-def test_hostile_overrides_are_the_command_lines(file, override, named):
+def test_hostile_overrides_name_the_command_line(file, override, named):
     message = refusal(file, override)
     assert message.startswith("command line: ")
     assert named in message
@@ -120,33 +121,33 @@ def test_hostile_overrides_are_the_command_lines(file, override, named):
         ("model.lora={target_modules: [a], r: 1000000000}", "model.lora.r is 1000000000"),
     ],
 )
-def test_settings_beyond_sense_are_refused(file, override, named):
+def test_settings_out_of_range_are_refused(file, override, named):
     assert named in refusal(file, override)
 
 
-def test_padding_up_to_the_longest_row_is_sense(file):
+def test_padding_to_the_longest_row_is_accepted(file):
     config = load_run_config(file, ["data.pad_to_multiple_of=2048"])
     assert config.data.pad_to_multiple_of == 2048
 
 
-def test_workers_that_the_machine_cannot_hold_are_refused_with_their_memory(file, monkeypatch):
+def test_workers_that_do_not_fit_into_memory_are_refused_with_both_sizes(file, monkeypatch):
     config = load_run_config(file, ["data.num_workers=1000"])
     monkeypatch.setattr("paddle_vl.config.validate.machine_memory", lambda: 8 * 10**9)
     assert any(
-        "data.num_workers 1000 would take 20 GB" in problem and "8 GB that this machine" in problem
+        "data.num_workers 1000 would take 20 GB" in problem and "this machine has 8 GB" in problem
         for problem in launch_problems(config, "cpu")
     )
 
 
-def test_output_that_is_or_lies_in_a_file_is_refused(file):
+def test_output_dir_that_is_a_file_or_inside_one_is_refused(file):
     for output in (file, file / "runs"):
         config = load_run_config(file, [f"train.output_dir={output}"])
         problems = launch_problems(config, "cpu")
         assert any(f"{file} is a file, not a folder" in problem for problem in problems)
 
 
-def test_defaults_are_shown_as_they_are():
-    shown = {name: default for name, (default, _) in setting_descriptions().items()}
+def test_defaults_are_shown():
+    shown = {name: default for name, (default, _) in setting_descriptions(PI07Run).items()}
     assert "Undefined" not in "".join(shown.values())
     assert shown["data.drops"] == "its settings below"
     assert shown["data.drops.subgoal_drop_prob"] == "0.75"

@@ -1,16 +1,14 @@
 """Rules across settings.
 
-Guarantees: each rule fires on the one combination it forbids and names the values, and a sound
+Guarantees: each rule refuses the combination that it forbids and names the values; a valid
 configuration passes all of them.
 """
 
 import pytest
 
-from paddle_vl.config.schema import RunConfig
-from paddle_vl.config.validate import (
-    launch_problems,
-    rule_problems,
-)
+from paddle_vl.config.validate import launch_problems, rule_problems
+from paddle_vl.families.pi07.settings import PI07Run
+from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
 
 CPU = "cpu"
 SHARDED = {"parallel__sharding_degree": 2, "parallel__sharding_stage": 2}
@@ -18,8 +16,8 @@ ONCE = {"parallel__reduce_once_per_step": True, "train__gradient_accumulation_st
 HALF = {"parallel__reduce_dtype": "bfloat16", "model__compute_dtype": "bfloat16"}
 
 
-def make(**changes: object) -> RunConfig:
-    """A sound configuration with `section__name` values changed."""
+def make(**changes: object) -> Qwen3VLRun:
+    """A valid configuration with `section__name` values changed."""
     values = {
         "model": {"pretrained": "m"},
         "data": {"train": ["t.jsonl"]},
@@ -28,7 +26,7 @@ def make(**changes: object) -> RunConfig:
     for name, value in changes.items():
         section, _, leaf = name.partition("__")
         values.setdefault(section, {})[leaf] = value
-    return RunConfig.model_validate(values)
+    return Qwen3VLRun.model_validate(values)
 
 
 @pytest.fixture
@@ -39,7 +37,7 @@ def existing(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_sound_configuration_passes(existing):
+def test_valid_configuration_passes(existing):
     assert rule_problems(make()) == []
     assert launch_problems(make(), CPU) == []
 
@@ -51,6 +49,7 @@ def test_sound_configuration_passes(existing):
         ({"model__pretrained": None}, "neither is set of model.pretrained and model.config"),
         ({"train__num_train_epochs": 1.0}, "both are set of train.max_steps and"),
         ({"train__max_steps": None}, "neither is set of train.max_steps and"),
+        ({"data__train": []}, "data.train lists no file"),
         ({"train__warmup_steps": 11}, "train.warmup_steps 11 exceeds train.max_steps 10"),
         (
             {"train__min_lr_ratio": 0.1, "train__lr_scheduler_type": "constant"},
@@ -85,7 +84,7 @@ def test_sound_configuration_passes(existing):
         ),
         (
             {"data__packing": True, "data__padding_side": "left"},
-            "data.padding_side is left but packed rows are filled up at the right",
+            "data.padding_side is left but packed rows are padded on the right",
         ),
         (
             {"model__pretrained": None, "model__config": {}},
@@ -123,6 +122,20 @@ def test_sound_configuration_passes(existing):
 )
 def test_rule_fires(changes, part):
     assert any(part in problem for problem in rule_problems(make(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("data", "part"),
+    [
+        ({"train": []}, "neither is set of data.train and data.synthetic_samples"),
+        ({"synthetic_samples": 8}, "both are set of data.train and data.synthetic_samples"),
+        ({"groups": {"u.jsonl": "g"}}, "differ in t.jsonl, u.jsonl: give every file its group"),
+    ],
+)
+def test_rule_of_a_policy_fires(data, part):
+    values = {"model": {"pretrained": "m"}, "train": {"output_dir": "out", "max_steps": 10}}
+    config = PI07Run.model_validate({**values, "data": {"train": ["t.jsonl"]} | data})
+    assert any(part in problem for problem in rule_problems(config))
 
 
 @pytest.mark.parametrize(

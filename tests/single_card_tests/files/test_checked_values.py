@@ -1,7 +1,7 @@
-"""Types and ranges of values, and errors with the names of files.
+"""Type and range checks, and OSErrors that name their file.
 
-Guarantees: nothing is converted, every value that does not fit is named at once with what is
-needed; an error of the system has the file's name, once.
+Guarantees: nothing is converted; all values that do not fit are named together with what they must
+be; an OSError has the file's name exactly once.
 """
 
 import errno
@@ -59,17 +59,17 @@ def test_values_that_do_not_fit_are_named(values, named):
         check_values(Settings(**values), "section", RANGES)
 
 
-def test_values_that_fit_are_taken_as_they_are():
+def test_values_that_fit_pass():
     for values in ({}, {"rate": 1}, {"limit": 5}, {"either": "x"}, {"table": {"a": 1}}):
         check_values(Settings(**values), "section", RANGES)
 
 
-def test_values_are_shown_short_whatever_they_are():
+def test_long_values_are_shortened():
     assert shown("a" * 500) == "'" + "a" * 76 + "..."
     assert shown(1 << 100_000) == "a int"
 
 
-def test_errors_of_the_system_are_named_once():
+def test_os_errors_name_their_file_once():
     with pytest.raises(OSError, match="some/file") as error, naming("some/file"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert error.value.errno == errno.ENOSPC

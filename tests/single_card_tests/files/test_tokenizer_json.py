@@ -1,4 +1,7 @@
-"""Reading tokenizer.json. Guarantees: one that fails or takes for ever later is refused by name."""
+"""Reading tokenizer.json.
+
+Guarantees: a file whose tokenizer would fail or run out of memory later is refused by name.
+"""
 
 import json
 
@@ -27,7 +30,7 @@ def test_tokenizer_without_its_unknown_token_is_refused(tmp_path):
     assert "fetch or save it again" in str(error.value)
 
 
-def test_id_beyond_sense_is_refused(tmp_path):
+def test_huge_id_is_refused(tmp_path):
     file = write(tmp_path / "tokenizer.json", {"[UNK]": 0, "a": 2**31 - 1})
     with pytest.raises(RuntimeError, match=r"the id of 'a' is 2147483647; at most 16777215"):
         read_tokenizer(file)

@@ -64,10 +64,10 @@ def test_a_model_without_values_yet_is_separated_too():
     paddle.seed(5)
     wanted = Qwen3VLForConditionalGeneration.from_config(tiny_config()).hf_state_dict()
     paddle.seed(5)
-    model = Qwen3VLForConditionalGeneration.from_config(tiny_config(), fills=False)
+    model = Qwen3VLForConditionalGeneration.from_config(tiny_config(), materialize=False)
     model.separate(fused_weights(model)[:3])
     assert len(fused_weights(model)) == 3
-    model.fill_all()
+    model.materialize_all()
     for key, array in model.hf_state_dict().items():
         np.testing.assert_array_equal(array, wanted[key], err_msg=key)
 

@@ -11,9 +11,10 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.families.pi07.settings import PI07Run
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.profile.conversations import ConversationShapes, write_conversations
+from paddle_vl.families.qwen3_vl.inputs.synthetic import ConversationShapes, write_conversations
 from paddle_vl.profile.workload import Workload, with_workload
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
@@ -35,10 +36,14 @@ def config(run_file):
 
 
 def policy_config(run: RunConfig, **model: object) -> RunConfig:
-    values = run.model_dump()
-    values["model"] |= {"config": POLICY, **model}
-    values["data"]["drops"]["subgoal_drop_prob"] = 0.125
-    return RunConfig.model_validate(values)
+    return PI07Run.model_validate(
+        {
+            "model": {"config": POLICY, **model},
+            "data": {"train": run.data.train, "drops": {"subgoal_drop_prob": 0.125}},
+            "parallel": {"dp_degree": run.parallel.dp_degree},
+            "train": run.train.model_dump(),
+        }
+    )
 
 
 def test_conversations_have_the_shapes_asked_for(config, run_file, tmp_path):

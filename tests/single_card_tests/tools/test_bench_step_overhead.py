@@ -8,7 +8,7 @@ logs another training.
 import pytest
 
 from bench_step_overhead import expected_collectives, problems
-from paddle_vl.parallel.gradients import BUCKET_ELEMENTS
+from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 from paddle_vl.parallel.recorder import Collective
 from step_counts import TurnCounts, by_kind_of_step
 

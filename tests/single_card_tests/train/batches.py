@@ -5,9 +5,9 @@ import paddle
 
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.visual_index import host_visual_indices
-from paddle_vl.train.feeding.micro_batch import MicroBatch, counted
-from paddle_vl.train.objective import LANGUAGE
-from paddle_vl.train.step import StepOutcome, StepTotals
+from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
+from paddle_vl.train.step import MicroBatch, ModelRunner, StepOutcome, StepTotals, counted
 from tests.support.tiny import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows
 
 
@@ -57,7 +57,11 @@ def count_calls(layer) -> list:
 
 def micro_batches(*batches: dict) -> list[MicroBatch]:
     """Batches of a language model as a step takes them."""
-    return [counted(batch, LANGUAGE) for batch in batches]
+    return [counted(batch, VLBatchAdapter()) for batch in batches]
+
+
+def vl_runner(model, processes: SingleProcess = ONE_PROCESS) -> ModelRunner:
+    return ModelRunner(model, VLLoss(), VLBatchAdapter(), processes)
 
 
 def outcome(

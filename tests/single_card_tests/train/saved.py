@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
-from paddle_vl.checkpoint.sharded import write_tensors
+from paddle_vl.checkpoint.writing import write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig, TrainConfig
+from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
@@ -23,7 +24,7 @@ def settings(**changes: Any) -> TrainConfig:
 
 
 def run_config() -> RunConfig:
-    return RunConfig.model_validate(
+    return Qwen3VLRun.model_validate(
         {
             "model": {"config": {}},
             "data": {"train": ["t.jsonl"], "processor": "p"},

@@ -8,9 +8,9 @@ import pickle
 
 import pytest
 
-from paddle_vl.train.evaluate import Answer, FirstSamples, evaluation_report, mean_losses
-from paddle_vl.train.step import WholeModel
-from tests.single_card_tests.train.batches import image_batch, split_batch
+from paddle_vl.families.qwen3_vl.evaluation import Answer, FirstSamples, evaluation_report
+from paddle_vl.train.evaluate import mean_losses
+from tests.single_card_tests.train.batches import image_batch, split_batch, vl_runner
 from tests.support.tiny import tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
@@ -21,7 +21,7 @@ def test_loss_is_one_mean_over_all_targets(training):
     model = tiny_model()
     expected = float(model(**image_batch(TEXTS, PROMPTS)).loss)
     model.train() if training else model.eval()
-    losses = mean_losses(WholeModel(model), split_batch(TEXTS, PROMPTS))
+    losses = mean_losses(vl_runner(model), split_batch(TEXTS, PROMPTS))
     assert losses.loss == pytest.approx(expected, rel=1e-6)
     assert losses.counts == {"loss": 8}
     assert model.training is training
@@ -29,7 +29,7 @@ def test_loss_is_one_mean_over_all_targets(training):
 
 def test_data_without_targets_is_refused():
     with pytest.raises(ValueError, match="no target token"):
-        mean_losses(WholeModel(tiny_model()), [image_batch([[1, 2]], [2])])
+        mean_losses(vl_runner(tiny_model()), [image_batch([[1, 2]], [2])])
 
 
 def answer(task: str, is_exact: bool) -> Answer:

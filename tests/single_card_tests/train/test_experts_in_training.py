@@ -15,13 +15,10 @@ import paddle
 import pytest
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.families.qwen3_vl.objective import VLLoss, expert_counts
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.objective import LANGUAGE
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
-from paddle_vl.train.reporting.expert_load import expert_counts
-from paddle_vl.train.reporting.gauges import GaugeLayout, local_values
-from paddle_vl.train.step import WholeModel
-from tests.single_card_tests.train.batches import image_batch, split_batch
+from tests.single_card_tests.train.batches import image_batch, split_batch, vl_runner
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 from tests.support.tiny import EXPERTS, tiny_model
 
@@ -51,7 +48,7 @@ def test_a_steps_loss_has_the_mean_of_the_auxiliary_losses(processes):
     expected.backward()
     wanted = {name: p.grad.numpy() for name, p in model.hf_named_parameters()}
     model = tiny_model(**SETTINGS)
-    terms = WholeModel(model, processes).accumulate_gradients(parts, [targets])
+    terms = vl_runner(model, processes).accumulate_gradients(parts, [targets])
     assert terms.item() == pytest.approx(float(expected), rel=1e-6)
     for name, parameter in model.hf_named_parameters():
         scale = np.abs(wanted[name]).max()
@@ -62,8 +59,8 @@ def test_a_steps_loss_has_the_mean_of_the_auxiliary_losses(processes):
 
 def test_evaluation_is_about_cross_entropy_alone():
     batch = image_batch(TEXTS, PROMPTS)
-    with_auxiliary = WholeModel(tiny_model(**SETTINGS)).loss_sums([batch])
-    assert with_auxiliary.item() == WholeModel(tiny_model(**EXPERTS)).loss_sums([batch]).item()
+    with_auxiliary = vl_runner(tiny_model(**SETTINGS)).loss_sums([batch])
+    assert with_auxiliary.item() == vl_runner(tiny_model(**EXPERTS)).loss_sums([batch]).item()
 
 
 def test_load_is_over_all_experts_of_all_layers_and_parts_of_the_data():
@@ -71,15 +68,14 @@ def test_load_is_over_all_experts_of_all_layers_and_parts_of_the_data():
     model(**batch)
     counts = np.concatenate([count.numpy() for count in model.tokens_per_expert().values()])
     assert counts.sum() == 2 * 2 * batch["input_ids"].size
-    own = [LANGUAGE.gauges(model, counts_losses) for counts_losses in (True, False, True)]
-    rows = np.stack([local_values(gauges).numpy() for gauges in own])
-    assert LANGUAGE.line(GaugeLayout.of(own[0]).reduced(rows)) == {
+    own = VLLoss().metric_counts(model)
+    assert VLLoss().metrics({name: 2 * count.numpy() for name, count in own.items()}) == {
         "tokens_per_expert_min": 2 * counts.min(),
         "tokens_per_expert_mean": pytest.approx(2 * counts.mean(), abs=0.05),
         "tokens_per_expert_max": 2 * counts.max(),
     }
-    assert LANGUAGE.gauges(tiny_model(), True) == []
-    assert LANGUAGE.line({}) == {}
+    assert VLLoss().metric_counts(tiny_model()) == {}
+    assert VLLoss().metrics({}) == {}
 
 
 def test_load_of_layers_without_a_count_here_is_left_to_others(monkeypatch):

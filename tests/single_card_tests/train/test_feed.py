@@ -18,13 +18,13 @@ from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.feeding import data_wait, feed
 from paddle_vl.train.feeding.device_copies import DeviceCopies
 from paddle_vl.train.feeding.feed import BatchFeed
 from paddle_vl.train.host_reads import record_host_reads
-from paddle_vl.train.objective import LANGUAGE
 from tests.single_card_tests.data.probe_datasets import HeldDataset, token_rows
 from tests.single_card_tests.train.fake_device import FakeDevice
 from tests.single_card_tests.train.test_host_reads import OF_THE_CPU
@@ -74,7 +74,7 @@ class Numbers:
 
 def fed_from(data, num_steps: int = 4, device: FakeDevice | None = None, **options) -> BatchFeed:
     copies = None if device is None else DeviceCopies(device)
-    return BatchFeed(data, LANGUAGE, 2, num_steps, copies=copies, **options)
+    return BatchFeed(data, VLBatchAdapter(), 2, num_steps, copies=copies, **options)
 
 
 def numbers_of(step: feed.FedStep) -> list[int]:
@@ -113,7 +113,9 @@ def test_with_copies_the_next_step_is_fetched_when_one_was_launched():
 
 def test_counts_are_made_before_arrays_leave_the_host(monkeypatch):
     device = FakeDevice()
-    monkeypatch.setattr(LANGUAGE, "num_tokens", lambda batch: batch["input_ids"].ctypes and 6)
+    monkeypatch.setattr(
+        VLBatchAdapter, "num_tokens", lambda self, batch: batch["input_ids"].ctypes and 6
+    )
     step = fed_from(Numbers(), device=device).next_step()
     assert [micro.num_tokens for micro in step.micro_batches] == [6, 6]
     assert not isinstance(step.micro_batches[0].batch["input_ids"], np.ndarray)

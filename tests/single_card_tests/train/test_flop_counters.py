@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.registry import model_family
 from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.train.build import run_family
 from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.processes import ONE_PROCESS
 from tests.single_card_tests.train.tiny_policy_run import MODEL, write_tiny_policy_run
@@ -38,8 +38,8 @@ def run_file(tmp_path_factory) -> Path:
     """A run beside a base."""
     path = write_tiny_run(tmp_path_factory.mktemp("run"))
     config = load_run_config(path)
-    model = model_family(config, None).build_model(SingleDevicePlacement())
-    model.fill_all()
+    model = run_family(config).build_model(SingleDevicePlacement()).model
+    model.materialize_all()
     model.save_pretrained(path.with_name("base"))
     return path
 
@@ -50,23 +50,25 @@ def policy_file(tmp_path_factory) -> Path:
 
 
 def prepared(path: Path, *overrides: str):
-    """Family, model, counter and a batch of one sample of a run, as `build_trainer` makes them."""
+    """Family, built model, FLOP counter and a batch of one sample."""
     config = load_run_config(path, ["train.per_device_train_batch_size=1", *overrides])
-    family = model_family(config, None)
-    model = family.build_model(SingleDevicePlacement())
-    shapes, trainable = family.whole_shapes(model), family.trainable_names(model)
+    family = run_family(config)
+    built = family.build_model(SingleDevicePlacement())
+    model = built.model
+    shapes, trainable = family.full_shapes(model), family.trainable_names(model)
     trained = trained_names(shapes, config.model.freeze, trainable, family.parts)
     freeze_parameters(family.named_parameters(model), trained, shapes)
-    model.fill_all()
-    with family.train_loader(SingleDevicePlacement(), ONE_PROCESS) as batches:
+    model.materialize_all()
+    with family.train_loader(built.collator, ONE_PROCESS) as batches:
         batch = next(iter(batches))
-    return family, model, family.flop_counter(model, trained), batch
+    return family, built, family.flop_counter(model, trained), batch
 
 
-def counted(family, model, batch, monkeypatch) -> tuple[int, int]:
+def counted(family, built, batch, monkeypatch) -> tuple[int, int]:
     with counted_products(monkeypatch) as counts:
-        output = family.objective.output(model, batch)
-        family.objective.share(output, family.objective.counts(batch), 1)[0].backward()
+        adapter = built.adapter
+        output = adapter.forward(built.model, adapter.to_device(batch))
+        family.loss.share(output, adapter.counts(batch), 1)[0].backward()
     return counts.forward, counts.forward + counts.backward
 
 
@@ -81,8 +83,8 @@ def counted(family, model, batch, monkeypatch) -> tuple[int, int]:
 )
 def test_a_language_run_counts_what_it_runs(overrides, run_file, monkeypatch):
     base = ["model.config=null", f"model.pretrained={run_file.with_name('base')}"]
-    family, model, counter, batch = prepared(run_file, *base, *overrides)
-    expected = counted(family, model, batch, monkeypatch)
+    family, built, counter, batch = prepared(run_file, *base, *overrides)
+    expected = counted(family, built, batch, monkeypatch)
     assert (counter.forward(batch), counter(batch)) == expected
 
 
@@ -98,9 +100,9 @@ def test_a_language_run_counts_what_it_runs(overrides, run_file, monkeypatch):
 )
 def test_a_policy_run_counts_what_it_runs(overrides, policy_file, monkeypatch):
     settings = ["model.config.knowledge_insulation=false", *overrides]
-    family, model, counter, batch = prepared(policy_file, *settings)
+    family, built, counter, batch = prepared(policy_file, *settings)
     without_padding(batch)
-    expected = counted(family, model, batch, monkeypatch)
+    expected = counted(family, built, batch, monkeypatch)
     assert (counter.forward(batch), counter(batch)) == expected
 
 
@@ -109,9 +111,9 @@ def test_a_policy_run_counts_what_it_runs(overrides, policy_file, monkeypatch):
 )
 def test_a_planners_run_counts_what_it_runs(overrides, policy_file, monkeypatch):
     settings = [f"model.config={json.dumps(PLANNER)}", *overrides]
-    family, model, counter, batch = prepared(policy_file, *settings)
+    family, built, counter, batch = prepared(policy_file, *settings)
     without_padding(batch)
-    expected = counted(family, model, batch, monkeypatch)
+    expected = counted(family, built, batch, monkeypatch)
     assert (counter.forward(batch), counter(batch)) == expected
 
 

@@ -1,19 +1,18 @@
 """How a model lies over processes, as far as one process can tell.
 
 Guarantees: what a pipeline's messages have room for is what is set, and the data's bounds for what
-is not; nothing where nothing is set; a policy refuses the settings.
+is not; nothing where nothing is set, and for a policy.
 """
 
 import pytest
 
-from paddle_vl.config.schema import RunConfig
-from paddle_vl.parallel.degrees import ModelShape
-from paddle_vl.parallel.topology import Topology
-from paddle_vl.train.layout import Layout, ReservedRows
+from paddle_vl.families.pi07.settings import PI07Run
+from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
+from paddle_vl.train.layout import ReservedRows
 
 
-def make_config(data: dict, **parallel) -> RunConfig:
-    return RunConfig.model_validate(
+def make_config(data: dict, **parallel) -> Qwen3VLRun:
+    return Qwen3VLRun.model_validate(
         {
             "model": {"config": "none"},
             "data": {"train": ["none"], "processor": "none", "max_length": 100} | data,
@@ -45,7 +44,11 @@ def test_nothing_is_reserved_that_is_not_asked_for():
 
 
 def test_a_policy_reserves_no_rows():
-    shape = ModelShape(4, 2, 64, 24, 8)
-    config = make_config({}, pp_token_rows=50)
-    with pytest.raises(ValueError, match="for the messages of a Qwen3-VL"):
-        Layout(config, Topology.single(), shape, ([1.0] * 8, 0.0, 0.0))
+    config = PI07Run.model_validate(
+        {
+            "model": {"config": "none"},
+            "data": {"train": ["none"], "processor": "none"},
+            "train": {"output_dir": "none"},
+        }
+    )
+    assert ReservedRows.of(config) is None

@@ -16,11 +16,12 @@ import paddle
 import pytest
 from PIL import Image
 
-from paddle_vl.train.feeding.micro_batch import MicroBatch
+from paddle_vl.families.qwen3_vl.objective import VLLoss
 from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, local_values
 from paddle_vl.train.reporting.loss_curve import draw_loss_curve
 from paddle_vl.train.reporting.metrics import StepMeter, longest_skip
 from paddle_vl.train.reporting.metrics_file import MetricsFile
+from paddle_vl.train.step import MicroBatch
 from tests.single_card_tests.train.batches import outcome
 
 EMPTY = MicroBatch({}, (), (), 0, 0, 0)
@@ -35,7 +36,7 @@ def report(*meters: StepMeter) -> dict:
 
 
 def test_report_weighs_by_targets_and_leaves_skipped_updates_out():
-    meter = StepMeter()
+    meter = StepMeter(VLLoss())
     meter.add(outcome(2.0, 1.0, 10, 100), [], 0.5)
     meter.add(outcome(math.nan, math.nan, 50, 100, is_good=False), [], 0.5, data_wait_s=0.3)
     meter.add(outcome(4.0, 3.0, 30, 200), [], 1.0)
@@ -56,7 +57,7 @@ def test_report_weighs_by_targets_and_leaves_skipped_updates_out():
 
 
 def test_values_come_together_without_a_copy_from_the_host(monkeypatch):
-    meter = StepMeter()
+    meter = StepMeter(VLLoss())
     meter.add(outcome(2.0, 1.0, 10, 100), [], 0.1 + 0.2)
 
     def refuse(*arguments, **named):
@@ -70,7 +71,7 @@ def test_values_come_together_without_a_copy_from_the_host(monkeypatch):
 
 
 def test_speed_is_the_slowest_processes_and_lengths_are_of_all_samples():
-    slow, fast = StepMeter(), StepMeter()
+    slow, fast = StepMeter(VLLoss()), StepMeter(VLLoss())
     for meter, seconds, lengths in ((slow, 2.0, [[5, 9]]), (fast, 1.0, [[3], [7, 4]])):
         batches = [replace(EMPTY, lengths=tuple(of_batch)) for of_batch in lengths]
         meter.add(outcome(2.0, 1.0, 10, 100), batches, seconds)
@@ -82,18 +83,18 @@ def test_speed_is_the_slowest_processes_and_lengths_are_of_all_samples():
 
 
 def test_mfu_is_the_models_operations_in_what_all_devices_can_do():
-    one, other = StepMeter(peak_flops=5e9), StepMeter(peak_flops=3e9)
+    one, other = StepMeter(VLLoss(), peak_flops=5e9), StepMeter(VLLoss(), peak_flops=3e9)
     batches = [replace(EMPTY, flops=2 * 10**9), replace(EMPTY, flops=10**9)]
     for meter in (one, other):
         meter.add(outcome(2.0, 1.0, 10, 100), batches, 3.0)
     assert report(one, other)["mfu"] == round(6 / (3 * 8), 4)
-    unknown = StepMeter()
+    unknown = StepMeter(VLLoss())
     unknown.add(outcome(2.0, 1.0, 10, 100), batches, 3.0)
     assert "mfu" not in report(unknown)
 
 
 def test_longest_row_of_skipped_updates_begins_anew_with_a_report_but_not_the_row_itself():
-    meter, longest = StepMeter(), []
+    meter, longest = StepMeter(VLLoss()), []
     for good in (False, False, True, False, None, False, False, None, True, None):
         if good is None:
             gauges = meter.gauges(counts_data=True)
@@ -105,7 +106,7 @@ def test_longest_row_of_skipped_updates_begins_anew_with_a_report_but_not_the_ro
 
 
 def test_packing_efficiency_is_the_share_of_real_tokens_since_the_last_line():
-    meter = StepMeter()
+    meter = StepMeter(VLLoss())
     meter.add(outcome(2.0, 1.0, 10, 100, num_packed_places=110), [], 1.0)
     meter.add(outcome(2.0, 1.0, 10, 80, num_packed_places=90), [], 1.0)
     assert report(meter)["packing_efficiency"] == 0.9
@@ -114,7 +115,7 @@ def test_packing_efficiency_is_the_share_of_real_tokens_since_the_last_line():
 
 
 def test_window_survives_a_checkpoint():
-    meter, resumed = StepMeter(), StepMeter()
+    meter, resumed = StepMeter(VLLoss()), StepMeter(VLLoss())
     meter.add(outcome(2.0, 1.0, 10, 1), [], 1.0)
     meter.add(outcome(2.0, 1.0, 10, 1, is_good=False), [], 1.0)
     resumed.load_state_dict(json.loads(json.dumps(meter.state_dict())))

@@ -11,8 +11,8 @@ import pytest
 from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.validate import launch_problems
-from paddle_vl.families.qwen3_vl.build_model import check_processor_fits, model_config
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.qwen3_vl.processor_fit import check_processor_fits, model_config
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 

@@ -11,25 +11,24 @@ import paddle
 import pytest
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.nn.placement import SingleDevicePlacement
-from paddle_vl.train.freeze import freeze_parameters, trained_names
+from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.part_rates import rate_factors
-from paddle_vl.train.step import WholeModel, train_step
-from tests.single_card_tests.train.batches import image_batch, micro_batches
+from paddle_vl.train.step import train_step
+from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
 from tests.support.tiny import tiny_model
 
 
 def build(model, freeze=(), **settings):
     train = TrainConfig(output_dir="o", **settings)
     names = dict(model.hf_named_parameters())
-    trained = trained_names(names, freeze)
+    trained = trained_names(names, freeze, parts=PARTS)
     return Optimizer(
         freeze_parameters(list(model.hf_named_parameters()), trained),
         train,
         decayed_names(names, train.weight_decay_exclude),
-        rate_factors=rate_factors(train, trained),
+        rate_factors=rate_factors(train, trained, PARTS),
     )
 
 
@@ -47,7 +46,7 @@ def test_frozen_parameters_get_no_gradient_state_or_update(batch):
     model = tiny_model()
     optimizer = build(model, ["model.visual.*", "*.layers.0.mlp.*"])
     before = model.hf_state_dict()
-    train_step(WholeModel(model), optimizer, micro_batches(batch), 0.01)
+    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
     changed = {
         name for name, value in model.hf_state_dict().items() if (value != before[name]).any()
     }
@@ -77,7 +76,7 @@ def test_freezing_a_part_leaves_the_others(part):
     visual = {name for name in names if name.startswith("model.visual.")}
     frozen = {"vision": visual - mergers, "mergers": mergers, "language": names - visual}[part]
     assert frozen
-    assert trained_names(names, [part]) == names - frozen
+    assert trained_names(names, [part], parts=PARTS) == names - frozen
 
 
 def test_learning_rates_of_parts_are_peaks_of_the_one_schedule(batch):
@@ -89,7 +88,7 @@ def test_learning_rates_of_parts_are_peaks_of_the_one_schedule(batch):
         model, learning_rate=1e-2, part_learning_rates=rates, adam_epsilon=1e-30, weight_decay=0.5
     )
     before = model.hf_state_dict()
-    WholeModel(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
+    vl_runner(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
     # Half of the peak.
     optimizer.step(5e-3)
     after, seen = model.hf_state_dict(), set()
@@ -137,7 +136,7 @@ def test_weight_decay_moves_only_decayed_parameters():
 def test_clipping_is_torchs_formula_over_trained_parameters(batch, max_norm):
     model = tiny_model()
     optimizer = build(model, ["model.visual.*"], max_grad_norm=max_norm)
-    WholeModel(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
+    vl_runner(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
     # A fused parameter has several names, and counts once.
     before = {p.name: p.grad.numpy().copy() for _, p in optimizer.parameters}
     expected = np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in before.values()))
@@ -155,13 +154,13 @@ def test_state_round_trips_bit_for_bit(batch):
     """One step, a move of weights and state to other objects, one step: equal to two steps."""
     model = tiny_model()
     optimizer = build(model, weight_decay=0.1)
-    train_step(WholeModel(model), optimizer, micro_batches(batch), 0.01)
+    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
     other = tiny_model(seed=5)
     other.set_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     moved = build(other, weight_decay=0.1)
     moved.load_state(arrays(optimizer))
-    train_step(WholeModel(model), optimizer, micro_batches(batch), 0.01)
-    train_step(WholeModel(other), moved, micro_batches(batch), 0.01)
+    train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
+    train_step(vl_runner(other), moved, micro_batches(batch), 0.01)
     for name, value in model.hf_state_dict().items():
         np.testing.assert_array_equal(other.hf_state_dict()[name], value, err_msg=name)
     for name, value in arrays(optimizer).items():
@@ -174,10 +173,8 @@ def half_parameter(values: np.ndarray) -> paddle.Tensor:
 
 
 def with_masters(parameter: paddle.Tensor, **settings) -> Optimizer:
-    placement = SingleDevicePlacement()
-    placement.trained = MasterWeights([parameter])
     train = TrainConfig(output_dir="o", **settings)
-    return Optimizer([("a.weight", parameter)], train, {"a.weight"}, placement)
+    return Optimizer([("a.weight", parameter)], train, {"a.weight"}, MasterWeights([parameter]))
 
 
 def test_half_precision_parameters_keep_float32_master_weights_and_state():
@@ -208,7 +205,7 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
     parameter = half_parameter(start)
     settings = {"weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
     optimizer = with_masters(parameter, **settings)
-    trained, rate = optimizer.placement.trained, 1e-3
+    store, rate = optimizer.store, 1e-3
     master, first, second = start.astype(np.float64), 0.0, 0.0
     for step in range(1, 4):
         total = np.zeros((4, 5), np.float32)
@@ -216,10 +213,10 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
             grad = rounded(rng.normal(size=(4, 5)) * 10.0 ** rng.integers(-4, 3))
             (parameter.astype("float32") * paddle.to_tensor(grad)).sum().backward()
             assert parameter.grad.dtype == paddle.bfloat16
-            trained.end_micro_batch()
+            store.end_micro_batch()
             assert parameter.grad is None
             total = total + grad
-        trained.end_backward()
+        store.end_backward()
         optimizer.step(rate)
         optimizer.clear_gradients()
         first = 0.9 * first + 0.1 * total
@@ -253,7 +250,7 @@ def test_powers_of_beta_may_lie_where_the_device_counts_them(batch):
     optimizers[1]._keep_powers_on_device()
     for _ in range(2):
         for model, optimizer in zip((plain, moved), optimizers, strict=True):
-            train_step(WholeModel(model), optimizer, micro_batches(batch), 0.01)
+            train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
     expected, found = map(arrays, optimizers)
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)

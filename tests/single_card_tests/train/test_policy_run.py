@@ -16,10 +16,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.pi07.evaluation import policy_losses, policy_report
+from paddle_vl.families.base import EvaluationOptions
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
+from paddle_vl.families.pi07.recipe import PI07Recipe
 from paddle_vl.train.build import build_trainer
+from paddle_vl.train.evaluate import mean_losses
+from paddle_vl.train.step import ModelRunner
 from tests.single_card_tests.train.batches import count_calls
 from tests.single_card_tests.train.tiny_policy_run import (
     MODEL,
@@ -64,9 +67,12 @@ def test_training_lowers_both_losses_and_the_policy_acts(run_file, tmp_path):
     assert found[0]["samples_per_second"] > 0
     data = [str(run_file.parent / "arm-joint.jsonl")]
     for batch_size in (8, 3):
-        losses = policy_losses(tmp_path / "out" / "final", data, batch_size)
+        options = EvaluationOptions(data, batch_size)
+        evaluation = PI07Recipe.evaluation(tmp_path / "out" / "final", options)
+        runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
+        losses = mean_losses(runner, evaluation.loader)
         assert losses.loss == pytest.approx(found[-1]["eval_loss"], rel=1e-4)
-    assert "MSE: " in policy_report(losses)
+    assert "MSE: " in "\n".join(evaluation.report(losses))
     policy = PI07LowLevelPolicy.from_pretrained(tmp_path / "out" / "final")
     size = SHAPES["image_size"]
     observation = {
@@ -159,8 +165,8 @@ def test_made_up_demonstrations_need_no_files(run_file, tmp_path):
 
 def test_settings_of_the_other_family_are_refused_together(run_file, tmp_path):
     overrides = [f"train.output_dir={tmp_path}", "data.packing=true", "data.max_length=64"]
-    with pytest.raises(ValueError, match=r"(?s)data\.max_length.*data\.packing"):
-        build_trainer(load_run_config(run_file, overrides))
+    with pytest.raises(ValueError, match=r"(?s)data\.packing applies.*data\.max_length"):
+        load_run_config(run_file, overrides)
 
 
 @pytest.mark.parametrize("insulated", [True, False])

@@ -14,12 +14,13 @@ from paddle_vl.config.schema import TrainConfig
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.freeze import freeze_parameters, trained_names
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.step import WholeModel, train_step
+from paddle_vl.train.step import train_step
 from tests.single_card_tests.train.batches import (
     count_calls,
     image_batch,
     micro_batches,
     split_batch,
+    vl_runner,
 )
 from tests.support.tiny import tiny_model
 
@@ -38,7 +39,7 @@ def build(model, **settings):
 
 def gradients(model, batches):
     total = sum(batch["num_target_tokens"] for batch in batches)
-    loss = WholeModel(model).accumulate_gradients(batches, [total]).item()
+    loss = vl_runner(model).accumulate_gradients(batches, [total]).item()
     return loss, {name: p.grad.numpy() for name, p in model.hf_named_parameters()}
 
 
@@ -57,7 +58,7 @@ def test_result_reports_loss_and_targets():
     model = tiny_model()
     batch = image_batch(TEXTS, PROMPTS)
     expected = float(model(**batch).loss)
-    result = train_step(WholeModel(model), build(model), micro_batches(batch), 0.0)
+    result = train_step(vl_runner(model), build(model), micro_batches(batch), 0.0)
     assert result.terms.item() == pytest.approx(expected, rel=1e-6)
     assert result.totals.counts == (8,)
     assert bool(result.is_good)
@@ -72,10 +73,10 @@ def test_nonfinite_step_changes_nothing(value, masks):
     good, bad = image_batch(TEXTS, PROMPTS), image_batch(TEXTS, PROMPTS)
     bad["pixel_values"] = bad["pixel_values"].copy()
     bad["pixel_values"][3, 5] = value
-    train_step(WholeModel(model), optimizer, micro_batches(good), 0.01)
+    train_step(vl_runner(model), optimizer, micro_batches(good), 0.01)
     weights = model.hf_state_dict()
     state = {name: tensor.numpy().copy() for name, tensor in optimizer.state_tensors().items()}
-    result = train_step(WholeModel(model), optimizer, micro_batches(good, bad), 0.01)
+    result = train_step(vl_runner(model), optimizer, micro_batches(good, bad), 0.01)
     assert not bool(result.is_good)
     for name, array in model.hf_state_dict().items():
         np.testing.assert_array_equal(array, weights[name], err_msg=name)
@@ -92,7 +93,7 @@ def test_masked_updates_are_the_plain_ones_bit_for_bit(max_norm):
         optimizer = build(model, weight_decay=0.1, max_grad_norm=max_norm)
         optimizer.masks_updates = masks
         for batch in split_batch(TEXTS, PROMPTS):
-            outcome = train_step(WholeModel(model), optimizer, micro_batches(batch), 0.01)
+            outcome = train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
             assert bool(outcome.is_good)
         states = {name: tensor.numpy() for name, tensor in optimizer.state_tensors().items()}
         found.append(model.hf_state_dict() | states)
@@ -107,7 +108,7 @@ def test_step_without_targets_is_refused():
     model = tiny_model()
     batch = image_batch([[1, 2]], [2])
     with pytest.raises(ValueError, match="have no target token"):
-        train_step(WholeModel(model), build(model), micro_batches(batch, batch), 0.01)
+        train_step(vl_runner(model), build(model), micro_batches(batch, batch), 0.01)
 
 
 @pytest.mark.parametrize("frozen", ["none", "patch embedding", "tower", "all below the last layer"])
@@ -127,7 +128,7 @@ def test_recomputation_changes_no_gradient(frozen):
         if recomputed:
             recompute_layers([*model.vision_blocks, *model.decoder_layers])
         calls = count_calls(model.decoder_layers[2].mlp)
-        WholeModel(model).accumulate_gradients([image_batch(TEXTS, PROMPTS)], [8])
+        vl_runner(model).accumulate_gradients([image_batch(TEXTS, PROMPTS)], [8])
         assert len(calls) == (2 if recomputed else 1)
         results.append({name: parameter.grad for name, parameter in trained})
     # Not bit-equal: where a layer's output is used twice the sums are taken in another order.

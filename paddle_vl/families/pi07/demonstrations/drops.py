@@ -4,7 +4,6 @@ Source: OpenTau's dataset mixture. Its `subgoal_end_of_segment_prob` chooses the
 goal, which is a matter of sources that have episodes; it is not one of these.
 """
 
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -14,39 +13,13 @@ from paddle_vl.families.pi07.demonstrations.sample import (
     Demonstration,
     DemonstrationShapes,
 )
+from paddle_vl.families.pi07.settings import DropProbabilities
 
 # Metadata that may be left out, in the order of the draws; `fps` never is.
 DROPPED_METADATA = ("speed", "mistake", "quality", "robot_type", "control_mode")
 
 
-@dataclass(frozen=True)
-class DropProbabilities:
-    """How often what is left out of a sample; OpenTau's names and defaults.
-
-    Attributes:
-        history_state_drop_prob: the past: its frames black and marked as padding. The state stays
-            as it is; the policy masks it.
-        subgoal_drop_prob: the goal images, of all cameras.
-        response_drop_prob: the response, of samples that keep their goal images. Without them it
-            is what tells the policy the next step, and stays.
-        metadata_drop_all_prob: all of `DROPPED_METADATA`.
-        metadata_drop_each_prob: each of these by itself, where not all are left out.
-    """
-
-    history_state_drop_prob: float = 0.3
-    subgoal_drop_prob: float = 0.75
-    response_drop_prob: float = 0.3
-    metadata_drop_all_prob: float = 0.15
-    metadata_drop_each_prob: float = 0.05
-
-    def __post_init__(self):
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not 0 <= value <= 1:
-                raise ValueError(f"{field.name} is {value}; a probability from 0 to 1 is needed")
-
-
-NO_DROPS = DropProbabilities(0.0, 0.0, 0.0, 0.0, 0.0)
+NO_DROPS = DropProbabilities(**dict.fromkeys(DropProbabilities.model_fields, 0.0))
 
 
 class Drops(NamedTuple):

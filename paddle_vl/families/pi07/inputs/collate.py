@@ -1,13 +1,82 @@
-"""Demonstrations to the batches that a robot policy trains on. No Paddle: loader workers run it."""
+"""Demonstrations to the batches that pi07 trains on. No Paddle: loader workers run it.
+
+Axes: B batch, T observed frames, C camera pixel channels (3), H and W pixels, S state dims, L
+padded length of a text, J steps of an action chunk, A action dims.
+"""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, Required, TypedDict
 
 import numpy as np
 
+from paddle_vl.batch.schema import Array, Axes
 from paddle_vl.families.pi07.demonstrations.collate import collate_demonstrations
 
 DRAWN = ("noise", "time", "delay")
+
+Tokens = Annotated[Array, Axes("B L", "int64")]
+TokenMask = Annotated[Array, Axes("B L", "bool")]
+# True where a sample has that camera's image.
+ImageMask = Annotated[Array, Axes("B", "bool")]
+
+
+class PromptBatch(TypedDict, total=False):
+    """Fields of both of pi07's batches, from `PolicyInputs` and `PlannerInputs`, for the prefix.
+
+    A mask is True at real tokens. Optional texts are always there, masked where a sample has none.
+    """
+
+    lang_tokens: Required[Tokens]
+    lang_masks: Required[TokenMask]
+    metadata_tokens: Required[Tokens]
+    metadata_masks: Required[TokenMask]
+    response_tokens: Required[Tokens]
+    response_masks: Required[TokenMask]
+    # `Presence`: which optional parts are laid out. From `PolicyBatchAdapter`; on the host.
+    presence: Any
+
+
+class PolicyBatch(PromptBatch, total=False):
+    """What `PolicyCollator` makes for `PI07LowLevelFlowMatching`."""
+
+    # One of each camera: frames in [-1, 1], goal images in [-1, 1]. For the vision tower.
+    videos: Required[list[Annotated[Array, Axes("B T C H W", "float32")]]]
+    vid_masks: Required[list[ImageMask]]
+    subgoal_images: Required[list[Annotated[Array, Axes("B C H W", "float32")]]]
+    subgoal_img_masks: Required[list[ImageMask]]
+    # Normalised. For the state's projection.
+    state: Required[Annotated[Array, Axes("B T S", "float32")]]
+    # True at frames before the episode's first.
+    obs_history_is_pad: Annotated[Array, Axes("B T", "bool")]
+    # Row of the statistics of each sample. For per-group projections.
+    group_index: Required[Annotated[Array, Axes("B", "int64")]]
+    # Normalised, and as FAST tokens. For the two losses.
+    actions: Required[Annotated[Array, Axes("B J A", "float32")]]
+    actions_is_pad: Annotated[Array, Axes("B J", "bool")]
+    real_action_dim: Annotated[Array, Axes("B", "int64")]
+    discrete_actions: Required[Tokens]
+    discrete_action_masks: Required[TokenMask]
+    # Drawn for the flow: see `paddle_vl.families.pi07.demonstrations.draws`.
+    noise: Annotated[Array, Axes("B J A", "float32")]
+    time: Annotated[Array, Axes("B", "float32")]
+    delay: Annotated[Array, Axes("B", "int64")]
+    # Divisors of the losses: action values that count, and all slots of discrete actions.
+    num_flow_values: Required[int]
+    num_action_slots: Required[int]
+
+
+class PlannerBatch(PromptBatch, total=False):
+    """What `PlannerCollator` makes for `PI07HighLevelPlannerModel`."""
+
+    # One of each camera, in [-1, 1]. For the vision tower.
+    images: Required[list[Annotated[Array, Axes("B C H W", "float32")]]]
+    img_masks: Required[list[ImageMask]]
+    # Read and written by the planner, as its response is. For the loss.
+    memory_tokens: Required[Tokens]
+    memory_masks: Required[TokenMask]
+    # Divisors of the losses: token slots that have a token before them.
+    num_memory_slots: Required[int]
+    num_response_slots: Required[int]
 
 
 class RawInputs(Protocol):
@@ -17,9 +86,7 @@ class RawInputs(Protocol):
 
 
 class PolicyCollator:
-    """Samples to the low-level model's inputs, with what was drawn and what its losses are means
-    of: `num_flow_values`, the action values that count in the flow's loss, and `num_action_slots`,
-    the places of discrete actions, padding too.
+    """Samples to the low-level model's inputs, with the draws of the flow and loss divisors.
 
     Args:
         max_action_dim: values of an action that the model computes.
@@ -28,7 +95,7 @@ class PolicyCollator:
     def __init__(self, inputs: RawInputs, max_action_dim: int):
         self.inputs, self.max_action_dim = inputs, max_action_dim
 
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> PolicyBatch:
         raw = collate_demonstrations(samples)
         batch = self.inputs.training_inputs(raw)
         batch |= {name: raw[name] for name in DRAWN if name in raw}
@@ -40,22 +107,22 @@ class PolicyCollator:
 def num_flow_values(batch: dict[str, Any], max_action_dim: int) -> int:
     """Action values that are neither given in advance nor padding, of the dims in use."""
     samples, steps = batch["actions"].shape[:2]
-    counts_BC = np.arange(steps) >= batch["delay"][:, None]
-    if (is_pad_BC := batch.get("actions_is_pad")) is not None:
-        counts_BC = counts_BC & ~is_pad_BC
+    counts_BJ = np.arange(steps) >= batch["delay"][:, None]
+    if (is_pad_BJ := batch.get("actions_is_pad")) is not None:
+        counts_BJ = counts_BJ & ~is_pad_BJ
     dims_B = batch.get("real_action_dim", np.full(samples, max_action_dim))
-    return int((counts_BC.sum(axis=1) * np.minimum(dims_B, max_action_dim)).sum())
+    return int((counts_BJ.sum(axis=1) * np.minimum(dims_B, max_action_dim)).sum())
 
 
 class PlannerCollator:
-    """Samples to the planner's inputs, with the places that its losses are means of."""
+    """Samples to the planner's inputs, with loss divisors."""
 
     def __init__(self, inputs: RawInputs):
         self.inputs = inputs
 
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> PlannerBatch:
         batch = self.inputs.training_inputs(collate_demonstrations(samples))
         for name in ("memory", "response"):
-            # No token predicts the first one.
+            # The first token of a text is not predicted.
             batch[f"num_{name}_slots"] = batch[f"{name}_tokens"][:, 1:].size
         return batch

@@ -18,7 +18,7 @@ from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.pi07.demonstrations.collate import collate_demonstrations
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.pi07.demonstrations.draws import FlowDraws
-from paddle_vl.families.pi07.demonstrations.drops import DropProbabilities
+from paddle_vl.families.pi07.demonstrations.drops import NO_DROPS, DropProbabilities
 from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
 from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import (
@@ -31,6 +31,12 @@ from tests.single_card_tests.families.pi07.demonstration_builders import (
 
 SOURCE = SyntheticDemonstrations(24, SHAPES)
 DATA = DrawnDemonstrations(SOURCE, DropProbabilities(), FlowDraws(4, 6, 2), seed=3)
+
+
+def dropping(**probabilities: float) -> DropProbabilities:
+    """These and no other drops."""
+    update = {f"{name}_drop_prob": value for name, value in probabilities.items()}
+    return NO_DROPS.model_copy(update=update)
 
 
 class Marked(DrawnDemonstrations):
@@ -118,7 +124,7 @@ def test_evaluation_has_the_same_draws_every_time():
 
 
 def test_drops_do_not_move_the_draws_of_the_flow():
-    plain, dropped = replace(DATA, probabilities=DropProbabilities(0, 0, 0, 0, 0)), DATA
+    plain, dropped = replace(DATA, probabilities=NO_DROPS), DATA
     for number in range(6):
         for name in ("noise", "time", "delay"):
             np.testing.assert_array_equal(plain[number][name], dropped[number][name])
@@ -135,12 +141,12 @@ def test_images_that_are_dropped_are_not_read(tmp_path):
     save_image(tmp_path / "g.png")
     path = write_lines(tmp_path / "a.jsonl", line(tmp_path, subgoal0="g.png", subgoal1="g.png"))
     source = DemonstrationsDataset([path], SHAPES, ["subgoal"])
-    data = DrawnDemonstrations(source, DropProbabilities(1, 1, 0, 0, 0))
+    data = DrawnDemonstrations(source, dropping(history_state=1.0, subgoal=1.0))
     expected = data[0]
     for name in ("f0.png", "f1.png", "g.png"):
         (tmp_path / name).write_bytes(b"no image")
     assert same(data[0], expected)
-    for drops in (DropProbabilities(0, 1, 0, 0, 0), DropProbabilities(1, 0, 0, 0, 0)):
+    for drops in (dropping(subgoal=1.0), dropping(history_state=1.0)):
         with pytest.raises(BadSampleError, match=r"a\.jsonl:1: "):
             replace(data, probabilities=drops)[0]
 

@@ -14,7 +14,6 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.config.patterns import POLICY_PARTS
 from paddle_vl.families.pi07.attention_masks import block_mask
 from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
 from paddle_vl.families.pi07.flops import PI07Flops, PI07PlannerFlops
@@ -22,6 +21,7 @@ from paddle_vl.families.pi07.flow_matching import as_tensors
 from paddle_vl.families.pi07.freeze import is_reached
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS, Presence, presence_of
+from paddle_vl.families.pi07.settings import PARTS
 from paddle_vl.families.pi07.siglip import visible_frames
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from tests.single_card_tests.families.pi07 import test_planner
@@ -63,7 +63,7 @@ def counter_of(model, patterns=(), losses=("MSE", "CE")) -> PI07Flops:
         if is_reached(numbers[id(p)], config.vlm_config, config.knowledge_insulation, losses)
     ]
     shapes = dict(parameters)
-    trained = trained_names(shapes, patterns, reached, POLICY_PARTS)
+    trained = trained_names(shapes, patterns, reached, PARTS)
     freeze_parameters(parameters, trained)
     return PI07Flops(config, model.label_ids, trained, losses)
 
@@ -268,7 +268,7 @@ def test_operations_are_those_of_the_products_that_the_planner_runs(
 ):
     model, batch = test_planner.make_model(), planner_batch(has_metadata)
     parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
-    trained = trained_names(dict(parameters), patterns, None, POLICY_PARTS)
+    trained = trained_names(dict(parameters), patterns, None, PARTS)
     freeze_parameters(parameters, trained)
     counter = PI07PlannerFlops(model.config, model.label_ids, trained, losses)
     found = counts_of(model, batch, monkeypatch, [f"{name}_sum" for name in losses])

@@ -24,7 +24,8 @@ from paddle_vl.families.pi07.placed_model import PlacedModel
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, write_policy
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
-from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.nn.parameter_table import Tie
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.host_reads import record_host_reads
 from tests.single_card_tests.families.pi07 import test_flow_matching as low_level
@@ -32,8 +33,8 @@ from tests.single_card_tests.families.pi07 import test_planner as planner
 from tests.support.pi07_golden import CharacterTokenizer, FirstValueActionTokenizer, policy_config
 
 NOTHING, EVERYTHING = Presence(False, False, False), Presence(True, True, True)
-FIRST = HeldLayers(layers=frozenset({0, 1}), head=False)
-LAST = HeldLayers(embedding=False, layers=frozenset({2}))
+FIRST = StageLayers(layers=frozenset({0, 1}), head=False)
+LAST = StageLayers(embedding=False, layers=frozenset({2}))
 
 
 def low_level_batch() -> dict:
@@ -140,7 +141,7 @@ def test_what_arrives_is_known_for_every_presence():
     assert len(sizes) == 8
 
 
-def held_parts(make: Callable[[SingleDevicePlacement], PlacedModel]) -> list[PlacedModel]:
+def held_parts(make: Callable[[Placement], PlacedModel]) -> list[PlacedModel]:
     return [make(SingleDevicePlacement(held)) for held in (FIRST, LAST)]
 
 
@@ -161,7 +162,7 @@ def assert_parts_hold_their_own(
 
 
 def test_a_part_draws_its_own_parameters_only():
-    def make(placement: SingleDevicePlacement | None = None) -> PI07LowLevelFlowMatching:
+    def make(placement: Placement | None = None) -> PI07LowLevelFlowMatching:
         paddle.seed(3)
         tokenizers = CharacterTokenizer(), FirstValueActionTokenizer()
         config = policy_config(dataset_names=None)
@@ -174,19 +175,20 @@ def test_both_copies_of_the_planners_table_make_its_gradient(tmp_path):
     whole, batch = planner.make_model(), planner.make_batch()
     write_policy(tmp_path, whole, {})
 
-    def read(placement: SingleDevicePlacement) -> PlacedModel:
+    def read(placement: Placement) -> PlacedModel:
         with paddle.LazyGuard():
             part = type(whole)(whole.config, whole.label_ids, placement)
         PolicyCheckpoint(tmp_path).fill(part, {}, (), (), False)
-        part.fill_all()
+        part.materialize_all()
         return part
 
     parts = held_parts(read)
     table = "gemma3_with_expert.gemma3.model.language_model.embed_tokens.weight"
     assert_parts_hold_their_own(parts, whole, {table})
     copies = [dict(part.hf_named_parameters())[table] for part in parts]
-    assert [copy.is_tied for copy in copies] == [True, True]
-    assert [copy.is_tied_copy for copy in copies] == [False, True]
+    tables = [part.placement.parameter_table for part in parts]
+    ties = [of_part[copy].tie for of_part, copy in zip(tables, copies, strict=True)]
+    assert ties == [Tie.OWNER, Tie.COPY]
     wanted = gradients_of(whole, whole(batch)["CE"])
     stages = [PI07PlannerStage(part, r) for part, r in zip(parts, ranges([2, 3]), strict=True)]
     through(stages, batch)["CE"].backward()

@@ -11,7 +11,7 @@ import pytest
 
 from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
-from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from tests.single_card_tests.families.pi07.test_planner import make_batch, make_model
 from tests.support.pi07_golden import CharacterTokenizer, FirstValueActionTokenizer, policy_config
 
@@ -27,9 +27,9 @@ def test_fresh_weights_are_those_that_the_class_draws():
         if fills is None:
             policy = PI07LowLevelPolicy(config, *tokenizers())
         else:
-            policy = PI07LowLevelPolicy.from_config(config, *tokenizers(), fills=fills)
+            policy = PI07LowLevelPolicy.from_config(config, *tokenizers(), materialize=fills)
             assert all(p._is_initialized() == fills for p in policy.parameters())
-            policy.model.fill_all()
+            policy.model.materialize_all()
         found.append({i.key: i.parameter.numpy() for i in policy.model.stored_parameters()})
     for key, value in found[0].items():
         np.testing.assert_array_equal(found[1][key], value, err_msg=key)
@@ -43,7 +43,7 @@ def test_fresh_weights_are_those_that_the_class_draws():
 def test_a_part_of_a_planner_does_not_write():
     whole = make_model()
     part = PI07HighLevelPlannerModel(
-        whole.config, whole.label_ids, SingleDevicePlacement(HeldLayers(head=False))
+        whole.config, whole.label_ids, SingleDevicePlacement(StageLayers(head=False))
     )
     with pytest.raises(ValueError, match="one process's part of a model; to generate, load"):
         part.generate(make_batch(), 2, 1)
@@ -51,7 +51,7 @@ def test_a_part_of_a_planner_does_not_write():
 
 def test_a_stage_of_a_policy_does_not_act():
     config = policy_config(dataset_names=None)
-    placement = SingleDevicePlacement(HeldLayers(embedding=False))
+    placement = SingleDevicePlacement(StageLayers(embedding=False))
     stage = PI07LowLevelPolicy.from_config(config, *tokenizers(), placement=placement)
     with pytest.raises(ValueError, match="one stage of a pipeline; to act, load the checkpoint"):
         stage.model.sample_actions(make_batch())

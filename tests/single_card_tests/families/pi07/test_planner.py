@@ -9,7 +9,7 @@ it, or others' have; labels of the wrong length are refused; there is no expert.
 import numpy as np
 import pytest
 
-from paddle_vl.checkpoint.pretrained import fill_parameters
+from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.families.pi07.attention_masks import block_mask, prefix_positions
 from paddle_vl.families.pi07.checkpoint_map import engine_keys

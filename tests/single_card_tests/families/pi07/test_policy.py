@@ -17,8 +17,9 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from paddle_vl import PI07Config, PI07LowLevelPolicy
-from paddle_vl.checkpoint.pretrained import fill_parameters, parameter_array
+from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
+from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
 from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer

@@ -108,7 +108,7 @@ def test_every_rank_holds_its_rows_of_the_whole(size, ids_BL, with_indices, monk
     rows = ids_BL.size // size
     for rank in range(size):
         placement = MockedSequenceParallel(rank, size)
-        part = carried(ids_BL, placement.row_part) if with_indices else {}
+        part = carried(ids_BL, placement.ops.row_part) if with_indices else {}
         outputs = build(placement)(args | part)
         mine = slice(rank * rows, (rank + 1) * rows)
         wanted_rows = whole["hidden_states"].numpy()[mine]

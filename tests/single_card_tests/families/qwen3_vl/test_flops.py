@@ -15,7 +15,8 @@ from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.qwen3_vl.flops import Qwen3VLFlops
 from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
-from paddle_vl.train.feeding.in_step import with_unused_image
+from paddle_vl.families.qwen3_vl.objective import with_unused_image
+from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from tests.support.counted_products import counted_products
 from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
@@ -81,7 +82,7 @@ def freeze(model, trained) -> None:
 def frozen(model, patterns: list[str]) -> Qwen3VLFlops:
     """Freeze what the patterns say, as a run does; return the counter of such a run."""
     shapes = model.whole_shapes()
-    trained = trained_names(shapes, patterns, model.adapter_names())
+    trained = trained_names(shapes, patterns, model.adapter_names(), PARTS)
     freeze(model, trained)
     adapter = model.adapter
     ranks = {} if adapter is None else dict.fromkeys(adapter.targets, adapter.config.r)
@@ -130,7 +131,7 @@ def test_a_frozen_tower_has_no_backward_and_a_trained_model_three_forward_passes
     names = tiny_model().whole_shapes()
     tower = Qwen3VLFlops(config).operations(batch).forward["patches"]
     assert tower == Qwen3VLFlops(config, []).operations(batch).forward["patches"] > 0
-    without = Qwen3VLFlops(config, trained_names(names, ["vision"]))
+    without = Qwen3VLFlops(config, trained_names(names, ["vision"], parts=PARTS))
     assert without.operations(batch).backward["patches"] == 0
     first = 2 * config.vision_config.patch_dim * config.vision_config.hidden_size
     # Patches have no gradient: the first product has two.
@@ -142,7 +143,7 @@ def test_a_frozen_tower_has_no_backward_and_a_trained_model_three_forward_passes
 def test_adapters_on_a_frozen_base_have_gradients_of_inputs_alone(targets, monkeypatch):
     model, batch = tiny_model(**EXPERTS), BATCHES["images, video, text"]
     model.add_lora(LoRAConfig(r=3, target_modules=targets))
-    model.fill_all()
+    model.materialize_all()
     counter = frozen(model, [])
     assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
 

@@ -12,7 +12,7 @@ import pytest
 
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.nn import attention
-from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from tests.single_card_tests.nn.flash_kernel import FlashKernel
 from tests.support.tiny import IMAGE, patches, tiny_config, tiny_model, token_rows
 
@@ -297,7 +297,7 @@ def test_a_prompt_padded_on_the_right_is_refused():
 
 
 def test_a_part_of_a_model_does_not_generate():
-    placement = SingleDevicePlacement(HeldLayers(layers=frozenset({0, 1}), head=False))
+    placement = SingleDevicePlacement(StageLayers(layers=frozenset({0, 1}), head=False))
     model = Qwen3VLForConditionalGeneration(tiny_config(), placement)
     with pytest.raises(ValueError, match="one process's part.*single process"):
         model.generate(input_ids=token_rows([1]))

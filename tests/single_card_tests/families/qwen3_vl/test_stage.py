@@ -15,11 +15,12 @@ import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter
 from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
-from paddle_vl.nn.placement import HeldLayers, SingleDevicePlacement
+from paddle_vl.nn.parameter_table import Tie
+from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.train.host_reads import record_host_reads
-from paddle_vl.train.objective import LANGUAGE
 from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
 
 CUTS = [[3], [1, 2, 3], [1, 3], [2, 3]]
@@ -95,7 +96,7 @@ def test_parts_do_not_read_a_batch_back_from_the_device():
     wanted = loss_through_parts(parts, batch).loss_sum.item()
     on_device = {
         name: paddle.to_tensor(value)
-        if isinstance(value, np.ndarray) and LANGUAGE.is_for_device(name)
+        if isinstance(value, np.ndarray) and VLBatchAdapter().is_for_device(name)
         else value
         for name, value in batch.items()
     }
@@ -130,14 +131,16 @@ def test_a_part_holds_its_own_parameters_only(tied):
     config = tiny_config().with_tie(tied)
     whole = Qwen3VLForConditionalGeneration.from_config(config)
     parts = [
-        HeldLayers(layers=frozenset({0, 1}), head=False),
-        HeldLayers(embedding=False, layers=frozenset({2})),
+        StageLayers(layers=frozenset({0, 1}), head=False),
+        StageLayers(embedding=False, layers=frozenset({2})),
     ]
-    held = []
+    held, ties = [], []
     for part in parts:
         paddle.seed(0)
         model = Qwen3VLForConditionalGeneration.from_config(config, SingleDevicePlacement(part))
         held.append(dict(model.hf_named_parameters()))
+        table = model.placement.parameter_table
+        ties.append({name: table[parameter].tie for name, parameter in held[-1].items()})
         assert model.whole_shapes() == {
             item.key: item.stored_shape for item in whole.stored_parameters()
         }
@@ -147,7 +150,8 @@ def test_a_part_holds_its_own_parameters_only(tied):
     assert held[0].keys() & held[1].keys() == shared
     for name in shared:
         np.testing.assert_array_equal(held[0][name].numpy(), held[1][name].numpy())
-        assert [part[name].is_tied_copy for part in held] == [False, True]
+    for number, tie in enumerate((Tie.OWNER, Tie.COPY)):
+        assert {name for name, found in ties[number].items() if found is tie} == shared
     paddle.seed(0)
     drawn = dict(Qwen3VLForConditionalGeneration.from_config(config).hf_named_parameters())
     for part in held:

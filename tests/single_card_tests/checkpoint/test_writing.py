@@ -10,20 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from paddle_vl.checkpoint import sharded
+from paddle_vl.checkpoint import writing
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
-from paddle_vl.nn.placement import Writers
+from paddle_vl.nn.placement import CheckpointRanks
 
 KIB = 1024
 
 
 @dataclass(frozen=True)
-class Staged(Writers):
+class Staged(CheckpointRanks):
     """One of two stages, whose plans are known."""
 
     plans: tuple = ()
 
-    def of_stages(self, value):
+    def gather_stages(self, value):
         assert value == self.plans[self.stage]
         return list(self.plans)
 
@@ -44,7 +44,7 @@ def tensors(prefix: str, count: int, produced: list[str]) -> list[TensorToWrite]
 
 @pytest.fixture(autouse=True)
 def small_files_are_worth_a_rank(monkeypatch):
-    monkeypatch.setattr(sharded, "MIN_SHARD_BYTES", KIB)
+    monkeypatch.setattr(writing, "MIN_SHARD_BYTES", KIB)
 
 
 def test_ranks_write_their_own_files_of_one_checkpoint(tmp_path):
@@ -60,8 +60,8 @@ def test_ranks_write_their_own_files_of_one_checkpoint(tmp_path):
             before = set(tmp_path.iterdir())
             produced: list[str] = []
             own = tensors("ab"[stage], len(stages[stage]), produced)
-            writers = Staged(number, 2, stage, plans)
-            sharded.write_tensors(tmp_path, "model", own, 1 << 30, writers)
+            ranks = Staged(number, 2, stage, plans)
+            writing.write_tensors(tmp_path, "model", own, 1 << 30, ranks)
             assert produced == [tensor.name for tensor in own]
             written[stage, number] = {p.name for p in set(tmp_path.iterdir()) - before}
     index = {"model.safetensors.index.json"}
@@ -76,18 +76,18 @@ def test_ranks_write_their_own_files_of_one_checkpoint(tmp_path):
 
 
 def test_few_bytes_are_one_file_whoever_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(sharded, "MIN_SHARD_BYTES", 8 * KIB)
+    monkeypatch.setattr(writing, "MIN_SHARD_BYTES", 8 * KIB)
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"old")
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     for number in (1, 0):
         own = tensors("a", 4, [])
-        sharded.write_tensors(tmp_path, "model", own, 1 << 30, Writers(number, 2))
+        writing.write_tensors(tmp_path, "model", own, 1 << 30, CheckpointRanks(number, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert len(read_checkpoint_headers(tmp_path)) == 4
 
 
 def test_no_file_exceeds_the_limit(tmp_path):
-    sharded.write_tensors(tmp_path, "optimizer", tensors("a", 5, []), 2 * KIB)
+    writing.write_tensors(tmp_path, "optimizer", tensors("a", 5, []), 2 * KIB)
     sizes = [len(read.read()) for read in read_checkpoint_headers(tmp_path, "optimizer").values()]
     assert sizes == [256] * 5
     assert len(list(tmp_path.glob("optimizer-*-of-00003.safetensors"))) == 3

@@ -1,10 +1,9 @@
-"""Models whose parameters get their values one by one.
+"""Models whose parameters are materialized one by one.
 
-Guarantees: fresh weights, and the random numbers after them, are those of parameters that were
-drawn as they were made, for both families and both dtypes; one parameter at a time gets its value,
-after the one before was taken; every parameter comes once; a later value of a
-parameter stands in place of the earlier, which is not made; what is added to a filled model is
-filled at once.
+Guarantees: initial weights, and the random numbers after them, are those of parameters that are
+drawn as they are made, for both families and both dtypes; one parameter at a time gets its value,
+after the one before was taken; every parameter comes once; a later value of a parameter replaces
+the earlier, which is not made; values that are added to a materialized model are set at once.
 """
 
 import numpy as np
@@ -13,14 +12,14 @@ import pytest
 from paddle import nn
 
 from paddle_vl import PI07Config, Qwen3VLForConditionalGeneration
-from paddle_vl.checkpoint.filling import Fillable, FillStep
+from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
 from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
 from tests.support.pi07_golden import case, config_values
 from tests.support.small_families import default_dtype
 from tests.support.tiny import tiny_config
 
 
-class Pair(Fillable, nn.Layer):
+class Pair(Materializable, nn.Layer):
     """Two parameters without values."""
 
     def __init__(self):
@@ -29,15 +28,15 @@ class Pair(Fillable, nn.Layer):
             self.first, self.second = self.create_parameter([2]), self.create_parameter([3])
 
 
-def steps(model: Pair, made: list[str]) -> list[FillStep]:
+def steps(model: Pair, made: list[str]) -> list[MaterializeStep]:
     def give(name: str, value: float) -> None:
         made.append(name)
         paddle.full(getattr(model, name).shape, value)._share_buffer_to(getattr(model, name))
 
     return [
-        FillStep(model.first, lambda: give("first", 1.0)),
-        FillStep(None, lambda: made.append("elsewhere")),
-        FillStep(model.second, lambda: give("second", 2.0)),
+        MaterializeStep(model.first, lambda: give("first", 1.0)),
+        MaterializeStep(None, lambda: made.append("elsewhere")),
+        MaterializeStep(model.second, lambda: give("second", 2.0)),
     ]
 
 
@@ -55,8 +54,8 @@ def pi07(is_lazy: bool) -> nn.Layer:
         return PI07LowLevelFlowMatching(config, labels)
     with paddle.LazyGuard():
         model = PI07LowLevelFlowMatching(config, labels)
-    model.fill_later(model.fresh_values)
-    model.fill_all()
+    model.materialize_later(model.fresh_values)
+    model.materialize_all()
     return model
 
 
@@ -82,8 +81,8 @@ def _weights_and_next_number(make, dtype: str) -> dict[str, np.ndarray]:
 
 def test_one_parameter_at_a_time_gets_its_value():
     model, made = Pair(), []
-    model.fill_later(lambda: steps(model, made))
-    filling = model.fill()
+    model.materialize_later(lambda: steps(model, made))
+    filling = model.materialize()
     assert next(filling) is model.first
     assert made == ["first"]
     assert not model.second._is_initialized()
@@ -95,26 +94,26 @@ def test_one_parameter_at_a_time_gets_its_value():
 
 def test_parameters_of_a_filled_model_come_once_each():
     model = Pair()
-    model.fill_later(lambda: steps(model, []))
-    model.fill_all()
-    assert [id(p) for p in model.fill()] == [id(model.first), id(model.second)]
+    model.materialize_later(lambda: steps(model, []))
+    model.materialize_all()
+    assert [id(p) for p in model.materialize()] == [id(model.first), id(model.second)]
 
 
 def test_the_last_value_of_a_parameter_is_the_one_made():
     model, made = Pair(), []
-    model.fill_later(lambda: steps(model, made))
+    model.materialize_later(lambda: steps(model, made))
     other = paddle.to_tensor([5.0, 6.0])
-    later = FillStep(model.first, lambda: other._share_buffer_to(model.first))
-    model.fill_too(lambda: [later])
-    assert [id(p) for p in model.fill()] == [id(model.second), id(model.first)]
+    later = MaterializeStep(model.first, lambda: other._share_buffer_to(model.first))
+    model.materialize_too(lambda: [later])
+    assert [id(p) for p in model.materialize()] == [id(model.second), id(model.first)]
     assert made == ["elsewhere", "second"]
     assert model.first.tolist() == [5.0, 6.0]
 
 
 def test_what_is_added_to_a_filled_model_is_filled_at_once():
     model, made = Pair(), []
-    model.fill_later(list)
-    model.fill_all()
-    model.fill_too(lambda: steps(model, made))
+    model.materialize_later(list)
+    model.materialize_all()
+    model.materialize_too(lambda: steps(model, made))
     assert made == ["first", "elsewhere", "second"]
     assert model.second.tolist() == [2.0, 2.0, 2.0]

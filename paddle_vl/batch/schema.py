@@ -1,0 +1,59 @@
+"""What a batch holds: each field with its axes, dtype, producer and consumer.
+
+A batch is a mapping, since it crosses worker processes and a model takes HF's keyword names
+(`model(**batch)`). A family describes its own batches with a `TypedDict` whose fields are
+`Annotated[Array, Axes(...)]`; the ones of pi07 are in `paddle_vl.families.pi07.inputs.collate`.
+
+Axes, package-wide: B batch, L padded length, T token rows (batch folded in), P patches, I media
+items, S segments; a number is an axis of that size.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple, Required, TypedDict
+
+# A NumPy array, made by a loader worker; on the device a Paddle tensor.
+Array = Any
+# A batch of any family.
+Batch = Mapping[str, Any]
+
+
+class Axes(NamedTuple):
+    """Letters of an array's axes, separated by spaces, and its dtype."""
+
+    names: str
+    dtype: str
+
+
+class VLBatch(TypedDict, total=False):
+    """A batch of a vision-language model.
+
+    All fields come from a collator in a loader worker (`VLCollator`, `PackedCollator`). The text
+    fields are always there, visual ones only where a sample has images or videos.
+    """
+
+    # For the embedding; placeholder ids stand where visual rows go.
+    input_ids: Required[Annotated[Array, Axes("B L", "int64")]]
+    # 1 at real tokens. For attention over left-padded rows, the load-balancing loss and counts.
+    attention_mask: Required[Annotated[Array, Axes("B L", "int64")]]
+    # Not shifted, -100 ignored. For the loss.
+    labels: Required[Annotated[Array, Axes("B L", "int64")]]
+    # Temporal, vertical and horizontal position. For rotary embedding.
+    position_ids: Required[Annotated[Array, Axes("3 B L", "int64")]]
+    # Labels that count. The loss's divisor; read on the host.
+    num_target_tokens: Required[int]
+    # Whether a real token follows padding. Chooses the attention mask; read on the host.
+    has_left_padding: Required[bool]
+    # Patches of all images, of all videos. For the vision tower.
+    pixel_values: Annotated[Array, Axes("P patch_dim", "float32")]
+    pixel_values_videos: Annotated[Array, Axes("P patch_dim", "float32")]
+    # Patches in time, height and width of each item. For the vision tower; read on the host.
+    image_grid_thw: Annotated[Array, Axes("I 3", "int64")]
+    video_grid_thw: Annotated[Array, Axes("I 3", "int64")]
+    # Visual rows of this rank: see `paddle_vl.batch.visual_index`. For embedding and deepstack.
+    visual_update_indices: Annotated[Array, Axes("M", "int64")]
+    visual_gather_indices: Annotated[Array, Axes("M", "int64")]
+    visual_source_indices: Annotated[Array, Axes("M", "int64")]
+    # Offsets of packed samples, see `paddle_vl.batch.packing`. For attention; read on the host.
+    cu_seqlens: Annotated[Array, Axes("S", "int32")]
+    # Visual rows that no token takes. From `VLBatchAdapter.synchronized`; read on the host.
+    num_unused_visual_rows: int

@@ -1,0 +1,228 @@
+"""Values of a model's parameters, read from a checkpoint or drawn, one tensor at a time.
+
+Models are built under `paddle.LazyGuard`, without storage, and materialized parameter by parameter.
+Whoever shards a model takes a shard of each parameter before the next one has storage, so that no
+rank ever holds more than its shards and one full tensor.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_parameter
+from paddle_vl.checkpoint.safetensors_io import FLOATING, StoredTensor, read_checkpoint_headers
+from paddle_vl.nn.fused import whole_slices
+
+
+class MaterializeStep(NamedTuple):
+    """What gives one parameter its value.
+
+    Attributes:
+        parameter: None where another rank has the parameter: random numbers are drawn all the same,
+            so that later ones are equal everywhere.
+        run: called once, in turn.
+    """
+
+    parameter: Tensor | None
+    run: Callable[[], None]
+
+
+class Materializable:
+    """Mixin of an `nn.Layer` whose parameters may still be without storage."""
+
+    _sources: list[Callable[[], Iterable[MaterializeStep]]] | None = None
+
+    def materialize_later(self, steps: Callable[[], Iterable[MaterializeStep]]) -> None:
+        """Set where values come from, after building under `paddle.LazyGuard`.
+
+        Args:
+            steps: called when the model is materialized, for the parameters that it has then.
+        """
+        self._sources = [steps]
+
+    def materialize_too(self, steps: Callable[[], Iterable[MaterializeStep]]) -> None:
+        """Add values of parameters that were added, or other values for some.
+
+        They are set at once if the model is materialized already.
+        """
+        if self._sources is None:
+            for step in steps():
+                step.run()
+        else:
+            self._sources.append(steps)
+
+    def materialize(self) -> Iterator[Tensor]:
+        """Every parameter once, in the same order on all ranks. One without a value gets it when
+        its turn comes, after the caller is done with the one before."""
+        sources, self._sources = self._sources or [], None
+        steps = [step for source in sources for step in source()]
+        # A later step for the same parameter replaces the earlier one.
+        last = {id(step.parameter): step for step in steps}
+        done = set()
+        for step in steps:
+            if step.parameter is None:
+                step.run()
+            elif last[id(step.parameter)] is step:
+                step.run()
+                done.add(id(step.parameter))
+                yield step.parameter
+        yield from (p for p in self.parameters() if id(p) not in done)
+
+    def materialize_all(self) -> None:
+        """Give all parameters their values, in storage of their own."""
+        for _ in self.materialize():
+            pass
+
+
+class Keyed(Protocol):
+    """What has a place in a checkpoint."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]: ...
+
+
+def check_keys(
+    folder: Path,
+    stored: dict[str, StoredTensor],
+    wanted: Iterable[Keyed],
+    ignored: set[str],
+    owner: str = "the model of its config.json",
+) -> None:
+    """Compare a checkpoint's keys and shapes with a model's before anything is read.
+
+    Args:
+        wanted: what the checkpoint must have.
+        ignored: keys that it may have besides.
+        owner: the model, for the message.
+
+    Raises:
+        ValueError: every missing, unexpected and misshapen key, and those that hold other things
+            than floating point numbers, all at once.
+    """
+    shapes = {item.key: item.stored_shape for item in wanted}
+    missing = sorted(set(shapes) - set(stored))
+    unexpected = sorted(set(stored) - set(shapes) - ignored)
+    misshapen = [
+        f"{key} (file {list(stored[key].shape)}, model {list(shape)})"
+        for key, shape in sorted(shapes.items())
+        if key in stored and tuple(stored[key].shape) != shape
+    ]
+    no_weights = [
+        f"{key} ({stored[key].dtype})"
+        for key in sorted(shapes)
+        if key in stored and stored[key].dtype not in FLOATING
+    ]
+    problems = [
+        f"{len(keys)} {kind}: {', '.join(keys)}"
+        for kind, keys in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("misshapen", misshapen),
+            ("not of floating point numbers", no_weights),
+        )
+        if keys
+    ]
+    if problems:
+        raise ValueError(f"the checkpoint in {folder} does not fit {owner}; " + "; ".join(problems))
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model folder by key, unread."""
+    return read_checkpoint_headers(Path(folder))
+
+
+def fill_parameters(parameters: Iterable[StoredParameter], stored: dict[str, StoredTensor]) -> None:
+    """Give every parameter its stored value."""
+    for step in stored_values(parameters, stored):
+        step.run()
+
+
+def stored_values(
+    parameters: Iterable[StoredParameter], stored: dict[str, StoredTensor]
+) -> list[MaterializeStep]:
+    """Steps that give every parameter its stored value.
+
+    A parameter without storage takes over the tensor made from its file.
+    """
+    return [
+        MaterializeStep(
+            items[0].parameter, partial(_read_into, items, [stored[i.key] for i in items])
+        )
+        for items in by_parameter(parameters)
+    ]
+
+
+def _read_into(items: Sequence[StoredParameter], stored: Sequence[StoredTensor]) -> None:
+    parameter, table = items[0].parameter, items[0].table
+    if items[0].block is None:
+        set_value(parameter, items[0].from_stored(stored[0].read()))
+        return
+    joined = paddle.empty(parameter.shape, parameter.dtype)
+    slices = table.column_slices(parameter)
+    for item, one, columns in zip(items, stored, slices, strict=True):
+        joined[:, columns] = paddle.to_tensor(item.from_stored(one.read())).astype(joined.dtype)
+    joined._share_buffer_to(parameter)
+
+
+def set_value(parameter: Tensor, array: np.ndarray) -> None:
+    """Give a parameter, with storage or without, a value of its own shape and layout."""
+    value = paddle.to_tensor(array)
+    if value.dtype != parameter.dtype:
+        value = value.astype(parameter.dtype)
+    value._share_buffer_to(parameter)
+
+
+def drawn_values(
+    parameters: Iterable[StoredParameter], full: Iterable[StoredParameter] | None = None
+) -> list[MaterializeStep]:
+    """Steps that draw every parameter's initial value from Paddle's global random state.
+
+    Args:
+        parameters: without storage.
+        full: those of the full model, without storage, where `parameters` are shards or only some
+            of them, or separate where the full ones are fused. Full tensors are drawn in order and
+            dropped again, so the weights are those of a single device with the same seed, and at
+            most one full tensor is in memory.
+    """
+    if full is None:
+        return [
+            MaterializeStep(items[0].parameter, items[0].parameter.initialize)
+            for items in by_parameter(parameters)
+        ]
+    own = {item.key: item for item in parameters}
+    steps = []
+    for items in by_parameter(full):
+        draw = partial(_drawn, items[0].parameter)
+        targets = by_parameter(own[item.key] for item in items if item.key in own)
+        if not targets:
+            steps.append(MaterializeStep(None, draw))
+        elif len(targets) == 1:
+            steps.append(MaterializeStep(targets[0][0].parameter, partial(_take, targets[0], draw)))
+        else:
+            # Fused in the full model and separate here.
+            values = SharedArray(draw, whole_slices(items[0].parameter)).slices()
+            steps += [
+                MaterializeStep(target.parameter, partial(_take, [target], value))
+                for (target,), value in zip(targets, values, strict=True)
+            ]
+    return steps
+
+
+def _drawn(full: Tensor) -> np.ndarray:
+    full.initialize()
+    array = full.astype("float32").numpy()
+    full._clear_data()
+    return array
+
+
+def _take(items: Sequence[StoredParameter], draw: Callable[[], np.ndarray]) -> None:
+    parameter, table = items[0].parameter, items[0].table
+    set_value(parameter, table.own_shard(parameter, draw()))

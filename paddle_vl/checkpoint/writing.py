@@ -1,0 +1,173 @@
+"""Writing a model's parameters, or other tensors, into files of which several ranks write some.
+
+The files are HF's: `model.safetensors`, or `model-00001-of-00004.safetensors` and so on with
+`model.safetensors.index.json`. Every file holds full tensors. Ranks all-gather a sharded tensor,
+one tensor at a time, and the rank that writes its file keeps it; so no rank ever has the full
+model, all ranks write, and the result does not depend on the number of ranks.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import paddle
+
+from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_parameter
+from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
+from paddle_vl.nn.fused import whole_slices
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.parameter_table import Tie
+from paddle_vl.nn.placement import CheckpointRanks
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+# A smaller file is not worth a rank of its own.
+MIN_SHARD_BYTES = 1 << 26
+STORED_DTYPES = {
+    paddle.float32: "F32",
+    paddle.float64: "F64",
+    paddle.float16: "F16",
+    paddle.bfloat16: "BF16",
+}
+
+
+def parameter_array(item: StoredParameter, store: ParameterStore | None = None) -> np.ndarray:
+    """The full stored value in the checkpoint's layout, bfloat16 as its bits; collective where the
+    parameter is sharded.
+
+    Args:
+        store: as for `parameters_to_write`.
+    """
+    return item.layout.to_stored(item.of_full(_full_value(item, store)))
+
+
+def parameters_to_write(
+    parameters: Iterable[StoredParameter], prefix: str = "", store: ParameterStore | None = None
+) -> list[TensorToWrite]:
+    """Full values in the checkpoint's layout, under `prefix` and key; tied copies left out.
+
+    A sharded fused parameter is all-gathered once for all of its linears.
+
+    Args:
+        store: of the model in training; None if every parameter has storage of its own.
+    """
+    tensors = []
+    for items in by_parameter(parameters):
+        first = items[0]
+        if first.table[first.parameter].tie is Tie.COPY:
+            continue
+        produce = [partial(_full_value, first, store, copy=False)]
+        if first.block is not None:
+            produce = SharedArray(produce[0], whole_slices(first.parameter)).slices()
+        dtype = STORED_DTYPES[first.parameter.dtype]
+        tensors += [
+            TensorToWrite(prefix + i.key, i.stored_shape, dtype, make, i.layout.to_stored)
+            for i, make in zip(items, produce, strict=True)
+        ]
+    return tensors
+
+
+def save_parameters(
+    folder: Path,
+    parameters: Iterable[StoredParameter],
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    ranks: CheckpointRanks | None = None,
+    write: FileWriter = write_file,
+    store: ParameterStore | None = None,
+) -> None:
+    """Write the weights of a model folder, see `write_tensors` and `parameters_to_write`."""
+    tensors = parameters_to_write(parameters, store=store)
+    write_tensors(folder, "model", tensors, max_shard_bytes, ranks, write)
+
+
+def write_tensors(
+    folder: Path,
+    stem: str,
+    tensors: Iterable[TensorToWrite],
+    max_shard_bytes: int,
+    ranks: CheckpointRanks | None = None,
+    write: FileWriter = write_file,
+) -> None:
+    """Write tensors; collective over the ranks that write the model together.
+
+    Files of an earlier save under the same stem that this one does not overwrite are removed.
+
+    Args:
+        stem: `model`, or another name in its place.
+        tensors: those of this rank's layers, the same on every rank that has these layers.
+        max_shard_bytes: the largest file, unless a single tensor is larger.
+        ranks: None for this rank alone.
+        write: takes a file's name and tensors. It produces their arrays before it returns.
+    """
+    ranks, tensors = ranks or CheckpointRanks(), list(tensors)
+    total = sum(tensor.num_bytes for tensor in tensors)
+    share = max(-(-total // ranks.size), MIN_SHARD_BYTES)
+    shards = _cut(tensors, share, max_shard_bytes)
+    sizes = ranks.gather_stages([{t.name: t.num_bytes for t in shard} for shard in shards])
+    every_shard = [shard for shards_of_stage in sizes for shard in shards_of_stage]
+    single = f"{stem}.safetensors"
+    names = [single]
+    if len(every_shard) > 1:
+        count = f"{len(every_shard):05d}"
+        names = [f"{stem}-{i + 1:05d}-of-{count}.safetensors" for i in range(len(every_shard))]
+    first = sum(len(shards_of_stage) for shards_of_stage in sizes[: ranks.stage])
+    skipped: list[Callable[[], np.ndarray]] = []
+    for number, shard in enumerate(shards):
+        if number % ranks.size == ranks.rank:
+            write(folder / names[first + number], _after(shard, skipped))
+            skipped = []
+        else:
+            skipped += [tensor.produce for tensor in shard]
+    for produce in skipped:
+        produce()
+    if ranks.is_first:
+        _write_index(folder, single, dict(zip(names, every_shard, strict=True)))
+        for stale in {*folder.glob(f"{stem}-*-of-*.safetensors"), folder / single}:
+            if stale.name not in names:
+                stale.unlink(missing_ok=True)
+
+
+def _full_value(
+    item: StoredParameter, store: ParameterStore | None, copy: bool = True
+) -> np.ndarray:
+    value = None if store is None else store.gathered_value(item.parameter)
+    return item.table.full_value(item.parameter, value, copy)
+
+
+def _cut(tensors: Sequence[TensorToWrite], enough: int, most: int) -> list[list[TensorToWrite]]:
+    """Consecutive tensors for one file after the other, each of `enough` bytes or nearly `most`."""
+    shards: list[list[TensorToWrite]] = []
+    filled = 0
+    for tensor in tensors:
+        if not shards or filled >= enough or filled + tensor.num_bytes > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.num_bytes
+    return shards
+
+
+def _after(
+    shard: Sequence[TensorToWrite], skipped: Sequence[Callable[[], np.ndarray]]
+) -> list[TensorToWrite]:
+    """The tensors of a file; producing the first one first takes part in producing `skipped`, which
+    other ranks write."""
+
+    def produce() -> np.ndarray:
+        for other in skipped:
+            other()
+        return shard[0].produce()
+
+    return [shard[0]._replace(produce=produce), *shard[1:]]
+
+
+def _write_index(folder: Path, single: str, sizes: dict[str, dict[str, int]]) -> None:
+    index_file = folder / f"{single}.index.json"
+    if len(sizes) == 1:
+        index_file.unlink(missing_ok=True)
+        return
+    weight_map = {key: name for name, shard in sizes.items() for key in shard}
+    total = sum(size for shard in sizes.values() for size in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index_file.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

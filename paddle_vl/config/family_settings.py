@@ -1,0 +1,146 @@
+"""The settings class of a run's model family, and settings that belong to other families.
+
+Every family registers a subclass of `RunConfig` in `paddle_vl.config.families`; the run's model
+decides which one applies. A setting of another family is accepted at its default value, because
+checkpoints of earlier versions list the settings of all families, and refused otherwise.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from paddle_vl.config.families import families, family_of
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.config.section import Section, section_of, setting_descriptions
+from paddle_vl.files.json_file import read_json_object
+
+Key = tuple[str | int, ...]
+Descriptions = dict[str, tuple[str, str]]
+
+
+def settings_classes() -> list[type[RunConfig]]:
+    """The settings of all families, each class once, in the order of registration."""
+    return list(dict.fromkeys(entry.settings_class() for entry in families()))
+
+
+def settings_class_of(values: Mapping[str, Any]) -> type[RunConfig]:
+    """The settings class of the family that the model belongs to.
+
+    A model whose config.json cannot be read is reported when the run starts. Its class is the one
+    that leaves the fewest settings to other families.
+
+    Args:
+        values: the run's configuration, as read from YAML.
+    """
+    content = _model_content(values)
+    if content is not None:
+        return family_of(_texts(content)).settings_class()
+    return min(settings_classes(), key=lambda run: len(own_settings(values, run)[1]))
+
+
+def own_settings(
+    values: Mapping[str, Any], run: type[RunConfig]
+) -> tuple[dict[str, Any], dict[Key, str]]:
+    """Separate settings of other families from the rest.
+
+    Returns:
+        The values without settings of other families, and the settings of other families that are
+        not at their default, with the names of these families. Unknown keys stay in the values.
+    """
+    found: dict[Key, str] = {}
+    others = [(other.family, other) for other in settings_classes() if other is not run]
+    return _own_settings(values, run, others, (), found), found
+
+
+def settings_help() -> Iterator[tuple[str, tuple[str, ...], Descriptions]]:
+    """Settings in groups for `--help`: those of every run, then those of each family.
+
+    Yields:
+        The group's title, the words for parts of the family's model, and default and description
+        of each setting.
+    """
+    common = setting_descriptions(RunConfig)
+    yield "settings of every run", (), common
+    for run in settings_classes():
+        own = setting_descriptions(run)
+        own = {name: described for name, described in own.items() if name not in common}
+        yield f"settings of {run.family} only", tuple(run.parts), own
+
+
+def _model_content(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The content of the model's config.json; empty for a published size, None if unreadable.
+
+    If model.pretrained and model.config are gone, the checkpoint of train.resume_from_checkpoint
+    is read.
+    """
+    model, train = (_mapping(values.get(name)) for name in ("model", "train"))
+    pretrained, config = model.get("pretrained"), model.get("config")
+    if pretrained is None and isinstance(config, dict):
+        return config
+    if isinstance(pretrained, str):
+        content = _json_object(Path(pretrained) / "config.json")
+    elif isinstance(config, str):
+        content = _json_object(Path(config))
+        if content is None and not config.endswith(".json"):
+            return {}
+    else:
+        return None
+    checkpoint = train.get("resume_from_checkpoint")
+    if content is None and isinstance(checkpoint, str):
+        content = _json_object(Path(checkpoint) / "config.json")
+    return content
+
+
+def _own_settings(
+    values: Mapping[str, Any],
+    section: type[Section],
+    others: Sequence[tuple[str, type[Section]]],
+    key: Key,
+    found: dict[Key, str],
+) -> dict[str, Any]:
+    own = {}
+    for name, value in values.items():
+        theirs = [
+            (family, other.model_fields[name])
+            for family, other in others
+            if name in other.model_fields
+        ]
+        field = section.model_fields.get(name)
+        if field is None and theirs:
+            if not any(_is_default(value, other) for _, other in theirs):
+                found[(*key, name)] = ", ".join(dict.fromkeys(family for family, _ in theirs))
+            continue
+        inner = None if field is None else section_of(field)
+        if inner is not None and isinstance(value, Mapping):
+            sections = [(family, section_of(other)) for family, other in theirs]
+            nested = [(family, other) for family, other in sections if other is not None]
+            value = _own_settings(value, inner, nested, (*key, name), found)
+        own[name] = value
+    return own
+
+
+def _is_default(value: Any, field: FieldInfo) -> bool:
+    """Whether a value from YAML is the field's default; nested settings must all be."""
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, Section) and isinstance(value, Mapping):
+        inner = type(default).model_fields
+        return all(name in inner and _is_default(value[name], inner[name]) for name in value)
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if isinstance(value, str)}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _json_object(file: Path) -> dict[str, Any] | None:
+    try:
+        # A pipe would block.
+        return read_json_object(file, "a config.json") if file.is_file() else None
+    except (OSError, RuntimeError):
+        return None

@@ -1,0 +1,392 @@
+"""What the trainer, commands, evaluation and profiler ask of a model family.
+
+A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stage, FLOP counter and
+a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
+knows neither the trainer nor `paddle_vl.parallel`: what it needs of them arrives as an argument.
+
+Over 350 lines, as the whole protocol stands in one place.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.checkpoint.safetensors_io import FileWriter
+from paddle_vl.config.families import ModelShape
+from paddle_vl.config.schema import RunConfig
+from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.data.worker_pool import Collator
+from paddle_vl.families.flops import FlopCounter
+from paddle_vl.nn.loss import Loss
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
+
+BatchT = TypeVar("BatchT")
+# Relative cost of every decoder layer, of what comes before them, and of what comes after them.
+LayerCosts = tuple[Sequence[float], float, float]
+
+
+class RankInfo(Protocol):
+    """A rank's place among the data-parallel ranks, see `paddle_vl.train.processes`."""
+
+    is_main: bool
+    data_rank: int
+    data_size: int
+
+    def wait(self) -> None:
+        """Barrier over all ranks."""
+
+
+class TrainableModel(Protocol):
+    """What training asks of a model besides being an `nn.Layer`.
+
+    Attributes:
+        placement: this rank's part of the model.
+        vision_blocks, decoder_layers: units of activation recomputation and sharding, those of this
+            rank.
+        tables: token embedding and head, those of this rank.
+    """
+
+    placement: Placement
+    vision_blocks: list[nn.Layer]
+    decoder_layers: list[nn.Layer]
+    tables: list[nn.Layer]
+
+    def parameters(self) -> list[Tensor]: ...
+
+    def separate(self, weights: Iterable[Tensor]) -> None:
+        """Replace fused weights by one weight per linear, see `paddle_vl.nn.projections`."""
+
+    def fill(self) -> Iterator[Tensor]:
+        """Give parameters their values one at a time, see `paddle_vl.checkpoint.filling`."""
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Unsharded shape of every parameter of the full model, by checkpoint key."""
+
+
+class BatchAdapter(ABC, Generic[BatchT]):
+    """What the trainer asks about a batch, and how a batch reaches the model.
+
+    A batch that needs an optional branch of the model (a vision tower, an optional part of the
+    prompt) may have to run in step with ranks whose batches do not: `optional_branches` says what a
+    batch needs, `synchronized` gives the batch to run once all ranks' needs are known.
+    """
+
+    @abstractmethod
+    def counts(self, batch: BatchT) -> list[int]:
+        """What a batch adds to the divisor of each loss term."""
+
+    @abstractmethod
+    def num_samples(self, batch: BatchT) -> int: ...
+
+    @abstractmethod
+    def idle_batch(self, model: Any) -> BatchT:
+        """A batch that adds 0 to every count, for a rank that has no batch left."""
+
+    def num_tokens(self, batch: BatchT) -> int:
+        """Tokens without padding; 0 where throughput is not measured in tokens."""
+        return 0
+
+    def num_packed_places(self, batch: BatchT) -> int:
+        """Token capacity of packed rows, padding included; 0 without packing."""
+        return 0
+
+    def lengths(self, batch: BatchT) -> list[int]:
+        """Tokens of each sample without padding; empty where tokens are not counted."""
+        return []
+
+    def optional_branches(self, batch: BatchT) -> list[bool]:
+        """Whether the batch needs each optional branch of the model."""
+        return []
+
+    def prepared(self, batch: BatchT) -> BatchT:
+        """The batch with what has to be read on the host before arrays leave it."""
+        return batch
+
+    def is_for_device(self, name: str) -> bool:
+        """Whether the model computes with a field; other fields stay on the host."""
+        return True
+
+    def synchronized(self, batch: BatchT, needed: Sequence[int], model: Any) -> BatchT:
+        """The batch as this rank runs it.
+
+        Args:
+            needed: for each optional branch the number of data-parallel ranks whose batch needs it.
+        """
+        return batch
+
+    def to_device(self, batch: BatchT) -> BatchT:
+        """The batch with tensors in place of the arrays that the model computes with."""
+        return {
+            name: paddle.to_tensor(value)
+            if isinstance(value, np.ndarray) and self.is_for_device(name)
+            else value
+            for name, value in batch.items()
+        }
+
+    def forward(self, model: Any, batch: BatchT) -> Any:
+        """The model's output for a batch on the device."""
+        return model(**batch)
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model and what depends on it.
+
+    Attributes:
+        model: this rank's part, see `TrainableModel`.
+        adapter: see `BatchAdapter`.
+        collator: makes its batches in loader workers.
+        save: writes this rank's part of a model folder; all checkpoint ranks call it together. The
+            writer takes the weight files.
+        save_extra_files: writes tokenizer and the like; one rank calls it.
+    """
+
+    model: Any
+    adapter: BatchAdapter
+    collator: Collator
+    save: Callable[[Path, FileWriter, ParameterStore | None], None]
+    save_extra_files: Callable[[Path], None] = lambda folder: None
+
+
+class MeanLosses(NamedTuple):
+    """Losses over a dataset.
+
+    Attributes:
+        loss: weighted sum of the terms.
+        terms: mean of each term, by name.
+        counts: divisor of each term, by name; of a language model target tokens.
+    """
+
+    loss: float
+    terms: dict[str, float]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Arguments of `paddle-vl evaluate`.
+
+    Attributes:
+        files: JSONL files.
+        max_length: longest sample, in tokens.
+        max_new_tokens: longest answer, in tokens.
+        limit: use the first samples only.
+        base: model that adapters belong to, in place of the one that their files name.
+        show: number of answers to print.
+        predictions: file for all answers.
+    """
+
+    files: Sequence[str]
+    batch_size: int
+    max_length: int = 2048
+    max_new_tokens: int = 64
+    limit: int | None = None
+    base: str | None = None
+    show: int | None = None
+    predictions: Path | None = None
+
+    def refuse_answer_options(self, owner: str) -> None:
+        """Refuse the options about answers, for a family that has none.
+
+        Raises:
+            ValueError: naming those that are set; `owner` begins the message.
+        """
+        names = ("base", "limit", "show", "predictions")
+        if given := [f"--{name}" for name in names if getattr(self, name)]:
+            raise ValueError(f"{owner}, of which losses are printed: leave {', '.join(given)} out")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model folder with data to evaluate it on.
+
+    Attributes:
+        loader: every sample once.
+        report: the text that `paddle-vl evaluate` prints, in pieces.
+    """
+
+    model: Any
+    loss: Loss
+    adapter: BatchAdapter
+    loader: PrefetchLoader
+    report: Callable[[MeanLosses], Iterable[str]]
+
+
+def losses_report(losses: MeanLosses) -> list[str]:
+    """The loss and the mean of each term."""
+    terms = losses.terms.items()
+    return [
+        f"loss: {losses.loss:.4f}",
+        *(f"  {name}: {mean:.4f}  (mean of {losses.counts[name]} values)" for name, mean in terms),
+    ]
+
+
+@dataclass(frozen=True)
+class SyntheticData:
+    """Synthetic training data for a profile.
+
+    Attributes:
+        num_samples: samples of an epoch.
+        folder: for files, where any are made.
+        cameras: images of a sample; None for the family's default.
+        image_side: pixels of an image's side; None for the family's default.
+        answer_tokens: tokens of an answer; None for the family's default.
+    """
+
+    num_samples: int
+    folder: Path
+    cameras: int | None = None
+    image_side: int | None = None
+    answer_tokens: int | None = None
+
+
+class Chat(Protocol):
+    """A model that answers about images and videos."""
+
+    def ask(
+        self, messages: Sequence[Any], images: Sequence[Any], videos: Sequence[Any], **settings: Any
+    ) -> str:
+        """The answer to the last message."""
+
+    def stream(
+        self, messages: Sequence[Any], images: Sequence[Any], videos: Sequence[Any], **settings: Any
+    ) -> Iterator[str]:
+        """The same answer in pieces."""
+
+
+class Family(ABC):
+    """A model family, made for one run: `recipe_class(config, checkpoint)`.
+
+    Creating it reads configurations, opens the data and checks that they fit each other.
+
+    Attributes:
+        parts: words for groups of parameters in model.freeze and other settings, as patterns over
+            checkpoint keys.
+        make_stage: makes a pipeline stage (`paddle_vl.parallel.pipeline.runner`) of a model and a
+            range of its layers.
+        model_config: configuration of the model.
+        shape: decoder sizes for the parallel plan.
+        costs: relative costs for dividing the layers over pipeline stages.
+        pad_to_multiple_of: every batch's padded length is a multiple of it; None where no rule of
+            the parallel plan needs one.
+        fields: optional fields of the data, which must be the same on all ranks.
+        sample_kind: what a batch is counted in, for messages.
+        train_data, eval_data: samples; None without evaluation data.
+        loss: see `paddle_vl.nn.loss.Loss`.
+    """
+
+    parts: Mapping[str, Sequence[str]]
+    make_stage: Callable[[Any, range], Any]
+    model_config: Any
+    shape: ModelShape
+    costs: LayerCosts
+    pad_to_multiple_of: int | None = None
+    fields: Mapping[str, bool] = {}
+    sample_kind: str = "samples"
+    train_data: Any
+    eval_data: Any
+    loss: Loss
+
+    @abstractmethod
+    def __init__(self, config: RunConfig, checkpoint: Path | None):
+        """
+        Args:
+            checkpoint: to continue from; None for a new run.
+
+        Raises:
+            ValueError: settings or files that do not fit each other.
+            RuntimeError: files are missing or damaged.
+        """
+        self.config = config
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers run again in the backward pass (activation recomputation)."""
+        return self.config.train.recompute == "full"
+
+    @abstractmethod
+    def build_model(self, placement: Placement) -> BuiltModel:
+        """This rank's part of the model; `model.materialize()` gives its parameters values."""
+
+    @abstractmethod
+    def named_parameters(self, model: Any) -> list[tuple[str, Tensor]]:
+        """This rank's parameters by checkpoint key; a fused one once under each linear's key."""
+
+    @abstractmethod
+    def full_shapes(self, model: Any) -> dict[str, tuple[int, ...]]:
+        """Unsharded shape of every parameter of the full model, by checkpoint key."""
+
+    def trainable_names(self, model: Any) -> Iterable[str] | None:
+        """Checkpoint keys that may be trained; None for all."""
+        return None
+
+    @abstractmethod
+    def flop_counter(self, model: Any, trained: Collection[str]) -> FlopCounter:
+        """Counts floating point operations of batches.
+
+        Args:
+            trained: checkpoint keys of all trained parameters of the full model.
+        """
+
+    @abstractmethod
+    def train_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
+        """This rank's batches, without end."""
+
+    @abstractmethod
+    def eval_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
+        """This rank's batches of the evaluation data, every sample once."""
+
+    @classmethod
+    @abstractmethod
+    def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
+        """For `paddle-vl evaluate`.
+
+        Raises:
+            ValueError: options that the family does not have; data that do not fit.
+        """
+
+    @classmethod
+    def chat(cls, folder: Path, base: str | None) -> Chat:
+        """For `paddle-vl generate`.
+
+        Raises:
+            ValueError: the family does not answer questions.
+        """
+        raise ValueError(f"the model in {folder} is of a family that does not answer questions")
+
+    @classmethod
+    def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
+        """For `paddle-vl merge`: write base and adapter as one model folder; returns the base.
+
+        Raises:
+            ValueError: the family has no adapters.
+        """
+        raise ValueError(f"the model in {folder} is of a family without adapters")
+
+    @classmethod
+    def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:
+        """The run with synthetic training data, for `paddle-vl profile --synthetic`.
+
+        Raises:
+            ValueError: the family makes none, or not of these shapes.
+        """
+        raise ValueError("the model's family makes no synthetic data: leave --synthetic out")
+
+
+@contextmanager
+def default_dtype(dtype: str) -> Iterator[None]:
+    """Paddle's default dtype of new parameters, restored at the end."""
+    before = paddle.get_default_dtype()
+    paddle.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        paddle.set_default_dtype(before)

@@ -1,0 +1,152 @@
+"""Loss and batches of Qwen3-VL as the trainer sees them.
+
+With sharding stages 2 and 3 every layer is a collective. A rank whose batch has no image then runs
+the vision tower on an image that no token takes, and a rank that has no batch left runs an empty
+one. Neither changes a number.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.batch.packing import real_lengths
+from paddle_vl.batch.schema import VLBatch
+from paddle_vl.families.base import BatchAdapter
+from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
+from paddle_vl.nn.loss import Loss
+
+_HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})
+
+
+class VLLoss(Loss):
+    """Mean cross entropy over target tokens, plus the load-balancing loss if the model has one."""
+
+    terms: Mapping[str, float] = {"loss": 1.0}
+    reported_counts: Mapping[str, str] = {"loss": "target_tokens"}
+
+    def check_counts(self, totals: Sequence[int], num_batches: int) -> None:
+        if totals[0] == 0:
+            raise ValueError(
+                f"the {num_batches} micro-batch(es) of this step have no target token, every "
+                "label is -100: nothing can be learned from them; check that the samples have "
+                "assistant turns within data.max_length"
+            )
+
+    def share(
+        self, output: Qwen3VLOutput, totals: Sequence[int], num_batches: int
+    ) -> tuple[Tensor, Tensor]:
+        loss = output.share_of_step(totals[0], num_batches)
+        return loss, loss.detach().astype("float32").reshape([1])
+
+    def sums(self, output: Qwen3VLOutput) -> Tensor:
+        return output.loss_sum.reshape([1])
+
+    def metric_counts(self, model: nn.Layer) -> dict[str, Tensor]:
+        counts_LX = expert_counts(model)
+        return {} if counts_LX is None else {"tokens_per_expert": counts_LX}
+
+    def metrics(self, totals: Mapping[str, Any]) -> dict[str, float]:
+        counts = totals.get("tokens_per_expert")
+        return {} if counts is None else expert_load(counts)
+
+
+class VLBatchAdapter(BatchAdapter[VLBatch]):
+    """Batches of `VLCollator`. The one optional branch is the vision tower."""
+
+    def counts(self, batch: VLBatch) -> list[int]:
+        return [batch["num_target_tokens"]]
+
+    def num_samples(self, batch: VLBatch) -> int:
+        return len(self.lengths(batch))
+
+    def num_tokens(self, batch: VLBatch) -> int:
+        return int(batch["attention_mask"].sum())
+
+    def num_packed_places(self, batch: VLBatch) -> int:
+        return batch["input_ids"].size if "cu_seqlens" in batch else 0
+
+    def lengths(self, batch: VLBatch) -> list[int]:
+        return real_lengths(batch["attention_mask"], batch.get("cu_seqlens")).tolist()
+
+    def optional_branches(self, batch: VLBatch) -> list[bool]:
+        return [has_visual(batch)]
+
+    def is_for_device(self, name: str) -> bool:
+        return name not in _HOST_ARRAYS
+
+    def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
+        if needed[0] and model.placement.ops.layers_are_collective and not has_visual(batch):
+            return with_unused_image(batch, model.config.vision_config)
+        return batch
+
+    def idle_batch(self, model: nn.Layer) -> VLBatch:
+        return empty_batch(model.placement.ops.row_part.size)
+
+
+def has_visual(batch: VLBatch) -> bool:
+    """Whether the vision tower runs for a batch."""
+    return "pixel_values" in batch or "pixel_values_videos" in batch
+
+
+def with_unused_image(batch: VLBatch, vision: Any) -> VLBatch:
+    """The batch with one image of a single merged row that no token takes.
+
+    Args:
+        vision: a `Qwen3VLVisionConfig`.
+    """
+    merge = vision.spatial_merge_size
+    no_rows = np.zeros([0], dtype=np.int64)
+    return {
+        **batch,
+        "pixel_values": np.zeros([merge**2, vision.patch_dim], dtype=np.float32),
+        "image_grid_thw": np.array([[1, merge, merge]], dtype=np.int64),
+        "visual_update_indices": no_rows,
+        "visual_gather_indices": no_rows,
+        "num_unused_visual_rows": 1,
+    }
+
+
+def empty_batch(length: int) -> VLBatch:
+    """One sample of padding without targets.
+
+    Args:
+        length: its tokens; the ranks of a model-parallel group cut them in equal parts.
+    """
+    ids_BL = np.zeros([1, length], dtype=np.int64)
+    return {
+        "input_ids": ids_BL,
+        "attention_mask": np.ones_like(ids_BL),
+        "labels": np.full_like(ids_BL, -100),
+        "position_ids": np.zeros([3, 1, length], dtype=np.int64),
+        "num_target_tokens": 0,
+        "has_left_padding": False,
+    }
+
+
+def expert_counts(model: nn.Layer) -> Tensor | None:
+    """Token rows of each expert in this rank's last micro-batch, `[layers, experts]` int64.
+
+    None without experts. Padding rows count. Layers of other pipeline stages are 0.
+    """
+    text = model.config.text_config
+    layers = [i for i in range(text.num_hidden_layers) if text.has_experts(i)]
+    if not layers:
+        return None
+    own, zeros = model.tokens_per_expert(), paddle.zeros([text.num_experts], dtype="int64")
+    return paddle.stack([own.get(i, zeros) for i in layers])
+
+
+def expert_load(counts: np.ndarray) -> dict[str, float]:
+    """`tokens_per_expert_min`, `_mean` and `_max` over the experts of all layers.
+
+    Args:
+        counts: `expert_counts` summed over data-parallel ranks.
+    """
+    return {
+        "tokens_per_expert_min": int(counts.min()),
+        "tokens_per_expert_mean": round(float(counts.mean()), 1),
+        "tokens_per_expert_max": int(counts.max()),
+    }

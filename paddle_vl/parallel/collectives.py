@@ -1,0 +1,81 @@
+"""Collectives on tensors without autograd, and the all-reduce of gradients.
+
+Fleet's own operations between tensor-parallel layers have gradients; T token rows, all but the
+first two act on dim 0:
+
+| operation | forward | backward |
+| --- | --- | --- |
+| `mp_ops._c_identity` | identity | all-reduce |
+| `mp_ops._mp_allreduce` | all-reduce | identity |
+| `ScatterOp` | keep this rank's rows | all-gather |
+| `AllGatherOp` | all-gather; ranks use the rows differently | reduce-scatter |
+| `GatherOp` | all-gather; ranks compute the same from the rows | keep this rank's rows |
+| `ReduceScatterOp` | reduce-scatter | all-gather |
+"""
+
+from collections.abc import Iterable, Sequence
+
+import paddle
+import paddle.distributed as dist
+from paddle import Tensor
+from paddle.autograd import PyLayer
+from paddle.distributed.fleet.utils.hybrid_parallel_util import (
+    fused_allreduce_gradients_with_group,
+)
+
+from paddle_vl.nn.master_weights import gradient_of
+from paddle_vl.nn.parameter_table import ParamSpec
+
+# Elements per collective: large enough to hide latency, small beside a model.
+BUCKET_ELEMENTS = 1 << 25
+
+
+def divide_gradient(x: Tensor, ranks: int) -> Tensor:
+    """Identity; backward divides by `ranks`, for what every rank computes before an all-reduce."""
+    return _DivideGradient.apply(x, ranks)
+
+
+def all_reduced(x: Tensor, group) -> Tensor:
+    """The sum of every rank's `x`, without a gradient."""
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def all_gathered(x_TD: Tensor, group) -> Tensor:
+    """The rows of every rank, equally many each, in the group's order; without a gradient."""
+    rows = paddle.empty([x_TD.shape[0] * group.nranks, *x_TD.shape[1:]], dtype=x_TD.dtype)
+    dist.stream.all_gather(rows, x_TD.contiguous(), group=group)
+    return rows
+
+
+@paddle.no_grad()
+def all_reduce_partial_gradients(tensors: Iterable[tuple[Tensor, ParamSpec]], group) -> None:
+    """Sum over the mp group the gradients of which each rank has one term, see `ParamSpec`."""
+    all_reduce_gradients([t for t, spec in tensors if spec.has_partial_gradient], group)
+
+
+@paddle.no_grad()
+def all_reduce_gradients(tensors: Sequence[Tensor], group) -> None:
+    """Sum gradients over a group, in fleet's buckets, the same ones on every rank.
+
+    A rank without a gradient takes part with zeros; where no rank has one, as for the vision tower
+    in a text-only step, all of them end with zeros. Fleet leaves missing gradients out, and ranks
+    that miss different ones would add up what does not belong together.
+    """
+    trained = [tensor for tensor in tensors if not tensor.stop_gradient]
+    for tensor in trained:
+        if gradient_of(tensor) is None:
+            tensor.grad = paddle.zeros_like(tensor)
+    fused_allreduce_gradients_with_group(trained, group, 4 * BUCKET_ELEMENTS, scale=1.0)
+
+
+class _DivideGradient(PyLayer):
+    @staticmethod
+    def forward(ctx, x, ranks):
+        ctx.ranks = ranks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.ranks

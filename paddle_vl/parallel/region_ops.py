@@ -1,0 +1,244 @@
+"""Collectives around tensor-parallel layers, and vision work that is divided over the mp group.
+
+With `parallel.vision=spread` every item (image, video) is encoded once: items go to ranks by cost,
+each rank encodes its own, and one all-gather brings all rows to every rank. Its backward is one
+all-reduce where ranks use different rows (sequence parallelism), and no collective where each uses
+all of them.
+
+Shapes: T token rows; I items, M rows of all items, C their width; for Qwen3-VL, D decoder width and
+G deepstack levels, C = (1 + G) * D.
+"""
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+from paddle.autograd import PyLayer
+from paddle.distributed import fleet
+from paddle.distributed.fleet.layers.mpu import mp_ops as fleet_ops
+from paddle.distributed.fleet.meta_parallel import ParallelCrossEntropy
+from paddle.distributed.fleet.utils.sequence_parallel_utils import (
+    AllGatherOp,
+    GatherOp,
+    ScatterOp,
+)
+
+from paddle_vl.batch.visual_index import RowPart
+from paddle_vl.nn.loss import IGNORE_INDEX
+from paddle_vl.nn.part import part
+from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
+from paddle_vl.parallel.collectives import all_gathered, all_reduced, divide_gradient
+
+
+class FleetRegionOps(RegionOps):
+    """The operations of one rank of a tensor-parallel group.
+
+    Args:
+        sequence_parallel: keep `T / mp` token rows per rank between the sharded layers.
+        spreads_vision: encode each item on one rank; otherwise all items on every rank.
+
+    Raises:
+        ValueError: sequence parallelism over another group than fleet's.
+    """
+
+    def __init__(
+        self,
+        mp_group,
+        sequence_parallel: bool,
+        spreads_vision: bool,
+        layers_are_collective: bool = False,
+    ):
+        super().__init__(layers_are_collective)
+        self.mp_group, self.sequence_parallel = mp_group, sequence_parallel
+        self.spreads_vision = spreads_vision
+        self.cross_entropy = ParallelCrossEntropy(mp_group, ignore_index=IGNORE_INDEX)
+        if sequence_parallel:
+            _check_is_fleets(mp_group)
+
+    @property
+    def row_part(self) -> RowPart:
+        if not self.sequence_parallel:
+            return RowPart()
+        return RowPart(self.mp_group.rank, self.mp_group.nranks)
+
+    def pad_rows(self, x_TD: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return x_TD
+        # Zero rows are appended too: the graph must be the same on all ranks, see `nn.part`.
+        missing = -x_TD.shape[0] % self.mp_group.nranks
+        return paddle.concat([x_TD, paddle.zeros([missing, *x_TD.shape[1:]], dtype=x_TD.dtype)])
+
+    def enter_rows(self, x_TD: Tensor) -> Tensor:
+        return ScatterOp.apply(x_TD) if self.sequence_parallel else x_TD
+
+    def leave_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
+        if not self.sequence_parallel:
+            return x_TD
+        return part(GatherOp.apply(x_TD), 0, num_rows)
+
+    def enter_columns(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
+        if not self.sequence_parallel:
+            return fleet_ops._c_identity(x_TD, group=self.mp_group)
+        x_TD = AllGatherOp.apply(x_TD)
+        return x_TD if num_rows is None else part(x_TD, 0, num_rows)
+
+    def enter_head(self, x_TD: Tensor) -> Tensor:
+        return fleet_ops._c_identity(x_TD, group=self.mp_group)
+
+    def enter_replicated(self, x: Tensor) -> Tensor:
+        return divide_gradient(x, self.mp_group.nranks)
+
+    def encode_visual(
+        self,
+        encode: Encoder,
+        pixels: Tensor,
+        grid_thw: np.ndarray,
+        tower: nn.Layer,
+        *,
+        merge: int,
+        width: int,
+        num_levels: int,
+    ) -> tuple[Tensor, list[Tensor]]:
+        if self.spreads_vision:
+            num_patches_I = grid_thw.prod(axis=1)
+            packed_MC = self._spread(
+                lambda items: _encode_packed(encode, pixels, grid_thw, items, merge),
+                num_patches_I,
+                num_patches_I // merge**2,
+                tower,
+                (1 + num_levels) * width,
+                ranks_use_other_rows=self.sequence_parallel,
+            )
+        else:
+            merged, levels = encode(pixels, grid_thw)
+            if not self.sequence_parallel:
+                return merged, levels
+            # Ranks use different rows: one all-reduce for the gradient of all levels.
+            packed_MC = paddle.concat([merged, *levels], axis=1)
+            packed_MC = fleet_ops._c_identity(packed_MC, group=self.mp_group)
+        merged, *levels = paddle.split(packed_MC, 1 + num_levels, axis=1)
+        return merged, levels
+
+    def encode_items(
+        self,
+        encode: ItemEncoder,
+        costs_I: np.ndarray,
+        rows_I: np.ndarray,
+        tower: nn.Layer,
+        width: int,
+    ) -> Tensor:
+        if not self.spreads_vision:
+            return encode(None)
+        return self._spread(encode, costs_I, rows_I, tower, width, ranks_use_other_rows=False)
+
+    def token_loss(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+        loss_T1 = self.cross_entropy(logits_TV.astype("float32"), targets_T.unsqueeze(1))
+        return loss_T1.sum(), (targets_T != IGNORE_INDEX).astype("float32").sum()
+
+    def _spread(
+        self,
+        encode: ItemEncoder,
+        costs_I: np.ndarray,
+        rows_I: np.ndarray,
+        tower: nn.Layer,
+        width: int,
+        ranks_use_other_rows: bool,
+    ) -> Tensor:
+        """`[M, C]`, rows of all items in order, each item encoded on one rank."""
+        assigned = assign_items(costs_I, self.mp_group.nranks)
+        own = assigned[self.mp_group.rank]
+        if own.size:
+            own_MC = encode(own)
+        elif self.layers_are_collective:
+            own_MC = encode(own)[:0]
+        else:
+            parameters = tower.parameters()
+            own_MC = paddle.zeros([0, width], dtype=parameters[0].dtype)
+            # If the tower is trained, a leaf keeps the all-gather's backward alive on this rank.
+            own_MC.stop_gradient = all(parameter.stop_gradient for parameter in parameters)
+        rows_of_rank = [int(rows_I[items].sum()) for items in assigned]
+        order_M = _item_order(assigned, rows_I)
+        return _GatherUneven.apply(
+            own_MC, rows_of_rank, order_M, self.mp_group, ranks_use_other_rows
+        )
+
+
+def assign_items(costs_I: np.ndarray, num_ranks: int) -> list[np.ndarray]:
+    """Item numbers of every rank, ascending; the costliest item goes first, to the least loaded.
+
+    The same on every rank, from the same counts.
+    """
+    load, items = [0] * num_ranks, [[] for _ in range(num_ranks)]
+    for item in np.argsort(-costs_I, kind="stable"):
+        rank = load.index(min(load))
+        load[rank] += int(costs_I[item])
+        items[rank].append(int(item))
+    return [np.array(sorted(own), dtype=np.int64) for own in items]
+
+
+def _encode_packed(
+    encode: Encoder, pixels: Tensor, grid_thw: np.ndarray, items: np.ndarray, merge: int
+) -> Tensor:
+    """Merged rows and levels of some items side by side, `[M, C]`; one black row for no items."""
+    if items.size:
+        num_patches_I = grid_thw.prod(axis=1)
+        ends_I = num_patches_I.cumsum()
+        rows = [np.arange(ends_I[i] - num_patches_I[i], ends_I[i]) for i in items]
+        own = paddle.index_select(pixels, paddle.to_tensor(np.concatenate(rows)))
+        merged, levels = encode(own, grid_thw[items])
+    else:
+        one_row = paddle.zeros([merge**2, pixels.shape[1]], dtype=pixels.dtype)
+        merged, levels = encode(one_row, np.array([[1, merge, merge]]))
+    return paddle.concat([merged, *levels], axis=1)
+
+
+def _item_order(assigned: list[np.ndarray], num_rows_I: np.ndarray) -> np.ndarray:
+    """`[M]` int64: for each row in item order its place among the ranks' rows laid end to end."""
+    items = np.concatenate(assigned)
+    starts = np.zeros(len(items), dtype=np.int64)
+    starts[items] = num_rows_I[items].cumsum() - num_rows_I[items]
+    return np.concatenate([starts[i] + np.arange(num_rows_I[i]) for i in range(len(items))])
+
+
+class _GatherUneven(PyLayer):
+    """All-gather of different numbers of rows per rank, padded for transport, then reordered."""
+
+    @staticmethod
+    def forward(ctx, own_MC, rows_of_rank, order_M, group, ranks_use_other_rows):
+        ctx.rows_of_rank, ctx.order_M, ctx.group = rows_of_rank, order_M, group
+        ctx.ranks_use_other_rows = ranks_use_other_rows
+        longest, width = max(rows_of_rank), own_MC.shape[1]
+        padding = paddle.zeros([longest - own_MC.shape[0], width], dtype=own_MC.dtype)
+        everyone = all_gathered(paddle.concat([own_MC, padding]), group)
+        starts = np.repeat(
+            longest * np.arange(group.nranks) - _exclusive(rows_of_rank), rows_of_rank
+        )
+        rows = (np.arange(sum(rows_of_rank)) + starts)[order_M]
+        return paddle.index_select(everyone, paddle.to_tensor(rows))
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.ranks_use_other_rows:
+            grad = all_reduced(grad, ctx.group)
+        begin = int(_exclusive(ctx.rows_of_rank)[ctx.group.rank])
+        end = begin + ctx.rows_of_rank[ctx.group.rank]
+        places = np.argsort(ctx.order_M)[begin:end]
+        return paddle.index_select(grad, paddle.to_tensor(places))
+
+
+def _exclusive(counts: list[int]) -> np.ndarray:
+    return np.cumsum(counts) - counts
+
+
+def _check_is_fleets(mp_group) -> None:
+    """Fleet's sequence-parallel operations take the group that fleet was started with.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    started = fleet.get_hybrid_communicate_group()
+    ranks = None if started is None else started.get_model_parallel_group().ranks
+    if ranks != mp_group.ranks:
+        raise ValueError(
+            f"a sequence-parallel placement over ranks {mp_group.ranks}, but fleet's group is "
+            f"{ranks or 'not there'}: take the group of paddle_vl.parallel.topology"
+        )

@@ -1,0 +1,88 @@
+"""A family outside of the package, the captioner of `tests.support.captioner`.
+
+Guarantees: one call registers it; it trains through the package's trainer until the loss falls,
+continues a checkpoint bit for bit, is evaluated by the command to the trainer's own loss, is
+profiled on its own synthetic data, and refuses what it does not have; a model type belongs to one
+family.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import tests.support.captioner  # noqa: F401 - registers the family
+from paddle_vl.cli.main import main
+from paddle_vl.config.families import FamilyEntry, families, family_of, register_family
+from paddle_vl.config.load import load_run_config
+from paddle_vl.profile.run import ProfileSettings, run_profile
+from paddle_vl.profile.workload import Workload
+from tests.single_card_tests.train.whole_runs import assert_same_run
+from tests.support.captioner.run import train_captioner, write_captioner_run
+from tests.support.finished_runs import metrics_of
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_captioner_run(tmp_path_factory.mktemp("captioner"))
+
+
+@pytest.fixture(scope="module")
+def whole_run(run_file, tmp_path_factory) -> Path:
+    return train_captioner(run_file, tmp_path_factory.mktemp("whole") / "out")
+
+
+def test_it_learns_its_captions(run_file, tmp_path):
+    output_dir = train_captioner(
+        run_file, tmp_path, "train.max_steps=40", "train.save_steps=null", "train.eval_steps=40"
+    )
+    lines = metrics_of(output_dir)
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.3 * losses[0]
+    assert lines[-1]["eval_loss"] < 0.3 * losses[0]
+    assert lines[0]["caption_tokens"] > 0
+
+
+def test_a_resumed_run_is_bit_identical(run_file, whole_run, tmp_path):
+    shutil.copytree(whole_run / "checkpoint-2", tmp_path / "checkpoint-2")
+    shutil.copy(whole_run / "metrics.jsonl", tmp_path / "metrics.jsonl")
+    train_captioner(run_file, tmp_path, "train.resume_from_checkpoint=auto")
+    assert_same_run(whole_run, tmp_path, begun_anew="sequence_length")
+
+
+def test_the_command_tells_the_trainers_evaluation_loss(run_file, whole_run, capsys):
+    data = str(run_file.with_name("test.jsonl"))
+    assert main(["evaluate", str(whole_run), "--data", data, "--batch-size", "3"]) == 0
+    loss, term = capsys.readouterr().out.splitlines()
+    expected = metrics_of(whole_run)[-1]["eval_loss"]
+    assert float(loss.removeprefix("loss: ")) == pytest.approx(expected, abs=1e-4)
+    assert term.startswith("  caption: ")
+
+
+def test_it_is_profiled_on_data_of_its_own(run_file, tmp_path):
+    config = load_run_config(run_file, ["logging.device_peak_tflops=0.001"])
+    settings = ProfileSettings(tmp_path, Workload(is_synthetic=True), warmup_steps=1, steps=2)
+    result = run_profile(config, settings)
+    assert result["model_type"] == "Captioner"
+    assert result["data_source"] == "synthetic"
+    assert (tmp_path / "captions.jsonl").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--model", "{}", "--prompt", "what?"], "does not answer questions"),
+        (["evaluate", "{}", "--data", "no.jsonl", "--show", "2"], "leave --show out"),
+    ],
+)
+def test_what_it_does_not_have_is_refused(whole_run, capsys, arguments, message):
+    assert main([argument.format(whole_run) for argument in arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_type_belongs_to_one_family():
+    entry = family_of({"model_type": "captioner"})
+    assert (entry.name, families()[-1]) == ("captioner", entry)
+    with pytest.raises(ValueError, match="captioner of family other is registered for family"):
+        register_family(FamilyEntry("other", ("captioner",), entry.settings, entry.recipe))
+    assert len(families()) == 4

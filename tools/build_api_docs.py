@@ -1,0 +1,59 @@
+"""Builds the API reference from the docstrings, with pdoc, as static HTML.
+
+    python tools/build_api_docs.py --output site/api
+
+A module that cannot be imported, or a public name that is not found, fails the build.
+"""
+
+import argparse
+import pkgutil
+import sys
+import warnings
+from pathlib import Path
+
+import paddle
+import pdoc
+import pdoc.render
+
+import paddle_vl
+
+
+def build(output: Path) -> int:
+    """Write the pages into a folder.
+
+    Returns:
+        The number of pages.
+
+    Raises:
+        RuntimeError: pdoc warned; with all of its warnings.
+    """
+    # pdoc reads a module's dictionary; the public names are imported on first use.
+    for name in paddle_vl.__all__:
+        setattr(paddle_vl, name, getattr(paddle_vl, name))
+    # Paddle's compiled base class does not say where it is from, which pdoc asks of every class.
+    paddle.autograd.PyLayer.__base__.__module__ = "paddle.autograd"
+    pdoc.render.configure(docformat="google")
+    parts = [item.name for item in pkgutil.iter_modules(paddle_vl.__path__)]
+    names = ["paddle_vl", *(f"paddle_vl.{name}" for name in parts if name != "__main__")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        pdoc.pdoc(*names, output_directory=output)
+    problems = [str(item.message) for item in caught if "pdoc" in item.filename]
+    if problems:
+        raise RuntimeError("the API reference has problems:\n" + "\n".join(problems))
+    return len(list(output.rglob("*.html")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("site/api"), help="folder of the pages")
+    options = parser.parse_args()
+    try:
+        count = build(options.output)
+    except RuntimeError as error:
+        sys.exit(str(error))
+    print(f"{count} pages: {options.output}/index.html")
+
+
+if __name__ == "__main__":
+    main()

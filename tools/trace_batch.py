@@ -1,0 +1,124 @@
+"""Lists the files that one batch of Qwen3-VL passes, from its JSONL line to the update.
+
+    python tools/trace_batch.py
+
+It trains one step of a tiny run in a temporary folder, the loader in the same process, and watches
+every call. A file counts when one of its functions is given a piece of the batch or returns one: a
+line of the data file, a picture, an array or a tensor. Reports, checkpoints and signals are thereby
+left out, and so is what only sees sizes and settings.
+"""
+
+import argparse
+import contextlib
+import inspect
+import logging
+import os
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import paddle
+from PIL import Image
+
+import paddle_vl
+from faults.tiny_run import write_tiny_run
+from paddle_vl.config.load import load_run_config
+from paddle_vl.train.build import build_trainer
+
+PACKAGE = Path(paddle_vl.__file__).parent
+# In every line of the tiny run's data.
+_TEXT = "Which colour?"
+_PIECES = (np.ndarray, paddle.Tensor, Image.Image)
+
+
+@dataclass
+class PassedFiles:
+    """Files in the order in which the batch reaches them, each with the first function there."""
+
+    first: dict[str, str] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def watch(self, frame: FrameType, event: str, value: Any) -> None:
+        """For `sys.setprofile`."""
+        if event not in ("call", "return"):
+            return
+        file = frame.f_code.co_filename
+        if not file.startswith(f"{PACKAGE}{os.sep}"):
+            return
+        name = Path(file).relative_to(PACKAGE).as_posix()
+        if event == "call":
+            self.calls[name] = self.calls.get(name, 0) + 1
+        if name not in self.first and _carries(_values(frame, event, value)):
+            # Qualified names came with Python 3.11.
+            code = frame.f_code
+            self.first[name] = getattr(code, "co_qualname", code.co_name)
+
+
+def _values(frame: FrameType, event: str, value: Any) -> list[Any]:
+    if event == "return":
+        return [value]
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    names = code.co_varnames[:count]
+    return [frame.f_locals[name] for name in names if name != "self" and name in frame.f_locals]
+
+
+def _carries(values: Any, depth: int = 3) -> bool:
+    """Whether a piece of a batch is among some values or in what they hold."""
+    for value in values:
+        if isinstance(value, _PIECES):
+            return True
+        if isinstance(value, str | bytes):
+            text = value if isinstance(value, str) else value.decode(errors="replace")
+            if _TEXT in text:
+                return True
+        elif depth and isinstance(value, dict):
+            if _carries(value.values(), depth - 1):
+                return True
+        elif depth and isinstance(value, list | tuple):
+            if _carries(value[:8], depth - 1):
+                return True
+        elif depth and hasattr(value, "__dataclass_fields__") and _carries(
+            vars(value).values() if hasattr(value, "__dict__") else (), depth - 1
+        ):  # fmt: skip
+            return True
+    return False
+
+
+def passed_files() -> PassedFiles:
+    """The files that the batch of the second step of a tiny run passes."""
+    passed = PassedFiles()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = ["data.num_workers=0", "logging.progress_bar=false"]
+        config = load_run_config(write_tiny_run(Path(folder)), settings)
+        trainer = build_trainer(config, writes=False)
+        with contextlib.closing(trainer.feed):
+            trainer.train_one_step()
+            threading.setprofile(passed.watch)
+            sys.setprofile(passed.watch)
+            try:
+                trainer.train_one_step()
+            finally:
+                sys.setprofile(None)
+                threading.setprofile(None)
+    return passed
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    logging.disable(logging.INFO)
+    passed = passed_files()
+    for number, (name, function) in enumerate(passed.first.items(), 1):
+        print(f"{number:3}  {name:50} {function}")
+    others = sorted(set(passed.calls) - set(passed.first))
+    print(f"{len(passed.first)} files; beside them, without the batch: {', '.join(others)}")
+
+
+if __name__ == "__main__":
+    main()
