@@ -58,7 +58,7 @@ def plan_problems(plan: Plan) -> list[str]:
     return [problem for rule in RULES for problem in rule(plan)]
 
 
-def degrees_match_processes(plan: Plan) -> Problems:
+def degrees_match_world_size(plan: Plan) -> Problems:
     degrees = plan.degrees
     if degrees.num_processes != plan.num_processes:
         arithmetic = " x ".join(f"{axis}_degree {degrees.degree(axis)}" for axis in AXES)
@@ -69,7 +69,7 @@ def degrees_match_processes(plan: Plan) -> Problems:
         )
 
 
-def sequence_parallel_has_processes(plan: Plan) -> Problems:
+def sequence_parallel_has_mp_ranks(plan: Plan) -> Problems:
     if plan.degrees.sequence_parallel and plan.degrees.mp_degree == 1:
         yield (
             "parallel.sequence_parallel is true but parallel.mp_degree is 1: it shards token rows "
@@ -77,7 +77,7 @@ def sequence_parallel_has_processes(plan: Plan) -> Problems:
         )
 
 
-def sharding_stage_has_processes(plan: Plan) -> Problems:
+def sharding_stage_has_ranks(plan: Plan) -> Problems:
     degrees = plan.degrees
     if degrees.sharding_stage > 1 and degrees.sharding_degree == 1:
         yield (
@@ -275,9 +275,9 @@ def _indivisible(name: str, value: int, plan: Plan, remedy: str | None = None) -
 
 
 RULES = (
-    degrees_match_processes,
-    sequence_parallel_has_processes,
-    sharding_stage_has_processes,
+    degrees_match_world_size,
+    sequence_parallel_has_mp_ranks,
+    sharding_stage_has_ranks,
     sharding_stage_suits_pipeline,
     micro_batches_fill_pipeline,
     virtual_stages_have_pipeline,

@@ -57,7 +57,7 @@ class ReservedRows(Protocol):
 class PipelineRunner:
     """Trains and evaluates a model whose layers are divided over the stages of a pipeline.
 
-    Has the two methods of `WholeModel` in `paddle_vl.train.step`. They are collective over the
+    Has the methods of `ModelRunner` in `paddle_vl.train.step`. They are collective over the
     pipeline: all stages call them, with the same batches. Rows go to the next stage in forward, and
     their gradients come back in backward, per micro-batch in the order of the schedule.
 

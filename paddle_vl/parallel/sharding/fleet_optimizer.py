@@ -35,8 +35,8 @@ from paddle_vl.parallel.topology import Topology
 class FleetSharding:
     """The trained parameters of a model, with the optimizer state sharded by fleet.
 
-    Has the interface of `paddle_vl.nn.master_weights.MasterWeights`. `shard_of` gives the
-    parameters themselves before `distribute`, and slices after it.
+    A `paddle_vl.nn.master_weights.ParameterStore`. `shard_of` gives the parameters themselves
+    before `distribute`, and slices after it.
 
     A step: for each micro-batch forward and backward; `end_backward`; `step`; `clear`. All but
     forward and backward are collective over the sharding and dp groups.
@@ -135,7 +135,7 @@ class FleetSharding:
         return self._updated.get(id(parameter), parameter)
 
     def copies(self) -> list[Tensor]:
-        """Float32 copies of slices; slices of float32 parameters are views of them."""
+        """Float32 copies of slices; a float32 parameter needs none, its slice is a view."""
         return list(self._masters.values())
 
     def gradient_sums(self) -> list[Tensor]:
@@ -164,11 +164,11 @@ class FleetSharding:
         self._hybrid._hybrid_sync_grad(shared)
         for buffer in self._buffers:
             is_expert = self._table[buffer.params[0]].is_expert
-            parts = 1 if is_expert else self.topology.degrees.dp_degree
+            dp_degree = 1 if is_expert else self.topology.degrees.dp_degree
             length = buffer.grad_storage.size // self.group.nranks
             begin = self.group.rank * length
             own = buffer.grad_storage._slice(begin, begin + length)
-            own.scale_(float(self.group.nranks * parts))
+            own.scale_(float(self.group.nranks * dp_degree))
 
     def step(self) -> None:
         """Update the slices, and all-gather the parameters."""

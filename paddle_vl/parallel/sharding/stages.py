@@ -55,6 +55,8 @@ class ShardingOptions:
 class Sharding:
     """The parameters of a model, sharded over a group whose ranks take different samples.
 
+    A `paddle_vl.nn.master_weights.ParameterStore`.
+
     A step: `begin_step`; for each micro-batch forward, backward, `end_micro_batch`; then
     `end_backward`, an optimizer step on the shards, `all_gather_parameters`, and the shards'
     gradients are cleared with `set_to_zero=False`. Gradients are summed over ranks and
