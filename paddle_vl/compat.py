@@ -1,4 +1,4 @@
-"""Workarounds for Paddle itself: the version, the symptom, and why each is here."""
+"""Workarounds for Paddle: of each the version, the symptom and the reason."""
 
 import ctypes
 import os
@@ -16,19 +16,19 @@ _STRIDE_KERNELS = "FLAGS_use_stride_kernel"
 
 
 def configure_cpu_runtime(num_threads: int | None = None) -> bool:
-    """Make Paddle's CPU kernels use the processor and reuse memory; call once, before any product.
+    """Set Paddle's CPU kernels, threads and memory up for speed; call once, before any product.
 
-    Process-wide settings, so a command makes them, never an import. On a GPU nothing happens. All
-    of them are about paddlepaddle 3.3.1.
+    These settings hold for the whole process, so a command makes them, never an import. On a GPU
+    nothing is done. All of them are about paddlepaddle 3.3.1.
 
-    - The matrix library it brings (Intel's, of 2019) takes its slowest code on AMD processors; a
-      variable of its own, read at the first product, names the right one: 4 times the speed.
-    - One thread is used unless OMP_NUM_THREADS says otherwise before Paddle is imported, and then
-      Paddle warns about it; its OpenMP library takes the number at any time.
-    - glibc returns every block above 32 MB to the system and faults its pages in again on the
-      next operation: an element-wise add of 50 MB takes 12-16 ms, 2 ms with the blocks kept.
-    - With stride kernels a transpose is a view and the next operation copies it element by
-      element; without them the transpose kernel copies in blocks, some twenty times faster.
+    - Its matrix library (Intel's, of 2019) runs its slowest code on AMD processors. An environment
+      variable, read at the first product, chooses the right code: 4 times the speed.
+    - It uses one thread unless OMP_NUM_THREADS is set before Paddle is imported, and then it warns.
+      Its OpenMP library accepts the number at any time.
+    - glibc returns every block above 32 MB to the system, and its pages fault again in the next
+      operation: an element-wise add of 50 MB takes 12-16 ms, or 2 ms if blocks are kept.
+    - With stride kernels a transpose is a view, which the next operation copies element by element.
+      Without them the transpose kernel copies in blocks, about twenty times faster.
 
     Args:
         num_threads: threads of the CPU kernels; None leaves them as they are.
@@ -55,10 +55,10 @@ def configure_cpu_runtime(num_threads: int | None = None) -> bool:
 
 @contextmanager
 def strided_views() -> Iterator[None]:
-    """Slices and transposes are views while the block runs, whatever the process has chosen.
+    """Inside the block, slices and transposes are views, whatever `configure_cpu_runtime` has set.
 
-    For steps over little that look into large buffers, which would be copied otherwise. A view must
-    not leave the block: without stride kernels operations take every tensor for a contiguous one.
+    For small operations on slices of large buffers, which would be copied otherwise. A view must
+    not leave the block: without stride kernels operations assume that tensors are contiguous.
     """
     kept = paddle.get_flags(_STRIDE_KERNELS)
     paddle.set_flags({_STRIDE_KERNELS: True})
@@ -69,7 +69,7 @@ def strided_views() -> Iterator[None]:
 
 
 def amd_instruction_set(cpu_info: Path = _CPU_INFO) -> str | None:
-    """The matrix library's number for an AMD processor's widest instructions, None for others."""
+    """The matrix library's code for an AMD processor's widest instructions; None for others."""
     if not cpu_info.exists():
         return None
     text = cpu_info.read_text(encoding="utf-8", errors="replace")

@@ -16,7 +16,7 @@ from paddle import Tensor
 
 from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_parameter
 from paddle_vl.checkpoint.safetensors_io import FLOATING, StoredTensor, read_checkpoint_headers
-from paddle_vl.nn.fused import whole_slices
+from paddle_vl.nn.linear import whole_slices
 
 
 class MaterializeStep(NamedTuple):

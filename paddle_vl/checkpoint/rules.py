@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from paddle import Tensor
 
-from paddle_vl.nn.fused import fused_columns, whole_slices
+from paddle_vl.nn.linear import fused_columns, whole_slices
 from paddle_vl.nn.parameter_table import ParameterTable
 
 # Layers of linears of one input, where these are separate.

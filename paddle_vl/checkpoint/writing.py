@@ -16,7 +16,7 @@ import paddle
 
 from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_parameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
-from paddle_vl.nn.fused import whole_slices
+from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import CheckpointRanks

@@ -8,8 +8,7 @@ from typing import Any
 
 MODEL_HELP = (
     "a model folder (config.json, weights, processor files), a folder of adapters in PEFT's "
-    "format, or a run's output_dir, of which the final model is taken, or its newest checkpoint "
-    "while there is none"
+    "format, or a run's output_dir: its final model, or its newest checkpoint while there is none"
 )
 _LARGEST = 2**31 - 1
 MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
@@ -22,8 +21,8 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
         help="loss and exact answers of a model on a data file; of a policy its losses",
         description="Print the mean loss over the answers' tokens, and how many greedy answers "
         "equal the expected ones, for every value of the records' field `task`. Every assistant "
-        "turn is one answer, given the true turns before it. Of a robot policy, print its losses "
-        "on demonstrations; the options about answers say nothing to it.",
+        "turn is one answer, given the data's turns before it. For a robot policy, print its "
+        "losses on demonstrations; the options about answers are refused.",
         epilog="example:\n  paddle-vl evaluate runs/digits --data data/test.jsonl "
         "--predictions answers.jsonl",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -48,7 +47,7 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
         "--limit", type=positive, metavar="N", help="use the first N samples (default: all)"
     )
     parser.add_argument(
-        "--show", type=positive, metavar="N", help="print N of the answers, spread over the data"
+        "--show", type=positive, metavar="N", help="print N answers, evenly chosen from the data"
     )
     parser.add_argument(
         "--predictions",
@@ -98,9 +97,9 @@ def add_generate(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="ask a model about images and videos",
-        description="Print a model's answer to one question, about any number of images and "
-        "videos, while it comes. What is not given here is as the model's generation_config.json "
-        "says; without one the most likely token is taken every time.",
+        description="Print a model's answer to one question about any number of images and "
+        "videos, token by token. Options that are not given come from the model's "
+        "generation_config.json; without one, decoding is greedy.",
         epilog="example:\n  paddle-vl generate --model runs/digits --image a.png --image b.png "
         '--prompt "Which digit is larger?"',
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -111,13 +110,13 @@ def add_generate(subparsers: argparse._SubParsersAction) -> None:
         parser.add_argument(
             f"--{kind}",
             metavar="FILE",
-            # One list for both kinds, which keeps their order.
+            # One list for both kinds keeps their order.
             dest="media",
             type=partial(_media, kind),
             action="append",
             default=[],
             help=f"{name}; repeat it for several, in the order of the <{kind}> tags of the prompt; "
-            "a prompt without tags has all images and videos in front, in the order given",
+            "for a prompt without tags all images and videos come first, in the order given",
         )
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the question")
     _add_generation_settings(parser)
@@ -132,7 +131,7 @@ def generate(options: argparse.Namespace) -> int:
     from paddle_vl.generation.config import GenerationConfig
 
     settings = _generation_settings(options)
-    GenerationConfig().updated(**settings)  # Refused before a model is loaded.
+    GenerationConfig().updated(**settings)  # Raises before a model is loaded.
     configure_runtime()
     from paddle_vl.config.families import family_of_folder
     from paddle_vl.train.checkpoint import model_folder
@@ -157,9 +156,9 @@ def add_merge(subparsers: argparse._SubParsersAction) -> None:
     """`paddle-vl merge ADAPTER_OR_RUN_DIR OUT`"""
     parser = subparsers.add_parser(
         "merge",
-        help="make one model of adapters and their base",
-        description="Add LoRA adapters to the weights of the model that they were trained beside, "
-        "and write the sum as a model folder in HF's layout, a tensor at a time.",
+        help="merge adapters into their base model",
+        description="Add LoRA adapters to the weights of their base model and write the result as "
+        "a model folder in HF's layout, a tensor at a time.",
         epilog="example:\n  paddle-vl merge runs/doors models/doors",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -182,7 +181,7 @@ def merge(options: argparse.Namespace) -> int:
 
     folder, out = model_folder(Path(options.adapter)), Path(options.out)
     if not is_adapter(folder):
-        raise ValueError(f"{folder} is a whole model, there is nothing to merge")
+        raise ValueError(f"{folder} is a full model, not an adapter: there is nothing to merge")
     base = family_of_folder(folder).recipe_class().merge_adapter(folder, out, options.base)
     print(f"{folder} and {base} are one model in {out}")
     return 0
@@ -192,15 +191,14 @@ def _add_base(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base",
         metavar="DIR",
-        help="the model that adapters belong to (default: the folder that their files name)",
+        help="base model of the adapters (default: the folder that their files name)",
     )
 
 
 def configure_runtime() -> None:
-    """Process settings, before anything is built: all cores, unless somebody chose how many.
+    """Settings of the process, before anything is built: all cores, unless OMP_NUM_THREADS is set.
 
-    Paddle writes its default of one thread into the variable when it is imported, so this looks
-    before that.
+    Must run before Paddle is imported, which sets that variable to one thread.
     """
     is_chosen = "OMP_NUM_THREADS" in os.environ or int(os.environ.get("PADDLE_TRAINERS_NUM", 1)) > 1
     num_threads = None if is_chosen else len(os.sched_getaffinity(0))
@@ -212,31 +210,29 @@ def configure_runtime() -> None:
 
 def _add_generation_settings(parser: argparse.ArgumentParser) -> None:
     settings = parser.add_argument_group(
-        "choice of tokens", "--temperature, --top-k or --top-p makes the answer a random one."
+        "decoding", "--temperature, --top-k or --top-p turns on sampling."
     )
     for name, kind, metavar, text in (
         ("--max-new-tokens", int, "N", "longest answer, in tokens (without a file 128)"),
-        ("--temperature", float, "T", "divides the scores: below 1 for likelier tokens"),
-        ("--top-k", int, "K", "draw among the K most likely tokens, 0 among all"),
-        ("--top-p", float, "P", "draw among the most likely tokens that have probability P"),
-        ("--repetition-penalty", float, "R", "above 1 makes tokens that were there less likely"),
-        ("--seed", int, "N", "the same seed draws the same answer"),
+        ("--temperature", float, "T", "divides the logits; below 1 favours likely tokens"),
+        ("--top-k", int, "K", "sample from the K most likely tokens; 0 for all"),
+        ("--top-p", float, "P", "sample from the likeliest tokens of total probability P"),
+        ("--repetition-penalty", float, "R", "above 1 makes repeated tokens less likely"),
+        ("--seed", int, "N", "seed of sampling"),
     ):
         settings.add_argument(name, type=kind, metavar=metavar, help=text)
-    settings.add_argument(
-        "--greedy", action="store_true", help="take the most likely token every time"
-    )
+    settings.add_argument("--greedy", action="store_true", help="always take the most likely token")
 
 
 def _generation_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Settings that were given, under the names of `GenerationConfig`."""
+    """The given options, under the names of `GenerationConfig`."""
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
     settings = {name: getattr(options, name) for name in names}
     settings = {name: value for name, value in settings.items() if value is not None}
     drawing = sorted(settings.keys() & {"temperature", "top_k", "top_p"})
     if drawing and options.greedy:
         raise ValueError(
-            f"--greedy draws nothing, so {drawing[0]} has no meaning: give one of them"
+            f"--greedy does not sample, so {drawing[0]} has no effect: give only one of them"
         )
     if drawing or options.greedy:
         settings["do_sample"] = not options.greedy
@@ -258,13 +254,13 @@ def _media(kind: str, file: str) -> tuple[str, str]:
 
 
 def add_run(parser: argparse.ArgumentParser, nproc_help: str) -> None:
-    """The arguments that say which run it is, with which settings and in how many processes."""
+    """The arguments of a run: settings, overrides and number of ranks."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file with the run's settings")
     parser.add_argument(
         "overrides",
         metavar="section.name=value",
         nargs="*",
-        help="setting to use instead of the file's, the value in YAML",
+        help="setting that overrides the file's; the value in YAML",
     )
     parser.add_argument("--nproc", type=positive, default=1, metavar="N", help=nproc_help)
 

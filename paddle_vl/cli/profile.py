@@ -198,7 +198,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _matrix(options: argparse.Namespace, out: Path) -> int:
-    from paddle_vl.profile.growth import Doubling, Steps
+    from paddle_vl.profile.cells import Doubling, Steps
     from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
     from paddle_vl.profile.matrix_report import write_report
 

@@ -16,34 +16,22 @@ from paddle_vl.config.section import Section
 class LoRAConfig(Section):
     """Low-rank adapters on linears, under PEFT's names. Module names are those of HF's model."""
 
-    r: int = Field(default=8, ge=1, le=4096, description="rank of the adapters")
-    lora_alpha: float = Field(
-        default=8,
-        gt=0,
-        description="an adapter's output is scaled by lora_alpha / r (see use_rslora)",
-    )
-    lora_dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="dropout probability on the adapters' input in training",
-    )
-    target_modules: str | list[str] = Field(
-        min_length=1,
-        description="linears that get an adapter: patterns (*, ?) over module names, which may "
-        'match the end of a name ("q_proj"); or "all-linear", every linear but the head',
-    )
-    exclude_modules: list[str] = Field(
-        default=[], description="linears that get no adapter: patterns as in target_modules"
-    )
-    use_rslora: bool = Field(
-        default=False, description="scale by lora_alpha / sqrt(r) instead of lora_alpha / r"
-    )
-    modules_to_save: list[str] = Field(
-        default=[],
-        description="modules that are trained in full and saved with the adapters: patterns as in "
-        "target_modules, or parts of the model (vision, mergers, language)",
-    )
+    r: Annotated[int, Field(ge=1, le=4096)] = 8
+    """rank of the adapters"""
+    lora_alpha: Annotated[float, Field(gt=0)] = 8
+    """an adapter's output is scaled by lora_alpha / r (see use_rslora)"""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """dropout probability on the adapters' input in training"""
+    target_modules: Annotated[str | list[str], Field(min_length=1)]
+    """linears that get an adapter: patterns (*, ?) over module names, which may match the end of a
+    name ("q_proj"); or "all-linear", every linear but the head"""
+    exclude_modules: list[str] = Field(default=[])
+    """linears that get no adapter: patterns as in target_modules"""
+    use_rslora: bool = False
+    """scale by lora_alpha / sqrt(r) instead of lora_alpha / r"""
+    modules_to_save: list[str] = Field(default=[])
+    """modules that are trained in full and saved with the adapters: patterns as in target_modules,
+    or parts of the model (vision, mergers, language)"""
 
     @property
     def scaling(self) -> float:
@@ -54,225 +42,139 @@ class LoRAConfig(Section):
 class ModelConfig(Section):
     """The model to train."""
 
-    pretrained: str | None = Field(
-        default=None,
-        description="folder of the HF checkpoint to start from; set this or model.config",
-    )
-    config: str | dict[str, Any] | None = Field(
-        default=None,
-        description="configuration of a model with random weights: path of a config.json, its "
-        "content, or a published size (qwen3-vl-2b); token ids that it leaves out are taken from "
-        "the tokenizer",
-    )
-    compute_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="dtype of weights and activations; bfloat16 adds float32 master weights to the "
-        "optimizer state and needs a GPU",
-    )
-    freeze: list[str] = Field(
-        default=[],
-        description="parameters that are not trained: parts of the model (listed per family "
-        'below), or patterns (*, ?) over HF parameter names, e.g. ["model.visual.blocks.*"]',
-    )
+    pretrained: str | None = None
+    """folder of the HF checkpoint to start from; set this or model.config"""
+    config: str | dict[str, Any] | None = None
+    """configuration of a model with random weights: path of a config.json, its content, or a
+    published size (qwen3-vl-2b); token ids that it leaves out are taken from the tokenizer"""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype of weights and activations; bfloat16 adds float32 master weights to the optimizer state
+    and needs a GPU"""
+    freeze: list[str] = Field(default=[])
+    """parameters that are not trained: parts of the model (listed per family below), or patterns
+    (*, ?) over HF parameter names, e.g. ["model.visual.blocks.*"]"""
 
 
 class DataConfig(Section):
     """Data files and how they are loaded."""
 
-    train: list[str] = Field(
-        default=[],
-        description="JSONL files to train on; image and video paths in a file are relative to it",
-    )
-    eval: list[str] = Field(default=[], description="JSONL files for the evaluation loss")
-    processor: str | None = Field(
-        default=None,
-        description="folder with tokenizer.json and the family's other processor files; default: "
-        "model.pretrained",
-    )
-    on_bad_sample: Literal["fail", "skip"] = Field(
-        default="fail", description="stop at a sample that cannot be used, or skip and count it"
-    )
-    allow_outside: bool = Field(
-        default=True,
-        description="allow images and videos outside the folder of their data file (absolute "
-        "paths, ../, symbolic links); false makes them bad samples, for untrusted data files",
-    )
-    max_line_bytes: int = Field(
-        default=1 << 20,
-        ge=1024,
-        description="longest line of a data file, in bytes; a longer line is a bad sample and is "
-        "not read into memory",
-    )
-    num_workers: int = Field(
-        default=0,
-        ge=0,
-        le=1024,
-        description="worker processes that prepare samples, per rank; 0 prepares them in the "
-        "training process",
-    )
-    prefetch_batches: int = Field(
-        default=2, ge=1, le=1024, description="batches prepared ahead of the training step"
-    )
-    pin_memory: bool = Field(
-        default=True,
-        description="on a GPU, copy the next step's batches from pinned memory while the step runs",
-    )
+    train: list[str] = Field(default=[])
+    """JSONL files to train on; image and video paths in a file are relative to it"""
+    eval: list[str] = Field(default=[])
+    """JSONL files for the evaluation loss"""
+    processor: str | None = None
+    """folder with tokenizer.json and the family's other processor files; default:
+    model.pretrained"""
+    on_bad_sample: Literal["fail", "skip"] = "fail"
+    """stop at a sample that cannot be used, or skip and count it"""
+    allow_outside: bool = True
+    """allow images and videos outside the folder of their data file (absolute paths, ../, symbolic
+    links); false makes them bad samples, for untrusted data files"""
+    max_line_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
+    """longest line of a data file, in bytes; a longer line is a bad sample and is not read into
+    memory"""
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """worker processes that prepare samples, per rank; 0 prepares them in the training process"""
+    prefetch_batches: Annotated[int, Field(ge=1, le=1024)] = 2
+    """batches prepared ahead of the training step"""
+    pin_memory: bool = True
+    """on a GPU, copy the next step's batches from pinned memory while the step runs"""
 
 
 class ProfileConfig(Section):
     """Steps to record with Paddle's profiler."""
 
-    start: int = Field(default=10, ge=1, description="first recorded step")
-    steps: int = Field(default=5, ge=1, description="number of recorded steps")
+    start: Annotated[int, Field(ge=1)] = 10
+    """first recorded step"""
+    steps: Annotated[int, Field(ge=1)] = 5
+    """number of recorded steps"""
 
 
 class TrainConfig(Section):
     """The training loop, optimizer and checkpoints. A step is one optimizer update."""
 
-    output_dir: str = Field(
-        min_length=1,
-        description="folder for checkpoints, metrics.jsonl, the loss curve and the final model",
-    )
-    max_steps: int | None = Field(
-        default=None, ge=1, description="steps to train; set this or num_train_epochs"
-    )
-    num_train_epochs: float | None = Field(
-        default=None, gt=0, description="passes over data.train, may be a fraction"
-    )
-    per_device_train_batch_size: int = Field(
-        default=8,
-        ge=1,
-        le=1 << 16,
-        description="samples per micro-batch on each data-parallel rank (packed rows with "
-        "data.packing)",
-    )
-    per_device_eval_batch_size: int = Field(
-        default=8,
-        ge=1,
-        le=1 << 16,
-        description="samples per evaluation batch on each data-parallel rank",
-    )
-    gradient_accumulation_steps: int = Field(
-        default=1, ge=1, le=1 << 20, description="micro-batches per step"
-    )
-    learning_rate: float = Field(default=5e-5, ge=0, description="peak learning rate")
-    part_learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default={},
-        description="other peak learning rates for some parameters, by part of the model (listed "
-        "per family below) or pattern over HF parameter names; of several that match, the last",
-    )
-    lr_scheduler_type: Literal["cosine", "constant", "cosine_decay_with_warmup"] = Field(
-        default="cosine",
-        description="learning rate after warmup; cosine_decay_with_warmup is the schedule of "
-        "LeRobot and OpenTau, whose cosine counts the warmup steps",
-    )
-    decay_steps: int | None = Field(
-        default=None,
-        ge=1,
-        description="step at which the cosine of cosine_decay_with_warmup ends; default: the last",
-    )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="steps of linear learning rate increase, starting at 0"
-    )
-    min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="where the cosine ends, as a fraction of learning_rate"
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay")
-    weight_decay_exclude: list[str] = Field(
-        default=["*norm*", "*.bias"],
-        description="parameters without weight decay: patterns over HF parameter names; [] decays "
-        "all",
-    )
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay rate of the first moment")
-    adam_beta2: float = Field(
-        default=0.999, ge=0, lt=1, description="decay rate of the second moment"
-    )
-    adam_epsilon: float = Field(
-        default=1e-8, gt=0, description="added to the square root of the second moment"
-    )
-    max_grad_norm: float = Field(
-        default=1.0, ge=0, description="clip gradients to this global norm; 0 turns clipping off"
-    )
-    seed: int = Field(
-        default=42,
-        ge=0,
-        lt=2**32,
-        description="seed of initial weights, sample order and all randomness",
-    )
-    recompute: Literal["none", "full"] = Field(
-        default="none",
-        description="activation recomputation: full discards every layer's activations and runs "
-        "the layer again in the backward pass",
-    )
-    eval_steps: int | None = Field(
-        default=None, ge=1, description="steps between evaluations; null: at the end only"
-    )
-    save_steps: int | None = Field(
-        default=500, ge=1, description="steps between checkpoints; null: at the end only"
-    )
-    save_total_limit: int | None = Field(
-        default=None,
-        ge=1,
-        description="number of newest intact checkpoints to keep; null keeps all",
-    )
-    async_save: bool = Field(
-        default=True,
-        description="write checkpoints in the background, from a copy in host memory of what this "
-        "rank writes (allocated once); false: no copy, and training waits",
-    )
-    verify_checkpoint: bool = Field(
-        default=True,
-        description="compare checksums of a checkpoint's files before resuming from it and before "
-        "deleting older ones; false: compare sizes only",
-    )
-    stop_grace_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="seconds from a request to stop (Ctrl-C, SIGTERM, SIGHUP) until the process "
-        "ends, with or without a checkpoint: choose a little less than the batch system waits "
-        "before SIGKILL (fleetrun's launcher waits 30); null: as long as the step and the "
-        "checkpoint take",
-    )
-    profile: ProfileConfig | None = Field(
-        default=None,
-        description="record a trace of some steps into output_dir/profile, e.g. {start: 10, "
-        "steps: 5}",
-    )
-    max_nonfinite_steps: int = Field(
-        default=10,
-        ge=1,
-        description="end the run after this many skipped updates in a row (loss or gradient not "
-        "finite)",
-    )
-    resume_from_checkpoint: str = Field(
-        default="none",
-        min_length=1,
-        description="none: start a new run in an unused output_dir; auto: resume from the newest "
-        "intact checkpoint in output_dir, or start anew without one; or the path of a checkpoint",
-    )
+    output_dir: Annotated[str, Field(min_length=1)]
+    """folder for checkpoints, metrics.jsonl, the loss curve and the final model"""
+    max_steps: Annotated[int | None, Field(ge=1)] = None
+    """steps to train; set this or num_train_epochs"""
+    num_train_epochs: Annotated[float | None, Field(gt=0)] = None
+    """passes over data.train, may be a fraction"""
+    per_device_train_batch_size: Annotated[int, Field(ge=1, le=1 << 16)] = 8
+    """samples per micro-batch on each data-parallel rank (packed rows with data.packing)"""
+    per_device_eval_batch_size: Annotated[int, Field(ge=1, le=1 << 16)] = 8
+    """samples per evaluation batch on each data-parallel rank"""
+    gradient_accumulation_steps: Annotated[int, Field(ge=1, le=1 << 20)] = 1
+    """micro-batches per step"""
+    learning_rate: Annotated[float, Field(ge=0)] = 5e-5
+    """peak learning rate"""
+    part_learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
+    """other peak learning rates for some parameters, by part of the model (listed per family below)
+    or pattern over HF parameter names; of several that match, the last"""
+    lr_scheduler_type: Literal["cosine", "constant", "cosine_decay_with_warmup"] = "cosine"
+    """learning rate after warmup; cosine_decay_with_warmup is the schedule of LeRobot and OpenTau,
+    whose cosine counts the warmup steps"""
+    decay_steps: Annotated[int | None, Field(ge=1)] = None
+    """step at which the cosine of cosine_decay_with_warmup ends; default: the last"""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """steps of linear learning rate increase, starting at 0"""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """where the cosine ends, as a fraction of learning_rate"""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay"""
+    weight_decay_exclude: list[str] = Field(default=["*norm*", "*.bias"])
+    """parameters without weight decay: patterns over HF parameter names; [] decays all"""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """decay rate of the first moment"""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """decay rate of the second moment"""
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """added to the square root of the second moment"""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """clip gradients to this global norm; 0 turns clipping off"""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """seed of initial weights, sample order and all randomness"""
+    recompute: Literal["none", "full"] = "none"
+    """activation recomputation: full discards every layer's activations and runs the layer again in
+    the backward pass"""
+    eval_steps: Annotated[int | None, Field(ge=1)] = None
+    """steps between evaluations; null: at the end only"""
+    save_steps: Annotated[int | None, Field(ge=1)] = 500
+    """steps between checkpoints; null: at the end only"""
+    save_total_limit: Annotated[int | None, Field(ge=1)] = None
+    """number of newest intact checkpoints to keep; null keeps all"""
+    async_save: bool = True
+    """write checkpoints in the background, from a copy in host memory of what this rank writes
+    (allocated once); false: no copy, and training waits"""
+    verify_checkpoint: bool = True
+    """compare checksums of a checkpoint's files before resuming from it and before deleting older
+    ones; false: compare sizes only"""
+    stop_grace_s: Annotated[float | None, Field(gt=0)] = None
+    """seconds from a request to stop (Ctrl-C, SIGTERM, SIGHUP) until the process ends, with or
+    without a checkpoint: choose a little less than the batch system waits before SIGKILL
+    (fleetrun's launcher waits 30); null: as long as the step and the checkpoint take"""
+    profile: ProfileConfig | None = None
+    """record a trace of some steps into output_dir/profile, e.g. {start: 10, steps: 5}"""
+    max_nonfinite_steps: Annotated[int, Field(ge=1)] = 10
+    """end the run after this many skipped updates in a row (loss or gradient not finite)"""
+    resume_from_checkpoint: Annotated[str, Field(min_length=1)] = "none"
+    """none: start a new run in an unused output_dir; auto: resume from the newest intact checkpoint
+    in output_dir, or start anew without one; or the path of a checkpoint"""
 
 
 class LoggingConfig(Section):
     """What a run reports."""
 
-    logging_steps: int = Field(default=10, ge=1, description="steps between lines of metrics.jsonl")
-    progress_bar: bool = Field(
-        default=True, description="show a progress bar; false prints a line every logging_steps"
-    )
-    report_to: list[Literal["visualdl", "tensorboard"]] = Field(
-        default=[], description="other programs to log to; each needs its pip extra"
-    )
-    device_peak_tflops: float | None = Field(
-        default=None,
-        gt=0,
-        description="peak throughput of a device in TFLOP/s, from which mfu is computed; default: "
-        "the published value of known devices",
-    )
-    data_wait_warning_s: float = Field(
-        default=30.0,
-        gt=0,
-        description="seconds of waiting for a batch after which a warning says what is waited for",
-    )
+    logging_steps: Annotated[int, Field(ge=1)] = 10
+    """steps between lines of metrics.jsonl"""
+    progress_bar: bool = True
+    """show a progress bar; false prints a line every logging_steps"""
+    report_to: list[Literal["visualdl", "tensorboard"]] = Field(default=[])
+    """other programs to log to; each needs its pip extra"""
+    device_peak_tflops: Annotated[float | None, Field(gt=0)] = None
+    """peak throughput of a device in TFLOP/s, from which mfu is computed; default: the published
+    value of known devices"""
+    data_wait_warning_s: Annotated[float, Field(gt=0)] = 30.0
+    """seconds of waiting for a batch after which a warning says what is waited for"""
 
 
 class RunConfig(Section):
@@ -286,11 +188,18 @@ class RunConfig(Section):
         parts: words that stand for parts of the model in settings, each with its patterns over
             parameter names.
         needs_processor: whether data.processor or model.pretrained must name a folder.
+        fixed_settings: settings, or sections, that must not change when a run is resumed: saved
+            weights, optimizer state, data position and random state depend on them.
     """
 
     family: ClassVar[str] = "a model family"
     parts: ClassVar[dict[str, tuple[str, ...]]] = {}
     needs_processor: ClassVar[bool] = True
+    fixed_settings: ClassVar[tuple[str, ...]] = (
+        *("model.pretrained", "model.config", "model.compute_dtype", "model.freeze"),
+        *("data.train", "data.processor", "data.on_bad_sample"),
+        *("train.seed", "train.gradient_accumulation_steps"),
+    )
 
     model: ModelConfig
     data: DataConfig

@@ -8,9 +8,18 @@ from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
-    """Settings that are frozen and strict: no unknown key, no conversion, no NaN or infinity."""
+    """Settings that are frozen and strict: no unknown key, no conversion, no NaN or infinity.
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    The docstring below a setting is its description in `--help` and in errors.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
@@ -24,13 +33,13 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 def setting_descriptions(section: type[Section], prefix: str = "") -> dict[str, tuple[str, str]]:
     """The default in YAML ("required" if there is none) and description of a section's settings.
 
-    Settings of nested sections follow those of the section itself, under dotted names. The
-    sections of a run, which have no description, are not listed themselves.
+    Settings of nested sections follow those of the section itself, under dotted names. A section
+    without a description is not listed itself.
     """
     described, nested = {}, {}
     for name, field in section.model_fields.items():
         if field.description is not None:
-            described[prefix + name] = (_shown_default(field), field.description)
+            described[prefix + name] = (_shown_default(field), " ".join(field.description.split()))
         if (inner := section_of(field)) is not None:
             nested |= setting_descriptions(inner, f"{prefix}{name}.")
     return described | nested

@@ -9,7 +9,6 @@ Over 350 lines, as the whole protocol stands in one place.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -64,8 +63,8 @@ class TrainableModel(Protocol):
     def separate(self, weights: Iterable[Tensor]) -> None:
         """Replace fused weights by one weight per linear, see `paddle_vl.nn.projections`."""
 
-    def fill(self) -> Iterator[Tensor]:
-        """Give parameters their values one at a time, see `paddle_vl.checkpoint.filling`."""
+    def materialize(self) -> Iterator[Tensor]:
+        """Give parameters their values one at a time, see `paddle_vl.checkpoint.reading`."""
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Unsharded shape of every parameter of the full model, by checkpoint key."""
@@ -145,7 +144,7 @@ class BuiltModel:
         adapter: see `BatchAdapter`.
         collator: makes its batches in loader workers.
         save: writes this rank's part of a model folder; all checkpoint ranks call it together. The
-            writer takes the weight files.
+            writer takes the weight files, the store has the values in training.
         save_extra_files: writes tokenizer and the like; one rank calls it.
     """
 
@@ -283,6 +282,7 @@ class Family(ABC):
         loss: see `paddle_vl.nn.loss.Loss`.
     """
 
+    config: RunConfig
     parts: Mapping[str, Sequence[str]]
     make_stage: Callable[[Any, range], Any]
     model_config: Any
@@ -379,14 +379,3 @@ class Family(ABC):
             ValueError: the family makes none, or not of these shapes.
         """
         raise ValueError("the model's family makes no synthetic data: leave --synthetic out")
-
-
-@contextmanager
-def default_dtype(dtype: str) -> Iterator[None]:
-    """Paddle's default dtype of new parameters, restored at the end."""
-    before = paddle.get_default_dtype()
-    paddle.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        paddle.set_default_dtype(before)

@@ -1,1 +1,10 @@
-"""Building blocks of one device: norms, rotary, attention, linears, losses. They know no rank."""
+"""Building blocks of one device: norms, rotary embedding, attention, linears, experts, losses.
+
+Every operation is written in plain Paddle operations, correct on any device and in a traced
+program. `paddle_vl.nn.cpu` and `paddle_vl.nn.gpu` register faster kernels behind the same
+functions, see `paddle_vl.nn.kernels`. Nothing here depends on a rank.
+"""
+
+# Importing them registers their kernels.
+import paddle_vl.nn.cpu
+import paddle_vl.nn.gpu  # noqa: F401

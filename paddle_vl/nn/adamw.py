@@ -1,20 +1,22 @@
-"""Paddle's AdamW, with float32 copies of what it is given and updates that may be taken back."""
+"""Paddle's AdamW with float32 master weights, and updates that can be undone on the device."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import paddle
 from paddle import Tensor
 
-# Paddle's names of the state it keeps for a parameter; the powers of beta advance with its updates.
+# Paddle's names of a parameter's optimizer state: the moments, and the powers of beta so far.
 STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 
 
 class AdamW(paddle.optimizer.AdamW):
-    """AdamW whose step updates float32 copies in place of half-precision parameters.
+    """AdamW whose step updates float32 master weights in place of half-precision parameters.
 
     Paddle's own `multi_precision` is not used: its kernel for bfloat16 exists on GPUs only. The
-    class keeps Paddle's name, as Paddle fuses the states of a class of that name only.
+    class has the name of Paddle's, since Paddle fuses the state of a class of that name only.
 
+    Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
 
     def __init__(self, **settings):
@@ -23,24 +25,26 @@ class AdamW(paddle.optimizer.AdamW):
         self._is_good, self._factor = paddle.ones([], dtype="bool"), paddle.ones([])
 
     def use_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Update these float32 copies, by parameter's name; the parameters are their roundings."""
+        """Update these float32 copies, by parameter's name; each parameter is its copy, rounded."""
         self._master_weights.update(masters)
 
     def mask(self, learning_rate: float, factor: Tensor, is_good: Tensor) -> None:
-        """Have the next step update with gradients times a factor, or change nothing, bit for bit.
+        """Make the next step multiply gradients by a factor, or change nothing, bit for bit.
+
+        Nothing is read from the device to choose.
 
         Args:
-            factor: float32, on the device.
-            is_good: bool, on the device; where it is False all stays as it is.
+            factor: float32 scalar, on the device.
+            is_good: bool scalar, on the device; if False, weights and state stay as they are.
         """
         self._masks, self._is_good, self._factor = True, is_good, factor
         self.set_lr(learning_rate)
         self._create_global_learning_rate()
-        rate = self._global_learning_rate()
+        rate: Any = self._global_learning_rate()
         paddle.assign(rate * is_good.astype(rate.dtype), rate)
 
     def unmask(self, learning_rate: float) -> None:
-        """Have the next step update, whatever the gradients are."""
+        """Make the next step update in any case, with the gradients as they are."""
         self._masks = False
         self.set_lr(learning_rate)
 
@@ -59,11 +63,11 @@ class AdamW(paddle.optimizer.AdamW):
             paddle.assign(updated.astype(parameter.dtype), parameter)
 
     def _update_masked(self, block, updated: Tensor, grad: Tensor) -> None:
-        """The update without asking whether it counts: what it did is taken back where not.
+        """Update, then undo the update where `is_good` is False.
 
-        AdamW's kernel takes no flag that lies on the device. With a rate of zero it leaves a
-        parameter as it is; its moments and powers of beta are put back from copies, of one
-        parameter at a time.
+        The kernel of AdamW takes no flag that lies on the device. With a learning rate of zero it
+        leaves the parameter as it is; moments and powers of beta are restored from copies, which
+        exist for one parameter at a time.
         """
         grad = paddle.where(self._is_good, grad * self._factor, paddle.zeros([]))
         states = [self._get_accumulator_master(state, updated) for state in STATES]

@@ -1,11 +1,12 @@
-"""Softmax attention: causal with grouped key heads, and bidirectional within segments.
+"""Softmax attention: causal, bidirectional within segments, and under any mask.
 
-Shapes: B batch, L query length, S key length, N query heads, K key heads, G = N / K query heads per
-key head, H head width, P packed rows.
+All of it is `softmax(scale * q @ k^T + mask) @ v`, with grouped key heads: query head n reads key
+head n // G. Shapes: B batch, L query length, S key length, N query heads, K key heads, G = N / K
+query heads per key head, H head width, P packed rows.
 
-On a GPU, and in a traced program, both go through Paddle's `scaled_dot_product_attention`, or for
-packed samples its FlashMask kernel. On the CPU those are a composition several times slower than
-`paddle_vl.nn.softmax_blocks`, or missing.
+The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
+Kernels: query blocks on the CPU (`paddle_vl.nn.cpu.attention`), FlashMask for packed samples on a
+GPU (`paddle_vl.nn.gpu.attention`).
 """
 
 from collections.abc import Sequence
@@ -17,20 +18,17 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from paddle_vl.batch.packing import key_ends
-from paddle_vl.nn.backend import is_eager_cpu
-from paddle_vl.nn.softmax_blocks import (
-    MASKED_SCORE,
-    Block,
-    SoftmaxAttention,
-    causal_blocks,
-    packed_blocks,
-)
+from paddle_vl.nn.kernels import operation
 
-__all__ = ["MASKED_SCORE", "PackedSamples", "causal_attention", "segment_attention"]
+# Below any score, and finite: a query that sees padding only averages it instead of giving NaN.
+MASKED_SCORE = -1e30
+# The lowest float32: with any score added it is still the same, so a query that sees no key gives
+# all keys equal weight. Source: Gemma's attention in openpi.
+_LOWEST_SCORE = -2.3819763e38
 
 
 class PackedSamples:
-    """Where the samples in the rows of a batch begin; one for all layers of a step.
+    """Where the samples in the rows of a batch begin; one object for all layers of a step.
 
     Not a tuple: Paddle would look for tensors in it.
 
@@ -45,17 +43,19 @@ class PackedSamples:
 
     @cached_property
     def key_ends_B1L1(self) -> Tensor:
-        """int32: the query of its row from which on each key is not seen."""
+        """int32: for each key the first query of its row that does not see it any more."""
         return paddle.to_tensor(self._key_ends_BL[:, None, :, None])
 
-    def dense_mask(self) -> Tensor:
-        """`[B, 1, L, L]` float32 additive mask."""
+    @cached_property
+    def mask_B1LL(self) -> Tensor:
+        """float32 additive mask, 0 or `MASKED_SCORE`."""
         place = np.arange(self._key_ends_BL.shape[1])
         visible = place[:, None] < self._key_ends_BL[:, None, None, :]
         visible &= place[:, None] >= place
         return paddle.to_tensor(np.where(visible, 0.0, MASKED_SCORE).astype(np.float32))
 
 
+@operation
 def causal_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
@@ -65,140 +65,34 @@ def causal_attention(
 ) -> Tensor:
     """Each query sees the keys up to its own position; the last query is aligned to the last key.
 
-    Query head n reads key head n // G. Scores are scaled by H^-0.5, softmax is in float32.
+    Scores are scaled by H^-0.5; softmax is in float32, inside of the kernels.
 
     Args:
         key_bias_BS: float32 added to every score of a key, 0 or `MASKED_SCORE`; None masks nothing.
-        packed: samples that share rows, of which each sees itself only; then S is L, and there is
+        packed: several samples in a row, each of which sees itself only. S is L then, and there is
             no `key_bias_BS`: padding is a segment of its own.
 
     Returns:
-        `[B, L, N, H]`. A query that sees no unmasked key gets a finite average of masked ones.
+        `[B, L, N, H]` in the dtype of the queries. A query that sees no unmasked key gets a finite
+        average of masked ones.
     """
-    batch, length, heads, _ = q_BLNH.shape
-    keys, key_heads = k_BSKH.shape[1], k_BSKH.shape[2]
-    if not is_eager_cpu(q_BLNH):
-        if packed is not None:
-            return _packed_by_kernel(q_BLNH, k_BSKH, v_BSKH, packed)
-        if key_bias_BS is None and length == keys:
-            return _by_kernel(q_BLNH, k_BSKH, v_BSKH, is_causal=True)
-        mask = _dense_causal_mask(batch, length, keys, key_bias_BS)
-        return _by_kernel(q_BLNH, k_BSKH, v_BSKH, mask)
-    groups = heads // key_heads
+    batch, length = q_BLNH.shape[:2]
+    keys = k_BSKH.shape[1]
     if packed is not None:
-        # Segments are counted over all rows of the batch: one row of them.
-        whole = [x.reshape([1, batch * length, *x.shape[2:]]) for x in (q_BLNH, k_BSKH, v_BSKH)]
-        out = _by_blocks(*whole, packed_blocks(packed.offsets, groups))
-        return out.reshape(q_BLNH.shape)
-    key_bias_Z1S = None
-    if key_bias_BS is not None:
-        key_bias_Z1S = key_bias_BS.repeat_interleave(key_heads, axis=0).unsqueeze(1)
-    blocks = causal_blocks(length, keys, groups)
-    return _by_blocks(q_BLNH, k_BSKH, v_BSKH, blocks, key_bias_Z1S)
+        mask = packed.mask_B1LL
+    elif key_bias_BS is None and length == keys:
+        return F.scaled_dot_product_attention(q_BLNH, k_BSKH, v_BSKH, is_causal=True)
+    else:
+        mask = _causal_mask(batch, length, keys, key_bias_BS)
+    # The kernels take a mask in the dtype of the queries only.
+    mask = None if mask is None else mask.astype(q_BLNH.dtype)
+    return F.scaled_dot_product_attention(q_BLNH, k_BSKH, v_BSKH, attn_mask=mask, is_causal=False)
 
 
-def _by_blocks(
-    q_BLNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    blocks: tuple[Block, ...],
-    key_bias_Z1S: Tensor | None = None,
-) -> Tensor:
-    batch, length, heads, width = q_BLNH.shape
-    keys, key_heads = k_BSKH.shape[1], k_BSKH.shape[2]
-    groups = heads // key_heads
-    # The G query heads of a key head become rows of one product, so keys are never repeated.
-    q_ZRH = (
-        q_BLNH.reshape([batch, length, key_heads, groups * width])
-        .transpose([0, 2, 1, 3])
-        .reshape([batch * key_heads, length * groups, width])
-    )
-    k_ZSH, v_ZSH = (
-        x.transpose([0, 2, 1, 3]).reshape([batch * key_heads, keys, width])
-        for x in (k_BSKH, v_BSKH)
-    )
-    out_ZRH = SoftmaxAttention.apply(q_ZRH, k_ZSH, v_ZSH, blocks, key_bias_Z1S)
-    return (
-        out_ZRH.reshape([batch, key_heads, length, groups * width])
-        .transpose([0, 2, 1, 3])
-        .reshape([batch, length, heads, width])
-    )
+def _causal_mask(batch: int, length: int, keys: int, key_bias_BS: Tensor | None) -> Tensor | None:
+    """`[B, 1, L, S]` additive float32 mask, repeated over the batch: flash attention does not.
 
-
-def _by_kernel(
-    q_BLNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-) -> Tensor:
-    if mask is not None:
-        # The kernels take a mask in the dtype of the queries only.
-        mask = mask.astype(q_BLNH.dtype)
-    return F.scaled_dot_product_attention(
-        q_BLNH, k_BSKH, v_BSKH, attn_mask=mask, is_causal=is_causal
-    )
-
-
-def _packed_by_kernel(
-    q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, packed: PackedSamples
-) -> Tensor:
-    # FlashMask has no kernel for float32, and none for the CPU: this call has not run here.
-    if q_BLNH.dtype in (paddle.bfloat16, paddle.float16):
-        return F.flashmask_attention(q_BLNH, k_BLKH, v_BLKH, packed.key_ends_B1L1, causal=True)
-    return _by_kernel(q_BLNH, k_BLKH, v_BLKH, packed.dense_mask())
-
-
-def segment_attention(
-    q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Sequence[tuple[int, int]]
-) -> Tensor:
-    """Rows see the rows of their own segment, all of them.
-
-    Args:
-        segments: (count, length) of runs of equal consecutive segments, on the host; the sum of
-            count * length is P. Each run is one batched product.
-
-    Returns:
-        `[P, N, H]`.
-    """
-    if len(segments) == 1:
-        return _equal_segments(q_PNH, k_PNH, v_PNH, *segments[0])
-    sizes = [count * length for count, length in segments]
-    q_runs, k_runs, v_runs = (paddle.split(x, sizes, axis=0) for x in (q_PNH, k_PNH, v_PNH))
-    return paddle.concat(
-        [
-            _equal_segments(q_runs[i], k_runs[i], v_runs[i], *segment)
-            for i, segment in enumerate(segments)
-        ],
-        axis=0,
-    )
-
-
-def _equal_segments(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int) -> Tensor:
-    _, heads, width = q_PNH.shape
-    split = [count, length, heads, width]
-    if not is_eager_cpu(q_PNH):
-        out = F.scaled_dot_product_attention(*(x.reshape(split) for x in (q_PNH, k_PNH, v_PNH)))
-        return out.reshape([-1, heads, width])
-    q, k, v = (
-        x.reshape(split).transpose([0, 2, 1, 3]).reshape([count * heads, length, width])
-        for x in (q_PNH, k_PNH, v_PNH)
-    )
-    whole = (Block(0, length, 0, length),)
-    out = SoftmaxAttention.apply(q, k, v, whole, None)
-    return (
-        out.reshape([count, heads, length, width])
-        .transpose([0, 2, 1, 3])
-        .reshape([count * length, heads, width])
-    )
-
-
-def _dense_causal_mask(
-    batch: int, length: int, keys: int, key_bias_BS: Tensor | None
-) -> Tensor | None:
-    """`[B, 1, L, S]` additive mask, as flash attention wants it: it repeats none over the batch.
-
-    None where every query sees every key: there is one, the last.
+    None where every query sees every key: there is one query, the last.
     """
     if length == 1:
         return None if key_bias_BS is None else key_bias_BS.unsqueeze([1, 2])
@@ -207,3 +101,137 @@ def _dense_causal_mask(
     if key_bias_BS is None:
         return mask.expand([batch, 1, length, keys])
     return mask + key_bias_BS.unsqueeze([1, 2])
+
+
+def segment_attention(
+    q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Sequence[tuple[int, int]]
+) -> Tensor:
+    """Every row sees all rows of its own segment and no others; scores are scaled by H^-0.5.
+
+    Args:
+        segments: (count, length) of runs of equal consecutive segments, on the host; the sum of
+            count * length is P. Each run is one batched product.
+
+    Returns:
+        `[P, N, H]` in the dtype of the queries.
+    """
+    if len(segments) == 1:
+        return equal_segments_attention(q_PNH, k_PNH, v_PNH, *segments[0])
+    sizes = [count * length for count, length in segments]
+    q_runs, k_runs, v_runs = (paddle.split(x, sizes, axis=0) for x in (q_PNH, k_PNH, v_PNH))
+    return paddle.concat(
+        [
+            equal_segments_attention(q_runs[i], k_runs[i], v_runs[i], *segment)
+            for i, segment in enumerate(segments)
+        ],
+        axis=0,
+    )
+
+
+@operation
+def equal_segments_attention(
+    q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int
+) -> Tensor:
+    """`segment_attention` of `count` segments of one `length`."""
+    heads = q_PNH.shape[1:]
+    q, k, v = (x.reshape([count, length, *heads]) for x in (q_PNH, k_PNH, v_PNH))
+    return F.scaled_dot_product_attention(q, k, v).reshape([-1, *heads])
+
+
+class AttentionMask:
+    """Which keys each query sees; one object for all layers of a forward pass.
+
+    Not a tuple: Paddle would look for tensors in it.
+
+    Args:
+        visible_BLS: bool.
+    """
+
+    def __init__(self, visible_BLS: Tensor):
+        self.visible_BLS = visible_BLS
+        self._biases: dict[int, Tensor] = {}
+
+    @cached_property
+    def has_key_BL11(self) -> Tensor:
+        """float32, 1 where a query sees any key."""
+        return self.visible_BLS.any(axis=-1).astype("float32").unsqueeze([-1, -1])
+
+    @cached_property
+    def all_see(self) -> bool:
+        """Whether every query sees a key. Reads the device, so for the CPU only."""
+        return bool(self.visible_BLS.any(axis=-1).all())
+
+    @cached_property
+    def bias_B1LS(self) -> Tensor:
+        """float32 to be added to scores, 0 or the lowest number."""
+        hidden = paddle.logical_not(self.visible_BLS).astype("float32")
+        return (hidden * _LOWEST_SCORE).unsqueeze(1)
+
+    def bias(self, heads: int) -> Tensor:
+        """`[B, heads, L, S]`: Paddle's CPU kernels are slow at broadcasting over a middle dim."""
+        if heads not in self._biases:
+            self._biases[heads] = paddle.concat([self.bias_B1LS] * heads, axis=1)
+        return self._biases[heads]
+
+
+def masked_attention(
+    q_BLNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    implementation: str = "eager",
+) -> Tensor:
+    """Each query sees the keys that the mask allows.
+
+    Args:
+        scale: factor of the scores.
+        implementation: of HF transformers. `eager` computes scores and softmax in float32 and gives
+            a query without a key the average of all values; `sdpa` gives it zero, and leaves the
+            dtype of the scores to the kernel. Neither passes a gradient from such a query to
+            queries and keys.
+
+    Returns:
+        `[B, L, N, H]` in the dtype of the values.
+
+    Raises:
+        ValueError: another implementation.
+    """
+    if implementation not in ("eager", "sdpa"):
+        raise ValueError(f"attention implementation is {implementation!r}; 'eager' or 'sdpa'")
+    return eager_or_sdpa_attention(q_BLNH, k_BSKH, v_BSKH, mask, scale, implementation)
+
+
+@operation
+def eager_or_sdpa_attention(
+    q_BLNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    implementation: str,
+) -> Tensor:
+    """See `masked_attention`."""
+    if implementation == "eager":
+        return _float32_attention(q_BLNH, k_BSKH, v_BSKH, mask, scale)
+    # The kernel scales by H^-0.5, and takes a mask in the dtype of the queries only.
+    factor = scale * q_BLNH.shape[-1] ** 0.5
+    q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
+    bias = mask.bias_B1LS.astype(q_BLNH.dtype)
+    out_BLNH = F.scaled_dot_product_attention(q_BLNH, k_BSKH, v_BSKH, attn_mask=bias)
+    return out_BLNH * mask.has_key_BL11.astype(out_BLNH.dtype)
+
+
+def _float32_attention(
+    q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: AttentionMask, scale: float
+) -> Tensor:
+    groups = q_BLNH.shape[2] // k_BSKH.shape[2]
+    k_BSNH, v_BSNH = (
+        x if groups == 1 else x.repeat_interleave(groups, axis=2) for x in (k_BSKH, v_BSKH)
+    )
+    q_BNLH, k_BNSH = (x.transpose([0, 2, 1, 3]).astype("float32") for x in (q_BLNH, k_BSNH))
+    scores = paddle.matmul(q_BNLH, k_BNSH, transpose_y=True) * scale
+    lowest = paddle.full([], _LOWEST_SCORE, dtype="float32")
+    scores = paddle.where(mask.visible_BLS.unsqueeze(1), scores, lowest)
+    probability = F.softmax(scores).astype(v_BSNH.dtype)
+    return paddle.matmul(probability, v_BSNH.transpose([0, 2, 1, 3])).transpose([0, 2, 1, 3])

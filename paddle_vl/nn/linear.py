@@ -1,67 +1,62 @@
-"""Linear projections and embeddings of one device.
+"""Linear layers and embeddings of one device, and weights that hold several linears.
 
-Weights are `[in, out]`, as everywhere in Paddle; checkpoints hold them transposed.
+Weights are `[in, out]`, as everywhere in Paddle; HF checkpoints hold them transposed.
+
+A fused weight holds several linears of one input, queries, keys and values, or gate and up:
+`[in, out + out + ...]`, columns side by side. One product then makes all of them. Checkpoints,
+settings and the optimizer's state name the linears one by one. Where something treats one of them
+differently (frozen, a learning rate of its own, an adapter), `separate` gives each its own weight;
+layers of both kinds are called alike.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
-from paddle.autograd import PyLayer
-from paddle.nn.initializer import Constant, Normal
+from paddle.nn.initializer import Constant, Initializer, Normal
 
-from paddle_vl.nn.backend import column_sum, is_eager_cpu
+from paddle_vl.nn.kernels import operation
 from paddle_vl.nn.lora import LowRank, LowRankSettings
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight + bias` with weight `[in, out]`.
+@contextmanager
+def default_dtype(dtype: Any) -> Iterator[None]:
+    """Layers that are built inside the block have parameters of this dtype, a name or Paddle's."""
+    before = paddle.get_default_dtype()
+    paddle.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        paddle.set_default_dtype(before)
 
-    On the CPU the bias is added in place and its gradient is a product with ones: Paddle's own sum
-    over rows takes longer than the matrix product beside it.
-    """
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight + bias` with weight `[in, out]`: `[..., in]` to `[..., out]`, dtype of `x`."""
     product = getattr(weight, "product", None)
     if product is not None:
         return product(x, weight, bias)
-    if bias is None:
-        return paddle.matmul(x, weight)
-    if is_eager_cpu(x):
-        return _BiasedLinear.apply(x, weight, bias)
+    return paddle.matmul(x, weight) if bias is None else biased_linear(x, weight, bias)
+
+
+@operation
+def biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`x @ weight + bias`."""
     return F.linear(x, weight, bias)
 
 
 def use_product(weight: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
-    """Compute `linear` with this weight in another way from now on."""
+    """Have `linear` compute every product with this weight by a function `(x, weight, bias)`."""
     weight.product = product
 
 
-class _BiasedLinear(PyLayer):
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        ctx.needs = (not x.stop_gradient, not weight.stop_gradient, not bias.stop_gradient)
-        return paddle.matmul(x, weight).add_(bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensor()
-        needs_x, needs_weight, needs_bias = ctx.needs
-        grad_NO = grad.reshape([-1, grad.shape[-1]])
-        grad_x = paddle.matmul(grad, weight, transpose_y=True) if needs_x else None
-        grad_weight = None
-        if needs_weight:
-            x_NI = x.reshape([-1, x.shape[-1]])
-            grad_weight = paddle.matmul(x_NI, grad_NO, transpose_x=True)
-        return grad_x, grad_weight, column_sum(grad_NO) if needs_bias else None
-
-
 class AdaptableLinear(nn.Layer):
-    """A product with a weight, beside which a low-rank adapter may stand.
+    """A product with a weight, to which a low-rank adapter may add its own product.
 
     Attributes:
-        input_axis: the dim of `weight` that the input's features meet.
+        input_axis: the dim of `weight` that the input features are on.
         lora: the adapter, None without.
     """
 
@@ -76,18 +71,19 @@ class AdaptableLinear(nn.Layer):
         self.lora: LowRank | None = None
 
     def add_low_rank(self, settings: LowRankSettings) -> None:
-        """Put an adapter beside the weight, as large as this rank's weight is."""
+        """Add an adapter for the weight as this rank has it."""
         sizes = self.weight.shape
         in_features, out_features = sizes[self.input_axis], sizes[1 - self.input_axis]
         self.lora = LowRank(in_features, out_features, settings, self.weight.dtype)
 
     def adapted(self, y: Tensor, x: Tensor, columns: slice | None = None) -> Tensor:
-        """The product `y` of `x`, or some columns of it, with the adapter's."""
+        """`y` plus the adapter's product with `x`, where `y` is that of the weight, or some columns
+        of it."""
         return y if self.lora is None else y + self.lora(x, columns)
 
     @paddle.no_grad()
     def merge_low_rank(self) -> None:
-        """Add the adapter to the weight and take it away."""
+        """Add the adapter's product to the weight, in float32, and remove the adapter."""
         if self.lora is None:
             return
         delta = self.lora.product()
@@ -98,7 +94,7 @@ class AdaptableLinear(nn.Layer):
 
 
 class Linear(AdaptableLinear):
-    """`y = x @ weight + bias`, weights drawn from a normal of width `init_std`, bias zero."""
+    """`y = x @ weight + bias`, weights drawn from a normal of std `init_std`, bias zero."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, init_std: float = 0.02):
         super().__init__()
@@ -116,7 +112,7 @@ class Linear(AdaptableLinear):
 
 
 class Embedding(nn.Layer):
-    """A table `[num, dim]` read by row."""
+    """Rows of a table `[num, dim]` by int64 ids: `[...]` to `[..., dim]`."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, init_std: float = 0.02):
         super().__init__()
@@ -155,3 +151,176 @@ class VocabHead(AdaptableLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.adapted(paddle.matmul(x, self.weight, transpose_y=True), x)
+
+
+class Columns(NamedTuple):
+    """One linear of a fused weight.
+
+    Attributes:
+        name: the last component of the name of its module.
+        width: its output features, before tensor parallelism splits them.
+        num_heads: number of equal blocks of features that must stay on one rank; 0 where every
+            feature stands alone.
+    """
+
+    name: str
+    width: int
+    num_heads: int = 0
+
+
+class FusedLinear(nn.Layer):
+    """Linears without bias in one weight `[in, sum of out]`.
+
+    Args:
+        splits: return the output of each linear; otherwise all of them side by side as one tensor.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        columns: Sequence[Columns],
+        init_std: float = 0.02,
+        splits: bool = True,
+    ):
+        super().__init__()
+        widths = [one.width for one in columns]
+        self.weight = self.create_parameter(
+            [in_features, sum(widths)], default_initializer=NormalColumns(widths, init_std)
+        )
+        mark_fused(self.weight, columns)
+        self.own_widths = widths if splits else []
+
+    def forward(self, x: Tensor, num_rows: int | None = None) -> list[Tensor]:
+        """The output of each linear. `num_rows` is for layers that gather rows from other ranks."""
+        return split_columns(linear(x, self.weight), self.own_widths)
+
+
+class SeparateLinears(nn.Layer):
+    """The same linears with a weight each; each is a sublayer of its own name.
+
+    Args:
+        enter: applied to the input, once for all linears.
+        make: builds one of the linears.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Columns],
+        enter: Callable[..., Tensor],
+        make: Callable[[Columns], AdaptableLinear],
+    ):
+        super().__init__()
+        self.enter = enter
+        for one in columns:
+            self.add_sublayer(one.name, make(one))
+
+    def forward(self, x: Tensor, num_rows: int | None = None) -> list[Tensor]:
+        """The output of each linear."""
+        x = self.enter(x, num_rows)
+        return [layer(x) for layer in self.children()]
+
+
+class NormalColumns(Initializer):
+    """Draws each linear of a fused weight separately, as if it had a weight of its own."""
+
+    def __init__(self, widths: Sequence[int], std: float):
+        super().__init__()
+        self.widths, self.normal = list(widths), Normal(std=std)
+
+    def forward(self, var: Tensor, block=None) -> Tensor | None:
+        if not isinstance(var, Tensor):
+            # A traced program is not run for its weights.
+            return self.normal(var, block)
+        drawn = []
+        for width in self.widths:
+            one = paddle.empty([var.shape[0], width], dtype=var.dtype)
+            self.normal(one, block)
+            drawn.append(one)
+        paddle.concat(drawn, axis=1)._share_underline_tensor_to(var)
+        return None
+
+
+def fused_columns(parameter: Tensor) -> tuple[Columns, ...]:
+    """The linears that a fused weight holds, in order; empty for a weight of one linear."""
+    return getattr(parameter, "fused_columns", ())
+
+
+def mark_fused(parameter: Tensor, columns: Iterable[Columns]) -> None:
+    """Record which linears a weight holds; the value of a traced program takes no attribute."""
+    if isinstance(parameter, Tensor):
+        parameter.fused_columns = tuple(columns)
+
+
+def split_columns(x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """The outputs of a fused weight's linears; no widths leave them side by side in one tensor."""
+    return paddle.split(x, list(widths), axis=-1) if widths else [x]
+
+
+def column_slices(widths: Sequence[int]) -> list[slice]:
+    """The slices of blocks of these widths that lie side by side."""
+    starts = [sum(widths[:number]) for number in range(len(widths))]
+    return [slice(start, start + width) for start, width in zip(starts, widths, strict=True)]
+
+
+def whole_slices(parameter: Tensor) -> list[slice]:
+    """The columns of each linear in the unsharded value of a fused weight."""
+    return column_slices([columns.width for columns in fused_columns(parameter)])
+
+
+def names_by_parameter(
+    named_parameters: Iterable[tuple[str, Tensor]],
+) -> list[tuple[Tensor, list[str]]]:
+    """Every parameter once, with all of its names in order: one per linear of a fused weight.
+
+    Raises:
+        ValueError: a fused weight comes with the names of some of its linears only.
+    """
+    groups: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, parameter in named_parameters:
+        groups.setdefault(id(parameter), (parameter, []))[1].append(name)
+    for parameter, names in groups.values():
+        # A single name stands for all of the weight.
+        if len(names) > 1 and len(names) != len(fused_columns(parameter)):
+            fused = [columns.name for columns in fused_columns(parameter)]
+            raise ValueError(
+                f"{', '.join(names)} are of one weight, of {', '.join(fused) or 'one linear'}: "
+                "they are trained together or not at all; separate the layer's projections first"
+            )
+    return list(groups.values())
+
+
+@paddle.no_grad()
+def separate(
+    model: nn.Layer,
+    weights: Iterable[Tensor],
+    make: Callable[[int, Sequence[Columns]], SeparateLinears],
+) -> None:
+    """Replace some fused linears of a model by linears with a weight each, of the same values.
+
+    Args:
+        weights: the fused weights.
+        make: builds linears of a number of input features and of columns, on this rank.
+    """
+    chosen = {id(weight) for weight in weights}
+    if not chosen:
+        return
+    for parent in model.sublayers(include_self=True):
+        for name, layer in list(parent.named_children()):
+            weight = getattr(layer, "weight", None)
+            if weight is not None and id(weight) in chosen:
+                parent.add_sublayer(name, _separated(weight, make))
+
+
+def _separated(
+    weight: Tensor, make: Callable[[int, Sequence[Columns]], SeparateLinears]
+) -> SeparateLinears:
+    with default_dtype(weight.dtype), paddle.LazyGuard():
+        layers = make(weight.shape[0], fused_columns(weight))
+    own = [layer.weight for layer in layers.children()]
+    for one in own:
+        one.stop_gradient = weight.stop_gradient
+    if weight._is_initialized():
+        values = paddle.split(weight, [one.shape[1] for one in own], axis=1)
+        for one, value in zip(own, values, strict=True):
+            value.clone()._share_buffer_to(one)
+    return layers

@@ -1,7 +1,11 @@
-"""RMSNorm and LayerNorm, computed in float32 whatever the activations are.
+"""RMSNorm and LayerNorm, computed in float32 whatever dtype the activations have.
 
-Shapes: N rows, C channels. The backward passes are written out: left to autograd, the gradient of
-a product with a `[C]` weight costs more on Paddle's CPU kernels than everything else in the norm.
+Shapes: N rows, C channels; leading dims may be any number. In float32, since the mean of squares of
+a wide bfloat16 row would lose most of its bits.
+
+In eager mode the backward passes are written out: left to autograd, the gradient of a product with
+a `[C]` weight costs more on Paddle's CPU kernels than everything else in the norm, and more float32
+tensors are kept on a GPU.
 """
 
 import paddle
@@ -9,30 +13,37 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Constant
 
-from paddle_vl.nn.backend import column_sum, row_sum
+from paddle_vl.nn.kernels import column_sum, operation, row_sum
 
 
+@operation
 def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + epsilon)`; the quotient is cast back before the weight.
+    """`weight * (x / sqrt(mean(x^2) + epsilon))`, the mean over C.
 
-    Source: Qwen3VLTextRMSNorm of HF transformers.
+    The quotient is computed in float32 and cast to the dtype of `x` before it is multiplied with
+    the weight. Source: Qwen3VLTextRMSNorm of HF transformers.
+
+    Args:
+        x: `[..., C]`.
+
+    Returns:
+        `[..., C]` in the dtype of `x`, if the weight has that dtype too.
     """
-    if paddle.in_dynamic_mode():
-        return _RMSNorm.apply(x, weight_C, epsilon)
-    return rms_quotient(x, epsilon)[0].astype(x.dtype) * weight_C
+    return _rms_quotient(x, epsilon)[0].astype(x.dtype) * weight_C
 
 
-def rms_quotient(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The float32 quotient `[..., C]` and the inverse root mean square `[..., 1]`."""
+def _rms_quotient(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """`x / sqrt(mean(x^2) + epsilon)` `[..., C]` and the factor of `x` `[..., 1]`, float32."""
     x = x.astype("float32")
     inverse = paddle.rsqrt(row_sum(x * x) / x.shape[-1] + epsilon)
     return x * inverse, inverse
 
 
+@rms_norm.register("cpu", "gpu")
 class _RMSNorm(PyLayer):
     @staticmethod
     def forward(ctx, x, weight, epsilon):
-        quotient, inverse = rms_quotient(x, epsilon)
+        quotient, inverse = _rms_quotient(x, epsilon)
         ctx.save_for_backward(quotient, inverse, weight)
         ctx.needs = (not x.stop_gradient, not weight.stop_gradient)
         return quotient.astype(x.dtype) * weight
@@ -49,26 +60,102 @@ class _RMSNorm(PyLayer):
         if not needs_x:
             return None, grad_weight
         scaled = (grad * weight).astype("float32")
-        mean = row_sum(scaled * quotient) / channels
-        return ((scaled - quotient * mean) * inverse).astype(grad.dtype), grad_weight
+        return _quotient_gradient(scaled, quotient, inverse).astype(grad.dtype), grad_weight
 
 
+def _quotient_gradient(grad: Tensor, quotient: Tensor, inverse: Tensor) -> Tensor:
+    """The gradient of x in `_rms_quotient`, all float32."""
+    mean = row_sum(grad * quotient) / grad.shape[-1]
+    return (grad - quotient * mean) * inverse
+
+
+@operation
+def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + epsilon) * (1 + weight)`, the mean over C, as Gemma has it.
+
+    All of it is in float32 and cast to the dtype of `x` at the end, unlike `rms_norm`.
+
+    Args:
+        x: `[..., C]`.
+
+    Returns:
+        `[..., C]` in the dtype of `x`.
+    """
+    scale_C = 1.0 + weight_C.astype("float32")
+    return (_rms_quotient(x, epsilon)[0] * scale_C).astype(x.dtype)
+
+
+@gemma_rms_norm.register("cpu", "gpu")
+class _GemmaRMSNorm(PyLayer):
+    @staticmethod
+    def forward(ctx, x, weight, epsilon):
+        quotient, inverse = _rms_quotient(x, epsilon)
+        scale_C = 1.0 + weight.astype("float32")
+        ctx.save_for_backward(quotient, inverse, scale_C)
+        ctx.needs = (not x.stop_gradient, not weight.stop_gradient)
+        ctx.weight_dtype = weight.dtype
+        return (quotient * scale_C).astype(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        quotient, inverse, scale_C = ctx.saved_tensor()
+        dtype, grad = grad.dtype, grad.astype("float32")
+        needs_x, needs_weight = ctx.needs
+        grad_weight = None
+        if needs_weight:
+            product = (grad * quotient).reshape([-1, grad.shape[-1]])
+            grad_weight = column_sum(product).astype(ctx.weight_dtype)
+        grad_x = None
+        if needs_x:
+            grad_x = _quotient_gradient(grad * scale_C, quotient, inverse).astype(dtype)
+        return grad_x, grad_weight
+
+
+@operation
+def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + epsilon)` over the last dim, float32: a norm without a weight."""
+    return _rms_quotient(x, epsilon)[0]
+
+
+@rms_quotient.register("cpu", "gpu")
+class _RMSQuotient(PyLayer):
+    @staticmethod
+    def forward(ctx, x, epsilon):
+        quotient, inverse = _rms_quotient(x, epsilon)
+        ctx.save_for_backward(quotient, inverse)
+        ctx.dtype = x.dtype
+        return quotient
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _quotient_gradient(grad, *ctx.saved_tensor()).astype(ctx.dtype)
+
+
+@operation
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    """`weight * (x - mean) / sqrt(var + epsilon) + bias`, the variance being that over C."""
-    if paddle.in_dynamic_mode():
-        return _LayerNorm.apply(x, weight_C, bias_C, epsilon)
+    """`weight * (x - mean) / sqrt(variance + epsilon) + bias`, mean and variance over C.
+
+    All of it is in float32 and cast to the dtype of `x` at the end, as torch's `layer_norm` does.
+
+    Args:
+        x: `[..., C]`.
+
+    Returns:
+        `[..., C]` in the dtype of `x`.
+    """
     weight_C, bias_C = weight_C.astype("float32"), bias_C.astype("float32")
     return (_standardise(x, epsilon)[0] * weight_C + bias_C).astype(x.dtype)
 
 
 def _standardise(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Rows of mean 0 and variance 1 in float32, and the inverse deviation `[..., 1]`."""
+    """Rows of mean 0 and variance 1, and the inverse deviation `[..., 1]`, both float32."""
     x = x.astype("float32")
     centred = x - row_sum(x) / x.shape[-1]
     inverse = paddle.rsqrt(row_sum(centred * centred) / x.shape[-1] + epsilon)
     return centred * inverse, inverse
 
 
+@layer_norm.register("cpu", "gpu")
 class _LayerNorm(PyLayer):
     @staticmethod
     def forward(ctx, x, weight, bias, epsilon):
@@ -101,7 +188,7 @@ class _LayerNorm(PyLayer):
 
 
 class RMSNorm(nn.Layer):
-    """RMSNorm over the last dim with a learned weight, one at the start."""
+    """`rms_norm` over the last dim with a learned weight that starts at one."""
 
     def __init__(self, size: int, epsilon: float = 1e-6):
         super().__init__()
@@ -113,7 +200,7 @@ class RMSNorm(nn.Layer):
 
 
 class LayerNorm(nn.Layer):
-    """LayerNorm over the last dim with weight and bias."""
+    """`layer_norm` over the last dim; weight and bias start at one and zero."""
 
     def __init__(self, size: int, epsilon: float = 1e-6):
         super().__init__()

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.nn.fused import column_slices, fused_columns
+from paddle_vl.nn.linear import column_slices, fused_columns
 
 # All-gather of equally large tensors over a group: the values of every rank, in the group's order.
 AllGather = Callable[[Tensor, Any], list[np.ndarray]]

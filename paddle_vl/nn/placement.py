@@ -16,14 +16,19 @@ import numpy as np
 from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.nn.dropout import RowDropout
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.fused import Columns
-from paddle_vl.nn.linear import AdaptableLinear, Embedding, Linear, VocabHead
+from paddle_vl.nn.functional import RowDropout, token_loss
+from paddle_vl.nn.linear import (
+    AdaptableLinear,
+    Columns,
+    Embedding,
+    FusedLinear,
+    Linear,
+    SeparateLinears,
+    VocabHead,
+)
 from paddle_vl.nn.lora import LowRankSettings
-from paddle_vl.nn.loss import token_loss
 from paddle_vl.nn.parameter_table import REPLICATED, ParameterTable, Tie
-from paddle_vl.nn.projections import FusedLinear, SeparateLinears
 
 # Pixels and grid of items (images, videos) to merged rows `[M, D]` and G levels of `[M, D]`.
 Encoder = Callable[[Tensor, np.ndarray], tuple[Tensor, list[Tensor]]]

@@ -1,7 +1,10 @@
 """Rotary position embedding: angles of the vision tower and of the decoder, and the rotation.
 
-Shapes: T rows (of any leading dims), N heads, H head width, P patches. Angles are float32; the
-rotation pairs channel i with channel i + H/2 (the "rotate half" rule of HF).
+Shapes: T rows (of any leading dims), N heads, H head width, P patches. Angles are float32, since a
+bfloat16 angle of position 300 is off by up to one radian. The rotation pairs channel i with channel
+i + H/2 (the "rotate half" rule of HF transformers).
+
+Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
 """
 
 import numpy as np
@@ -9,7 +12,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.backend import is_eager_cpu
+from paddle_vl.nn.kernels import operation
 
 
 def inverse_frequencies(num: int, theta: float) -> np.ndarray:
@@ -18,10 +21,10 @@ def inverse_frequencies(num: int, theta: float) -> np.ndarray:
 
 
 def interleaved_mrope_axis(num_slots: int, mrope_section: list[int]) -> np.ndarray:
-    """Which position axis (0 time, 1 height, 2 width) each frequency slot reads: `[num_slots]`.
+    """The position axis (0 time, 1 height, 2 width) of each frequency slot: `[num_slots]` int64.
 
     Slot k reads height when k mod 3 is 1 and k < 3 * section[1], width when k mod 3 is 2 and
-    k < 3 * section[2], time otherwise. Sections [4, 2, 2] over 8 slots: T H W T H W T T.
+    k < 3 * section[2], time otherwise. Sections [4, 2, 2] over 8 slots give T H W T H W T T.
     Source: apply_interleaved_mrope of HF transformers' Qwen3-VL.
     """
     slot = np.arange(num_slots)
@@ -31,8 +34,10 @@ def interleaved_mrope_axis(num_slots: int, mrope_section: list[int]) -> np.ndarr
     return axis
 
 
-def mrope_cos_sin(position_ids_3BL: Tensor, head_dim: int, theta: float, mrope_section: list[int]):
-    """Cosine and sine tables of the decoder, each `[B, L, H]` float32.
+def mrope_cos_sin(
+    position_ids_3BL: Tensor, head_dim: int, theta: float, mrope_section: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine tables of the decoder's multimodal rotary, each `[B, L, H]` float32.
 
     Args:
         position_ids_3BL: int64 positions on the time, height and width axes.
@@ -43,14 +48,22 @@ def mrope_cos_sin(position_ids_3BL: Tensor, head_dim: int, theta: float, mrope_s
     # One-hot rows pick each slot's axis: no gather along a dim of three, and it exports.
     pick_3S = paddle.to_tensor(np.eye(3, dtype=np.float32)[axis].T.copy())
     position_BL3 = position_ids_3BL.transpose([1, 2, 0]).astype("float32")
-    angle_BLS = sum(
+    time, height, width = (
         position_BL3[:, :, dim : dim + 1] * (pick_3S[dim] * frequency_S) for dim in range(3)
     )
-    return _cos_sin_of_halves(angle_BLS)
+    return _cos_sin_of_halves(time + height + width)
 
 
-def vision_cos_sin(coordinates_P2: Tensor, head_dim: int, theta: float = 10000.0):
-    """Cosine and sine tables of the tower from patch (row, column), each `[P, H]` float32."""
+def vision_cos_sin(
+    coordinates_P2: Tensor, head_dim: int, theta: float = 10000.0
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine tables of the vision tower, each `[P, H]` float32.
+
+    The first quarter of the channels turns with the patch's row, the second with its column.
+
+    Args:
+        coordinates_P2: row and column of each patch.
+    """
     frequency = paddle.to_tensor(inverse_frequencies(head_dim // 4, theta))
     angle_P2F = coordinates_P2.astype("float32").unsqueeze(-1) * frequency
     return _cos_sin_of_halves(angle_P2F.reshape([-1, head_dim // 2]))
@@ -62,38 +75,35 @@ def _cos_sin_of_halves(angle: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rotary(x_TNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
-    """Rotate every head: `x * cos + rotate_half(x) * sin`, in the dtype of the tables, cast back.
+    """Rotate every head: `x * cos + rotate_half(x) * sin`.
 
-    Leading dims may be any number, the same for `x` (before N) and the tables (before H).
+    Computed in the dtype of the tables (float32) and cast to that of `x`. Leading dims may be any
+    number, the same for `x` (before N) and the tables (before H). The tables get no gradient.
     """
-    cos, sin = cos_TH.unsqueeze(-2), sin_TH.unsqueeze(-2)
-    if paddle.in_dynamic_mode():
-        return _Rotary.apply(x_TNH, cos, sin)
-    return _rotated(x_TNH, cos, sin)
+    return _rotated(x_TNH, cos_TH.unsqueeze(-2), sin_TH.unsqueeze(-2))
 
 
+@operation
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.astype(cos.dtype)
     return (wide * cos + rotate_half(wide) * sin).astype(x.dtype)
 
 
+@operation
 def rotate_half(x: Tensor) -> Tensor:
     """`[-x2, x1]` for the halves `[x1, x2]` of the last dim."""
     half = x.shape[-1] // 2
-    if is_eager_cpu(x):
-        # A product with a signed permutation: exact, and faster than splitting and joining.
-        swap = np.zeros((2 * half, 2 * half), dtype=np.float32)
-        swap[np.arange(half) + half, np.arange(half)] = -1.0
-        swap[np.arange(half), np.arange(half) + half] = 1.0
-        return paddle.matmul(x, paddle.to_tensor(swap, dtype=x.dtype))
     return paddle.concat([-x[..., half:], x[..., :half]], axis=-1)
 
 
+@_rotated.register("cpu", "gpu")
 class _Rotary(PyLayer):
+    """Keeps the tables for the backward pass only, not the float32 copy of `x`."""
+
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+        return _rotated.plain(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):

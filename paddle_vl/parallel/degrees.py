@@ -7,6 +7,7 @@ nor other ranks: `plan_problems` runs before anything is built.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 from pydantic import Field
 
@@ -24,10 +25,10 @@ class ParallelDegrees(MeshSettings):
         ValueError: a value outside of the setting's range.
     """
 
-    ep_degree: int = Field(
-        default=1, ge=1, description="expert-parallel degree: dp ranks with one copy"
-    )
-    num_micro_batches: int = Field(default=1, ge=1, description="train.gradient_accumulation_steps")
+    ep_degree: Annotated[int, Field(ge=1)] = 1
+    """expert-parallel degree: dp ranks that share the experts of a model"""
+    num_micro_batches: Annotated[int, Field(ge=1)] = 1
+    """micro-batches of a step, train.gradient_accumulation_steps"""
 
     def degree(self, axis: str) -> int:
         """Ranks along one of `AXES`."""

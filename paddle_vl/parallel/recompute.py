@@ -1,35 +1,34 @@
-"""Recomputation: a layer keeps its inputs only and runs again in the backward pass."""
+"""Activation recomputation: a layer keeps its inputs only and runs again in the backward pass."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import paddle
-from paddle import nn
+from paddle import Tensor, nn
 from paddle.distributed.fleet.utils import recompute
+
+from paddle_vl.parallel.layer_wrappers import Level, wrap_layer
 
 
 def recompute_layers(layers: Iterable[nn.Layer]) -> None:
-    """Make every call of these layers during training a recomputed one.
+    """Recompute the activations of these layers in training; evaluation and generation do not.
 
     A layer must take its tensors as positional arguments, the hidden rows first, so that Paddle
-    tracks them. Evaluation and generation are not affected.
+    tracks them.
     """
     for layer in layers:
-        layer.forward = _Recomputed(layer)
+        wrap_layer(layer, Level.RECOMPUTE, partial(_recomputed, layer))
 
 
-class _Recomputed:
-    def __init__(self, layer: nn.Layer):
-        self.layer = layer
-        self.forward = layer.forward
-
-    def __call__(self, hidden, *inputs):
-        is_trained = not all(p.stop_gradient for p in self.layer.parameters())
-        needs_gradient = is_trained or not hidden.stop_gradient
-        if not (self.layer.training and paddle.is_grad_enabled() and needs_gradient):
-            return self.forward(hidden, *inputs)
-        if hidden.stop_gradient:
-            # Paddle recomputes through an operation of the inputs alone: without one that needs a
-            # gradient, the layer's own parameters would silently get none.
-            hidden = hidden.detach()
-            hidden.stop_gradient = False
-        return recompute(self.forward, hidden, *inputs)
+def _recomputed(layer: nn.Layer, forward: Callable[..., Any], hidden: Tensor, *inputs: Any) -> Any:
+    is_trained = not all(p.stop_gradient for p in layer.parameters())
+    needs_gradient = is_trained or not hidden.stop_gradient
+    if not (layer.training and paddle.is_grad_enabled() and needs_gradient):
+        return forward(hidden, *inputs)
+    if hidden.stop_gradient:
+        # Paddle recomputes through an operation of the inputs alone: without one that needs a
+        # gradient, the layer's own parameters would silently get none.
+        hidden = hidden.detach()
+        hidden.stop_gradient = False
+    return recompute(forward, hidden, *inputs)

@@ -23,8 +23,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.nn.loss import IGNORE_INDEX
-from paddle_vl.nn.part import part
+from paddle_vl.nn.functional import IGNORE_INDEX, slice_axis
 from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
 from paddle_vl.parallel.collectives import all_gathered, all_reduced, divide_gradient
 
@@ -73,13 +72,13 @@ class FleetRegionOps(RegionOps):
     def leave_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
         if not self.sequence_parallel:
             return x_TD
-        return part(GatherOp.apply(x_TD), 0, num_rows)
+        return slice_axis(GatherOp.apply(x_TD), 0, num_rows)
 
     def enter_columns(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
         if not self.sequence_parallel:
             return fleet_ops._c_identity(x_TD, group=self.mp_group)
         x_TD = AllGatherOp.apply(x_TD)
-        return x_TD if num_rows is None else part(x_TD, 0, num_rows)
+        return x_TD if num_rows is None else slice_axis(x_TD, 0, num_rows)
 
     def enter_head(self, x_TD: Tensor) -> Tensor:
         return fleet_ops._c_identity(x_TD, group=self.mp_group)

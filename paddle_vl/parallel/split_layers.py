@@ -19,9 +19,8 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 from paddle.nn.initializer import Normal
 
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.fused import Columns, mark_fused, split_columns
-from paddle_vl.nn.linear import AdaptableLinear, Linear, linear
-from paddle_vl.nn.part import part
+from paddle_vl.nn.functional import slice_axis
+from paddle_vl.nn.linear import AdaptableLinear, Columns, Linear, linear, mark_fused, split_columns
 
 
 class _FusedColumns:
@@ -66,7 +65,7 @@ class _FusedColumns:
             setattr(self, name, not (x.stop_gradient or self.weight.stop_gradient))
         y = super().forward(x)
         if num_rows is not None:
-            y = part(y, 0, num_rows)
+            y = slice_axis(y, 0, num_rows)
         return split_columns(y, self.own_widths)
 
 

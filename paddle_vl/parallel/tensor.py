@@ -17,10 +17,9 @@ from paddle import Tensor, nn
 from paddle.distributed.fleet.meta_parallel import VocabParallelEmbedding
 from paddle.nn.initializer import Normal
 
-from paddle_vl.nn.dropout import RowDropout
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.fused import Columns
-from paddle_vl.nn.linear import AdaptableLinear, VocabHead
+from paddle_vl.nn.functional import RowDropout
+from paddle_vl.nn.linear import AdaptableLinear, Columns, VocabHead
 from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
 from paddle_vl.nn.placement import (

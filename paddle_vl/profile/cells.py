@@ -1,14 +1,14 @@
-"""The cells of a matrix as data: which choice at which batch size, and what it came to."""
+"""The cells of a matrix as data: a choice at a batch size and its result; and the sizes to try."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.profile.cell import Outcome, Status
+from paddle_vl.profile.supervise import Outcome, Status
 
 CELL_FILE = "cell.json"
 RESULT_FILE = "profile.json"
@@ -16,11 +16,12 @@ SHARDING_CHOICES = ("none", "dp", "stage1", "stage2", "stage3")
 
 
 class Choice(NamedTuple):
-    """What a line of the matrix holds fixed while the batch grows.
+    """What is fixed on a line of the matrix while the batch size grows.
 
     Attributes:
-        sharding: how processes with different samples share the training state: `dp`, `stage1`,
-            `stage2`, `stage3`; `none` for a single one.
+        sharding: how data-parallel ranks share the training state: `dp` (not at all), `stage1`,
+            `stage2`, `stage3`; `none` for a single rank.
+        recompute: `none` or `full`.
         cameras: see `paddle_vl.profile.workload.Workload`.
     """
 
@@ -30,7 +31,7 @@ class Choice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For folders and for lines."""
+        """Name of the line and part of its folders' names."""
         cameras = "" if self.cameras is None else f"-cameras_{self.cameras}"
         return f"{self.sharding}-recompute_{self.recompute}{cameras}"
 
@@ -38,8 +39,8 @@ class Choice(NamedTuple):
         """Settings of a cell, as the command line takes them.
 
         Raises:
-            ValueError: matrices and pipeline do not divide the processes, or the choice needs more
-                or fewer of them.
+            ValueError: mp_degree x pp_degree does not divide the number of ranks, or the choice
+                needs more or fewer ranks.
         """
         parallel = config.parallel
         inner = parallel.mp_degree * parallel.pp_degree
@@ -71,10 +72,10 @@ class Cell:
     """One choice at one batch size.
 
     Attributes:
-        batch_size: samples per micro-batch of one process.
-        settings: all that the cell's numbers follow from, flat.
-        limit_seconds: how long it was allowed to take.
-        profile: what it measured, where it is ok; see `paddle_vl.profile.summary.summarize`.
+        batch_size: samples per micro-batch of a rank.
+        settings: all settings that the cell's numbers depend on, flat.
+        limit_seconds: its time limit.
+        profile: what it measured, if its status is ok; see `paddle_vl.profile.summary.summarize`.
     """
 
     choice: Choice
@@ -95,29 +96,29 @@ class Cell:
 
     @property
     def median_step_ms(self) -> float:
-        """Of the slowest process; little moved by a step that something else held up."""
+        """Median of the slowest rank, which a few disturbed steps change little."""
         return 1000 * self.profile["phase_medians_s"]["total"]
 
     @property
     def cpu_ms(self) -> float:
-        """CPU time of a step, the mean over the processes."""
+        """CPU time of a step, the mean over the ranks."""
         times = self.profile["per_rank_cpu_time_s"]
         return 1000 * sum(times) / len(times)
 
     @property
     def cpu_ms_per_sample(self) -> float:
-        """Of all processes together."""
+        """CPU time per sample, of all ranks together."""
         times = self.profile["per_rank_cpu_time_s"]
         return 1000 * sum(times) / self.profile["samples_per_step"]
 
     @property
     def memory_gb(self) -> float:
-        """Peak of the worst process, of what runs out."""
+        """Peak of the worst rank: reserved memory on a GPU, resident set on a CPU."""
         return self.profile["peak_reserved_gb_worst"]
 
     @property
     def tensors_gb(self) -> float:
-        """Peak of the worst process, of tensors alone."""
+        """Peak of the worst rank, of tensors alone."""
         return self.profile["peak_alloc_gb_worst"]
 
     @property
@@ -132,7 +133,7 @@ class Cell:
 
     @classmethod
     def read(cls, folder: Path) -> "Cell | None":
-        """None where none has ended.
+        """The cell in a folder, None if none has ended there.
 
         Raises:
             RuntimeError: the file is not a cell's.
@@ -146,10 +147,10 @@ class Cell:
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             raise RuntimeError(f"{file} is not a cell of a matrix ({error}); remove it") from error
 
-    def stands(self, settings: Mapping[str, Any], limit_seconds: float) -> bool:
-        """Whether the cell need not be run again: the same settings, and an end that is its own.
+    def is_valid(self, settings: Mapping[str, Any], limit_seconds: float) -> bool:
+        """Whether the cell need not run again: the settings are the same, and it did not fail.
 
-        A failure may have been mended since, and more time may be enough.
+        One that timed out runs again if it gets more time.
         """
         if self.differing(settings) or self.status == "failed":
             return False
@@ -172,15 +173,80 @@ def ended_cell(
     limit_seconds: float,
     profile: Mapping[str, Any] | None,
 ) -> Cell:
-    """A cell from how its processes ended; one that is ok must have a profile."""
+    """A cell from its outcome; one that ended well without a profile has failed."""
     status, detail = outcome
     if status == "ok" and profile is None:
         status, detail = "failed", "ended well without a profile"
-    kept = {} if status != "ok" else {k: v for k, v in profile.items() if k != "config"}
+    kept = {k: v for k, v in (profile or {}).items() if k != "config" and status == "ok"}
     return Cell(choice, batch_size, status, detail, settings, limit_seconds, kept)
 
 
 def content_hash(values: Mapping[str, Any]) -> str:
-    """A short name of a mapping's content."""
+    """A short hash of a mapping's content."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Doubling:
+    """Batch sizes that double until one does not fit in memory, then bisection.
+
+    Attributes:
+        first, largest: the first size, and the largest that is tried.
+        resolution: bisection ends when the smallest size that does not fit exceeds the largest that
+            does by at most this share of it, or by 1.
+    """
+
+    first: int = 1
+    largest: int = 64
+    resolution: float = 0.125
+
+    def __post_init__(self):
+        if not 1 <= self.first <= self.largest:
+            raise ValueError(
+                f"batch sizes from {self.first} to {self.largest}: the first must be at least 1 "
+                "and at most the largest"
+            )
+        if not 0 <= self.resolution < 1:
+            raise ValueError(
+                f"a resolution of {self.resolution} of the batch size: it must be in [0, 1)"
+            )
+
+    def next_size(self, fits: Mapping[int, bool]) -> int | None:
+        """The next size to try, None at the end.
+
+        Args:
+            fits: whether each size tried so far fitted in memory.
+        """
+        if not fits:
+            return self.first
+        low = max((size for size, is_fit in fits.items() if is_fit), default=0)
+        too_large = [size for size, is_fit in fits.items() if not is_fit and size > low]
+        if not too_large:
+            return min(2 * low, self.largest) if low < self.largest else None
+        high = min(too_large)
+        if high - low <= max(1, int(self.resolution * low)):
+            return None
+        return (low + high) // 2
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Given sizes in ascending order, until one does not fit."""
+
+    sizes: Sequence[int]
+
+    def __post_init__(self):
+        if not self.sizes or min(self.sizes) < 1 or list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(
+                f"batch sizes {list(self.sizes)}: give whole numbers from 1 in ascending order"
+            )
+
+    def next_size(self, fits: Mapping[int, bool]) -> int | None:
+        """See `Doubling.next_size`."""
+        if not all(fits.values()):
+            return None
+        return next((size for size in self.sizes if size not in fits), None)
+
+
+Growth = Doubling | Steps

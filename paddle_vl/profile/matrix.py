@@ -1,8 +1,8 @@
-"""A matrix: every choice of sharding, recomputation and cameras, at growing batch sizes.
+"""A matrix of profiles: all choices of sharding, recomputation and cameras, at growing batch sizes.
 
-A cell is one choice at one batch size, in processes of its own; what it came to is a file. A matrix
-that was interrupted goes on where it was, and one whose configuration changed runs again what the
-change concerns.
+A cell is one choice at one batch size. It runs in processes of its own and its result is a file. A
+matrix that was interrupted continues, and one whose configuration changed runs the cells again that
+the change affects.
 """
 
 import json
@@ -18,15 +18,14 @@ import paddle
 
 from paddle_vl.config.families import model_values
 from paddle_vl.config.load import flatten, load_run_config
-from paddle_vl.profile.cell import Limits, Outcome, run_cell
-from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, content_hash, ended_cell
-from paddle_vl.profile.growth import Growth
+from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, Growth, content_hash, ended_cell
 from paddle_vl.profile.memory import GB
+from paddle_vl.profile.supervise import Limits, Outcome, run_cell
 from paddle_vl.profile.workload import Workload
 
 logger = logging.getLogger(__name__)
 _MAIN = Path(__file__).parents[1] / "__main__.py"
-# What a cell runs: its command, folder and limits.
+# Runs a cell's command in a folder, within limits.
 CellRunner = Callable[[Sequence[str], Path, Limits], Outcome]
 
 
@@ -36,13 +35,13 @@ class MatrixSettings:
 
     Attributes:
         out: folder of the cells and of the result.
-        num_processes: of each cell.
-        choices: lines of the matrix.
-        growth: of the batch size on each line.
-        seconds: of a cell, from its start to its end.
-        memory_limit_gb: of a process; None leaves it to the GPU.
+        num_processes: ranks of each cell.
+        choices: one line of the matrix each.
+        growth: the batch sizes to try on each line.
+        seconds: time limit of a cell, from its start to its end.
+        memory_limit_gb: of a rank; None leaves it to the GPU.
         warmup_steps, steps: of each profile.
-        workload: what is trained on; the choices say how many cameras.
+        workload: what is trained on; the number of cameras is the choices'.
     """
 
     out: Path
@@ -57,16 +56,17 @@ class MatrixSettings:
 
     @property
     def limits(self) -> Limits:
-        """Of a cell; from outside only a CPU process's memory can be seen."""
+        """Limits of a cell; a supervisor sees the memory of a rank on a CPU only."""
         limit = self.memory_limit_gb
-        is_seen = limit is not None and paddle.get_device().startswith("cpu")
-        return Limits(self.seconds, int(limit * GB) if is_seen else None)
+        if limit is None or not paddle.get_device().startswith("cpu"):
+            return Limits(self.seconds)
+        return Limits(self.seconds, int(limit * GB))
 
 
 def all_choices(
     sharding: Sequence[str], recompute: Sequence[str], cameras: Sequence[int | None]
 ) -> list[Choice]:
-    """All of them."""
+    """Every combination."""
     return [Choice(s, r, c) for c, r, s in product(cameras, recompute, sharding)]
 
 
@@ -76,24 +76,24 @@ def run_matrix(
     settings: MatrixSettings,
     run: CellRunner = run_cell,
 ) -> list[Cell]:
-    """Run what is missing of a matrix.
+    """Run the missing cells of a matrix.
 
-    A line ends where its batch sizes do (see `growth`), or at a cell that neither fits nor runs out
-    of memory: what is wrong there would be so at the next size too.
+    A line ends when `growth` has no further batch size, or at a cell that failed or timed out,
+    since the next size would too.
 
     Args:
-        config_file, overrides: of the run that the matrix is about.
-        run: runs a cell's command; a test's may do less.
+        config_file, overrides: of the run that is profiled.
+        run: runs a cell's command.
 
     Returns:
         All cells, by line and batch size.
 
     Raises:
-        ValueError: a choice that this configuration or number of processes does not allow.
+        ValueError: a choice that this configuration or number of ranks does not allow.
     """
     if settings.memory_limit_gb is None and paddle.get_device().startswith("cpu"):
         raise ValueError(
-            "a matrix on a CPU needs to know what a process may use, or the kernel would have to "
+            "a matrix on a CPU needs a memory limit for each process, or the kernel would have to "
             "kill it: give --memory-limit-gb"
         )
     config = load_run_config(config_file, overrides)
@@ -124,29 +124,29 @@ def _cell(
 ) -> Cell:
     folder = settings.out / "cells" / f"{choice.name}-batch_{size}"
     folder.mkdir(parents=True, exist_ok=True)
-    concerned = cell_settings(config_file, overrides, choice, settings)
+    current = cell_settings(config_file, overrides, choice, settings)
     known = Cell.read(folder)
     if known is not None:
-        if known.stands(concerned, settings.seconds):
-            logger.info("%s: %s, known", known.name, _told(known))
+        if known.is_valid(current, settings.seconds):
+            logger.info("%s: %s, known", known.name, _in_words(known))
             return known
-        changed = ", ".join(known.differing(concerned)) or f"it had {known.status}"
+        changed = ", ".join(known.differing(current)) or f"it had {known.status}"
         logger.info("%s runs again: %s", known.name, changed)
     result = folder / RESULT_FILE
     result.unlink(missing_ok=True)
     command = cell_command(config_file, overrides, choice, folder, settings)
     outcome = run(command, folder, settings.limits)
     profile = json.loads(result.read_text(encoding="utf-8")) if result.exists() else None
-    cell = ended_cell(choice, size, outcome, concerned, settings.seconds, profile)
+    cell = ended_cell(choice, size, outcome, current, settings.seconds, profile)
     cell.write(folder)
-    logger.info("%s: %s", cell.name, _told(cell))
+    logger.info("%s: %s", cell.name, _in_words(cell))
     return cell
 
 
 def cell_settings(
     config_file: str, overrides: Sequence[str], choice: Choice, settings: MatrixSettings
 ) -> dict[str, Any]:
-    """All that a cell's numbers follow from, as plain values."""
+    """All settings that the numbers of a cell depend on, as plain values."""
     config = load_run_config(config_file, overrides)
     workload = settings.workload
     return {
@@ -193,7 +193,7 @@ def cell_command(
     return [sys.executable, str(_MAIN), "profile", config_file, *overrides, *given]
 
 
-def _told(cell: Cell) -> str:
+def _in_words(cell: Cell) -> str:
     if cell.status != "ok":
         return f"{cell.status} ({cell.detail})"
     return f"{cell.samples_per_sec:.2f} samples/s, {cell.memory_gb:.2f} GB"

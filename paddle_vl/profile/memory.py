@@ -1,9 +1,8 @@
-"""Peak memory of this process between a reset and a look, and its limit.
+"""Peak memory of this process since a reset, and the limit of the device. GB is 10^9 bytes.
 
-On a GPU both numbers are of Paddle's allocator: what tensors took, and what it reserved from the
-device, which is what runs out. On a CPU tensors are counted by Paddle's host allocator; in place of
-the reserved memory stands the resident set of the whole process, with interpreter and libraries.
-GB is 10^9 bytes.
+On a GPU both numbers are of Paddle's allocator: memory of tensors, and memory reserved from the
+device, which is what runs out. On a CPU the first is counted by Paddle's host allocator, and the
+second is the resident set of the whole process, with interpreter and libraries.
 """
 
 import os
@@ -17,34 +16,35 @@ from paddle.device import cuda
 
 GB = 1e9
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-# What the kernel takes as "forget the peak resident set", see proc(5).
+# Written to clear_refs, it resets the peak of the resident set, see proc(5).
 _RESET_PEAK = "5"
 
 
 class Peak(NamedTuple):
-    """Bytes: of tensors, and reserved from the device, or resident on a CPU."""
+    """Bytes of tensors, and bytes reserved on a GPU or resident on a CPU."""
 
     allocated: int
     reserved: int
 
 
 class MemoryMeter(Protocol):
-    """How much memory there is and was in use.
+    """Measures peak memory.
 
     Attributes:
-        source: in words, what the numbers are and how they were taken.
+        source: what the numbers are and how they were taken, in words.
     """
 
     source: str
 
     def reset(self) -> None:
-        """The peak is what is in use now."""
+        """Set the peak to what is in use now."""
 
     def peak(self) -> Peak:
-        """Since the reset."""
+        """The peak since the reset."""
+        ...
 
     def close(self) -> None:
-        """Stop whatever watches."""
+        """Stop sampling."""
 
 
 def memory_meter() -> MemoryMeter:
@@ -53,14 +53,14 @@ def memory_meter() -> MemoryMeter:
 
 
 def device_memory_limit() -> int | None:
-    """Bytes of the GPU, None on a CPU, where the limit is a setting."""
+    """Bytes of the GPU; None on a CPU, where the limit is a setting."""
     if paddle.get_device().startswith("cpu"):
         return None
     return int(cuda.get_device_properties().total_memory)
 
 
 class DeviceMemory:
-    """The GPU's, by Paddle's allocator."""
+    """Memory of the GPU, from Paddle's allocator."""
 
     source = "device memory by Paddle's allocator"
 
@@ -76,14 +76,14 @@ class DeviceMemory:
 
 
 class HostMemory:
-    """A CPU process's: tensors by Paddle's host allocator, and the resident set.
+    """Memory of a process on a CPU: tensors from Paddle's host allocator, and the resident set.
 
-    The kernel keeps the peak of the resident set and forgets it on request. Where it does not let a
-    process ask, the set is sampled instead, and a peak between two samples goes unseen.
+    The kernel keeps the peak of the resident set and resets it on request. Where it does not allow
+    that, the resident set is sampled, and a peak between two samples is missed.
 
     Args:
-        process: the process's folder in /proc.
-        interval: seconds between samples, where they are taken.
+        process: the folder of the process in /proc.
+        interval: seconds between samples.
     """
 
     def __init__(self, process: Path = Path("/proc/self"), interval: float = 0.01):
@@ -119,10 +119,10 @@ class HostMemory:
 
 
 def resident_bytes(process: Path) -> int:
-    """The resident set of a process by its folder in /proc.
+    """Resident set of a process, by its folder in /proc.
 
     Raises:
-        OSError: there is no such process (any more).
+        OSError: there is no such process.
     """
     return int((process / "statm").read_text().split()[1]) * _PAGE
 

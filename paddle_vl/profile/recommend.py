@@ -1,7 +1,6 @@
-"""What a matrix says: which choice to take, and how two choices compare like for like.
+"""Conclusions from a matrix: the choice to take, and how two choices of sharding compare.
 
-Only cells with everything else equal are compared: faster at a larger batch, with recomputation on
-one side only, says nothing about sharding.
+Only cells that are equal in everything else are compared.
 """
 
 from collections.abc import Sequence
@@ -10,15 +9,15 @@ from dataclasses import dataclass
 from paddle_vl.profile.cells import Cell, Choice
 from paddle_vl.train.phases import Phase
 
-# Throughput within this share of the fastest is as good; less memory then decides.
+# Among cells within this share of the fastest one's throughput, the one with least memory wins.
 _AS_GOOD = 0.02
-# What a step's difference is looked for in.
-_PARTS = {"forward": (Phase.FORWARD,), "backward": (Phase.BACKWARD, Phase.GRADIENT_SUM)}
+# The phases that make up the two halves of a step.
+_HALVES = {"forward": (Phase.FORWARD,), "backward": (Phase.BACKWARD, Phase.GRADIENT_SUM)}
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A cell to take for one number of cameras, and in words why; None where no cell fits."""
+    """The cell to take for one number of cameras, None if none fits, and the reason in words."""
 
     cameras: int | None
     cell: Cell | None
@@ -27,39 +26,39 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two cells that differ in sharding alone."""
+    """Two cells that differ in sharding only."""
 
     one: Cell
     other: Cell
 
     @property
     def speedup(self) -> float:
-        """How many times the samples per second of the other."""
+        """Samples per second, as a multiple of the other's."""
         return self.one.samples_per_sec / self.other.samples_per_sec
 
     @property
     def speedup_of_medians(self) -> float:
-        """The same by the median step, which a busy machine disturbs less."""
+        """The same from the median step, which a busy machine disturbs less."""
         return self.other.median_step_ms / self.one.median_step_ms
 
     @property
     def cpu_ratio(self) -> float:
-        """How many times the other's CPU time a step takes; above 1 is more work."""
+        """CPU time of a step, as a multiple of the other's; above 1 is more work."""
         return self.one.cpu_ms / self.other.cpu_ms
 
-    def share_of_gap(self, part: str) -> float | None:
-        """How much of the difference in step time lies in forward or backward, in percent; None
-        where the steps take as long."""
+    def share_of_gap(self, half: str) -> float | None:
+        """The percentage of the difference in step time that is in `forward` or `backward`; None if
+        the steps are equally long."""
         gap = self.other.step_ms - self.one.step_ms
         if abs(gap) < 0.02 * self.one.step_ms:
             return None
-        difference = self._part_ms(self.other, part) - self._part_ms(self.one, part)
+        difference = self._half_ms(self.other, half) - self._half_ms(self.one, half)
         return 100 * difference / gap
 
     @staticmethod
-    def _part_ms(cell: Cell, part: str) -> float:
+    def _half_ms(cell: Cell, half: str) -> float:
         means = cell.profile["phase_means_s"]
-        return 1000 * sum(means.get(phase.value, 0.0) for phase in _PARTS[part])
+        return 1000 * sum(means.get(phase.value, 0.0) for phase in _HALVES[half])
 
 
 def recommendations(
@@ -68,7 +67,7 @@ def recommendations(
     """For each number of cameras the fastest cell under a share of the memory limit.
 
     Args:
-        limit_gb: what a process may use; None if there is no limit, then all cells are allowed.
+        limit_gb: memory that a rank may use; None if there is no limit: all cells are allowed.
         memory_share: of the limit, in (0, 1].
 
     Raises:
@@ -84,7 +83,7 @@ def recommendations(
 
 
 def comparisons(cells: Sequence[Cell], one: str, other: str) -> list[Comparison]:
-    """Of two sharding choices, wherever both have measured the rest."""
+    """Comparisons of two choices of sharding, for all else that both were measured with."""
     measured = {(cell.choice, cell.batch_size): cell for cell in cells if cell.status == "ok"}
     found = []
     for (choice, size), cell in measured.items():
@@ -95,7 +94,7 @@ def comparisons(cells: Sequence[Cell], one: str, other: str) -> list[Comparison]
 
 
 def largest_batches(cells: Sequence[Cell]) -> dict[Choice, int]:
-    """The largest batch size of each choice that fits."""
+    """The largest batch size that fits, of each choice."""
     found: dict[Choice, int] = {}
     for cell in cells:
         if cell.status == "ok":

@@ -1,8 +1,9 @@
-"""A profile of one configuration, in this process and its peers."""
+"""A profile of one configuration: steps of the run's own trainer under a clock, on every rank."""
 
 import json
 import logging
 import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ import paddle
 from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.profile.cells import RESULT_FILE
-from paddle_vl.profile.last_words import leaving_word
-from paddle_vl.profile.measure import RankMeasure, measure
-from paddle_vl.profile.memory import GB, device_memory_limit, memory_meter
-from paddle_vl.profile.summary import summarize
-from paddle_vl.profile.table import profile_table
+from paddle_vl.profile.memory import GB, MemoryMeter, device_memory_limit, memory_meter
+from paddle_vl.profile.summary import RankMeasure, profile_table, summarize
+from paddle_vl.profile.supervise import MemoryLimitError, leaving_status
 from paddle_vl.profile.workload import Workload, with_workload
 from paddle_vl.train.build import build_trainer
+from paddle_vl.train.phases import PhaseClock
+from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,9 @@ class ProfileSettings:
     Attributes:
         out: folder for the result.
         workload: what is trained on.
-        warmup_steps, steps: unseen and measured updates.
-        memory_limit_gb: what a process may use; above it the profile ends. None: the GPU's memory,
-            and no limit on a CPU.
+        warmup_steps, steps: updates that are not measured, and those that are.
+        memory_limit_gb: what a rank may use; above it the profile ends. None: the GPU's memory, and
+            no limit on a CPU.
     """
 
     out: Path
@@ -45,21 +46,21 @@ class ProfileSettings:
 
 
 def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
-    """Profile training as the configuration says. Called by all processes of the run together.
+    """Profile training as the configuration says. Called by all ranks of the run together.
 
-    The first of them writes profile.json and prints the table. Nothing else is written, and nothing
-    that the run itself has written is read.
+    Rank 0 writes profile.json and prints the table. Nothing else is written, and nothing that the
+    run itself has written is read.
 
     Returns:
-        The result, see `paddle_vl.profile.summary.summarize`, the same on every process.
+        The result, see `paddle_vl.profile.summary.summarize`, the same on every rank.
 
     Raises:
         ValueError, RuntimeError: as `paddle_vl.train.build.build_trainer`.
-        MemoryLimitError: a process is above the limit.
+        MemoryLimitError: this rank is above the limit.
     """
     rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
     settings.out.mkdir(parents=True, exist_ok=True)
-    with leaving_word(settings.out, rank):
+    with leaving_status(settings.out, rank):
         config = with_workload(profiled_config(config, settings), settings.workload, settings.out)
         trainer = build_trainer(config, writes=False)
         limit = settings.memory_limit_gb
@@ -87,12 +88,69 @@ def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
     return result
 
 
+def measure(
+    trainer: Trainer,
+    meter: MemoryMeter,
+    *,
+    rank: int,
+    warmup_steps: int,
+    steps: int,
+    memory_limit: int | None = None,
+) -> RankMeasure:
+    """Run the trainer's next steps and measure those after the warm-up. Called by all ranks.
+
+    The peak of memory is reset after the warm-up. If a rank is above the limit, all ranks stop
+    after the step.
+
+    Raises:
+        MemoryLimitError: on the ranks above the limit, and on the others a RuntimeError.
+    """
+    clock, processes = PhaseClock(), trainer.processes
+    outcomes, cpu_seconds = [], []
+    for _ in range(warmup_steps):
+        trainer.train_one_step()
+        _check_limit(meter, memory_limit, rank, processes)
+    processes.wait()
+    meter.reset()
+    for _ in range(steps):
+        begin = time.process_time()
+        with clock.step():
+            outcomes.append(trainer.train_one_step())
+        cpu_seconds.append(time.process_time() - begin)
+        _check_limit(meter, memory_limit, rank, processes)
+    peak = meter.peak()
+    return RankMeasure(
+        rank=rank,
+        steps=[{name.value: value for name, value in step.items()} for step in clock.steps],
+        cpu_seconds=cpu_seconds,
+        samples=[outcome.totals.num_samples for outcome in outcomes],
+        tokens=[outcome.totals.num_tokens for outcome in outcomes],
+        allocated=peak.allocated,
+        reserved=peak.reserved,
+        memory_source=meter.source,
+    )
+
+
+def _check_limit(
+    meter: MemoryMeter, limit: int | None, rank: int, processes: SingleProcess
+) -> None:
+    if limit is None:
+        return
+    used = meter.peak().reserved
+    is_over = used > limit
+    if not int(processes.sum_over_all(paddle.to_tensor(int(is_over)))):
+        return
+    if is_over:
+        raise MemoryLimitError(f"rank {rank}", used, limit)
+    raise RuntimeError(f"rank {rank} stops: another rank is above the limit of memory")
+
+
 def profiled_config(config: RunConfig, settings: ProfileSettings) -> RunConfig:
-    """The run's configuration for as many steps as are profiled, without what happens between."""
+    """The run's configuration for the profiled steps, without evaluation and checkpoints."""
     values = config.model_dump()
     steps = settings.warmup_steps + settings.steps
     values["train"] |= {
-        # Never made: a profile saves no model, and the run's own folder stays as it is.
+        # Never created: a profile saves nothing, and the run's own folder is left alone.
         "output_dir": str(settings.out / "run"),
         "max_steps": steps,
         "num_train_epochs": None,
@@ -107,7 +165,7 @@ def profiled_config(config: RunConfig, settings: ProfileSettings) -> RunConfig:
 
 
 def sharding_choice(parallel: ParallelConfig) -> str:
-    """How processes with different samples share the training state, in words."""
+    """How data-parallel ranks share the training state, in words."""
     parts = []
     if parallel.dp_degree > 1:
         parts.append("dp")

@@ -1,39 +1,83 @@
-"""From the measures of all processes to one result, the content of profile.json.
+"""From the measures of all ranks to one result, the content of profile.json, and its table.
 
-The processes of a run wait for each other, so a step lasts as long as on the process with the
-slowest mean, and throughput follows from it. Phases and shares are that process's; the means of
-every other stand beside them. Keys are those of OpenTau's profiler where it has them.
+Ranks wait for each other, so a step lasts as long as on the rank with the slowest mean, and
+throughput follows from it. Phases and shares are those of that rank; the means of the other ranks
+are listed beside them. Keys are those of OpenTau's profiler where it has them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from paddle_vl.profile.measure import RankMeasure
 from paddle_vl.profile.memory import GB
 from paddle_vl.train.phases import Phase
 
 # What OpenTau adds up as its backward step.
 _BACKWARD_STEP = (Phase.BACKWARD, Phase.GRADIENT_SUM, Phase.CLIP, Phase.OPTIMIZER)
+_LABELS = {
+    Phase.DATA_WAIT: "data wait",
+    Phase.AGREEMENT: "counts of all ranks",
+    Phase.HOST_TO_DEVICE: "host to device",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.FORWARD_BACKWARD: "forward and backward, in turn",
+    Phase.GRADIENT_SUM: "gradients over ranks",
+    Phase.CLIP: "norm and clip",
+    Phase.OPTIMIZER: "optimizer",
+    Phase.METRICS: "metrics",
+    Phase.BETWEEN: "between phases",
+}
+_SHOWN_FACTS = (
+    ("model", "model_type"), ("parameters", "num_parameters"), ("sharding", "distributed_type"),
+    ("topology", "topology"), ("recompute", "recompute"), ("dtype", "compute_dtype"),
+    ("batch size", "batch_size"), ("accumulation", "gradient_accumulation_steps"),
+    ("cameras", "cameras"), ("data", "data_source"), ("device", "device"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RankMeasure:
+    """What one rank measured. The counts of samples and tokens are the same on every rank.
+
+    Attributes:
+        steps: seconds by phase (`Phase` values) of each measured step.
+        cpu_seconds: of each measured step, CPU time of all threads of the process: on a CPU the
+            work of the step, however busy the machine is; beside a GPU the cost of driving it.
+        samples, tokens: of all ranks in each of these steps; tokens are 0 where the family does not
+            count them.
+        allocated, reserved: peak bytes during the measured steps, see `paddle_vl.profile.memory`.
+        memory_source: what those two numbers are.
+    """
+
+    rank: int
+    steps: list[dict[str, float]]
+    cpu_seconds: list[float]
+    samples: list[int]
+    tokens: list[int]
+    allocated: int
+    reserved: int
+    memory_source: str
 
 
 def summarize(measures: Sequence[RankMeasure], facts: Mapping[str, Any]) -> dict[str, Any]:
     """The result of a profile.
 
     Args:
-        measures: of all processes, by rank.
+        measures: of all ranks, in order.
         facts: settings that are part of the result.
 
     Returns:
-        `facts`, and seconds (`_s`), per second (`_per_sec`), shares in percent of a step (they add
-        up to 100), and peak memory in GB of 10^9 bytes.
+        `facts`, and seconds (`_s`), rates per second (`_per_sec`), shares in percent of a step
+        (they add up to 100), and peak memory in GB of 10^9 bytes.
 
     Raises:
-        ValueError: a process has measured no step.
+        ValueError: a rank has measured no step.
     """
     if not all(measure.steps for measure in measures):
-        raise ValueError("a process has measured no step: profile at least one")
+        raise ValueError("a rank has measured no step: profile at least one")
     passed = {name for measure in measures for step in measure.steps for name in step}
     names = [name.value for name in Phase if name.value in passed]
     means = [_means(measure, names) for measure in measures]
@@ -43,10 +87,11 @@ def summarize(measures: Sequence[RankMeasure], facts: Mapping[str, Any]) -> dict
     seconds = {
         name: np.array([step.get(name, 0.0) for step in measures[slowest].steps]) for name in names
     }
-    seconds["total"] = sum(seconds.values())
+    nothing = np.zeros(len(measures[slowest].steps))
+    seconds["total"] = sum(seconds.values(), nothing)
     if Phase.BACKWARD.value in seconds:
         parts = [seconds[part.value] for part in _BACKWARD_STEP if part.value in seconds]
-        seconds["backward_step"] = sum(parts)
+        seconds["backward_step"] = sum(parts, nothing)
     allocated = [_gigabytes(measure.allocated) for measure in measures]
     reserved = [_gigabytes(measure.reserved) for measure in measures]
     first = measures[0]
@@ -84,3 +129,75 @@ def _means(measure: RankMeasure, names: Sequence[str]) -> dict[str, float]:
 
 def _gigabytes(num_bytes: int) -> float:
     return num_bytes / GB
+
+
+def profile_table(result: Mapping[str, Any]) -> str:
+    """The result of `summarize` as text: settings, phases, throughput, memory."""
+    facts = [f"{label} {result[key]}" for label, key in _SHOWN_FACTS if result.get(key) is not None]
+    lines = [", ".join(facts)]
+    lines.append(
+        f"{result['num_processes']} process(es), {result['warmup']} warm-up and "
+        f"{result['measured']} measured steps; phases of rank {result['slowest_rank']}, the slowest"
+    )
+    lines += ["", f"{'phase':30}{'mean ms':>10}{'median ms':>11}{'p95 ms':>10}{'share':>9}"]
+    shares = rounded_shares(result["phase_shares_percent"])
+    for name, share in shares.items():
+        lines.append(_phase_line(result, name, _LABELS[Phase(name)], share))
+    lines.append(_phase_line(result, "total", "step", sum(shares.values(), 0.0)))
+    lines += ["", *_throughput(result), "", *_per_rank(result)]
+    return "\n".join(lines)
+
+
+def rounded_shares(shares: Mapping[str, float]) -> dict[str, float]:
+    """Percentages rounded to one decimal that still add up to 100.0: the largest remainders are
+    rounded up."""
+    tenths = {name: 10 * share for name, share in shares.items()}
+    down = {name: math.floor(share) for name, share in tenths.items()}
+    missing = round(sum(tenths.values())) - sum(down.values())
+    by_remainder = sorted(tenths, key=lambda name: down[name] - tenths[name])
+    for name in by_remainder[:missing]:
+        down[name] += 1
+    return {name: value / 10 for name, value in down.items()}
+
+
+def _phase_line(result: Mapping[str, Any], name: str, label: str, share: float) -> str:
+    mean, median, p95 = (
+        1000 * result[key][name] for key in ("phase_means_s", "phase_medians_s", "phase_p95_s")
+    )
+    return f"{label:30}{mean:10.2f}{median:11.2f}{p95:10.2f}{share:8.1f}%"
+
+
+def _throughput(result: Mapping[str, Any]) -> list[str]:
+    speeds = [f"{result['global_samples_per_sec']:.2f} samples/s"]
+    if result["global_tokens_per_sec"]:
+        speeds.append(f"{result['global_tokens_per_sec']:.0f} tokens/s")
+    return [f"throughput: {', '.join(speeds)} ({1000 * result['global_step_time_s']:.1f} ms/step)"]
+
+
+def _per_rank(result: Mapping[str, Any]) -> list[str]:
+    """The mean of every phase and the peak of memory, a column for each rank."""
+    means: Sequence[Mapping[str, float]] = result["per_rank_phase_means_s"]
+    rows = [
+        (f"{_LABELS[Phase(name)]}, ms", [f"{1000 * of_rank[name]:.2f}" for of_rank in means])
+        for name in means[0]
+    ]
+    rows.append(("step, ms", [f"{1000 * s:.2f}" for s in result["per_rank_step_time_s"]]))
+    rows.append(
+        ("CPU time of a step, ms", [f"{1000 * s:.2f}" for s in result["per_rank_cpu_time_s"]])
+    )
+    rows += [
+        (label, [f"{value:.3f}" for value in result[key]])
+        for label, key in (
+            ("peak of tensors, GB", "per_rank_peak_alloc_gb"),
+            ("peak of memory, GB", "per_rank_peak_reserved_gb"),
+        )
+    ]
+    heads = "".join(f"{f'rank {rank}':>11}" for rank in range(len(means)))
+    limit = result["memory_limit_gb"]
+    of_limit = "" if limit is None else f" of {limit:g} GB allowed"
+    return [
+        f"{'means by rank':34}{heads}",
+        *(f"{label:34}" + "".join(f"{value:>11}" for value in values) for label, values in rows),
+        f"worst rank: {result['peak_alloc_gb_worst']:.3f} GB of tensors, "
+        f"{result['peak_reserved_gb_worst']:.3f} GB{of_limit} ({result['memory_source']})",
+    ]

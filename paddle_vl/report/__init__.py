@@ -1,1 +1,1 @@
-"""Reports: the curves and settings of one or several runs on one page, from their folders alone."""
+"""Report of one or several runs on one HTML page, from their output folders alone."""

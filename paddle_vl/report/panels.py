@@ -1,26 +1,24 @@
-"""Which series share a panel, and what the panel is called: by the words in their keys.
+"""Panels of a report: which series share one, its title and its unit, by the words in the keys.
 
-No key is unknown: one that fits nothing has a panel of its own in the last section. Keys of one
-quantity share a panel: `eval_X` stands beside `X`, and so do its parts `X/PART` and its statistics
-over processes, experts or samples, `X_min`, `X_mean`, `X_max`.
+A metric `X` shares a panel with its evaluation `eval_X`, its components `X/NAME` and its statistics
+over ranks, experts or samples, `X_min`, `X_mean`, `X_max`. An unknown metric has a panel of its own
+in the last section.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from paddle_vl.report.runs import Run
-from paddle_vl.report.series import SKIPPED_UPDATES, Series
-from paddle_vl.train.reporting.metric_groups import EVAL_PREFIX, GROUPS, LOSS, group_of
+from paddle_vl.report.runs import SKIPPED_UPDATES, Run, Series
+from paddle_vl.train.reporting.run_files import EVAL_PREFIX, GROUPS, LOSS, group_of
 
 _STATISTIC = re.compile(r"(.+?)[_/](min|mean|max|median|sum|std|p\d+)")
 _SCHEDULE = "learning_rate"
-# The axis says it; `_per_second` belongs to the quantity.
+# Units in a key, which the axis shows; `_per_second` is part of the metric.
 _UNIT_SUFFIX = re.compile(r"(?<!_per)_(gb|gib|mb|mib|bytes|ms)$")
-# Of a panel's file.
 _LONGEST_NAME = 100
 _SECONDS = re.compile(r"(?<!_per)_seconds$")
-# Units by the words in a key, the first that is found.
+# Unit by the words in a key; the first match is taken.
 _UNITS = (
     (re.compile(r"^[A-Z]+$"), "mean, before its weight"),
     (re.compile(r"^learning_rate"), "learning rate"),
@@ -46,10 +44,10 @@ class Curve:
     """One series in a panel.
 
     Attributes:
-        run: its place among the runs.
-        label: what it is within the panel; empty where the panel's title says it.
-        statistic: `min`, `mean`, ... of keys that end so.
-        look: the same number for the statistics of one quantity, which look alike.
+        run: index of the run.
+        label: name within the panel; empty if the panel's title suffices.
+        statistic: `min`, `mean`, ... if the key ends so.
+        look: number of its line style; statistics of one metric share it.
     """
 
     run: int
@@ -62,7 +60,7 @@ class Curve:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether a smoothed curve tells more: not of schedules and counters."""
+        """Whether smoothing helps: not for evaluations, schedules and counters."""
         values = [value for _, value in self.series.points]
         is_counter = values == sorted(values)
         return not (self.is_eval or is_counter or self.key.startswith(_SCHEDULE))
@@ -73,8 +71,8 @@ class Panel:
     """Curves over one pair of axes.
 
     Attributes:
-        name: short and unlike that of every other panel, made of letters, digits, `_` and `-`.
-        unit: what the vertical axis says.
+        name: unique name of letters, digits, `_` and `-`; name of its PNG file.
+        unit: label of the vertical axis.
         is_loss: whether it is a loss, which falls by orders of magnitude.
     """
 
@@ -87,13 +85,13 @@ class Panel:
 
     @property
     def is_log(self) -> bool:
-        """Whether the vertical axis begins as a logarithmic one."""
+        """Whether the vertical axis is logarithmic at first."""
         points = [value for curve in self.curves for _, value in curve.series.points]
         return self.is_loss and min(points) > 0
 
     @property
     def tells_skipped(self) -> bool:
-        """Whether marks say here which updates were skipped: that is seen in losses and norms."""
+        """Whether skipped updates are marked: in losses and gradient norms."""
         return self.is_loss or "grad_norm" in self.keys or SKIPPED_UPDATES in self.keys
 
     @property
@@ -104,13 +102,13 @@ class Panel:
 @dataclass(frozen=True)
 class _Parsed:
     base: str
-    part: str | None
+    component: str | None
     statistic: str | None
     is_eval: bool
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """All series of all runs, each in one panel, section by section."""
+    """Panels with all series of all runs, ordered by section."""
     keys = list(dict.fromkeys(key for run in runs for key in run.series))
     parsed = {key: _parsed(key) for key in keys}
     evaluated = {parts.base for parts in parsed.values() if parts.is_eval}
@@ -139,7 +137,7 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
             if key in run.series
         )
     order = list(dict.fromkeys(group.title for group in GROUPS))
-    # The whole loss stands before its terms, the schedule before what it does.
+    # The loss before its terms, the learning rate before the gradient norm.
     first = ("loss", _SCHEDULE)
     return sorted(panels.values(), key=lambda p: (order.index(p.section), p.name not in first))
 
@@ -150,19 +148,19 @@ def _parsed(key: str) -> _Parsed:
     statistic = None
     if match := _STATISTIC.fullmatch(base):
         base, statistic = match.groups()
-    base, _, part = base.partition("/")
-    return _Parsed(base or key, part or None, statistic, is_eval)
+    base, _, component = base.partition("/")
+    return _Parsed(base or key, component or None, statistic, is_eval)
 
 
 def _panel(base: str, is_evaluated: bool, has_terms: bool, taken: Sequence[str]) -> Panel:
-    # What is measured in evaluations stands beside their loss.
     group = group_of(base)
     name = plain = re.sub(r"[^A-Za-z0-9_-]+", "-", base).strip("-") or "metric"
     name = plain = plain[:_LONGEST_NAME]
-    # Files of two panels must differ where a file system does not tell capitals from small letters.
+    # File names must differ on case-insensitive file systems too.
     number, lower = 2, [other.lower() for other in taken]
     while name.lower() in lower:
         name, number = f"{plain}-{number}", number + 1
+    # Evaluated metrics are shown beside the evaluation loss.
     section = (LOSS if is_evaluated else group).title
     return Panel(name, section, _title(base), _unit(base, has_terms), group == LOSS)
 
@@ -187,7 +185,7 @@ def _unit(base: str, has_terms: bool) -> str:
 
 
 def _label(parts: _Parsed, is_evaluated: bool) -> str:
-    words = [parts.part, parts.statistic]
+    words = [parts.component, parts.statistic]
     if is_evaluated:
         words = ["evaluation" if parts.is_eval else "training", *words]
     return " ".join(word for word in words if word)

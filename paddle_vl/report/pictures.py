@@ -6,20 +6,19 @@ from typing import Any
 
 from paddle_vl.files.named_errors import naming
 from paddle_vl.report.panels import Curve, Panel
-from paddle_vl.report.runs import Run
-from paddle_vl.report.series import skipped_updates
+from paddle_vl.report.runs import Run, skipped_updates
 
-# Those of the page in its light colours.
+# The colours of the page.
 COLOURS = (
     "#2563eb", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8",
     "#0c8599", "#a17c00", "#5c5f66", "#ae3ec9", "#74512d",
 )  # fmt: skip
 _STYLES = ("-", "--", ":", "-.", (0, (4, 2)))
-# Curves that are named within the axes; more are beside them.
+# Up to so many curves the legend is inside of the axes.
 _INSIDE = 4
 _SKIPPED = "#c92a2a"
 _LONGEST_NAME = 80
-# Beyond it the distances of ticks are no numbers.
+# Larger values overflow in matplotlib's ticks.
 _LARGEST = 1e150
 
 
@@ -30,7 +29,7 @@ def draw_panels(runs: Sequence[Run], panels: Sequence[Panel], folder: Path) -> l
         RuntimeError: matplotlib is not installed.
     """
     try:
-        # A figure with its own canvas: no display and no global state.
+        # A figure with its own canvas needs no display and no global state.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -50,7 +49,7 @@ def draw_panels(runs: Sequence[Run], panels: Sequence[Panel], folder: Path) -> l
 
 
 def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
-    """Draw one panel into matplotlib's axes, as the page does."""
+    """Draw one panel into matplotlib axes."""
     several = len(runs) > 1
     for curve in panel.curves:
         colour = COLOURS[(curve.run if several else curve.look) % len(COLOURS)]
@@ -73,7 +72,7 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
             axes.axvline(step, color=colour, linestyle=":", linewidth=0.9, zorder=0)
         if panel.tells_skipped:
             _mark_skipped(axes, run)
-    # Names of metrics are no formulas, whatever `$` stands in them.
+    # A `$` in a metric's name does not begin a formula.
     axes.set_title(
         _drawable(panel.title), loc="left", fontsize=11, fontweight="bold", parse_math=False
     )
@@ -99,14 +98,14 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
 
 
 def _drawable(name: str) -> str:
-    """A name as one short line that fonts can draw; a legend leaves out what begins with `_`."""
+    """A name as one short printable line; a leading space, as legends leave out `_names`."""
     kept = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
     kept = kept if len(kept) <= _LONGEST_NAME else kept[: _LONGEST_NAME - 3] + "..."
     return f" {kept}" if kept.startswith("_") else kept
 
 
 def _joined(curve: Curve) -> tuple[list[float], list[float]]:
-    """Points for one line, which a value that is not a number interrupts."""
+    """Points of a line, with NaN where the curve is interrupted."""
     steps, values = [], []
     for i, (step, value) in enumerate(zip(curve.series.steps, curve.series.values, strict=True)):
         if i in curve.series.breaks:
@@ -119,7 +118,7 @@ def _joined(curve: Curve) -> tuple[list[float], list[float]]:
 
 
 def _plain(value: float, position: int | None) -> str:
-    """Ticks of a logarithmic axis as plain numbers, not all of them."""
+    """Labels of a logarithmic axis: plain numbers at leading digits 1, 2, 3 and 5."""
     return f"{value:g}" if f"{value:e}"[0] in "1235" else ""
 
 

@@ -1,38 +1,183 @@
-"""A report: read the runs, write the page and its pictures."""
+"""The report: one self-contained HTML page, and a PNG of each panel."""
 
+import json
 from collections.abc import Sequence
+from datetime import datetime, timezone
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from paddle_vl.files.named_errors import write_text
-from paddle_vl.report.page import page
-from paddle_vl.report.panels import panels_of
+from paddle_vl.report.panels import Panel, panels_of
 from paddle_vl.report.pictures import draw_panels
-from paddle_vl.report.runs import read_runs
-from paddle_vl.report.summary import tables_of
+from paddle_vl.report.runs import Run, read_runs, skipped_updates
+from paddle_vl.report.summary import Table, tables_of
 
 PAGE_FILE = "report.html"
+_ASSETS = Path(__file__).parent / "assets"
+# Joined into one script in this order.
+_SCRIPTS = ("numbers.js", "curves.js", "panel.js", "page.js")
+# Metrics that can replace steps on the horizontal axis: they never decrease within a run.
+_AXES = {"epoch": "epoch", "target_tokens": "target tokens"}
 
 
 def write_report(
     folders: Sequence[str | Path], output_dir: Path, *, with_pictures: bool = True
 ) -> list[Path]:
-    """Write report.html, and a PNG for each of its panels, into `output_dir`.
+    """Write report.html, and a PNG of each of its panels, into `output_dir`.
 
     Args:
-        folders: of the runs, their train.output_dir.
+        folders: train.output_dir of the runs.
 
     Returns:
-        The files, the page first.
+        The written files, the page first.
 
     Raises:
-        ValueError, RuntimeError: see `paddle_vl.report.runs.read_runs`; no matplotlib for the
-            pictures, the page is there then.
+        ValueError, RuntimeError: see `paddle_vl.report.runs.read_runs`.
+        RuntimeError: pictures need matplotlib; the page is written before.
     """
     runs = read_runs(folders)
     panels = panels_of(runs)
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / PAGE_FILE
     text = page(runs, panels, tables_of(runs))
-    # Names may hold what no text file can: halves of characters.
+    # Names may contain lone surrogates, which UTF-8 cannot encode.
     write_text(file, text.encode("utf-8", "backslashreplace").decode("utf-8"))
     return [file, *(draw_panels(runs, panels, output_dir) if with_pictures else [])]
+
+
+def page(runs: Sequence[Run], panels: Sequence[Panel], tables: Sequence[Table]) -> str:
+    """The HTML page; its element `data` is `page_data` as JSON."""
+    title = escape("Report: " + ", ".join(run.name for run in runs))
+    data = json.dumps(page_data(runs, panels), allow_nan=False, separators=(",", ":"))
+    # So that no value can close the script element.
+    data = data.replace("<", "\\u003c")
+    style, script = _asset("report.css"), "\n".join(map(_asset, _SCRIPTS))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
+style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header>
+<h1>{title}</h1>
+<p class="note">Made {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC.</p>
+{_notes(runs)}</header>
+<main>
+<div id="controls"></div>
+<noscript><p class="note">This page draws its curves by a script, which is off.</p></noscript>
+<div id="panels"></div>
+<section id="tables">
+{"".join(_table(table, runs) for table in tables)}</section>
+</main>
+<script type="application/json" id="data">{data}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
+    """The data of the page's script.
+
+    Returns:
+        `steps`: lists of steps, which curves refer to by index.
+        `runs`: per run `name`, `skipped` ([after, until, count]) and `resumed` (steps).
+        `axes`: names of the metrics for the horizontal axis, by key.
+        `panels`: per panel `name`, `section`, `title`, `unit`, `log`, `skipped` (whether skipped
+            updates are marked) and `curves`: `run` and `steps` (indices), `key`, `label`, `eval`,
+            `statistic`, `look`, `noisy`, and `values` and `breaks` of the series.
+    """
+    # Series of one run share their steps.
+    curves = [curve for panel in panels for curve in panel.curves]
+    steps = list(dict.fromkeys(tuple(curve.series.steps) for curve in curves))
+    place_of = {one: place for place, one in enumerate(steps)}
+    return {
+        "steps": steps,
+        "runs": [
+            {
+                "name": run.name,
+                "skipped": [
+                    [one.after, one.until, one.count] for one in skipped_updates(run.series)
+                ],
+                "resumed": run.resumed_steps,
+            }
+            for run in runs
+        ],
+        "axes": {key: name for key, name in _AXES.items() if all(_rises(run, key) for run in runs)},
+        "panels": [
+            {
+                "name": panel.name,
+                "section": panel.section,
+                "title": panel.title,
+                "unit": panel.unit,
+                "log": panel.is_log,
+                "skipped": panel.tells_skipped,
+                "curves": [
+                    {
+                        "run": curve.run,
+                        "key": curve.key,
+                        "label": curve.label,
+                        "eval": curve.is_eval,
+                        "statistic": curve.statistic,
+                        "look": curve.look,
+                        "noisy": curve.is_noisy,
+                        "steps": place_of[tuple(curve.series.steps)],
+                        "values": curve.series.values,
+                        "breaks": curve.series.breaks,
+                    }
+                    for curve in panel.curves
+                ],
+            }
+            for panel in panels
+        ],
+    }
+
+
+def _rises(run: Run, key: str) -> bool:
+    """Whether a run has the metric and it increases."""
+    values = [value for _, value in run.series[key].points] if key in run.series else []
+    return len(values) > 1 and values == sorted(values) and values[0] < values[-1]
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    torn = [run.name for run in runs if run.is_torn]
+    if not torn:
+        return ""
+    text = f"The last metrics line is cut short and left out: {', '.join(torn)}."
+    return f'<p class="note">{escape(text)}</p>\n'
+
+
+def _table(table: Table, runs: Sequence[Run]) -> str:
+    head = "".join(
+        f"<th scope='col'>{_chip(i)}{escape(run.name)}</th>" for i, run in enumerate(runs)
+    )
+    rows = "".join(
+        f"<tr><th scope='row'>{escape(label)}</th>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "</tr>\n"
+        for label, cells in table.rows
+    )
+    note = f"<p class='note'>{escape(table.note)}</p>" if table.note else ""
+    body = (
+        f"<div class='scroll'><table><thead><tr><td></td>{head}</tr></thead>\n<tbody>{rows}</tbody>"
+    )
+    body = f"{body}</table></div>" if table.rows else ""
+    folded = "" if table.is_folded else " open"
+    return f"<details{folded}><summary>{escape(table.title)}</summary>{note}{body}</details>\n"
+
+
+def _chip(run: int) -> str:
+    return f"<span class='chip' style='--own: var(--c{run % 10})'></span>"

@@ -1,18 +1,94 @@
-"""Reading the folders of runs: metrics, settings, starts."""
+"""Reads the folders of runs: metrics as series of numbers, settings, starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
 from paddle_vl.config.load import flatten, read_yaml
-from paddle_vl.report.series import Series, series_of
-from paddle_vl.train.reporting.metrics_file import METRICS_FILE, MetricsFile
-from paddle_vl.train.reporting.run_starts import read_starts
+from paddle_vl.train.reporting.run_files import (
+    METRICS_FILE,
+    Line,
+    MetricsFile,
+    numbers_of,
+    read_starts,
+)
 
 CONFIG_FILE = "config.yaml"
+SKIPPED_UPDATES = "skipped_updates"
+# A distance between two lines is a gap if it exceeds its neighbours by this factor.
+_GAP = 3
+
+
+@dataclass(frozen=True)
+class Series:
+    """The numbers of one metric.
+
+    Attributes:
+        steps: ascending.
+        values: one per step; None for a number that was not finite.
+        breaks: positions before which lines are missing, so that a curve is interrupted there.
+    """
+
+    steps: list[int]
+    values: list[float | None]
+    breaks: list[int]
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """Steps and values that are not None."""
+        pairs = zip(self.steps, self.values, strict=True)
+        return [(step, value) for step, value in pairs if value is not None]
+
+
+@dataclass(frozen=True)
+class SkippedUpdates:
+    """Updates skipped between two metrics lines.
+
+    Attributes:
+        after, until: steps of the two lines.
+    """
+
+    after: int
+    until: int
+    count: int
+
+
+def series_of(lines: Sequence[Line]) -> dict[str, Series]:
+    """Series of all metrics with a number in any line, in order of appearance."""
+    found: dict[str, tuple[list[int], list[float | None]]] = {}
+    for line in sorted(lines, key=lambda line: line["step"]):
+        for key, value in numbers_of(line):
+            steps, values = found.setdefault(key, ([], []))
+            steps.append(line["step"])
+            values.append(value)
+    return {
+        key: Series(steps, values, _breaks(steps))
+        for key, (steps, values) in found.items()
+        if any(value is not None for value in values)
+    }
+
+
+def skipped_updates(series: dict[str, Series]) -> list[SkippedUpdates]:
+    """Pairs of lines between which the count of skipped updates grew."""
+    found, after, before = [], 0, 0
+    for step, count in series[SKIPPED_UPDATES].points if SKIPPED_UPDATES in series else []:
+        if count > before:
+            found.append(SkippedUpdates(after, step, int(count - before)))
+        after, before = step, count
+    return found
+
+
+def _breaks(steps: Sequence[int]) -> list[int]:
+    distances = [later - earlier for earlier, later in pairwise(steps)]
+    breaks = []
+    for i, distance in enumerate(distances):
+        around = distances[max(i - 1, 0) : i] + distances[i + 1 : i + 2]
+        if len(around) == 2 and distance > _GAP * max(around):
+            breaks.append(i + 1)
+    return breaks
 
 
 @dataclass(frozen=True)
@@ -20,11 +96,11 @@ class Run:
     """One run.
 
     Attributes:
-        name: the shortest end of the folder's path that no other run of the report has.
-        series: by key of the metrics lines.
-        settings: flat, all of config.yaml; None without the file.
-        starts: entries of run.json that belong to these metrics, oldest first; none without it.
-        is_torn: whether the last line of the metrics is cut short and left out.
+        name: shortest suffix of the folder's path that is unique in the report.
+        series: by metric.
+        settings: config.yaml, flat; None without the file.
+        starts: entries of run.json that belong to these metrics, oldest first.
+        is_torn: whether the last line of metrics.jsonl is incomplete and left out.
     """
 
     name: str
@@ -36,19 +112,19 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """Of the last metrics line that has a number."""
+        """Step of the last metrics line that has a number."""
         return max(series.steps[-1] for series in self.series.values())
 
     @property
     def resumed_steps(self) -> list[int]:
-        """Steps that starts went on from."""
+        """Steps from which starts resumed."""
         return [start["first_step"] for start in self.starts if start.get("first_step")]
 
     @property
     def settings_by_step(self) -> list[tuple[int, int, dict[str, Any]]]:
-        """First step, last step and flat settings of each start that trained and has left these.
+        """First step, last step and flat settings of each start that trained.
 
-        Steps that a later start trained again belong to that one.
+        Steps that a later start repeated belong to the later start.
         """
         found = []
         ends = [start.get("first_step") for start in self.starts[1:]]
@@ -61,7 +137,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """What the starts that ended took together."""
+        """Total duration of the starts that ended."""
         total = 0.0
         for start in self.starts:
             if start.get("ended"):
@@ -71,11 +147,11 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Read what a report is made of.
+    """Read the folders of runs.
 
     Raises:
-        ValueError: a run is given twice, or shares no metric with any other.
-        RuntimeError: a folder is not that of a run, or a file in it is damaged.
+        ValueError: a run is given twice, or has no metric in common with the others.
+        RuntimeError: a folder is not the output folder of a run, or a file in it is damaged.
     """
     paths = [Path(folder).resolve() for folder in folders]
     for given, path in zip(folders, paths, strict=True):
@@ -120,13 +196,13 @@ def _read_run(folder: Path, name: str) -> Run:
 
 
 def _own_starts(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those since the last one from the beginning, which dropped the metrics before it."""
+    """Starts since the last one from step 0, which removed the earlier metrics."""
     fresh = [i for i, start in enumerate(starts) if not start.get("first_step")]
     return starts[fresh[-1] :] if fresh else starts
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """For each path the fewest of its last parts that tell it from the others."""
+    """The shortest unique suffix of each path."""
     names = []
     for path in paths:
         ends = ["/".join(path.parts[-count:]) for count in range(1, len(path.parts) + 1)]

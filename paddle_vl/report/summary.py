@@ -1,4 +1,4 @@
-"""What is told of the runs in tables: results, settings that differ, where they came from."""
+"""Tables of a report: results, differing settings, origin of the runs."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from paddle_vl.report.runs import Run
-from paddle_vl.report.series import SKIPPED_UPDATES
+from paddle_vl.report.runs import SKIPPED_UPDATES, Run
 
-# Where a run writes and how it was started are not about the run itself.
+# Settings that do not affect the training.
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
 _ABSENT = "-"
 _SHORT_REVISION = 10
@@ -17,7 +16,7 @@ _SHORT_REVISION = 10
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a label and one cell for each run."""
+    """Rows of a label and one cell per run."""
 
     title: str
     rows: list[tuple[str, list[str]]]
@@ -26,7 +25,7 @@ class Table:
 
 
 def tables_of(runs: Sequence[Run]) -> list[Table]:
-    """All tables that have rows."""
+    """All tables that have rows or a note."""
     several = len(runs) > 1
     tables = [
         Table("Results", _rows(runs, _RESULTS)),
@@ -41,7 +40,7 @@ def tables_of(runs: Sequence[Run]) -> list[Table]:
 
 
 def shown_number(value: float) -> str:
-    """Four digits; of a whole number all of them."""
+    """Four significant digits; integers in full."""
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:.4g}"
@@ -62,7 +61,7 @@ def shown_duration(seconds: float) -> str:
 def _rows(
     runs: Sequence[Run], rows: dict[str, Callable[[Run], str | None]]
 ) -> list[tuple[str, list[str]]]:
-    """Those that any run has something to say of."""
+    """Rows in which any run has a value."""
     cells = {label: [tell(run) for run in runs] for label, tell in rows.items()}
     return [
         (label, [_ABSENT if cell is None else cell for cell in row])
@@ -91,7 +90,7 @@ def _best_evaluation(run: Run) -> str | None:
 
 
 def _mean_speed(run: Run) -> str | None:
-    """Of all lines alike."""
+    """Mean of each `*_per_second` metric over all lines."""
     found = [key for key in run.series if key.endswith("_per_second")]
     if not found:
         return None
@@ -109,7 +108,7 @@ def _duration(run: Run) -> str | None:
     known = len(run.starts) - unknown
     texts = [shown_duration(run.seconds)] if known else []
     if unknown:
-        # Killed, or still going: nobody wrote when it ended.
+        # Killed or still running.
         texts.append(f"{unknown} start{'s' if unknown > 1 else ''} without an end")
     return ", and ".join(texts)
 
@@ -148,14 +147,14 @@ def _all_settings(runs: Sequence[Run]) -> Table:
 
 
 def _settings_by_step(runs: Sequence[Run]) -> Table:
-    """Which steps were trained under which settings, of runs whose starts had different ones."""
+    """Ranges of steps with their settings, for runs whose settings changed between starts."""
     rows = []
     for index, run in enumerate(runs):
-        parts = run.settings_by_step
-        changes = [_changes(old[2], new[2]) for old, new in pairwise(parts)]
+        spans = run.settings_by_step
+        changes = [_changes(old[2], new[2]) for old, new in pairwise(spans)]
         if not any(changes):
             continue
-        for (first, last, _), text in zip(parts, ["as at the start", *changes], strict=True):
+        for (first, last, _), text in zip(spans, ["as at the start", *changes], strict=True):
             cells = [_ABSENT] * len(runs)
             cells[index] = text or "no change"
             rows.append((f"steps {first:,} to {last:,}", cells))
@@ -183,7 +182,7 @@ def _shown_setting(settings: dict[str, Any], name: str) -> str:
 
 
 def _origin(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Of each run its newest start."""
+    """Origin of each run, from its newest start."""
     rows = _rows(runs, _ORIGIN)
     packages = dict.fromkeys(
         name for run in runs for start in run.starts[-1:] for name in (start.get("versions") or {})

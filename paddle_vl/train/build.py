@@ -1,4 +1,4 @@
-"""Where model, data and optimizer meet: a run's parts from its configuration."""
+"""Builds a run from its configuration: model, data, optimizer and trainer."""
 
 import logging
 import math
@@ -20,37 +20,37 @@ from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.evaluate import mean_losses
-from paddle_vl.train.feeding.data_wait import watched
+from paddle_vl.train.feeding.feed import watched
 from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names, treated_apart
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer, decayed_names
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
-from paddle_vl.train.random_state import seed_everything
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.verify import check_pretrained
+from paddle_vl.train.schedule import seed_everything
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
 def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
-    """Everything a run needs, at its first step or where its checkpoint was written.
+    """The trainer of a run, at its first step or at that of the checkpoint to resume from.
 
-    The output folder is this run's from here on, until `Trainer.run` ends.
+    It holds the lock of the output folder until `Trainer.run` ends.
 
     Args:
-        writes: whether the trainer is to run; a profile takes steps of it and leaves the folder.
+        writes: whether the run writes its output folder; a profile does not, and takes no lock.
 
     Raises:
-        ValueError, RuntimeError: what keeps the run from starting, see `paddle_vl.config.validate`,
-            `paddle_vl.train.run_lock` and `paddle_vl.train.resume`; a tokenizer or image processor
-            that does not fit the model; data that cannot be used.
+        ValueError, RuntimeError: see `paddle_vl.config.validate`, `paddle_vl.train.run_lock` and
+            `paddle_vl.train.resume`; a tokenizer or image processor that does not fit the model;
+            data that cannot be used.
     """
     if writes:
-        # First: what is wrong with a folder that another run is filling says little.
+        # First, since another run in the same folder explains whatever else is wrong with it.
         RunLock.check(Path(config.train.output_dir))
     raise_problems(launch_problems(config, paddle.get_device()))
     parallel = config.parallel
@@ -69,7 +69,7 @@ def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
 
 
 def _lock_output(config: RunConfig, processes: SingleProcess) -> RunLock | None:
-    """The lock of the run on its first rank. All ranks raise what that one raises."""
+    """The lock of the output folder, on rank 0; None on others. All ranks raise its error."""
     lock, problem = None, None
     if processes.is_main:
         try:
@@ -181,11 +181,10 @@ def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:
     """The family that a run trains, with its data.
 
     Raises:
-        ValueError: settings of another family, all named; what the family itself refuses.
+        ValueError: settings or data that the family refuses.
         RuntimeError: files are missing or damaged.
     """
-    entry = family_of_run(config, checkpoint)
-    return entry.recipe_class()(config, checkpoint)
+    return family_of_run(config, checkpoint).recipe_class()(config, checkpoint)
 
 
 def _num_steps(config: RunConfig, loader: PrefetchLoader) -> int:

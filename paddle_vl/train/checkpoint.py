@@ -1,23 +1,22 @@
-"""Checkpoints of a run on disk: what they are called and consist of, found and loaded.
+"""Layout of a run's output folder: names, files and loading of its checkpoints.
 
     output_dir/
       config.yaml                 resolved configuration
       run.json                    see paddle_vl.train.reporting.run_record
       metrics.jsonl loss.png      see paddle_vl.train.reporting.metrics
       checkpoint-STEP/            model and processor files of HF, so that it loads as a model,
-        optimizer.safetensors     `HF name/state` arrays; like the weights in several files and an
-                                  index of them when they are large or several processes write
+        optimizer.safetensors     arrays named `HF name/state`; split into several files with an
+                                  index, as weights are, if large or written by several ranks
         trainer_state.json        step, counters, data position
         config.yaml               configuration it was trained with
         manifest.json             sizes and checksums of all other files
-      final/                      the trained model, without training state, and its manifest.json
+      final/                      the trained model without training state, and its manifest.json
 
-With model.lora, `adapter_config.json` and `adapter_model.safetensors` of PEFT stand in place of the
-model's files, in both; they name the base, which is not repeated.
+With model.lora both have PEFT's `adapter_config.json` and `adapter_model.safetensors` instead of
+the model's files; the base model is named, not copied.
 
-A folder is filled under a name that starts with `.partial-`, flushed to disk, and renamed: see
-`paddle_vl.train.saving.checkpoint_writer`. Whether its files are still what was written says
-`paddle_vl.train.saving.verify`.
+A folder is written under a name that starts with `.partial-`, flushed to disk and renamed, see
+`paddle_vl.train.saving.checkpoint_writer`; `paddle_vl.train.saving.verify` checks its files.
 """
 
 import json
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER_STEM = "optimizer"
 STATE_FILE = "trainer_state.json"
-# One of them says that a folder is a model, or adapters of one.
+# A folder with one of these is a model, or adapters of one.
 MODEL_FILES = ("config.json", CONFIG_FILE)
 _PARTIAL = ".partial-"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -50,15 +49,15 @@ def checkpoint_name(step: int) -> str:
 
 
 def partial_of(target: Path) -> Path:
-    """Where a folder is filled before it gets its name."""
+    """Folder that is filled before it is renamed to `target`."""
     return target.with_name(_PARTIAL + target.name)
 
 
 def remove_folder(folder: Path, then: Callable[[], object] | None = None) -> None:
-    """Delete a folder so that an interruption does not leave a half-empty one under its name.
+    """Rename a folder, then delete it, so that an interruption leaves no incomplete folder.
 
     Args:
-        then: called when the name is free and before anything is deleted.
+        then: called after the rename and before anything is deleted.
     """
     doomed = folder.with_name(f"{_PARTIAL}removed-{folder.name}")
     if doomed.exists():
@@ -70,14 +69,14 @@ def remove_folder(folder: Path, then: Callable[[], object] | None = None) -> Non
 
 
 def remove_partial_folders(output_dir: Path) -> None:
-    """Clear away what an interrupted save or removal left."""
+    """Delete what an interrupted save or removal left."""
     for path in output_dir.glob(_PARTIAL + "*"):
         logger.warning("removing %s, left by an interrupted save", path)
         shutil.rmtree(path)
 
 
 def checkpoint_folders(output_dir: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of all checkpoints, whatever is in them, oldest first."""
+    """Steps and folders of all checkpoints, complete or not, oldest first."""
     found = []
     for path in output_dir.glob("checkpoint-*"):
         match = _NAME.fullmatch(path.name)
@@ -87,12 +86,12 @@ def checkpoint_folders(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def complete_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of the checkpoints that have all kinds of files, oldest first."""
+    """Steps and folders of the checkpoints with no `missing_files`, oldest first."""
     return [(s, path) for s, path in checkpoint_folders(output_dir) if not missing_files(path)]
 
 
 def missing_files(checkpoint: Path) -> list[str]:
-    """Files without which a checkpoint cannot be resumed from."""
+    """Files that a checkpoint lacks to be resumed from."""
     needed = ["config.yaml", STATE_FILE]
     missing = [name for name in needed if not (checkpoint / name).is_file()]
     if not any((checkpoint / name).is_file() for name in MODEL_FILES):
@@ -104,11 +103,11 @@ def missing_files(checkpoint: Path) -> list[str]:
 
 
 def model_folder(path: Path) -> Path:
-    """The model or adapters that a path names: itself, or a run's final ones, or the newest
-    checkpoint's.
+    """The folder with model or adapter files for a path: the path itself, else the `final/` of a
+    run, else its newest checkpoint.
 
     Raises:
-        RuntimeError: there is none, or its weights are not those of its manifest.
+        RuntimeError: there is none, or its weights differ from its manifest.
     """
     candidates = [path, path / "final"]
     candidates += [folder for _, folder in reversed(complete_checkpoints(path))]
@@ -124,7 +123,7 @@ def model_folder(path: Path) -> Path:
 
 
 class StoredArrays(Mapping[str, np.ndarray]):
-    """The arrays of the optimizer's files, read when they are asked for.
+    """Arrays of the optimizer's files, read on access.
 
     Raises:
         RuntimeError: a file is missing or damaged.
@@ -144,13 +143,13 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the trainer's own state, and that a manifest is to come with it."""
+    """Write trainer_state.json; `has_manifest` says that the checkpoint must have a manifest."""
     text = json.dumps(state | {"has_manifest": True}, indent=None, allow_nan=False) + "\n"
     (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Read the trainer's own state.
+    """Read trainer_state.json.
 
     Raises:
         RuntimeError: the file is missing or damaged.
@@ -166,7 +165,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Have what a file or the entries of a folder hold on the disk."""
+    """fsync a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

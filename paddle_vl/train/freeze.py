@@ -11,7 +11,7 @@ from paddle import Tensor
 
 from paddle_vl.config import patterns as config_patterns
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.nn.fused import names_by_parameter
+from paddle_vl.nn.linear import names_by_parameter
 
 logger = logging.getLogger(__name__)
 NamedParameters = list[tuple[str, Tensor]]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from paddle import nn
@@ -20,6 +21,7 @@ from paddle_vl.parallel.pipeline.split_backward import split_backward
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetCheckpointRanks, FleetPlacement
 from paddle_vl.parallel.topology import Topology
+from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import ModelRunner, Runner
 
@@ -110,7 +112,7 @@ class Layout:
 
         Each parameter is sharded or copied before the next one is materialized, see
         `Materializable.materialize`. Frozen parameters are `stop_gradient` already. Sharding works
-        on the same layers as recomputation, which wraps them before.
+        on the same layers as recomputation.
         """
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
         parameters, parallel = model.materialize(), self.config.parallel
@@ -153,4 +155,5 @@ class Layout:
             adapter,
             processes.data_size,
             self.reserved,
+            partial(phase, Phase.FORWARD_BACKWARD),
         )

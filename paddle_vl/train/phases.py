@@ -1,44 +1,52 @@
-"""Phases of a training step: marks in the training code that do nothing unless a clock runs.
+"""Phases of a training step, marked in the training code, and traces of steps by Paddle's profiler.
 
     with phase(Phase.FORWARD):
         output = model(**batch)
 
-Without a clock a mark is the same empty context every time, and the device is left alone. A running
-`PhaseClock` waits for the device at every mark, so that a phase owns what it has started.
+A mark does nothing unless a `PhaseClock` runs. The clock synchronizes the device at every mark, so
+that a phase includes the work that it launched.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from pathlib import Path
 
 import paddle
+from paddle import profiler
+
+from paddle_vl.config.schema import ProfileConfig
+
+logger = logging.getLogger(__name__)
+TRACE_FOLDER = "profile"
 
 
 class Phase(Enum):
-    """What a step spends its time on. Values are the keys in a profile's JSON, OpenTau's names
-    where its profiler has the phase."""
+    """Phases of a step. Values are keys of a profile's JSON, with OpenTau's names where it has the
+    phase."""
 
-    # Until the next batch is there.
+    # Wait for the next batch.
     DATA_WAIT = "dataload_wait"
-    # Numbers that all processes must know before they begin: they wait for the slowest here.
+    # Exchange of counts between hosts before the step, including the wait for the slowest rank.
     AGREEMENT = "agreement"
     # NumPy arrays of a batch to tensors.
     HOST_TO_DEVICE = "host_to_device"
     FORWARD = "forward"
-    # With recomputation the second forward, and what sharding reduces or gathers meanwhile.
+    # Includes recomputed forwards, and gradient reductions and gathers of sharding during backward.
     BACKWARD = "bwd"
-    # Both of a pipeline, which does them in turn.
+    # Forward and backward of a pipeline, which interleaves them.
     FORWARD_BACKWARD = "forward_bwd"
-    # Adding up gradients over processes behind the last backward.
+    # Gradient reductions after the last backward.
     GRADIENT_SUM = "gradient_sum"
     # Gradient norm and clipping.
     CLIP = "unscale_clip"
-    # The update, handing out new parameters, and dropping gradients.
+    # Update, all-gather of updated parameters, clearing of gradients.
     OPTIMIZER = "optim_step"
-    # What is reported of the step: reading the loss, meters, progress.
+    # Accumulation of metrics.
     METRICS = "sync_gather"
-    # Time in a step that no mark claims.
+    # Time outside of all marks.
     BETWEEN = "between_phases"
 
 
@@ -47,21 +55,20 @@ _running: "PhaseClock | None" = None
 
 
 def phase(name: Phase) -> AbstractContextManager[None]:
-    """Time until the block's end belongs to a phase, less that of phases inside of it."""
+    """Mark a block as part of a phase; the time of phases inside it is not counted twice."""
     return _NOTHING if _running is None else _running.inside(name)
 
 
 class PhaseClock:
-    """Divides steps into phases without a rest: every moment of a step is in one of them.
+    """Divides the time of steps into phases; every moment of a step belongs to one phase.
 
-    A phase that a step has several times, such as the forwards of its micro-batches, adds up.
-
-    Attributes:
-        steps: of each finished step the seconds by phase; their sum is the step's time.
+    Repeated phases of a step, for instance forwards of micro-batches, add up.
 
     Args:
-        wait: blocks until the device has done all its work; default that of Paddle's device, which
-            on a CPU is nothing.
+        wait: synchronizes the device; default: Paddle's current device.
+
+    Attributes:
+        steps: per finished step its seconds by phase; they sum to the step's duration.
     """
 
     def __init__(self, wait: Callable[[], None] | None = None):
@@ -73,7 +80,7 @@ class PhaseClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step; marks count inside of it. One that raises is not kept.
+        """Measure one step; a step that raises is not kept.
 
         Raises:
             RuntimeError: a clock runs already.
@@ -87,7 +94,7 @@ class PhaseClock:
         _running = self
         try:
             yield
-            self._turn()
+            self._switch()
         finally:
             _running = None
         self.steps.append(self._seconds)
@@ -95,16 +102,16 @@ class PhaseClock:
     @contextmanager
     def inside(self, name: Phase) -> Iterator[None]:
         """See `phase`."""
-        self._turn()
+        self._switch()
         self._stack.append(name)
         try:
             yield
-            self._turn()
+            self._switch()
         finally:
             self._stack.pop()
 
-    def _turn(self) -> None:
-        """Give the time since the last turn to the phase that has had it."""
+    def _switch(self) -> None:
+        """Add the time since the last switch to the current phase."""
         self._wait()
         now = time.perf_counter()
         name = self._stack[-1]
@@ -116,3 +123,49 @@ def _device_wait() -> Callable[[], None]:
     if paddle.get_device().startswith("cpu"):
         return lambda: None
     return paddle.device.synchronize
+
+
+class StepTrace:
+    """Records the steps of train.profile on every rank, in Chrome's trace format.
+
+    Args:
+        config: steps to record; None for none.
+        output_dir: of the run; traces go into `profile/`, one file per rank.
+    """
+
+    def __init__(self, config: ProfileConfig | None, output_dir: Path, rank: int):
+        self._config, self._folder, self._rank = config, output_dir / TRACE_FOLDER, rank
+        self._profiler: profiler.Profiler | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around a step; the first step of a run is number 1."""
+        if self._config is None:
+            yield
+            return
+        first, last = self._config.start, self._config.start + self._config.steps - 1
+        if number == first:
+            self._start()
+        try:
+            yield
+        finally:
+            if self._profiler is not None and number < last:
+                self._profiler.step()
+        if number == last:
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace, also if the run ends before all steps are recorded."""
+        if self._profiler is None:
+            return
+        ended, self._profiler = self._profiler, None
+        ended.stop()
+        logger.info("the trace of the profiled steps is in %s", self._folder)
+
+    def _start(self) -> None:
+        targets = [profiler.ProfilerTarget.CPU]
+        if not paddle.get_device().startswith("cpu"):
+            targets.append(profiler.ProfilerTarget.GPU)
+        export = profiler.export_chrome_tracing(str(self._folder), f"rank{self._rank}")
+        self._profiler = profiler.Profiler(targets=targets, on_trace_ready=export)
+        self._profiler.start()

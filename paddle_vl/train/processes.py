@@ -1,7 +1,7 @@
-"""What the processes of a run do together in training: one seam, and its single-process side.
+"""What ranks exchange in training: the interface, and its implementation for one process.
 
-`paddle_vl.parallel.processes` has the other side. Every method that several processes must call
-together says so; a single process just goes on.
+`paddle_vl.parallel.processes` implements it for several ranks. Collective methods say that all
+ranks call them.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,20 @@ from paddle_vl.nn.parameter_table import ParamSpec
 
 
 class SingleProcess:
-    """The only process of a run.
+    """World size 1.
 
     Attributes:
-        rank: this process among all.
-        is_main: whether this process writes files and speaks to the user.
-        holds_model: whether this process and those that have the rest of its model save it.
-        random_place: what random numbers depend on beside seed and step; equal on processes that
-            must draw the same.
-        counts_data: whether this process speaks for its part of the data, which others may have.
-        counts_losses: whether it counts its losses in a sum over all processes; of those that have
-            the same ones does.
-        data_rank, data_size: which part of every batch of samples is this process's, of how many.
+        rank: global rank.
+        is_main: whether this rank writes files and logs; True on rank 0.
+        holds_model: whether this rank takes part in saving the model; one data-parallel replica
+            does.
+        random_place: seed entropy besides seed and step; equal on ranks that must draw the same
+            numbers.
+        counts_data: whether this rank contributes to sums over samples; one of the ranks that load
+            the same samples does.
+        counts_losses: whether this rank contributes to sums over losses; one of the ranks that
+            compute the same loss does.
+        data_rank, data_size: this rank's shard of every global batch, and number of shards.
     """
 
     is_main = True
@@ -40,48 +42,49 @@ class SingleProcess:
     def agree(
         self, counts: Sequence[int], signal: int | None = None
     ) -> tuple[list[int], int | None]:
-        """Each count added up over the parts of the data, and a stop signal that any process
-        received. Host numbers, in one message; the device is not waited for. Called by all
-        together."""
+        """Sum of each count over data shards, and a stop signal that any rank received.
+
+        One message between hosts; the device is not synchronized. Called by all ranks.
+        """
         return list(counts), signal
 
     def totals(self, counts: Sequence[int]) -> list[int]:
-        """Each count added up over the parts of the data, see `agree`."""
+        """Sum of each count over data shards. Called by all ranks."""
         return self.agree(counts)[0]
 
     def sum_losses(self, value: Tensor) -> Tensor:
-        """A loss added up over the parts of the data. Called by all together."""
+        """All-reduce of a loss over data shards. Called by all ranks."""
         return self.sum_over_all(value if self.counts_losses else paddle.zeros_like(value))
 
     def gathered(self, value: Any) -> list[Any]:
-        """The values of all processes, of JSON's types, by rank. Called by all together."""
+        """All-gather of a JSON value, by rank. Called by all ranks."""
         return [value]
 
     def gathered_values(self, values_K: Tensor) -> Tensor:
-        """`[P, K]`, the values of all processes. Called by all together."""
+        """All-gather of `[K]` values of every rank into `[P, K]`. Called by all ranks."""
         return values_K.unsqueeze(0)
 
     def sum_over_all(self, value: Tensor) -> Tensor:
-        """A value added up over all processes. Called by all together."""
+        """All-reduce over all ranks. Called by all ranks."""
         return value
 
     def counts_here(self, spec: ParamSpec) -> bool:
-        """Whether this rank counts a trained parameter with that spec in `sum_over_all`: one of
-        those that have the same values does."""
+        """Whether this rank contributes a trained parameter with that spec to `sum_over_all`; one
+        of its replicas does."""
         return True
 
     def seed_split_random(self, entropy: Sequence[int]) -> None:
-        """Start the generator for what this process has a part of, before every step."""
+        """Seed the generator of sharded tensors, before every step."""
 
     def sum_gradients(self, tensors: Sequence[tuple[Tensor, ParamSpec]]) -> None:
-        """Make every gradient that of the whole step. Called by all together, once per step.
+        """Reduce gradients over ranks, once per step. Called by all ranks.
 
         Args:
-            tensors: what the optimizer updates, with the specs of their parameters.
+            tensors: tensors that the optimizer updates, with the specs of their parameters.
         """
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Barrier. Called by all ranks."""
 
 
 ONE_PROCESS = SingleProcess()

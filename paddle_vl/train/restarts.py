@@ -1,4 +1,4 @@
-"""`paddle-vl train --max_restarts`: how a run goes on after a rank died."""
+"""`paddle-vl train --max_restarts`: restarts of a run after a rank failed."""
 
 import logging
 from collections.abc import Sequence
@@ -6,21 +6,24 @@ from pathlib import Path
 
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.parallel.launcher import Attempt, Failure
-from paddle_vl.train.reporting.run_starts import read_starts
+from paddle_vl.train.reporting.run_files import read_starts
 
 logger = logging.getLogger(__name__)
 
 
 class Restarts:
-    """The starts of a run, one after the other.
+    """Decides on the next start of a run after a failure.
 
     Args:
-        arguments: of `paddle-vl` for the first start.
-        config: its settings.
-        num_ranks: of the first start.
-        most: further starts.
-        fewest_ranks: each further start has fewer ranks where the settings allow, but so many at
-            least; None for always as many.
+        arguments: command line arguments of the first start.
+        config: settings of the first start.
+        num_ranks: world size of the first start.
+        most: maximum number of restarts.
+        fewest_ranks: minimum world size; each restart has fewer ranks if the settings allow it.
+            None keeps the world size.
+
+    Raises:
+        ValueError: `fewest_ranks` without restarts, or above `num_ranks`.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class Restarts:
         self._num_starts = self._starts_of_training()
 
     def after(self, failure: Failure) -> Attempt | None:
-        """The next start; None where there is none left, or the run never came to training."""
+        """The next start; None if no restart is left, or if the failed start trained no step."""
         before, self._num_starts = self._num_starts, self._starts_of_training()
         if self._num_restarts == self._most:
             return None
@@ -83,22 +86,22 @@ class Restarts:
 def degrees_with_fewer_ranks(
     config: RunConfig, num_ranks: int, fewest: int
 ) -> tuple[int, dict[str, int]] | None:
-    """The largest number of ranks below `num_ranks` on which the run gives the same numbers.
+    """Largest world size below `num_ranks` on which the run gives the same numbers.
 
-    The model stays divided as it is; micro-batches, of as many samples as before over all ranks,
-    are divided over fewer. The optimizer's shards stay as small as they can.
+    Tensor and pipeline parallelism stay as they are. A micro-batch keeps its number of samples over
+    all ranks. Among equal world sizes the largest sharding degree is taken.
 
     Returns:
-        The number, and the settings that change; None where there is none.
+        World size and changed settings; None if there is none.
     """
     parallel, train = config.parallel, config.train
-    of_one_sample = parallel.mp_degree * parallel.pp_degree
+    replica_size = parallel.mp_degree * parallel.pp_degree
     samples = train.per_device_train_batch_size * parallel.dp_degree * parallel.sharding_degree
     # Families without experts have no such setting.
     ep = getattr(parallel, "ep_degree", 1)
     for size in range(num_ranks - 1, fewest - 1, -1):
-        data_size = size // of_one_sample
-        if size % of_one_sample or data_size == 0 or samples % data_size:
+        data_size = size // replica_size
+        if size % replica_size or data_size == 0 or samples % data_size:
             continue
         for sharding in range(min(data_size, parallel.sharding_degree), 0, -1):
             dp = data_size // sharding

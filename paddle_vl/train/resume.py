@@ -1,4 +1,4 @@
-"""Continuing a run: which checkpoint, what may have changed in its configuration, what must not."""
+"""Resuming a run: which checkpoint, and which settings may differ from it."""
 
 import logging
 from pathlib import Path
@@ -12,44 +12,19 @@ from paddle_vl.train.saving.verify import Verdict, examine
 
 logger = logging.getLogger(__name__)
 
-# Settings, or sections of them, that give the saved weights, optimizer state, data position or
-# random state their meaning.
-FIXED = (
-    "model.pretrained",
-    "model.config",
-    "model.compute_dtype",
-    "model.freeze",
-    "model.lora",
-    "data.train",
-    "data.synthetic_samples",
-    "data.groups",
-    "data.fields",
-    "data.drops",
-    "data.processor",
-    "data.max_length",
-    "data.packing",
-    "data.packing_length",
-    "data.max_vision_tokens_per_row",
-    "data.on_bad_sample",
-    "data.min_pixels",
-    "data.max_pixels",
-    "train.seed",
-    "train.gradient_accumulation_steps",
-    "train.loss_weighting",
-)
-# Where a run writes and how it was started say nothing about the run itself.
+# Settings that do not affect the training.
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
 
 
 def checkpoint_to_resume(config: RunConfig, processes: SingleProcess = ONE_PROCESS) -> Path | None:
-    """The checkpoint that train.resume_from_checkpoint asks for; None for a fresh start.
+    """The checkpoint of train.resume_from_checkpoint; None for a new run.
 
-    Its files are compared with its manifest. Called by all processes together, which share that
-    work and come to the same result.
+    Its files are compared with its manifest. Called by all ranks, which share the reading and get
+    the same result.
 
     Raises:
-        RuntimeError: the named one is damaged or not complete, or output_dir holds newer ones than
-            it; or there are checkpoints, and `auto` can use none of them.
+        RuntimeError: the named checkpoint is damaged or incomplete, or output_dir has newer ones;
+            or it is `auto` and none of the checkpoints can be used.
     """
     wanted, output_dir = config.train.resume_from_checkpoint, Path(config.train.output_dir)
     if wanted == "none":
@@ -71,8 +46,8 @@ def checkpoint_to_resume(config: RunConfig, processes: SingleProcess = ONE_PROCE
 
 
 def _newest_usable(output_dir: Path, checksums: bool, processes: SingleProcess) -> Path | None:
-    """The newest checkpoint without damage or mark; None where there are no checkpoints."""
-    # What the first process sees counts for all.
+    """The newest checkpoint that is neither damaged nor marked; None without checkpoints."""
+    # All ranks use the list of rank 0.
     found = [path.name for _, path in checkpoint_folders(output_dir)]
     names = processes.gathered(found)[0]
     passed_over: list[str] = []
@@ -105,10 +80,10 @@ def _say_unverified(checkpoint: Path, verdict: Verdict, processes: SingleProcess
 
 
 def _named(checkpoint: Path, output_dir: Path) -> Path:
-    """A checkpoint that was named, where continuing it contradicts nothing.
+    """The named checkpoint.
 
     Raises:
-        RuntimeError: it is not complete, or output_dir holds newer ones.
+        RuntimeError: it is incomplete, or output_dir has newer ones.
     """
     existing = complete_checkpoints(output_dir)
     if missing := missing_files(checkpoint):
@@ -130,10 +105,10 @@ def _named(checkpoint: Path, output_dir: Path) -> Path:
 
 
 def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
-    """What differs from the configuration of the checkpoint, as `key: old -> new`.
+    """Settings that differ from the checkpoint's, as `key: old -> new`.
 
     Raises:
-        ValueError: a setting that must not change did, with all of those.
+        ValueError: settings of `FIXED` differ; all are named.
     """
     saved = load_run_config(checkpoint / "config.yaml")
     old, new = flatten(saved.model_dump()), flatten(config.model_dump())
@@ -142,10 +117,10 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key) and not _lies_in(key, _NOT_COMPARED)
     }
-    fixed = [text for key, text in changes.items() if _lies_in(key, FIXED)]
+    fixed = [text for key, text in changes.items() if _lies_in(key, config.fixed_settings)]
     if _samples_per_micro_batch(saved) != _samples_per_micro_batch(config):
         fixed.append(
-            "number of samples per micro-batch over all processes "
+            "number of samples per micro-batch over all ranks "
             "(train.per_device_train_batch_size x parallel.dp_degree x sharding_degree): "
             f"{_samples_per_micro_batch(saved)} -> {_samples_per_micro_batch(config)}"
         )
@@ -160,7 +135,7 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
 
 
 def _samples_per_micro_batch(config: RunConfig) -> int:
-    """What the data position counts in; processes may share it in any way."""
+    """Unit of the data position; resuming may shard it over ranks differently."""
     parallel = config.parallel
     parts = parallel.dp_degree * parallel.sharding_degree
     return config.train.per_device_train_batch_size * parts

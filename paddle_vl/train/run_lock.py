@@ -1,8 +1,8 @@
-"""One run at a time in an output folder.
+"""Lock of an output folder, so that one run at a time writes there.
 
-`run.lock` says which process trains there. That process holds an advisory lock on the file (flock),
-which ends with it, and renews the file's time, for file systems that do not carry flock from one
-machine to another.
+`run.lock` names the owning process. The owner holds an advisory lock on the file (flock), which the
+system releases when it ends. It also updates the file's time, for file systems that do not share
+flock between machines.
 """
 
 import fcntl
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 _BEAT_S = 10.0
-# A process of another machine that has not renewed its file for so long has ended.
+# A lock of another machine that was not renewed for so long is stale.
 _STALE_S = 45.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_held: dict[Path, "RunLock"] = {}
+_locks: dict[Path, "RunLock"] = {}
 
 
 class RunLock:
-    """An output folder that is this process's until `release` or its end.
+    """A locked output folder, until `release` or the end of the process.
 
-    A process that asks again for a folder that it has gets the same lock.
+    Acquiring a folder twice in one process returns the same lock.
     """
 
     def __init__(self, path: Path, descriptor: int):
@@ -42,29 +42,29 @@ class RunLock:
 
     @classmethod
     def acquire(cls, output_dir: Path) -> "RunLock":
-        """Take the folder; it is created if need be.
+        """Create and lock the folder.
 
         Raises:
-            RuntimeError: another process trains there; says which.
+            RuntimeError: another process, named in the message, trains there.
         """
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir.resolve() / LOCK_FILE
-        if path in _held:
-            return _held[path]
+        if path in _locks:
+            return _locks[path]
         descriptor, is_locked = _opened(path)
         with ExitStack() as on_failure:
             on_failure.callback(os.close, descriptor)
             _check_not_alive(path, descriptor, is_locked)
             _write(descriptor)
             on_failure.pop_all()
-        lock = _held[path] = cls(path, descriptor)
+        lock = _locks[path] = cls(path, descriptor)
         return lock
 
     @staticmethod
     def check(output_dir: Path) -> None:
-        """Raise what `acquire` would where a process of this machine has the folder."""
+        """Raise as `acquire` does if a process of this machine has the lock; takes no lock."""
         path = output_dir.resolve() / LOCK_FILE
-        if path in _held or not path.is_file():
+        if path in _locks or not path.is_file():
             return
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -78,11 +78,11 @@ class RunLock:
             os.close(descriptor)
 
     def release(self) -> None:
-        """Give the folder back."""
+        """Unlock the folder."""
         if self._released.is_set():
             return
         self._released.set()
-        del _held[self._path]
+        del _locks[self._path]
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
@@ -95,7 +95,7 @@ class RunLock:
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    """The file, and whether this process has a lock on it: not every file system has locks."""
+    """The opened file, and whether it is locked; not every file system has locks."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -111,12 +111,16 @@ def _opened(path: Path) -> tuple[int, bool]:
                 return descriptor, True
         except FileNotFoundError:
             pass
-        # Its owner has removed it meanwhile.
+        # Its owner has removed it in the meantime.
         os.close(descriptor)
 
 
 def _check_not_alive(path: Path, descriptor: int, is_locked: bool) -> None:
-    """Where flock may not reach the owner of the file, see whether it renews it."""
+    """If flock does not tell (other machine, no locks), wait whether the owner renews the file.
+
+    Raises:
+        RuntimeError: it does.
+    """
     owner = _read(descriptor)
     if not owner:
         return
@@ -140,7 +144,7 @@ def _check_not_alive(path: Path, descriptor: int, is_locked: bool) -> None:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since the file was renewed, by the clock of the file system."""
+    """Seconds since the file was renewed, by the file system's clock."""
     with tempfile.NamedTemporaryFile(prefix=".now-", dir=path.parent) as now:
         return os.stat(now.name).st_mtime - path.stat().st_mtime
 
@@ -184,5 +188,5 @@ def _described(owner: dict[str, Any]) -> str:
 
 
 def _boot_id() -> str:
-    """This machine since it was started: containers on it share it."""
+    """Identifies a boot of this machine; containers on it share the id."""
     return _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else ""

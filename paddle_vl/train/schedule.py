@@ -1,19 +1,24 @@
-"""Learning rate as a function of the step.
+"""Learning rate and random seed of a step: functions of the step number, so resume stores neither.
 
 Source: get_cosine_with_min_lr_schedule_with_warmup and get_constant_schedule_with_warmup of HF
 transformers; CosineDecayWithWarmupSchedulerConfig of LeRobot and OpenTau.
 """
 
 import math
+import random
+
+import numpy as np
+import paddle
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 
 def learning_rate(step: int, num_steps: int, train: TrainConfig) -> float:
-    """The learning rate of the update that follows `step` completed ones.
+    """Learning rate of the update after `step` completed ones.
 
     Args:
-        step: completed updates, so 0 for the first one, which with warmup has a rate of 0.
+        step: completed updates; with warmup the first update (step 0) has rate 0.
         num_steps: updates of the whole run, where the cosine ends.
     """
     if train.lr_scheduler_type == "cosine_decay_with_warmup":
@@ -27,8 +32,8 @@ def learning_rate(step: int, num_steps: int, train: TrainConfig) -> float:
 
 
 def _opentau_rate(step: int, decay_steps: int, train: TrainConfig) -> float:
-    """A warmup that does not begin at 0, then a cosine over the whole run's steps, warmup's too:
-    behind the warmup it has come down a little."""
+    """Warmup that starts above 0, then a cosine that counts the warmup steps too, so that it
+    starts slightly below the peak."""
     if step < train.warmup_steps:
         return train.learning_rate * warmup_factor(step + 1, train.warmup_steps + 1)
     factor = cosine_factor(step, decay_steps)
@@ -36,7 +41,7 @@ def _opentau_rate(step: int, decay_steps: int, train: TrainConfig) -> float:
 
 
 def warmup_factor(step: int, warmup_steps: int) -> float:
-    """Straight from 0 at step 0 to 1 at `warmup_steps`."""
+    """Linear from 0 at step 0 to 1 at `warmup_steps`."""
     return step / max(1, warmup_steps)
 
 
@@ -44,3 +49,21 @@ def cosine_factor(step: int, num_steps: int) -> float:
     """Half a cosine from 1 at step 0 to 0 at `num_steps`."""
     progress = min(1.0, step / max(1, num_steps))
     return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, NumPy and Paddle."""
+    random.seed(seed)
+    np.random.seed(seed)
+    paddle.seed(seed)
+
+
+def seed_step(seed: int, step: int, processes: SingleProcess = ONE_PROCESS) -> None:
+    """Seed all generators for a step.
+
+    Ranks with different samples or layers get different seeds. Ranks of a tensor-parallel group get
+    the same seed, except for tensors that they shard: see `paddle_vl.parallel.random_state`.
+    """
+    entropy = [seed, step, *processes.random_place]
+    seed_everything(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+    processes.seed_split_random(entropy)

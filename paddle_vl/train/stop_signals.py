@@ -1,12 +1,12 @@
-"""Requests to stop a training process: signals, and the end of the launcher that started it.
+"""Stop requests to a training process: signals, and the end of its launcher.
 
-    request                     outside of training       while a run trains
+    request                     outside of training       during training
     first SIGINT or SIGTERM     the process ends          the step ends, a checkpoint is written
     again, in one burst         -                         counts as the same request
     again, later                -                         the process ends at once
     the launcher ends           the process ends          as the first signal, within 9 seconds
 
-A thread waits for them, so that they count while the main thread is in a long step or collective.
+A thread handles them, so that they take effect while the main thread is in a step or collective.
 """
 
 import logging
@@ -29,13 +29,10 @@ NOT_SAVED = 1
 
 
 class StopSignals:
-    """While entered, waits for requests to stop.
-
-    Only the main thread of a process can; elsewhere it does nothing.
+    """Handles stop requests while entered. Does nothing outside of the main thread.
 
     Attributes:
-        received: number of the signal that asked a training run to stop, None so far; SIGTERM for a
-            launcher that has ended.
+        received: signal that asked the training to stop, or None; SIGTERM if the launcher ended.
     """
 
     def __init__(self):
@@ -62,16 +59,16 @@ class StopSignals:
             self._requests.__exit__(*exception)
 
     def set_handlers(self) -> None:
-        """Call it when Paddle was imported meanwhile: it sets handlers of its own."""
+        """Set the handlers again; importing Paddle replaces them."""
         if self._thread is not None:
             self._requests.set_handlers()
 
     @contextmanager
     def training(self, grace_s: float | None) -> Iterator[None]:
-        """While entered there is something to save before the process ends.
+        """While entered, the first request only sets `received`, so that the run can save.
 
         Args:
-            grace_s: seconds after a request at which it ends, saved or not; None for no limit.
+            grace_s: seconds from a request until the process ends, saved or not; None for no limit.
         """
         self.set_handlers()
         self._grace_s, self._is_training = grace_s, True
@@ -136,13 +133,13 @@ class StopSignals:
 
 
 def _launcher() -> int | None:
-    """A descriptor that is readable once the launcher of this process has ended, if it has one.
+    """A file descriptor that becomes readable when the launcher ends; None without a launcher.
 
-    Not the number of its parent: that may be 1 from the start, in a container.
+    Comparing the parent's pid with 1 would not do: in a container it may be 1 from the start.
     """
     own = os.environ.get(LAUNCHER_VARIABLE)
     if own is None and "PADDLE_TRAINER_ID" not in os.environ:
-        return None  # Started by a shell, which may end before its jobs.
+        return None  # Started from a shell, which may end before its jobs.
     parent = PARENT if own is None else int(own)
     try:
         descriptor = os.pidfd_open(parent)
@@ -164,7 +161,7 @@ def _end_now(reason: str) -> None:
 
 
 def _exit(code: int) -> None:
-    """End this process from a thread; data workers end with it."""
+    """End this process from a thread; loader workers end with it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,7 +1,4 @@
-"""The training loop: steps, and what happens between them.
-
-A little over 350 lines: what begins, stops and ends a run is told in one place.
-"""
+"""The training loop: steps, and reports, evaluations and checkpoints between them."""
 
 import logging
 import time
@@ -23,18 +20,16 @@ from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, TrainingData
 from paddle_vl.train.freeze import reported_rates
 from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.phases import Phase, phase
+from paddle_vl.train.phases import Phase, StepTrace, phase
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
-from paddle_vl.train.random_state import seed_step
-from paddle_vl.train.reporting.gauges import Gauge
-from paddle_vl.train.reporting.memory_in_use import memory_in_use
-from paddle_vl.train.reporting.metrics import StepMeter, longest_skip
+from paddle_vl.train.reporting.gauges import Gauge, memory_in_use
+from paddle_vl.train.reporting.metrics import StepMeter, check_skipped
 from paddle_vl.train.reporting.reporter import Reporter
 from paddle_vl.train.reporting.run_record import RunRecord
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.saving.snapshot import Fill
-from paddle_vl.train.schedule import learning_rate
+from paddle_vl.train.schedule import learning_rate, seed_step
 from paddle_vl.train.step import (
     Runner,
     StepOutcome,
@@ -42,30 +37,29 @@ from paddle_vl.train.step import (
     leave_step,
     train_step,
 )
-from paddle_vl.train.step_trace import StepTrace
 from paddle_vl.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
 
 
 class DataWaitLeftError(Exception):
-    """A stop signal came while a step waited for its data."""
+    """A stop signal arrived while a step waited for its data."""
 
 
 class Trainer:
-    """One run.
+    """One run. All ranks run their trainers in step.
 
     Args:
-        runner: the model, or this process's stages of it.
-        data: training batches, without end.
+        runner: the model, or this rank's pipeline stages.
+        data: endless training batches.
         num_steps: updates of the whole run.
-        save_model: fills a folder with model and processor files, see `saving.snapshot`.
-        evaluate: computes the evaluation losses, None where a rank received a stop signal, which
-            it asks for; None without evaluation data.
-        processes: those of the run; all of them run their trainers in step.
-        peak_flops: operations per second of this process's device, if known.
-        count_flops: counts those of a batch.
-        lock: of the output folder, released when the run ends.
+        save_model: writes model and processor files into a folder, see `saving.snapshot`.
+        evaluate: computes the evaluation losses, given a function that returns the stop signal
+            received so far; returns None if any rank received one. None without evaluation data.
+        processes: ranks of the run.
+        peak_flops: peak FLOP/s of this rank's device, if known.
+        count_flops: FLOPs of a batch.
+        lock: lock of the output folder, released when the run ends.
     """
 
     def __init__(
@@ -89,15 +83,9 @@ class Trainer:
         self.output_dir = Path(config.train.output_dir)
         self.record = RunRecord(self.output_dir)
         self.reporter = Reporter(config.logging, self.output_dir, processes)
+        self.writer = CheckpointWriter(self.output_dir, config.train, processes)
         self.trace = StepTrace(config.train.profile, self.output_dir, processes.rank)
         self.meter = StepMeter(runner.loss, peak_flops)
-        self.step = 0
-        self.stop = StopSignals()
-        self.stop_signal: int | None = None
-        # A stop came before the evaluation of the last step was done.
-        self._owes_evaluation = False
-        self._saved_settings = False
-        self._num_agreed: int | None = None
         self.feed = BatchFeed(
             data,
             runner.adapter,
@@ -107,13 +95,20 @@ class Trainer:
             copies=device_copies(config.data.pin_memory, processes.is_main),
             count_flops=count_flops,
         )
-        # Behind the last step that was trained, whatever was fetched since.
+        self.step = 0
+        self.stop = StopSignals()
+        self.stop_signal: int | None = None
+        # Position after the last trained step, not after the last prefetched batch.
         self._data_place = DataPlace.of(data)
+        # Numbers in `agree_on_step`, known after the first step.
+        self._num_agreed: int | None = None
+        # A stop signal interrupted the evaluation of the last step.
+        self._owes_evaluation = False
+        self._saved_settings = False
         self._last_saved: int | None = None
-        self.writer = CheckpointWriter(self.output_dir, config.train, processes)
 
     def restore(self, folder: Path) -> None:
-        """Continue where a checkpoint was written; the model has its weights already."""
+        """Load the state of a checkpoint; the model has its weights already."""
         state = checkpoints.load_state(folder)
         self.optimizer.load_state(checkpoints.StoredArrays(folder))
         self.step = self._last_saved = state["step"]
@@ -123,16 +118,16 @@ class Trainer:
         self._owes_evaluation = state.get("owes_evaluation", False) and self.evaluate is not None
 
     def run(self, stop: StopSignals | None = None) -> int | None:
-        """Train to the end, or until a signal asks to stop.
+        """Train until the last step or a stop signal.
 
         Args:
-            stop: entered already; None for one of its own.
+            stop: an entered StopSignals; None to enter one here.
 
         Returns:
-            The signal's number, None at the end.
+            The signal's number; None if the run is complete.
 
         Raises:
-            RuntimeError: train.max_nonfinite_steps updates in a row had to be skipped.
+            RuntimeError: train.max_nonfinite_steps updates in a row were skipped.
         """
         with ExitStack() as stack:
             self.stop = stop or stack.enter_context(StopSignals())
@@ -142,14 +137,14 @@ class Trainer:
                 self._begin()
                 self._train()
             except BaseException:
-                # What ended the run is to be told, not what a full disk then makes of its end.
+                # The first error is raised, not one that a full disk then causes in `_close`.
                 try:
                     self._close()
                 except OSError as error:
                     logger.warning("%s", error)
                 raise
             self._close()
-            # A rank that ends takes the others with it, in a launcher's eyes.
+            # A launcher stops all ranks when one exits.
             self.processes.wait()
         return self.stop_signal
 
@@ -163,15 +158,15 @@ class Trainer:
         self.reporter.open(self.step, self.num_steps)
 
     def _save_settings(self) -> None:
-        """Write config.yaml once, when its settings have trained a step or will train the first."""
+        """Write config.yaml once: before step 1, or after the first step of a resumed run."""
         if self.processes.is_main and not self._saved_settings:
             save_run_config(self.config, self.output_dir / "config.yaml")
         self._saved_settings = True
 
     def _train(self) -> None:
         with self.writer:
-            share = self.runner.model.placement.checkpoint_ranks.size
-            self.writer.prepare(self.optimizer.bytes_to_write() // share)
+            num_ranks = self.runner.model.placement.checkpoint_ranks.size
+            self.writer.prepare(self.optimizer.bytes_to_write() // num_ranks)
             if self._owes_evaluation:
                 self._evaluate()
             while self.stop_signal is None and self.step < self.num_steps:
@@ -193,32 +188,22 @@ class Trainer:
             stack.callback(self.feed.close)
 
     def turn(self) -> None:
-        """One turn of the loop: a step, and what is due behind it; no step where a rank received a
-        stop signal."""
+        """Train one step, then report, evaluate and save where due. No step after a stop signal."""
         with self.trace.step(self.step + 1):
             outcome = self.train_one_step()
         if outcome is None:
             return
         self._save_settings()
-        # Of an earlier step: this one runs meanwhile.
+        # Write the previous report while the device runs this step.
         self.reporter.write()
         self.reporter.bar.advance()
         self._between_steps()
 
-    def check_data_wait(self) -> None:
-        """Leave a wait for data when a stop signal came, if it is known what ranks agree on.
-
-        Raises:
-            DataWaitLeftError: it is left.
-        """
-        if self.stop.received is not None and self._num_agreed is not None:
-            raise DataWaitLeftError
-
     def train_one_step(self) -> StepOutcome | None:
-        """Take the next batches and train on them: all of a run that a profile looks at.
+        """Fetch the next micro-batches and train on them.
 
         Returns:
-            What the step did; None where a rank received a stop signal, and the batches were left.
+            The outcome on the device; None if any rank received a stop signal.
         """
         begin = time.perf_counter()
         try:
@@ -245,9 +230,20 @@ class Trainer:
             self.meter.add(outcome, micro_batches, seconds, fed.data_wait_s)
         return outcome
 
+    def check_data_wait(self) -> None:
+        """Called by the loader while it waits; ends the wait after a stop signal.
+
+        Before the first step the wait goes on, as `leave_step` needs `num_agreed`.
+
+        Raises:
+            DataWaitLeftError: a stop signal was received.
+        """
+        if self.stop.received is not None and self._num_agreed is not None:
+            raise DataWaitLeftError
+
     def _between_steps(self) -> None:
-        """Evaluate, report and save, whatever is due; the report first, so that a checkpoint never
-        knows more than metrics.jsonl."""
+        """Report, evaluate and save where due; reports first, so that metrics.jsonl has every step
+        that a checkpoint has."""
         train, is_last = self.config.train, self.step == self.num_steps
         self.writer.poll()
         if is_last or self.step % self.config.logging.logging_steps == 0:
@@ -259,25 +255,19 @@ class Trainer:
 
     def _collect_report(self) -> None:
         processes, loss = self.processes, self.runner.loss
-        gauges = self.meter.gauges(processes.counts_data)
-        # All processes of a part of the data load the same samples.
         skipped = self._data_place.skipped if processes.counts_data else 0
-        gauges += [
+        gauges = [
+            *self.meter.gauges(processes.counts_data),
             Gauge("skipped_samples", "sum", skipped),
             Gauge("memory", "max", memory_in_use()),
         ]
-        counts = loss.metric_counts(self.runner.model)
-        is_counted = int(processes.counts_losses)
+        counts, is_counted = loss.metric_counts(self.runner.model), int(processes.counts_losses)
         gauges += [Gauge(name, "sum", value * is_counted) for name, value in counts.items()]
         rate = learning_rate(self.step - 1, self.num_steps, self.config.train)
         entries = {"epoch": round(self._data_place.passes, 4), "learning_rate": rate}
         entries |= reported_rates(self.config.train, rate)
 
-        longest = 0
-
         def line(values: dict[str, Any]) -> dict[str, Any]:
-            nonlocal longest
-            longest = longest_skip(values)
             return self.meter.line(values) | {
                 "skipped_samples": int(values["skipped_samples"]),
                 "memory_gb": round(values["memory"] / 1e9, 3),
@@ -285,42 +275,17 @@ class Trainer:
                 **loss.metrics(values),
             }
 
-        def look_at(line: dict[str, Any]) -> None:
-            if longest:
-                self._check_skipped(longest, line)
+        def check(values: dict[str, Any], line: dict[str, Any]) -> None:
+            check_skipped(values, line, self.config.train.max_nonfinite_steps, self.output_dir)
 
-        self.reporter.collect(self.step, gauges, line, look_at)
-
-    def _check_skipped(self, longest: int, line: dict[str, Any]) -> None:
-        """Say that so many updates in a row were skipped; end the run where that is too many.
-
-        Raises:
-            RuntimeError: it is.
-        """
-        logger.warning(
-            "up to %d updates in a row were skipped since the last report, as a loss or the "
-            "gradient norm was not finite; %d of the run so far",
-            longest,
-            line["skipped_updates"],
-        )
-        if longest < self.config.train.max_nonfinite_steps:
-            return
-        saved = checkpoints.complete_checkpoints(self.output_dir)
-        raise RuntimeError(
-            f"{longest} updates in a row were skipped up to step {line['step']}, as a loss or the "
-            "gradient norm was not finite: train.max_nonfinite_steps is reached. "
-            + (f"The last checkpoint is {saved[-1][1]}. " if saved else "")
-            + "Look at the data of these steps, or lower train.learning_rate"
-        )
+        self.reporter.collect(self.step, gauges, line, check)
 
     def _evaluate(self) -> None:
-        """Report the evaluation losses; where a rank received a stop signal the evaluation is left
-        for when the run continues."""
+        """Report the evaluation losses; after a stop signal the resumed run evaluates instead."""
         with self.reporter.bar.evaluating():
             losses = self.evaluate(lambda: self.stop.received)
         self._owes_evaluation = losses is None
         if losses is None:
-            # Every rank left it; which signal it was is agreed on when the run is stopped.
             self.stop_signal = self.processes.agree([], self.stop.received)[1]
             return
         logger.info("step %d: eval loss %.4f", self.step, losses.loss)
@@ -329,53 +294,45 @@ class Trainer:
             line |= {f"eval_{name}": mean for name, mean in losses.terms.items()}
         self.reporter.write(self.step, line)
 
-    def _save_checkpoint(self, must: bool, is_last_word: bool = False) -> Path:
-        """Begin to write a checkpoint of this step, unless there is one.
+    def _save_checkpoint(self, must: bool, is_stopping: bool = False) -> Path:
+        """Start to write a checkpoint of this step, unless it exists.
 
         Args:
-            must: also while updates are being skipped. It is marked then; otherwise it is put off.
-            is_last_word: the run is being stopped.
+            must: save (and mark) it even if the last update was skipped; otherwise postpone it.
+            is_stopping: the run was asked to stop.
         """
         folder = self.output_dir / checkpoints.checkpoint_name(self.step)
         if self._last_saved == self.step:
             return folder
-        # The same on all processes.
-        skipped = self.meter.skipped_in_a_row
+        skipped = self.meter.skipped_in_a_row  # The same on all ranks.
         if skipped and not must:
             self.writer.put_off(self.step, skipped)
             return folder
         self.reporter.write()
-        self.writer.save(self.step, self._fill_checkpoint, skipped, is_last_word)
+        self.writer.save(self.step, self._fill_checkpoint, skipped, is_stopping)
         self._last_saved = self.step
         return folder
 
     def _fill_checkpoint(self, folder: Path, write: FileWriter) -> None:
         self.save_model(folder, write)
-        write_tensors(
-            folder,
-            checkpoints.OPTIMIZER_STEM,
-            self.optimizer.state_to_write(),
-            DEFAULT_SHARD_BYTES,
-            self.runner.model.placement.checkpoint_ranks,
-            write,
-        )
+        states, stem = self.optimizer.state_to_write(), checkpoints.OPTIMIZER_STEM
+        ranks = self.runner.model.placement.checkpoint_ranks
+        write_tensors(folder, stem, states, DEFAULT_SHARD_BYTES, ranks, write)
         if not self.processes.is_main:
             return
         save_run_config(self.config, folder / "config.yaml")
-        checkpoints.save_state(
-            folder,
-            {
-                "step": self.step,
-                "nonfinite_updates": self.meter.skipped_in_a_row,
-                "meter": self.meter.state_dict(),
-                "data": self._data_place.state,
-                "owes_evaluation": self._owes_evaluation,
-            },
-        )
+        state = {
+            "step": self.step,
+            "nonfinite_updates": self.meter.skipped_in_a_row,
+            "meter": self.meter.state_dict(),
+            "data": self._data_place.state,
+            "owes_evaluation": self._owes_evaluation,
+        }
+        checkpoints.save_state(folder, state)
 
     def _stop_early(self) -> None:
         self.reporter.write()
-        folder = self._save_checkpoint(must=True, is_last_word=True)
+        folder = self._save_checkpoint(must=True, is_stopping=True)
         self.writer.wait()
         logger.warning(
             "stopped after step %d of %d; %s is saved, continue with "

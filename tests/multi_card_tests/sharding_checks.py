@@ -20,6 +20,7 @@ from paddle.base.core import (
 
 from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.layer_wrappers import Level, wrap_layer
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import Collective, observed, record_collectives
 from paddle_vl.parallel.sharding import Sharding, ShardingOptions, buckets
@@ -264,8 +265,8 @@ def order(group, mode: Mode) -> list[str]:
     paddle.seed(5)
     model, events = Toy(), []
 
-    def told(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run(*inputs):
+    def told(name: str) -> Callable[..., Tensor]:
+        def run(forward, *inputs):
             events.append(f"begin {name}")
             output = forward(*inputs)
             events.append(f"end {name}")
@@ -275,7 +276,7 @@ def order(group, mode: Mode) -> list[str]:
 
     for kind, layers in (("block", model.blocks), ("layer", model.layers)):
         for number, layer in enumerate(layers):
-            layer.forward = told(f"{kind} {number}", layer.forward)
+            wrap_layer(layer, Level.RECOMPUTE - 1, told(f"{kind} {number}"))
     recompute_layers(model.units)
     wait = Pending.result
 

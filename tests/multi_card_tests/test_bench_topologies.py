@@ -11,17 +11,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def bench(*options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools" / "bench_topologies.py"), *options]
+    command = [sys.executable, str(ROOT / "tools" / "benchmarks" / "topologies.py"), *options]
     return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_a_checkout_sends_what_it_sends():
-    few = ("--models", "policy", "--topologies", "dp2", "--steps", "1", "--rounds", "1")
+    few = ("--families", "pi07", "--topologies", "dp2", "--steps", "1", "--rounds", "1")
     done = bench(*few, "--against", str(ROOT))
     assert done.returncode == 0, done.stderr
     heads, here, there, ratio = (line.split() for line in done.stdout.splitlines())
     assert heads[-2:] == ["peak", "MiB"]
-    assert (here[:3], there[:3]) == (["policy", "dp2", "here"], ["policy", "dp2", "there"])
+    assert (here[:3], there[:3]) == (["pi07", "dp2", "here"], ["pi07", "dp2", "there"])
     assert float(here[3]) > 0
     assert int(here[4]) > 0
     assert here[4:7] == there[4:7]

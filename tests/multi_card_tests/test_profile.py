@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_vl.profile.last_words import read_words
+from paddle_vl.profile.supervise import read_statuses
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.launch import ROOT
 
@@ -47,7 +47,7 @@ def profile(run_file: Path, out: Path, *arguments: str) -> str:
 def test_profile_has_both_processes(run_file, tmp_path, name):
     text = profile(run_file, tmp_path, *TOPOLOGIES[name])
     result = json.loads((tmp_path / "profile.json").read_text())
-    assert [word.state for word in read_words(tmp_path)] == ["done", "done"]
+    assert [status.state for status in read_statuses(tmp_path)] == ["done", "done"]
     assert result["num_processes"] == 2
     assert len(result["per_rank_phase_means_s"]) == len(result["per_rank_peak_alloc_gb"]) == 2
     assert result["global_step_time_s"] == max(result["per_rank_step_time_s"])

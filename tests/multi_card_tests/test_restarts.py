@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from faults.runs import ROOT, SignalledRun
 from paddle_vl.config.load import load_run_config
 from paddle_vl.parallel.launcher import Failure
-from paddle_vl.train.reporting.run_starts import read_starts
+from paddle_vl.train.reporting.run_files import read_starts
 from paddle_vl.train.restarts import degrees_with_fewer_ranks
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 

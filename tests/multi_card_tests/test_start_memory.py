@@ -26,7 +26,7 @@ from paddle.base.core import (
 from paddle_vl.checkpoint.reading import Materializable
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.nn.fused import fused_columns
+from paddle_vl.nn.linear import fused_columns
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.parallel.degrees import ParallelDegrees

@@ -16,7 +16,7 @@ import pytest
 from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.topology import ParallelDegrees, Topology, initialize
-from paddle_vl.train.random_state import seed_step
+from paddle_vl.train.schedule import seed_step
 from tests.support.launch import launch, outcome_of, run_checks
 
 PROCESSES = 4

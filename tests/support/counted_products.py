@@ -4,7 +4,6 @@ Independent of `paddle_vl.families.flops`: it reads the shapes of the products a
 of attention the masks that the kernel gets.
 """
 
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,10 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from paddle_vl.nn import attention, backend, experts, masked_attention, rope
+from paddle_vl.nn import experts
+from paddle_vl.nn.cpu import attention
+from paddle_vl.nn.kernels import column_sum, row_sum
+from paddle_vl.nn.rope import rotate_half
 
 
 @dataclass
@@ -21,24 +23,25 @@ class Counts:
     """Operations of the products so far.
 
     Attributes:
-        backward: of the gradients that were asked for.
+        backward: those for gradients that are needed.
+        is_in_backward: whether a backward pass runs now.
     """
 
     forward: int = 0
     backward: int = 0
+    is_in_backward: bool = False
 
 
 @contextmanager
 def counted_products(monkeypatch) -> Iterator[Counts]:
     """Count while the block runs."""
-    counts, matmul = Counts(), paddle.matmul
-    run_backward, is_backward = paddle.Tensor.backward, False
+    counts, matmul, run_backward = Counts(), paddle.matmul, paddle.Tensor.backward
 
     def counting(x, y, transpose_x=False, transpose_y=False, **settings):
         out = matmul(x, y, transpose_x, transpose_y, **settings)
         operations = _operations(x, y, transpose_x, transpose_y)
-        # Backward passes that are written out multiply by hand, and other ones behind our back.
-        if is_backward:
+        # Hand-written backward passes call this; of the others only the operations are known.
+        if counts.is_in_backward:
             counts.backward += operations
         else:
             counts.forward += operations
@@ -46,21 +49,18 @@ def counted_products(monkeypatch) -> Iterator[Counts]:
         return out
 
     def backward(*args, **kwargs):
-        nonlocal is_backward
-        is_backward = True
+        counts.is_in_backward = True
         run_backward(*args, **kwargs)
-        is_backward = False
+        counts.is_in_backward = False
 
     with monkeypatch.context() as patch:
-        # Sums and rotations, which are products on the CPU only.
-        uncounted = types.SimpleNamespace(**vars(paddle))
-        patch.setattr(backend, "paddle", uncounted)
-        patch.setattr(rope, "paddle", uncounted)
+        # Sums and rotations are products on the CPU only: their plain forms run instead.
+        for operation in (row_sum, column_sum, rotate_half):
+            patch.delitem(operation.kernels, "cpu")
         patch.setattr(experts, "unpermute_rows", _weighted_sum)
         patch.setattr(paddle, "matmul", counting)
         patch.setattr(paddle.Tensor, "backward", backward)
-        for module in (attention, masked_attention):
-            patch.setattr(module, "SoftmaxAttention", _Attention(counts, matmul))
+        patch.setattr(attention, "SoftmaxAttention", _Attention(counts, matmul))
         yield counts
 
 

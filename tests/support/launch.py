@@ -190,7 +190,9 @@ def _environment(rank: int, ports: list[int], extra: Mapping[str, str]) -> dict[
     inherited = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
     return {
         **inherited,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")]),
+        "PYTHONPATH": os.pathsep.join(
+            map(str, [ROOT, ROOT / "tools", ROOT / "tools" / "benchmarks"])
+        ),
         "PADDLE_DISTRI_BACKEND": "gloo",
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_TRAINERS_NUM": str(len(ports)),

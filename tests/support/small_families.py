@@ -3,8 +3,7 @@
 Large enough that parameters outweigh buffers and the zeros behind shards.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
 from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
 from tests.support.pi07_golden import CASES, case, config_values
 from tests.support.tiny import IMAGE, patches, tiny_config, token_rows
@@ -26,16 +26,6 @@ from tests.support.tiny import IMAGE, patches, tiny_config, token_rows
 QWEN = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 8}
 WEIGHTS = CASES / "weights_A.safetensors"
 _CAMERAS = ("video", "vid_mask", "subgoal_image", "subgoal_img_mask")
-
-
-@contextmanager
-def default_dtype(dtype: str) -> Iterator[None]:
-    before = paddle.get_default_dtype()
-    paddle.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        paddle.set_default_dtype(before)
 
 
 def qwen_fresh(

@@ -11,6 +11,8 @@ from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.nn.placement import CheckpointRanks, LayerFactory, Placement, RegionOps, StageLayers
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+# Kernels of `paddle_vl.nn`, and whether Paddle's own may return views: what golden cases run with.
+IMPLEMENTATIONS = [("cpu", True), ("cpu", False), ("plain", True), ("gpu", True)]
 # Text settings of a tiny model with experts, whose second layer is dense.
 EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1],

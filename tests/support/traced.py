@@ -2,18 +2,20 @@
 
 Paddle's CPU build cannot compute in bfloat16, but it can trace. Hand-written gradient functions
 (`PyLayer`) are traced like any other code, forward, and backward with gradients of the dtypes that
-come out; `is_eager_cpu` is False, as on a GPU.
+come out; kernels are those of a GPU.
 """
 
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import paddle
 import pytest
 from paddle.autograd import PyLayer
+
+from paddle_vl.nn.kernels import OPERATIONS, use_kernels
 
 # Kernels for GPUs: traced as one operator of the dtype of its first tensor, as they are there.
 KERNELS = (
@@ -62,13 +64,15 @@ def trace(
         Operators, those of `KERNELS` first; every `Cast` of a tensor that was not float32 before.
     """
     casts: list[Cast] = []
-    with pytest.MonkeyPatch.context() as patch, _static_mode():
+    with pytest.MonkeyPatch.context() as patch, _static_mode(), use_kernels("gpu"):
         program = paddle.static.Program()
-        for name, module in list(sys.modules.items()):
-            if name.startswith("paddle_vl.") and hasattr(module, "is_eager_cpu"):
-                patch.setattr(module, "is_eager_cpu", lambda x: False)
         patch.setattr(paddle, "in_dynamic_mode", lambda: True)
         patch.setattr(PyLayer, "apply", classmethod(_apply_and_backward))
+        for operation in OPERATIONS:
+            for device, kernel in operation.kernels.items():
+                layer = getattr(kernel, "__self__", None)
+                if layer is not None:
+                    patch.setitem(operation.kernels, device, partial(_apply_and_backward, layer))
         kernels: list[Operator] = []
         for module, name in KERNELS:
             patch.setattr(module, name, _as_one_operator(name, kernels))

@@ -10,7 +10,7 @@ from paddle import Tensor
 
 from paddle_vl.families.pi07.embeddings import PaddedEmbedding
 from paddle_vl.families.pi07.prefix_layout import Block, Presence
-from paddle_vl.nn.part import part
+from paddle_vl.nn.functional import slice_axis
 
 
 def look_up(table: PaddedEmbedding, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -42,6 +42,6 @@ def joined(
         part_BnD = rows[block.name]
         if block.is_optional:
             tokens = part_BnD.shape[1] if presence.has(block, training) else 0
-            part_BnD = part(part_BnD, 0, tokens, axis=1)
+            part_BnD = slice_axis(part_BnD, 0, tokens, axis=1)
         parts.append(part_BnD)
     return paddle.concat(parts, axis=1)

@@ -13,9 +13,9 @@ from paddle import Tensor, nn
 from paddle_vl.families.pi07.engine_config import Gemma3TextConfig, GemmaExpertConfig
 from paddle_vl.families.pi07.norms import AdaptiveRMSNorm, GemmaRMSNorm
 from paddle_vl.families.pi07.rotary import Rotary
-from paddle_vl.nn.activation import activation
-from paddle_vl.nn.fused import Columns
-from paddle_vl.nn.masked_attention import AttentionMask, masked_attention
+from paddle_vl.nn.attention import AttentionMask, masked_attention
+from paddle_vl.nn.functional import activation
+from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.placement import Placement
 
 # Keys and values `[B, S, K, H]`, keys normalised and rotated.

@@ -19,7 +19,7 @@ from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
 from paddle_vl.families.pi07.gemma_layers import BackboneLayer, ExpertLayer, KeyValue, StreamView
 from paddle_vl.families.pi07.norms import AdaptiveRMSNorm, GemmaRMSNorm
 from paddle_vl.families.pi07.rotary import Rotary
-from paddle_vl.nn.masked_attention import AttentionMask
+from paddle_vl.nn.attention import AttentionMask
 from paddle_vl.nn.placement import Placement
 
 

@@ -16,8 +16,8 @@ from paddle_vl.families.pi07.interleaved import InterleavedDecoder
 from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.prefix import Prefix
 from paddle_vl.families.pi07.prefix_tokens import PrefixMasks, PrefixTokens
+from paddle_vl.nn.linear import separate
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
-from paddle_vl.nn.projections import separate
 
 Model = TypeVar("Model", bound="PlacedModel")
 
@@ -82,7 +82,7 @@ class PlacedModel(Materializable, nn.Layer):
         return ((item.key, item.parameter) for item in self.stored_parameters())
 
     def separate(self, weights: Iterable[Tensor]) -> None:
-        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.projections`."""
+        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.linear`."""
         separate(self, weights, self.placement.layers.separate_projections)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -27,6 +27,7 @@ from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, takes_statistics, write_policy
 from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
+from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
@@ -106,15 +107,11 @@ class PI07HighLevelPlanner(PlacedPolicy):
         if config.config_version is None:
             # Checkpoints did not say before the convention changed.
             config = replace(config, config_version=0)
-        default_dtype = paddle.get_default_dtype()
-        paddle.set_default_dtype(dtype)
         try:
-            with paddle.LazyGuard():
+            with default_dtype(dtype), paddle.LazyGuard():
                 planner = cls(config, tokenizer or folder / TOKENIZER_FILE, statistics, placement)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from error
-        finally:
-            paddle.set_default_dtype(default_dtype)
         if takes and config.dataset_names is None:
             planner._make_normalizers(stored.num_groups(planner.normalizers))
         stored.regroup(config, planner.normalizers if takes else {})

@@ -35,7 +35,7 @@ from paddle_vl.families.pi07.prefix_layout import (
 )
 from paddle_vl.families.pi07.prefix_tokens import PrefixTokens
 from paddle_vl.families.pi07.video_encoder import VideoEncoder
-from paddle_vl.nn.loss import IGNORE_INDEX
+from paddle_vl.nn.functional import IGNORE_INDEX
 from paddle_vl.nn.placement import Placement
 
 _RESPONSE_LABEL, _MEMORY_LABEL = "Subtask: ", "Updated Memory: "

@@ -44,6 +44,7 @@ from paddle_vl.families.pi07.policy_files import (
 )
 from paddle_vl.families.pi07.prefix_layout import LABELS
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
+from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
@@ -146,15 +147,11 @@ class PI07LowLevelPolicy(PlacedPolicy):
             action_tokenizer = own_actions
         if tokenizer is None:
             tokenizer = folder / TOKENIZER_FILE
-        default_dtype = paddle.get_default_dtype()
-        paddle.set_default_dtype(dtype)
         try:
-            with paddle.LazyGuard():
+            with default_dtype(dtype), paddle.LazyGuard():
                 policy = cls(config, tokenizer, action_tokenizer, statistics, placement)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from error
-        finally:
-            paddle.set_default_dtype(default_dtype)
         if takes and config.dataset_names is None:
             groups = stored.num_groups(policy.normalizers)
             policy.normalizers = make_normalizers(config, groups)

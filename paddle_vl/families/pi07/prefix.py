@@ -16,8 +16,8 @@ from paddle_vl.families.pi07.group_linear import GroupedProjection
 from paddle_vl.families.pi07.prefix_layout import Block, Presence, Source
 from paddle_vl.families.pi07.prefix_tokens import PrefixTokens, real_steps
 from paddle_vl.families.pi07.video_encoder import VideoEncoder
+from paddle_vl.nn.functional import slice_axis
 from paddle_vl.nn.linear import Embedding
-from paddle_vl.nn.part import part
 from paddle_vl.nn.placement import Placement
 
 
@@ -125,14 +125,14 @@ class PrefixEmbedding(nn.Layer):
         # All cameras and all goals in one pass of the tower.
         rows_ZMD = self.video_encoder(paddle.concat(videos), history, stills)
         num_videos = len(videos) * videos[0].shape[0]
-        found = {"videos": of_cameras(part(rows_ZMD, 0, num_videos), len(videos))}
+        found = {"videos": of_cameras(slice_axis(rows_ZMD, 0, num_videos), len(videos))}
         if stills is not None:
             found["subgoals"] = of_cameras(
-                part(rows_ZMD, num_videos, rows_ZMD.shape[0]), len(goals)
+                slice_axis(rows_ZMD, num_videos, rows_ZMD.shape[0]), len(goals)
             )
         elif goals:
             # Any rows do where none are laid out: the same graph as with goals.
-            found["subgoals"] = of_cameras(part(rows_ZMD, 0, videos[0].shape[0]), 1)
+            found["subgoals"] = of_cameras(slice_axis(rows_ZMD, 0, videos[0].shape[0]), 1)
         return found
 
     def _state(self, batch: Mapping[str, Any]) -> Tensor:

@@ -24,7 +24,6 @@ from paddle_vl.families.base import (
     LayerCosts,
     RankInfo,
     SyntheticData,
-    default_dtype,
     losses_report,
 )
 from paddle_vl.families.flops import FlopCounter
@@ -64,6 +63,7 @@ from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_files import ACTION_TOKENIZER_FOLDER
 from paddle_vl.families.pi07.settings import PARTS, PI07Run
+from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
 
 # All evaluations draw the same noise.
@@ -75,6 +75,7 @@ PolicyConfig = PI07Config | PI07PlannerConfig
 class PI07Recipe(Family):
     """A run that trains a pi07 policy on demonstrations."""
 
+    config: PI07Run
     config_class: type[PI07Config] | type[PI07PlannerConfig] = PI07Config
     policy_class: type[PlacedPolicy] = PI07LowLevelPolicy
     loss_class: type[PolicyLoss] = PolicyLoss

@@ -37,76 +37,52 @@ class DropProbabilities(Section):
     """Probabilities of leaving optional fields out of a training sample; OpenTau's names and
     defaults."""
 
-    history_state_drop_prob: _Probability = Field(
-        default=0.3,
-        description="probability of dropping the past: its frames become black and count as "
-        "padding; the state stays and the policy masks it",
-    )
-    subgoal_drop_prob: _Probability = Field(
-        default=0.75, description="probability of dropping the goal images of all cameras"
-    )
-    response_drop_prob: _Probability = Field(
-        default=0.3,
-        description="probability of dropping the response of a sample that keeps its goal images; "
-        "without goal images the response stays, since it tells the policy the next step",
-    )
-    metadata_drop_all_prob: _Probability = Field(
-        default=0.15, description="probability of dropping all metadata but fps"
-    )
-    metadata_drop_each_prob: _Probability = Field(
-        default=0.05,
-        description="probability of dropping each metadata field, if not all are dropped",
-    )
+    history_state_drop_prob: _Probability = 0.3
+    """probability of dropping the past: its frames become black and count as padding; the state
+    stays and the policy masks it"""
+    subgoal_drop_prob: _Probability = 0.75
+    """probability of dropping the goal images of all cameras"""
+    response_drop_prob: _Probability = 0.3
+    """probability of dropping the response of a sample that keeps its goal images; without goal
+    images the response stays, since it tells the policy the next step"""
+    metadata_drop_all_prob: _Probability = 0.15
+    """probability of dropping all metadata but fps"""
+    metadata_drop_each_prob: _Probability = 0.05
+    """probability of dropping each metadata field, if not all are dropped"""
 
 
 class PI07DataConfig(DataConfig):
     """Demonstrations, their statistics, and what is dropped from them."""
 
-    synthetic_samples: int | None = Field(
-        default=None,
-        ge=1,
-        le=10_000_000,
-        description="number of generated demonstrations to train on instead of data.train",
-    )
-    groups: dict[str, str] = Field(
-        default={},
-        description="statistics group (robot::control mode) of each file of data.train and "
-        "data.eval; each group is normalised with its own statistics",
-    )
-    fields: list[str] | None = Field(
-        default=None,
-        description="optional fields that samples have (response, subgoal, speed, ...), the same "
-        "on every rank; default: the fields found in any line of data.train",
-    )
-    statistics: str | None = Field(
-        default=None,
-        description="JSON file with the statistics that normalise states and actions; default: "
-        "the checkpoint's, or for a new policy those of data.train",
-    )
-    drops: DropProbabilities = Field(
-        default=DropProbabilities(),
-        description="probabilities of dropping optional fields from a training sample",
-    )
+    synthetic_samples: Annotated[int | None, Field(ge=1, le=10_000_000)] = None
+    """number of generated demonstrations to train on instead of data.train"""
+    groups: dict[str, str] = Field(default={})
+    """statistics group (robot::control mode) of each file of data.train and data.eval; each group
+    is normalised with its own statistics"""
+    fields: list[str] | None = None
+    """optional fields that samples have (response, subgoal, speed, ...), the same on every rank;
+    default: the fields found in any line of data.train"""
+    statistics: str | None = None
+    """JSON file with the statistics that normalise states and actions; default: the checkpoint's,
+    or for a new policy those of data.train"""
+    drops: DropProbabilities = DropProbabilities()
+    """probabilities of dropping optional fields from a training sample"""
 
 
 class PI07ParallelConfig(ParallelConfig):
     """How ranks agree on optional prompt parts."""
 
-    branch_sync: Literal["hoisted", "all_reduce"] = Field(
-        default="hoisted",
-        description="optional prompt parts in a rank's batch: those that its own samples have "
-        "(hoisted), or, as in OpenTau, those that any rank has in this micro-batch (all_reduce)",
-    )
+    branch_sync: Literal["hoisted", "all_reduce"] = "hoisted"
+    """optional prompt parts in a rank's batch: those that its own samples have (hoisted), or, as in
+    OpenTau, those that any rank has in this micro-batch (all_reduce)"""
 
 
 class PI07TrainConfig(TrainConfig):
     """The weights of the losses."""
 
-    loss_weighting: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
-        default=None,
-        description="weights of the losses MSE (flow matching) and CE (tokens); a weight of 0 "
-        "leaves the loss out, and parameters that only it reaches are not trained; default: 1 each",
-    )
+    loss_weighting: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    """weights of the losses MSE (flow matching) and CE (tokens); a weight of 0 leaves the loss out,
+    and parameters that only it reaches are not trained; default: 1 each"""
 
 
 class PI07Run(RunConfig):
@@ -114,6 +90,11 @@ class PI07Run(RunConfig):
 
     family: ClassVar[str] = "pi07"
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
+    fixed_settings: ClassVar[tuple[str, ...]] = (
+        *RunConfig.fixed_settings,
+        *("data.synthetic_samples", "data.groups", "data.fields", "data.drops"),
+        "train.loss_weighting",
+    )
 
     data: PI07DataConfig
     parallel: PI07ParallelConfig = PI07ParallelConfig()

@@ -11,12 +11,10 @@ from paddle import Tensor, nn
 from paddle.nn.initializer import Normal
 
 from paddle_vl.families.pi07.engine_config import SiglipVisionConfig
-from paddle_vl.nn.activation import activation
-from paddle_vl.nn.attention import segment_attention
+from paddle_vl.nn.attention import AttentionMask, masked_attention, segment_attention
+from paddle_vl.nn.functional import activation, slice_axis
 from paddle_vl.nn.linear import Linear
-from paddle_vl.nn.masked_attention import AttentionMask, masked_attention
 from paddle_vl.nn.norm import LayerNorm
-from paddle_vl.nn.part import part
 
 
 class FrameHistory:
@@ -91,7 +89,7 @@ class SiglipTower(nn.Layer):
         if history is not None:
             _, patches, width = x_FNU.shape
             frames = history.num_video_frames
-            videos, stills = part(x_FNU, 0, frames), part(x_FNU, frames, x_FNU.shape[0])
+            videos, stills = slice_axis(x_FNU, 0, frames), slice_axis(x_FNU, frames, x_FNU.shape[0])
             x_BTNU = videos.reshape([history.num_videos, history.num_frames, patches, width])
             x_FNU = paddle.concat([x_BTNU[:, -1], stills])
         return self.post_layernorm(x_FNU)
@@ -169,9 +167,9 @@ class SiglipAttention(nn.Layer):
             # Cut and joined even where nothing stands alone: one graph on all ranks.
             rows = history.num_video_frames * patches
             videos = _attend_in_time(
-                *(part(x_PhH, 0, rows) for x_PhH in (q_PhH, k_PhH, v_PhH)), patches, history
+                *(slice_axis(x_PhH, 0, rows) for x_PhH in (q_PhH, k_PhH, v_PhH)), patches, history
             )
-            v_PhH = paddle.concat([videos, part(v_PhH, rows, v_PhH.shape[0])])
+            v_PhH = paddle.concat([videos, slice_axis(v_PhH, rows, v_PhH.shape[0])])
         out = segment_attention(q_PhH, k_PhH, v_PhH, ((frames, patches),))
         return self.out_proj(out.reshape([frames, patches, width]))
 

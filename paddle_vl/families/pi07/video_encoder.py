@@ -11,7 +11,7 @@ from paddle import Tensor, nn
 from paddle_vl.families.pi07.engine_config import Gemma3Config
 from paddle_vl.families.pi07.projector import MultiModalProjector
 from paddle_vl.families.pi07.siglip import FrameHistory, SiglipTower, visible_frames
-from paddle_vl.nn.masked_attention import AttentionMask
+from paddle_vl.nn.attention import AttentionMask
 from paddle_vl.nn.placement import Placement
 
 _SHORTEST, _LONGEST = 4e-3, 40.0

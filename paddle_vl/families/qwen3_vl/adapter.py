@@ -30,8 +30,7 @@ from paddle_vl.config.patterns import matching_names
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.qwen3_vl.checkpoint_map import HEAD_KEY, with_experts_as_here
 from paddle_vl.families.qwen3_vl.settings import PARTS
-from paddle_vl.nn.fused import fused_columns
-from paddle_vl.nn.linear import AdaptableLinear
+from paddle_vl.nn.linear import AdaptableLinear, fused_columns
 from paddle_vl.nn.lora import LowRankSettings, initial_a
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.parameter_table import Tie

@@ -1,4 +1,4 @@
-"""Questions in messages, images and videos, answers as text."""
+"""Chat with a Qwen3-VL: messages, images and videos in, text out."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +24,13 @@ class Chat:
     def from_pretrained(
         cls, path: str | Path, dtype: str = "float32", base: str | Path | None = None
     ) -> "Chat":
-        """Load a model folder that holds its processor files too, or adapters and their base.
+        """Load a model folder with its processor files, or an adapter folder and its base.
 
         Args:
-            base: the model to load adapters beside, instead of the one that their files name.
+            base: model folder that the adapters belong to; None for the one that their files name.
 
         Raises:
-            ValueError, RuntimeError: it is neither.
+            ValueError, RuntimeError: the folder is neither.
         """
         return cls(
             Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, base=base),
@@ -44,7 +44,7 @@ class Chat:
         videos: Sequence[VideoSource] = (),
         **settings: Any,
     ) -> str:
-        """The model's answer to a conversation; arguments as of `stream`."""
+        """The model's answer to a conversation. Arguments as for `stream`."""
         return "".join(self.stream(messages, images, videos, **settings))
 
     def stream(
@@ -54,19 +54,19 @@ class Chat:
         videos: Sequence[VideoSource] = (),
         **settings: Any,
     ) -> Iterator[str]:
-        """The model's answer in pieces, as soon as each is certain; see `text_pieces`.
+        """The model's answer in pieces of complete characters, see `text_pieces`.
 
         Args:
             messages: `{"role": ..., "content": ...}`, the last one the user's.
             images: paths, PIL images or uint8 arrays for the `<image>` tags, in order.
             videos: paths, `VideoFrames` or uint8 arrays of frames for the `<video>` tags.
-            settings: of `GenerationConfig`, in place of the model's own; where neither names
-                ending tokens, the tokenizer's end the answer.
+            settings: of `GenerationConfig`, overriding the model's own; where neither has
+                `eos_token_id`, the tokenizer's are used.
 
         Raises:
-            ValueError: a message, image or video that cannot be used, tags and images or videos
-                that differ in number, or a bad setting.
-            RuntimeError: a video file is given and PyAV is not installed.
+            ValueError: an unusable message, image or video, a number of tags that differs from that
+                of images or videos, or a bad setting.
+            RuntimeError: a video file without PyAV installed.
         """
         config = self.model.generation_config or GenerationConfig()
         config = config.updated(**settings)

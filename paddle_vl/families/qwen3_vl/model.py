@@ -24,7 +24,7 @@ from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.families.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.attention import PackedSamples
-from paddle_vl.nn.loss import next_token_targets
+from paddle_vl.nn.functional import next_token_targets
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
 Array = np.ndarray | Tensor

@@ -21,7 +21,7 @@ from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration, d
 from paddle_vl.families.qwen3_vl.moe import LoadBalance, asked_balance
 from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
-from paddle_vl.nn.carried import carried, carry, num_carrying_rows
+from paddle_vl.nn.float32_rows import float32_from_rows, float32_to_rows, num_float32_rows
 
 VISUAL_SHARE = 0.5
 _NOT_FOR_DECODER = ("pixel_values", "pixel_values_videos", "labels", "num_target_tokens")
@@ -117,7 +117,7 @@ class Qwen3VLStage:
         rows = tokens + len(self._travelling(self.layers.start)) * visual
         width = self.model.config.text_config.hidden_size
         if self.sums_shape is not None:
-            rows += num_carrying_rows(self.sums_shape, width, self._dtype)
+            rows += num_float32_rows(self.sums_shape, width, self._dtype)
         return rows, width
 
     def __call__(
@@ -161,7 +161,7 @@ class Qwen3VLStage:
             sums_2E = balance.sums_2E
             if sums_2E is None:
                 sums_2E = paddle.zeros(self.sums_shape)
-            left.append(carry(sums_2E, x_TD.shape[1], x_TD.dtype))
+            left.append(float32_to_rows(sums_2E, x_TD.shape[1], x_TD.dtype))
         return paddle.concat([x_TD, *left]) if left else x_TD
 
     def _encode_visual(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -178,12 +178,12 @@ class Qwen3VLStage:
         travelling = self._travelling(self.layers.start) if num_visual else range(0)
         sizes = [num_visual] * len(travelling)
         if balance is not None:
-            sizes.append(num_carrying_rows(self.sums_shape, rows_RD.shape[1], rows_RD.dtype))
+            sizes.append(num_float32_rows(self.sums_shape, rows_RD.shape[1], rows_RD.dtype))
         if not sizes:
             return rows_RD, {}
         x_TD, *others = paddle.split(rows_RD, [rows_RD.shape[0] - sum(sizes), *sizes])
         if balance is not None:
-            balance.sums_2E = carried(others.pop(), self.sums_shape)
+            balance.sums_2E = float32_from_rows(others.pop(), self.sums_shape)
             balance.num_layers = self.num_layers_before
         return x_TD, dict(zip(travelling, others, strict=True))
 

@@ -34,9 +34,9 @@ from paddle_vl.families.qwen3_vl.checkpoint_map import (
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig
+from paddle_vl.nn.linear import default_dtype, separate
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
-from paddle_vl.nn.projections import separate
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound="PretrainedQwen3VL")
@@ -133,13 +133,8 @@ class PretrainedQwen3VL(AdaptableModel):
                 "tied" if config.tie_word_embeddings else "not tied",
             )
         owner = _owner(path, config, stored)
-        default_dtype = paddle.get_default_dtype()
-        paddle.set_default_dtype(dtype)
-        try:
-            with paddle.LazyGuard():
-                model = cls(config, placement)
-        finally:
-            paddle.set_default_dtype(default_dtype)
+        with default_dtype(dtype), paddle.LazyGuard():
+            model = cls(config, placement)
         ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
         check_keys(path, stored, model._whole().stored_parameters(), ignored, owner)
 
@@ -202,7 +197,7 @@ class PretrainedQwen3VL(AdaptableModel):
         return {item.key: parameter_array(item) for item in self.stored_parameters()}
 
     def separate(self, weights: Iterable[Tensor]) -> None:
-        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.projections`."""
+        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.linear`."""
         separate(self, weights, self.placement.layers.separate_projections)
 
     def _whole(self: Model) -> Model:

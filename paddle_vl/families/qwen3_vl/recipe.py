@@ -22,7 +22,6 @@ from paddle_vl.families.base import (
     Family,
     RankInfo,
     SyntheticData,
-    default_dtype,
 )
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.qwen3_vl.chat import Chat
@@ -43,6 +42,7 @@ from paddle_vl.families.qwen3_vl.processor_fit import (
     model_config,
 )
 from paddle_vl.families.qwen3_vl.settings import PARTS, Qwen3VLRun
+from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
@@ -52,6 +52,7 @@ Model = Qwen3VLForConditionalGeneration
 class Qwen3VLRecipe(Family):
     """A run that trains a Qwen3-VL on conversations."""
 
+    config: Qwen3VLRun
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage = Qwen3VLStage
 

@@ -1,7 +1,7 @@
 """Settings of a run that trains a Qwen3-VL, beyond those of every run. Read without Paddle."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,109 +20,55 @@ PARTS: dict[str, tuple[str, ...]] = {
 class Qwen3VLModelConfig(ModelConfig):
     """The Qwen3-VL to train."""
 
-    lora: LoRAConfig | None = Field(
-        default=None, description="train low-rank adapters only, on a frozen model.pretrained"
-    )
+    lora: LoRAConfig | None = None
+    """train low-rank adapters only, on a frozen model.pretrained"""
 
 
 class Qwen3VLDataConfig(DataConfig):
     """Conversations, their images and videos, and how samples become batches."""
 
-    max_length: int = Field(
-        default=2048,
-        ge=2,
-        le=1 << 22,
-        description="longest sample, in tokens, visual ones included",
-    )
-    min_pixels: int | None = Field(
-        default=None,
-        ge=1,
-        le=1 << 40,
-        description="smallest image, in pixels; default: the processor's",
-    )
-    max_pixels: int | None = Field(
-        default=None,
-        ge=1,
-        le=1 << 40,
-        description="largest image, in pixels; default: the processor's",
-    )
-    video_fps: float | None = Field(
-        default=None,
-        gt=0,
-        le=1000,
-        description="frames sampled per second of video; default: the processor's (Qwen3-VL: 2)",
-    )
-    video_min_frames: int | None = Field(
-        default=None,
-        ge=2,
-        le=1 << 20,
-        description="fewest frames sampled from a video that has them; default: the processor's "
-        "(Qwen3-VL: 4)",
-    )
-    video_max_frames: int | None = Field(
-        default=None,
-        ge=2,
-        le=1 << 20,
-        description="most frames sampled from a video; default: the processor's (Qwen3-VL: 768)",
-    )
-    video_min_pixels: int | None = Field(
-        default=None,
-        ge=1,
-        le=1 << 40,
-        description="smallest video, in frames x height x width; default: the processor's",
-    )
-    video_max_pixels: int | None = Field(
-        default=None,
-        ge=1,
-        le=1 << 40,
-        description="largest video, in frames x height x width; default: the processor's",
-    )
-    packing: bool = Field(
-        default=False,
-        description="pack several samples into a row of training data, each attending to itself "
-        "only; evaluation has one sample per row",
-    )
-    packing_length: int | None = Field(
-        default=None,
-        ge=2,
-        le=1 << 22,
-        description="longest packed row, in tokens; default: data.max_length",
-    )
-    max_vision_tokens_per_row: int | None = Field(
-        default=None, ge=1, description="most visual tokens in a packed row; default: no limit"
-    )
-    padding_side: Literal["right", "left"] = Field(
-        default="right", description="side on which shorter samples of a batch are padded"
-    )
-    pad_to_multiple_of: int = Field(
-        default=1, ge=1, le=1 << 22, description="pad batches to a multiple of this many tokens"
-    )
+    max_length: Annotated[int, Field(ge=2, le=1 << 22)] = 2048
+    """longest sample, in tokens, visual ones included"""
+    min_pixels: Annotated[int | None, Field(ge=1, le=1 << 40)] = None
+    """smallest image, in pixels; default: the processor's"""
+    max_pixels: Annotated[int | None, Field(ge=1, le=1 << 40)] = None
+    """largest image, in pixels; default: the processor's"""
+    video_fps: Annotated[float | None, Field(gt=0, le=1000)] = None
+    """frames sampled per second of video; default: the processor's (Qwen3-VL: 2)"""
+    video_min_frames: Annotated[int | None, Field(ge=2, le=1 << 20)] = None
+    """fewest frames sampled from a video that has them; default: the processor's (Qwen3-VL: 4)"""
+    video_max_frames: Annotated[int | None, Field(ge=2, le=1 << 20)] = None
+    """most frames sampled from a video; default: the processor's (Qwen3-VL: 768)"""
+    video_min_pixels: Annotated[int | None, Field(ge=1, le=1 << 40)] = None
+    """smallest video, in frames x height x width; default: the processor's"""
+    video_max_pixels: Annotated[int | None, Field(ge=1, le=1 << 40)] = None
+    """largest video, in frames x height x width; default: the processor's"""
+    packing: bool = False
+    """pack several samples into a row of training data, each attending to itself only; evaluation
+    has one sample per row"""
+    packing_length: Annotated[int | None, Field(ge=2, le=1 << 22)] = None
+    """longest packed row, in tokens; default: data.max_length"""
+    max_vision_tokens_per_row: Annotated[int | None, Field(ge=1)] = None
+    """most visual tokens in a packed row; default: no limit"""
+    padding_side: Literal["right", "left"] = "right"
+    """side on which shorter samples of a batch are padded"""
+    pad_to_multiple_of: Annotated[int, Field(ge=1, le=1 << 22)] = 1
+    """pad batches to a multiple of this many tokens"""
 
 
 class Qwen3VLParallelConfig(ParallelConfig):
     """Experts, and the message sizes of the pipeline."""
 
-    ep_degree: int = Field(
-        default=1,
-        ge=1,
-        le=1 << 20,
-        description="expert-parallel degree: dp ranks that share the experts of a "
-        "mixture-of-experts model",
-    )
-    pp_token_rows: int | None = Field(
-        default=None,
-        ge=1,
-        description="with static pp_shapes: token rows of a micro-batch, padding included, that "
-        "messages have room for in all steps (a larger micro-batch is refused); default: each "
-        "step's largest, or with pp_visual_rows what data.max_length and the batch size allow",
-    )
-    pp_visual_rows: int | None = Field(
-        default=None,
-        ge=0,
-        description="with static pp_shapes: visual token rows of a micro-batch that messages have "
-        "room for in all steps; default: each step's most, or with pp_token_rows what "
-        "data.max_vision_tokens_per_row and the batch size allow",
-    )
+    ep_degree: Annotated[int, Field(ge=1, le=1 << 20)] = 1
+    """expert-parallel degree: dp ranks that share the experts of a mixture-of-experts model"""
+    pp_token_rows: Annotated[int | None, Field(ge=1)] = None
+    """with static pp_shapes: token rows of a micro-batch, padding included, that messages have room
+    for in all steps (a larger micro-batch is refused); default: each step's largest, or with
+    pp_visual_rows what data.max_length and the batch size allow"""
+    pp_visual_rows: Annotated[int | None, Field(ge=0)] = None
+    """with static pp_shapes: visual token rows of a micro-batch that messages have room for in all
+    steps; default: each step's most, or with pp_token_rows what data.max_vision_tokens_per_row and
+    the batch size allow"""
 
 
 class Qwen3VLRun(RunConfig):
@@ -130,6 +76,11 @@ class Qwen3VLRun(RunConfig):
 
     family: ClassVar[str] = "Qwen3-VL"
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
+    fixed_settings: ClassVar[tuple[str, ...]] = (
+        *RunConfig.fixed_settings,
+        *("model.lora", "data.max_length", "data.min_pixels", "data.max_pixels"),
+        *("data.packing", "data.packing_length", "data.max_vision_tokens_per_row"),
+    )
 
     model: Qwen3VLModelConfig
     data: Qwen3VLDataConfig

@@ -10,6 +10,7 @@ of the step, or to what is reserved. With `pp_shapes: dynamic` fleet sends each 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import paddle
@@ -70,6 +71,7 @@ class PipelineRunner:
         adapter: of the model's batches, for the trainer.
         data_size: data shards, each with its own pipeline.
         reserved: the largest micro-batch of training, if that is fixed.
+        marked: opens a context around the forwards and backwards of a step: a clock's phase.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class PipelineRunner:
         adapter: Any,
         data_size: int = 1,
         reserved: ReservedRows | None = None,
+        marked: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
+        self.marked = marked
         self.model, self.loss, self.adapter, self.data_size = model, loss, adapter, data_size
         self.chunks, self.degrees, self.dtype, self.reserved = chunks, degrees, dtype, reserved
         self.own_chunks = chunks_of_stage(degrees, stage)
@@ -123,9 +127,10 @@ class PipelineRunner:
             return self.loss.share(output, totals, num_batches)
 
         self._store = store
-        terms = self._run(self.engine.train, batches, share, self.reserved)
-        self._store = None
-        return self._summed(terms)
+        with self.marked():
+            terms = self._run(self.engine.train, batches, share, self.reserved)
+            self._store = None
+            return self._summed(terms)
 
     @paddle.no_grad()
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:

@@ -1,7 +1,10 @@
-"""Linears with a backward pass in two halves: the input's gradient now, the weight's later.
+"""Linears whose backward pass is split: the input's gradient first, the weight's gradient later.
 
-A schedule without bubbles (DualPipeV) fills its waits with the weights' gradients. Linears that are
-split over mp processes are fleet's own, which have no such form: theirs come at once.
+Zero-bubble schedules (DualPipeV) compute the weights' gradients where a stage would wait. Linears
+that are split over a tensor-parallel group are fleet's own and have no such form: their weights'
+gradients are computed with the inputs'.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241.
 """
 
 from collections.abc import Iterable
@@ -13,7 +16,7 @@ from paddle_vl.nn.linear import use_product
 
 
 def split_backward(layers: Iterable[nn.Layer]) -> None:
-    """Let the linears of these layers add to their weights' gradients when fleet asks for them.
+    """Make the linears of these layers compute their weights' gradients when fleet asks for them.
 
     Hooks on the gradients of these weights are not called then.
     """

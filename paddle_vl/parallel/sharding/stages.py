@@ -10,6 +10,7 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.parallel.collectives import all_gathered
+from paddle_vl.parallel.layer_wrappers import Level, wrap_layer
 from paddle_vl.parallel.sharding.buckets import (
     Bucket,
     BucketEntry,
@@ -76,9 +77,10 @@ class Sharding:
         stage: 2 or 3, see the package.
         chains: layers that run one after the other whenever the first of them does. A layer is a
             unit: it takes its tensors as positional arguments and returns tensors, and its
-            parameters are used nowhere else. Their `forward` is replaced: apply
-            `recompute_layers` before. At stage 3 without recomputation, a weight of which a
-            graph saved a view (a slice, a transpose) keeps its storage until the backward pass.
+            parameters are used nowhere else. Its `forward` is wrapped, around recomputation if
+            there is any, see `paddle_vl.parallel.layer_wrappers`. At stage 3 without recomputation,
+            a weight of which a graph saved a view (a slice, a transpose) keeps its storage until
+            the backward pass.
         tables: token embeddings and heads, which stage 3 shards too. Nothing else uses their
             `weight`, but two of them may share it.
 
@@ -290,10 +292,9 @@ class Sharding:
         for layer in layers:
             bucket = self._bucket(layer.parameters())
             if bucket is not None:
-                layer.forward = UnitForward(
-                    layer, bucket, self._unsharded, keeps, self._after_backward
-                )
-                forwards.append(layer.forward)
+                unit = UnitForward(bucket, self._unsharded, keeps, self._after_backward)
+                wrap_layer(layer, Level.SHARDING, unit)
+                forwards.append(unit)
         link_chain(forwards)
         self._forwards += forwards
         return [unit.bucket for unit in forwards]
@@ -309,8 +310,9 @@ class Sharding:
             if key not in buckets:
                 buckets[key] = self._bucket([layer.weight])
             after = self._after_head if users[key] == 1 else _reduce_later
-            layer.forward = TableForward(layer, buckets[key], self._unsharded, keeps, after)
-            self._forwards.append(layer.forward)
+            table = TableForward(buckets[key], self._unsharded, keeps, after)
+            wrap_layer(layer, Level.SHARDING, table)
+            self._forwards.append(table)
         return list(buckets.values())
 
     def _after_head(self, bucket: Bucket) -> None:

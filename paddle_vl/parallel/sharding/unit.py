@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import paddle
-from paddle import Tensor, nn
+from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_vl.parallel.sharding.buckets import Bucket
@@ -79,7 +79,7 @@ class UnshardedBuckets:
 
 
 class UnitForward:
-    """Replaces a layer's forward, with or without recomputation in it.
+    """Wraps a layer's forward, with or without recomputation in it.
 
     The layer takes tensors that need a gradient as positional arguments of their own, not nested in
     others, and returns one tensor or a tuple of them.
@@ -97,29 +97,27 @@ class UnitForward:
 
     def __init__(
         self,
-        layer: nn.Layer,
         bucket: Bucket,
         unsharded: UnshardedBuckets | None,
         keeps: bool,
         after_backward: Callable[[Bucket], None],
     ):
-        self.forward = layer.forward
         self.bucket, self.unsharded, self.keeps = bucket, unsharded, keeps
         self.after_backward = after_backward
         self.previous: UnitForward | None = None
         self.following: UnitForward | None = None
         self.num_open = 0
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, forward: Callable[..., Any], *inputs: Any) -> Any:
         differentiable = [value for value in inputs if needs_gradient(value)]
         if not (paddle.is_grad_enabled() and (self.bucket.trained or differentiable)):
             with self.in_forward():
-                return self.forward(*inputs)
+                return forward(*inputs)
         self.num_open += 1
         # Brings the backward pass here even if no input needs a gradient.
         anchor = paddle.zeros([1])
         anchor.stop_gradient = False
-        return _RunApart.apply(_Call(self, inputs), anchor, *differentiable)
+        return _RunApart.apply(_Call(self, forward, inputs), anchor, *differentiable)
 
     def in_forward(self) -> AbstractContextManager:
         """The context of the layer's forward."""
@@ -146,17 +144,17 @@ class UnitForward:
 
 
 class TableForward(UnitForward):
-    """Replaces the forward of a token embedding or a head, which may share a weight.
+    """Wraps the forward of a token embedding or a head, which may share a weight.
 
     An embedding's backward pass does not need the weight. A head's follows the loss at once, so the
     weight stays unsharded for it.
     """
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, forward: Callable[..., Any], *inputs: Any) -> Any:
         if any(needs_gradient(value) for value in inputs):
-            return super().__call__(*inputs)
+            return super().__call__(forward, *inputs)
         with self.in_forward():
-            return self.forward(*inputs)
+            return forward(*inputs)
 
     def in_forward(self) -> AbstractContextManager:
         if self.num_open:
@@ -172,8 +170,8 @@ class TableForward(UnitForward):
 class _Call:
     """Hides a unit and its inputs from Paddle, which would look for tensors in a tuple."""
 
-    def __init__(self, unit: UnitForward, inputs: tuple):
-        self.unit, self.inputs = unit, inputs
+    def __init__(self, unit: UnitForward, forward: Callable[..., Any], inputs: tuple):
+        self.unit, self.forward, self.inputs = unit, forward, inputs
 
 
 class _RunApart(PyLayer):
@@ -187,7 +185,7 @@ class _RunApart(PyLayer):
                 ctx.leaves.append(value)
             inputs.append(value)
         with paddle.enable_grad(), ctx.unit.in_forward():
-            output = ctx.unit.forward(*inputs)
+            output = call.forward(*inputs)
         is_several = isinstance(output, tuple)
         ctx.outputs = output if is_several else (output,)
         return tuple(value.detach() for value in output) if is_several else output.detach()

@@ -1,19 +1,17 @@
-"""Batches on their way to a GPU while a step runs there.
+"""Copies batches to a GPU on a stream of their own while a step runs there.
 
-An array is put into pinned memory and copied from there by a stream of its own into a buffer on the
-device. Buffers have two turns: while the model computes with one, the next step's batches fill the
-other. The host waits for nothing; the streams wait for each other's events.
+Each array goes through pinned host memory into a buffer on the device. There are two sets of
+buffers: the model computes with one while the next step's batches fill the other. The host waits
+for nothing; the streams wait for each other's events:
 
-No byte is touched too early or too late:
-- A buffer is filled behind the last computation with what it held before. `launched` records an
-  event behind a step on the computing stream, and the copies of the next turn but one wait for it.
-- A buffer is read behind its copy: the computing stream waits for the event behind the copies.
-- Pinned memory is held until that event has happened.
-- Buffers stay, so nothing is handed back to the allocator between two streams. Memory of a new or
-  larger one comes from there, where the computing stream may still have work that uses it: the
-  copies then wait for all that has been launched so far. A smaller one that it replaces has been
-  filled and read already, as far as the computing stream has come.
-Not run on a GPU so far: tested against a device that writes down what it is asked for.
+- The copy stream waits for the last step that used a set of buffers before it fills them again
+  (`launched` records that event on the compute stream).
+- The compute stream waits for the event after the copies before it reads the buffers.
+- Pinned memory is kept until that event has happened.
+- A new or larger buffer comes from the allocator, whose memory the compute stream may still use;
+  the copies then wait for everything launched so far. Buffers are never freed between two streams.
+
+Not run on a GPU so far: tested with a device object that records the calls.
 """
 
 import logging
@@ -25,24 +23,24 @@ import paddle
 from paddle import Tensor
 
 Batch = dict[str, Any]
-# A buffer is made larger than it has to be by this part, as batches differ in length.
+# Spare capacity of a buffer, as batches differ in length.
 _SPARE = 1 / 8
 
 logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
-    """A place in a stream."""
+    """A position in a stream."""
 
     def query(self) -> bool:
-        """Whether the stream has got there."""
+        """Whether the stream has reached it."""
 
     def synchronize(self) -> None:
-        """Wait on the host until it has."""
+        """Block the host until the stream has reached it."""
 
 
 class Stream(Protocol):
-    """Work of the device in its order; see `paddle.device.Stream`."""
+    """See `paddle.device.Stream`."""
 
     def record_event(self) -> Event: ...
 
@@ -50,32 +48,32 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """What is asked of a device.
+    """A device with two streams.
 
     Attributes:
-        compute: the stream that models run on.
-        copies: another one.
+        compute: stream that the model runs on.
+        copies: stream for the copies.
     """
 
     compute: Stream
     copies: Stream
 
     def pinned(self, array: np.ndarray) -> Any:
-        """A tensor of the same values in pinned memory of the host."""
+        """A copy of the array in pinned host memory."""
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        """A tensor on the device."""
+        """An uninitialized tensor on the device."""
 
     def copy(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Have the stream of copies fill each second tensor with the first, whose shape it takes
-        on in the memory that it has."""
+        """Copy each (source, target) pair on the copy stream. The target takes the source's shape
+        within its own memory."""
 
 
 class GpuDevice:
     """The current GPU.
 
     Raises:
-        RuntimeError, MemoryError, OSError: it has no streams, or there is no pinned memory.
+        RuntimeError, MemoryError, OSError: no streams or no pinned memory.
     """
 
     def __init__(self):
@@ -99,40 +97,39 @@ class GpuDevice:
                 target.copy_(source, blocking=False)
 
 
-class _Turn:
-    """Buffers of a step, and the event behind which they may be filled anew."""
+class _BufferSet:
+    """Device buffers of one step, and the event after which they may be overwritten."""
 
     def __init__(self):
-        self.buffers: dict[tuple, tuple[Any, int]] = {}
+        self.by_key: dict[tuple, tuple[Any, int]] = {}
         self.is_read: Event | None = None
 
 
 class DeviceCopies:
-    """Copies steps' batches to a device ahead of their use, as the module says."""
+    """Double-buffered copies of batches to a device; see the module docstring."""
 
     def __init__(self, device: Device):
         self._device = device
-        self._turns = [_Turn(), _Turn()]
+        self._sets = [_BufferSet(), _BufferSet()]
         self._copied: Event | None = None
         self._pinned: list[tuple[Event, list[Any]]] = []
 
     def start(self, batches: Sequence[Batch], is_for_device: Callable[[str], bool]) -> list[Batch]:
-        """Start to copy the batches of a step, the last of which has been launched.
+        """Start to copy the batches of the next step; the previous step has been launched.
 
         Args:
-            is_for_device: which entries leave the host: arrays, or lists of them.
+            is_for_device: whether the entry of a name, an array or a list of arrays, is copied.
 
         Returns:
-            The batches with tensors in place of these; nothing is to be launched with them before
-            `wait`, and they are valid until the next step but one starts to be copied.
+            The batches with tensors instead of these entries. Call `wait` before a kernel uses
+            them; they are valid until the batches of the next step but one are copied.
         """
         device = self._device
-        self._pinned = [(event, held) for event, held in self._pinned if not event.query()]
-        turn = self._turns[0]
-        pairs, is_new = [], False
+        self._pinned = [(event, kept) for event, kept in self._pinned if not event.query()]
+        buffers = self._sets[0]
+        pairs, new_buffers = [], []
 
         def placed(key: tuple, value: Any) -> Any:
-            nonlocal is_new
             if isinstance(value, list):
                 return [placed((*key, i), entry) for i, entry in enumerate(value)]
             if not isinstance(value, np.ndarray):
@@ -140,11 +137,12 @@ class DeviceCopies:
             dtype = str(value.dtype)
             if value.size == 0:
                 return device.empty(value.shape, dtype)
-            buffer, capacity = turn.buffers.get((*key, dtype), (None, 0))
+            buffer, capacity = buffers.by_key.get((*key, dtype), (None, 0))
             if value.size > capacity:
-                is_new, capacity = True, value.size + int(value.size * _SPARE)
+                capacity = value.size + int(value.size * _SPARE)
                 buffer = device.empty([capacity], dtype)
-                turn.buffers[(*key, dtype)] = buffer, capacity
+                buffers.by_key[(*key, dtype)] = buffer, capacity
+                new_buffers.append(buffer)
             pairs.append((device.pinned(value), buffer))
             return buffer
 
@@ -155,45 +153,45 @@ class DeviceCopies:
             }
             for number, batch in enumerate(batches)
         ]
-        if is_new:
+        if new_buffers:
             device.copies.wait_event(device.compute.record_event())
-        elif turn.is_read is not None:
-            device.copies.wait_event(turn.is_read)
+        elif buffers.is_read is not None:
+            device.copies.wait_event(buffers.is_read)
         device.copy(pairs)
         self._copied = device.copies.record_event()
         self._pinned.append((self._copied, [source for source, _ in pairs]))
-        self._turns.reverse()
+        self._sets.reverse()
         return tensors
 
     def wait(self) -> None:
-        """Have what is launched from here on wait for the copies that were started last."""
+        """Make the compute stream wait for the copies started last."""
         self._device.compute.wait_event(self._copied)
 
     def launched(self) -> None:
-        """The step that these copies were for has been launched."""
-        # The turn that was filled last is behind the one to be filled next.
-        self._turns[1].is_read = self._device.compute.record_event()
+        """Record that the step of the last copies has been launched."""
+        # The set that was filled last; `start` has swapped the two.
+        self._sets[1].is_read = self._device.compute.record_event()
 
-    def has_run_dry(self) -> bool:
-        """Whether the device has done all of the last step that was launched."""
-        event = self._turns[1].is_read
+    def is_idle(self) -> bool:
+        """Whether the device has finished the last launched step."""
+        event = self._sets[1].is_read
         return event is None or event.query()
 
     def close(self) -> None:
-        """Wait until all copies are done, and let go of all memory."""
+        """Wait for all copies and free their memory."""
         for event, _ in self._pinned:
             event.synchronize()
         self._pinned = []
-        self._turns = [_Turn(), _Turn()]
+        self._sets = [_BufferSet(), _BufferSet()]
 
 
 def device_copies(
     pin_memory: bool, is_main: bool = True, make: Callable[[], Device] = GpuDevice
 ) -> DeviceCopies | None:
-    """Copies for the device that Paddle runs on; None where batches go on as they are.
+    """Copies for Paddle's current device; None on a CPU, or if the device cannot do them.
 
-    That is a CPU, which needs none and of which nothing is said. Of another device that goes
-    without there is one warning, by the main process alone where all go without.
+    Without copies on a device other than a CPU there is a warning, on rank 0 alone if the reason is
+    the same on all ranks.
     """
     name = paddle.get_device()
     if name.startswith("cpu"):
@@ -202,11 +200,11 @@ def device_copies(
     if not pin_memory:
         reason = "data.pin_memory is off"
     elif not name.startswith("gpu"):
-        reason = f"copies beside a running step are made on GPUs only, and this is {name}"
+        reason = f"copies during a running step need a GPU, and this is {name}"
     else:
         try:
             return DeviceCopies(make())
-        # As Paddle tells of a missing feature, of memory and of CUDA.
+        # What Paddle raises for a missing feature, for memory and for CUDA errors.
         except (RuntimeError, MemoryError, OSError) as error:
             reason = f"{name} cannot copy from pinned memory ({str(error).strip()})"
             is_here_only = True

@@ -1,20 +1,26 @@
-"""What a training step is fed with: its batches, counted, and on the device where there is one."""
+"""Feeds a training step: its micro-batches, counted, and on the device where there is one.
 
+Also warns about long waits for data while they last (`WaitWatch`).
+"""
+
+import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from paddle_vl.batch.schema import Batch
 from paddle_vl.families.base import BatchAdapter
-from paddle_vl.train.feeding.data_wait import WaitWatch
 from paddle_vl.train.feeding.device_copies import DeviceCopies
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.step import MicroBatch, counted
 
+logger = logging.getLogger(__name__)
+
 
 class TrainingData(Protocol):
-    """An endless stream of training batches that knows its place; see PrefetchLoader."""
+    """Endless iterator over training batches whose position can be saved; see PrefetchLoader."""
 
     epoch: int
     batches_consumed: int
@@ -31,17 +37,17 @@ class TrainingData(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def waiting_for(self) -> str:
-        """What the next batch waits for, in words; from any thread."""
+        """Describes what the next batch waits for; called from any thread."""
 
 
 @dataclass(frozen=True)
 class DataPlace:
-    """Where a stream of batches stands.
+    """Position in the training data.
 
     Attributes:
-        state: to continue there.
-        epoch, batches_consumed: of the next batch, and how many of its epoch were before it.
-        batches_in_epoch: all batches of that epoch.
+        state: state dict of the data at this position.
+        epoch, batches_consumed: epoch of the next batch, and batches of that epoch before it.
+        batches_in_epoch: batches of that epoch.
         skipped: bad samples left out so far.
     """
 
@@ -69,13 +75,13 @@ class DataPlace:
 
 @dataclass(frozen=True)
 class FedStep:
-    """The batches of a step.
+    """The micro-batches of a step.
 
     Attributes:
-        micro_batches: counted; where copies are made, tensors in place of what the model computes
-            with, valid until the step after the next one is asked for.
-        place: right behind these batches, however many were fetched ahead.
-        data_wait_s: seconds that the step had to wait for them.
+        micro_batches: counted. With `DeviceCopies` their arrays are tensors on the device, valid
+            until the next step but one is requested.
+        place: data position after these micro-batches, however many were prefetched.
+        data_wait_s: seconds that the step waited for them.
     """
 
     micro_batches: Sequence[MicroBatch]
@@ -84,19 +90,19 @@ class FedStep:
 
 
 class BatchFeed:
-    """Steps' batches, one step ahead of the running one where a device runs it.
+    """Fetches the micro-batches of each step; on a GPU one step ahead of the running one.
 
-    The order of calls, all from one thread: `next_step`, the step is launched, `prepare_next`.
-
-    Attributes:
-        steps_fed: steps handed out, of the whole run.
+    Call `next_step`, launch the step, call `prepare_next`; all from one thread.
 
     Args:
-        num_micro_batches: of a step.
-        num_steps: of the whole run; no batch beyond them is fetched ahead.
-        wait_warning_s: seconds of waiting until a warning says what is waited for.
-        count_flops: counts the operations of a batch; None where nobody asks.
-        copies: to the device; None where batches go on as they are, and on demand.
+        num_micro_batches: per step.
+        num_steps: of the whole run; nothing is prefetched beyond them.
+        wait_warning_s: seconds of waiting for data before a warning.
+        copies: copies to the device; None without prefetching.
+        count_flops: FLOPs of a batch; None to not count them.
+
+    Attributes:
+        steps_fed: steps returned so far, of the whole run.
     """
 
     def __init__(
@@ -118,16 +124,16 @@ class BatchFeed:
         self.steps_fed = 0
 
     def continue_at(self, steps_fed: int, data_state: dict[str, Any]) -> None:
-        """Go on behind the steps of a run whose data stood there."""
+        """Resume after `steps_fed` steps, with the data at a saved position."""
         self._next = None
         self._data.load_state_dict(data_state)
         self.steps_fed = steps_fed
 
     def next_step(self) -> FedStep:
-        """The batches of the next step, on the device or on their way there.
+        """The micro-batches of the next step, on the device or being copied there.
 
         Raises:
-            As the data, whether it was fetched ahead or not.
+            Exception: what the data raised, also if that was while prefetching.
         """
         fed, self._next = self._next, None
         if fed is None:
@@ -140,21 +146,20 @@ class BatchFeed:
         return fed
 
     def prepare_next(self) -> None:
-        """The last step has been launched: fetch and copy the next one's batches beside it.
+        """Prefetch and copy the next step's micro-batches while the launched step runs.
 
-        Without copies there is nothing to do: workers are ahead by themselves, and without workers
-        the time would be the same.
+        Does nothing without device copies: loader workers prefetch by themselves.
         """
         if self._copies is None or self._next is not None or self.steps_fed >= self._num_steps:
             return
         try:
             self._next = self._fetch(is_ahead=True)
         except Exception as error:
-            # It belongs to the next step: what is due behind the running one comes first.
+            # Raised by `next_step`: reports and checkpoints of the running step come first.
             self._next = error
 
     def close(self) -> None:
-        """End what runs beside; batches that were fetched ahead are dropped."""
+        """Stop loader, watch and copies; prefetched micro-batches are dropped."""
         self._next = None
         self._watch.close()
         self._data.close()
@@ -169,8 +174,8 @@ class BatchFeed:
         with phase(Phase.DATA_WAIT), self._watch.waiting(f"step {self.steps_fed + 1}"):
             batches = [next(self._data) for _ in range(self._num_micro_batches)]
         wait_s = time.perf_counter() - begin
-        if is_ahead and not copies.has_run_dry():
-            # The running step took longer.
+        if is_ahead and not copies.is_idle():
+            # The device was busy all the time, so the data delayed nothing.
             wait_s = 0.0
         place = DataPlace.of(self._data)
         micro_batches = [
@@ -186,3 +191,108 @@ class BatchFeed:
                 for micro_batch, batch in zip(micro_batches, on_device, strict=True)
             ]
         return FedStep(micro_batches, place, wait_s)
+
+
+class WaitWatch:
+    """Logs a warning while a wait lasts longer than `after_s`, again whenever the time has doubled,
+    and a message when it is over.
+
+        with WaitWatch(30.0, loader.waiting_for) as watch:
+            with watch.waiting("step 7"):
+                batch = next(loader)
+
+    Args:
+        after_s: seconds until the first warning.
+        describe: describes what is waited for; called in the watching thread.
+    """
+
+    def __init__(self, after_s: float, describe: Callable[[], str]):
+        self._after_s, self._describe = after_s, describe
+        self._changed = threading.Condition()
+        self._wait: _Wait | None = None
+        self._thread: threading.Thread | None = None
+
+    def waiting(self, who: str) -> "_Wait":
+        """A context manager around one wait."""
+        return _Wait(self, who, self._after_s)
+
+    def close(self) -> None:
+        """End the thread; the next wait starts a new one."""
+        with self._changed:
+            thread, self._thread = self._thread, None
+            self._changed.notify()
+        if thread is not None:
+            thread.join()
+
+    def __enter__(self) -> "WaitWatch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _begin(self, wait: "_Wait") -> None:
+        with self._changed:
+            self._wait = wait
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._wait = None
+
+    def _run(self) -> None:
+        with self._changed:
+            while self._thread is threading.current_thread():
+                left = None if self._wait is None else self._wait.left()
+                if left is None or left > 0:
+                    self._changed.wait(left)
+                else:
+                    self._wait.warn(self._describe())
+
+
+class _Wait:
+    def __init__(self, watch: WaitWatch, who: str, after_s: float):
+        self._watch, self._who, self._next_s = watch, who, after_s
+        self._begin = 0.0
+        self._has_warned = False
+
+    def __enter__(self) -> None:
+        self._begin = time.monotonic()
+        self._watch._begin(self)
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._watch._end()
+        if self._has_warned and kind is None:
+            waited_s = time.monotonic() - self._begin
+            logger.warning("%s goes on: its data came after %.3g s", self._who, waited_s)
+
+    def left(self) -> float:
+        """Seconds until the next warning is due."""
+        return self._begin + self._next_s - time.monotonic()
+
+    def warn(self, what: str) -> None:
+        logger.warning("%s has waited %.3g s for data: %s", self._who, self._next_s, what)
+        self._has_warned = True
+        self._next_s *= 2
+
+
+class WatchedData(Protocol):
+    """Batches that describe what the next one waits for; see PrefetchLoader."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def waiting_for(self) -> str: ...
+
+
+def watched(data: WatchedData, after_s: float, who: str) -> Iterator[Any]:
+    """The same batches, with a `WaitWatch` around each wait."""
+    batches = iter(data)
+    with WaitWatch(after_s, data.waiting_for) as watch:
+        while True:
+            with watch.waiting(who):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch

@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics, their files and writers, and a record of its starts."""
+"""Metrics of a run, where they are written, and the record of its starts."""

@@ -1,8 +1,7 @@
-"""What devices can compute at most: the measure of how well a run uses them (MFU).
+"""Peak FLOP/s of devices, the denominator of MFU.
 
-Dense matrix products, not the sparse ones that data sheets like to name, of 16-bit floats with
-float32 sums. For float32 that of TF32, which a device with it may compute them in; where it is
-switched off (NVIDIA_TF32_OVERRIDE=0), that of the float32 units.
+Dense matrix products of 16-bit floats with float32 accumulation. For float32 the peak of TF32 on
+devices that have it, unless NVIDIA_TF32_OVERRIDE=0.
 
 Source: NVIDIA's data sheets of H200, H100 (its figures are those of H800), H20, A100 (A800), A30,
 A10, A40, L40S, L40, L20, L4, V100, V100S, T4, RTX A6000 and HGX B200 / GB200 NVL72; appendices of
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Peak(NamedTuple):
-    """In TFLOP/s; None for what a device cannot compute in matrix units."""
+    """TFLOP/s by dtype; None where a device has no matrix units for the dtype."""
 
     bfloat16: float | None
     float16: float
@@ -36,7 +35,8 @@ def _peak(half: float, tf32: float, float32: float) -> Peak:
 _HOPPER_SXM, _HOPPER_PCIE = _peak(989.5, 494.5, 67.0), _peak(756.5, 378.0, 51.0)
 _HOPPER_NVL = _peak(835.5, 417.5, 60.0)
 _A100 = _peak(312.0, 156.0, 19.5)
-# By words that are all in a device's name; the first that fit hold, so longer ones come first.
+# An entry matches a device name that contains all of its words; the first match is taken, so longer
+# entries come first.
 _PEAKS: tuple[tuple[str, Peak], ...] = (
     ("GB200", _peak(2500.0, 1250.0, 80.0)),
     ("B200", _peak(2250.0, 1100.0, 75.0)),
@@ -70,16 +70,16 @@ _PEAKS: tuple[tuple[str, Peak], ...] = (
     ("V100", Peak(None, 125.0, None, 15.7)),
     ("T4", Peak(None, 65.0, None, 8.1)),
 )
-# Devices of these names are others than the desktop's, or parts of one.
+# Words of a device name that mean another device, or a part of one.
 _OTHERS = frozenset({"LAPTOP", "MOBILE", "MAX", "MIG", "D", "TI", "SUPER", "PRO"})
 
 
 def known_peak(device_name: str, dtype: str) -> float | None:
-    """Operations per second of a device, None where they are not known.
+    """Peak FLOP/s of a device; None if unknown.
 
     Args:
-        device_name: as CUDA has it, `NVIDIA A100-SXM4-80GB`.
-        dtype: `bfloat16`, `float16` or `float32`, what matrix products are computed in.
+        device_name: CUDA's name, for instance `NVIDIA A100-SXM4-80GB`.
+        dtype: `bfloat16`, `float16` or `float32`, the dtype of matrix products.
     """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     for model, peak in _PEAKS:
@@ -94,12 +94,10 @@ def known_peak(device_name: str, dtype: str) -> float | None:
 
 
 def device_peak(dtype: str, setting: float | None = None) -> float | None:
-    """Operations per second that this process's device has at most; None where nobody knows.
-
-    Then one line of the log says so, unless the device is the CPU.
+    """Peak FLOP/s of this process's device; None if unknown, which is logged unless it is a CPU.
 
     Args:
-        setting: logging.device_peak_tflops, which holds for any device.
+        setting: logging.device_peak_tflops, which overrides the table.
     """
     if setting is not None:
         return setting * 1e12
@@ -109,8 +107,8 @@ def device_peak(dtype: str, setting: float | None = None) -> float | None:
     peak = known_peak(name, dtype)
     if peak is None:
         logger.info(
-            "how many operations a %s can compute in %s is not known, so no mfu is reported: "
-            "logging.device_peak_tflops sets it",
+            "the peak FLOP/s of %s in %s is not known, so no mfu is reported: set "
+            "logging.device_peak_tflops",
             name,
             dtype,
         )

@@ -1,18 +1,21 @@
-"""Numbers that every process has its own of, brought together in one collective.
+"""Per-rank numbers of a report, gathered over all ranks in one collective and reduced on the host.
 
-All values of a process make one small tensor; the tensors of all are gathered, and sums, means and
-extremes computed from them. Shapes: P processes, K values.
+The values of a rank form one small tensor; the tensors of all ranks are gathered and copied to the
+host, where sums, means and extremes are computed. Shapes: P ranks, K values.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _REDUCTIONS = {
-    # What all processes have the same of.
+    # The value is the same on all ranks.
     "same": lambda column: column[0],
     "sum": np.sum,
     "mean": np.mean,
@@ -23,11 +26,11 @@ _REDUCTIONS = {
 
 @dataclass(frozen=True)
 class Gauge:
-    """A value of this process.
+    """A value of this rank.
 
     Attributes:
-        how: what is told of all processes' values: `same`, `sum`, `mean`, `min` or `max`.
-        value: a number, or a tensor `[n]` whose entries are taken one by one.
+        how: reduction over ranks: `same`, `sum`, `mean`, `min` or `max`.
+        value: a number, or a tensor `[n]` that is reduced entry by entry.
     """
 
     name: str
@@ -36,9 +39,10 @@ class Gauge:
 
 
 def local_values(gauges: Sequence[Gauge]) -> Tensor:
-    """`[K]` float64, on the device, where tensors are and nothing is waited for.
+    """The values of this rank, `[K]` float64 on the device.
 
-    Numbers are written by the device: copying them from the host would wait for it.
+    Nothing waits for the device: `paddle.full` writes a number there, while copying it from the
+    host would synchronize.
     """
     return paddle.concat(
         [
@@ -52,11 +56,10 @@ def local_values(gauges: Sequence[Gauge]) -> Tensor:
 
 @dataclass(frozen=True)
 class GaugeLayout:
-    """What stands where among the K values; the same on all processes.
+    """Name, reduction and number of entries of each gauge in the K values; same on all ranks.
 
     Attributes:
-        places: of each gauge its name, how it is reduced, and how many values it has; None for a
-            number.
+        places: (name, reduction, entries) per gauge; entries is None for a number.
     """
 
     places: tuple[tuple[str, str, int | None], ...]
@@ -71,7 +74,7 @@ class GaugeLayout:
         )
 
     def reduced(self, values_PK: np.ndarray) -> dict[str, float | np.ndarray]:
-        """By name what all processes' values come to; arrays of those that have several."""
+        """The reduced value of each gauge by name: a float, or an array for a tensor."""
         found: dict[str, float | np.ndarray] = {}
         begin = 0
         for name, how, size in self.places:
@@ -84,3 +87,36 @@ class GaugeLayout:
 
 def _is_tensor(gauge: Gauge) -> bool:
     return isinstance(gauge.value, Tensor)
+
+
+class HostCopy:
+    """An asynchronous copy of a tensor to the host; only `read` waits for it.
+
+    On a GPU the copy is queued on the current stream, behind the kernels that compute the tensor;
+    kernels that are launched later do not wait for it. On a CPU nothing is copied.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self._event = None
+        if tensor.place.is_gpu_place():
+            self._tensor = tensor._copy_to(paddle.CUDAPinnedPlace(), False)
+            self._event = paddle.device.cuda.Event()
+            self._event.record()
+            # Keeps the memory from being reused before it is copied.
+            self._source = tensor
+        else:
+            self._tensor = tensor
+
+    def read(self) -> np.ndarray:
+        """The values; waits until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor.numpy()
+
+
+def memory_in_use() -> int:
+    """Bytes of memory of this process: on a GPU the peak of allocated tensors so far, on a CPU the
+    resident set now. Does not wait for the device."""
+    if not paddle.get_device().startswith("cpu"):
+        return int(paddle.device.cuda.max_memory_allocated())
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE

@@ -1,31 +1,29 @@
-"""What a run reports about itself: one JSON object a line in metrics.jsonl.
+"""Metrics of training steps, reported as one JSON object per line of metrics.jsonl.
 
-Keys of a line:
-    `step`; `epoch`, passes over the training data so far.
-    `loss`, mean cross entropy over the target tokens since the last line (null when every update
-        was skipped), of a policy the weighted sum of `MSE` and `CE`, which stand beside it. With
-        the load-balancing loss (`output_router_logits` of the model's configuration) it includes
-        that; `eval_loss` does not.
+Keys of a line, since the previous line or start unless it says "whole run":
+    `step`; `epoch`: passes over the training data, whole run.
+    `loss`: mean cross entropy over target tokens, null if every update was skipped; of a policy the
+        weighted sum of `MSE` and `CE`, which are reported too. With the load-balancing loss
+        (`output_router_logits` of the model configuration) it includes that; `eval_loss` does not.
     `learning_rate` and `grad_norm` (before clipping, null if not finite) of the last step;
-        `learning_rate/PART`, for each of train.part_learning_rates.
-    `samples_per_second` and `tokens_per_second` of training alone, by the slowest process;
-        `step_seconds`, the processes' mean, and `step_seconds_max`, of the slowest;
-        `data_wait_seconds`, how much of a step was spent waiting for data, of the worst process;
-        `mfu`, the share of what the devices can compute at most that went into the model's own
-        operations (padding and recomputation are none), where that is known;
-        `memory_gb`, the most that a process held, of tensors on a GPU, of all on a CPU.
-    `sequence_length_min`, `_mean` and `_max`, real tokens of the samples; `packing_efficiency` with
-        data.packing, the share of real tokens in rows. Of these, as of times, a run that continues
-        begins anew.
-    `target_tokens`, `skipped_updates` and `skipped_samples` of the whole run so far.
-    `tokens_per_expert_min`, `_mean` and `_max`, see `paddle_vl.families.qwen3_vl.objective`.
-    `eval_loss` in steps that evaluate, of a policy with its terms. A line of an evaluation between
-        two reports has `step` and the evaluation's entries only.
-What is not said to be of the run is since the last line, or start.
+        `learning_rate/PART` for each entry of train.part_learning_rates.
+    `samples_per_second`, `tokens_per_second`: of training without evaluations and checkpoints, by
+        the slowest rank; `step_seconds`: mean over ranks; `step_seconds_max`: slowest rank;
+        `data_wait_seconds`: seconds per step that the worst rank waited for data.
+    `mfu`: model FLOPs (without padding and recomputation) over the devices' peak, if known.
+    `memory_gb`: of the worst rank, peak of allocated tensors on a GPU, resident set on a CPU.
+    `sequence_length_min`, `_mean`, `_max`: real tokens of the samples; `packing_efficiency` with
+        data.packing: share of real tokens in packed rows. These and times restart on resume.
+    `target_tokens`, `skipped_updates`, `skipped_samples`: whole run.
+    `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.qwen3_vl.objective`.
+    `eval_loss`, of a policy with its terms: in steps that evaluate. An evaluation between two
+        reports has a line of its own.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,27 +31,29 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.nn.loss import Loss, weighted_loss
+from paddle_vl.train.checkpoint import complete_checkpoints
 from paddle_vl.train.reporting.gauges import Gauge
 from paddle_vl.train.step import MicroBatch, StepOutcome
 
+logger = logging.getLogger(__name__)
 Values = Mapping[str, Any]
 
 
 class StepMeter:
-    """Collects steps between two reports, and counts over the whole run.
+    """Accumulates metrics between two reports (the window) and over the whole run.
 
-    What lies on the device is collected there, and read when a report is.
+    Losses, norms and counts stay on the device until a report is read.
 
     Args:
-        peak_flops: operations per second that this process's device has at most, if known.
+        peak_flops: peak FLOP/s of this rank's device, if known.
     """
 
     def __init__(self, loss: Loss, peak_flops: float | None = None):
         self._loss, self._peak_flops = loss, peak_flops
-        nothing = paddle.zeros([len(loss.terms)], dtype="float64")
-        # Of each term what the run has counted; the window is what came since the last report.
-        self._counted, self._sums, self._counts = nothing, nothing, nothing
-        # Skipped updates: all, in a row until now, and in a row at most since the last report.
+        zeros = paddle.zeros([len(loss.terms)], dtype="float64")
+        # Per loss term: count of the whole run, sum and count of the window.
+        self._counted, self._sums, self._counts = zeros, zeros, zeros
+        # Skipped updates: whole run, current streak, longest streak in the window.
         self._skips = paddle.zeros([3], dtype="float64")
         self._grad_norm: Tensor = paddle.full([], math.nan)
         self._begin_window()
@@ -66,7 +66,12 @@ class StepMeter:
         seconds: float,
         data_wait_s: float = 0.0,
     ) -> None:
-        """Count one step of this process, that took `seconds` of which it waited for data."""
+        """Add a step.
+
+        Args:
+            micro_batches: of this rank.
+            seconds: duration of the step on this rank, including `data_wait_s`.
+        """
         totals = outcome.totals
         self._steps += 1
         self._samples += totals.num_samples
@@ -75,28 +80,28 @@ class StepMeter:
         self._seconds += seconds
         self._data_wait_s += data_wait_s
         self._flops += sum(batch.flops for batch in micro_batches)
-        for length in (length for batch in micro_batches for length in batch.lengths):
-            self._lengths.append(length)
+        for batch in micro_batches:
+            self._lengths.extend(batch.lengths)
         counts = paddle.stack([paddle.full([], count, "float64") for count in totals.counts])
         counts = paddle.where(outcome.is_good, counts, paddle.zeros_like(counts))
         sums = outcome.terms.astype("float64") * counts
         self._sums = self._sums + paddle.where(outcome.is_good, sums, paddle.zeros_like(sums))
         self._counts, self._counted = self._counts + counts, self._counted + counts
         is_bad = 1.0 - outcome.is_good.astype("float64")
-        everything, in_a_row, longest = self._skips
-        in_a_row = (in_a_row + 1.0) * is_bad
-        longest = paddle.maximum(longest, in_a_row)
-        self._skips = paddle.stack([everything + is_bad, in_a_row, longest])
+        total, streak, longest = self._skips
+        streak = (streak + 1.0) * is_bad
+        self._skips = paddle.stack([total + is_bad, streak, paddle.maximum(longest, streak)])
         self._grad_norm = outcome.grad_norm
 
     def gauges(self, counts_data: bool) -> list[Gauge]:
-        """What a report is made of, of this process; a new window begins.
+        """Values of this rank for a report; begins a new window.
 
         Args:
-            counts_data: whether this process speaks for its part of the data.
+            counts_data: whether this rank contributes its data to sums; False on ranks that load
+                the same samples as another rank.
         """
         lengths = self._lengths if counts_data else []
-        # Of none neither is the least nor the most.
+        # Neutral elements of min and max.
         extremes = (min(lengths), max(lengths)) if lengths else (math.inf, -math.inf)
         gauges = [
             Gauge("sums", "same", self._sums),
@@ -122,7 +127,11 @@ class StepMeter:
         return gauges
 
     def line(self, values: Values) -> dict[str, Any]:
-        """The window's part of a metrics line, from the gauges of all processes."""
+        """Entries of a metrics line.
+
+        Args:
+            values: the gauges of `gauges`, reduced over ranks.
+        """
         loss = self._loss
         line: dict[str, Any] = {"loss": None}
         means = dict.fromkeys(loss.terms)
@@ -149,19 +158,19 @@ class StepMeter:
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Until now; read from the device."""
+        """Current streak of skipped updates; reads from the device."""
         return int(self._skips[1].item())
 
     def _begin_window(self) -> None:
         self._sums, self._counts = paddle.zeros_like(self._sums), paddle.zeros_like(self._counts)
-        everything, in_a_row, _ = self._skips
-        self._skips = paddle.stack([everything, in_a_row, paddle.zeros_like(in_a_row)])
+        total, streak, _ = self._skips
+        self._skips = paddle.stack([total, streak, paddle.zeros_like(streak)])
         self._steps, self._samples, self._tokens, self._places = 0, 0, 0, 0
         self._seconds, self._data_wait_s, self._flops = 0.0, 0.0, 0
         self._lengths: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that continues goes on from; read from the device."""
+        """State that a checkpoint stores; reads from the device."""
         tensors = (self._counted, self._skips, self._sums, self._counts)
         counted, skips, *window = (tensor.tolist() for tensor in tensors)
         return {"counted": counted, "skips": skips, "window": window}
@@ -174,8 +183,38 @@ class StepMeter:
 
 
 def longest_skip(values: Values) -> int:
-    """Skipped updates in a row at most since the last report."""
+    """Longest streak of skipped updates since the previous report."""
     return int(values["skips"][2])
+
+
+def check_skipped(values: Values, line: dict[str, Any], limit: int, output_dir: Path) -> None:
+    """Warn of updates that were skipped since the previous report.
+
+    Args:
+        line: the metrics line of the report.
+        limit: train.max_nonfinite_steps.
+
+    Raises:
+        RuntimeError: `limit` updates in a row were skipped.
+    """
+    longest = longest_skip(values)
+    if longest == 0:
+        return
+    logger.warning(
+        "up to %d updates in a row were skipped since the last report, as a loss or the "
+        "gradient norm was not finite; %d of the run so far",
+        longest,
+        line["skipped_updates"],
+    )
+    if longest < limit:
+        return
+    saved = complete_checkpoints(output_dir)
+    raise RuntimeError(
+        f"{longest} updates in a row were skipped up to step {line['step']}, as a loss or the "
+        "gradient norm was not finite: train.max_nonfinite_steps is reached. "
+        + (f"The last checkpoint is {saved[-1][1]}. " if saved else "")
+        + "Look at the data of these steps, or lower train.learning_rate"
+    )
 
 
 def _speed(values: Values) -> dict[str, float]:

@@ -1,27 +1,37 @@
-"""Metrics on their way from the processes to the file, the writers and the bar.
+"""Where the metrics of a run go: metrics.jsonl, VisualDL and TensorBoard, progress bar, loss curve.
 
-A report is collected behind its step, in one collective, and read while the next step runs, so that
-nobody waits for the device in between.
+A report is gathered over all ranks after its step, in one collective, and read while the next step
+runs, so that the host does not wait for the device in between.
 """
 
 import logging
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from paddle_vl.config.schema import LoggingConfig
+from paddle_vl.files.named_errors import naming
 from paddle_vl.train.processes import SingleProcess
-from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, local_values
-from paddle_vl.train.reporting.host_copy import HostCopy
-from paddle_vl.train.reporting.loss_curve import CURVE_FILE, draw_loss_curve
-from paddle_vl.train.reporting.metrics_file import METRICS_FILE, MetricsFile
-from paddle_vl.train.reporting.progress import ProgressBar
-from paddle_vl.train.reporting.scalar_writers import ScalarWriters
+from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, HostCopy, local_values
+from paddle_vl.train.reporting.run_files import (
+    METRICS_FILE,
+    Line,
+    MetricsFile,
+    numbers_of,
+    tag_of,
+)
 
 logger = logging.getLogger(__name__)
-# The values of all processes by gauge, to a metrics line.
-MakeLine = Callable[[dict[str, Any]], dict[str, Any]]
+CURVE_FILE = "loss.png"
+# Values of a report by gauge, reduced over ranks.
+Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -29,20 +39,18 @@ class _Pending:
     step: int
     copy: HostCopy
     layout: GaugeLayout
-    make_line: MakeLine
-    look_at: Callable[[dict[str, Any]], None]
+    make_line: Callable[[Values], Line]
+    on_written: Callable[[Values, Line], None]
 
 
 class Reporter:
-    """Writes a run's metrics.
-
-    Attributes:
-        bar: the progress bar, which shows the last line.
+    """Gathers and writes the metrics of a run.
 
     Args:
-        output_dir: the run's.
-        processes: those of the run; collecting is done by all of them together, the writing by the
-            first.
+        processes: ranks of the run; all of them collect, the first one writes.
+
+    Attributes:
+        bar: progress bar, which shows the last line.
     """
 
     def __init__(self, config: LoggingConfig, output_dir: Path, processes: SingleProcess):
@@ -53,7 +61,7 @@ class Reporter:
         self.bar: ProgressBar | None = None
 
     def open(self, step: int, num_steps: int) -> None:
-        """Begin, or go on behind a step, forgetting lines of later ones."""
+        """Start after `step` completed steps; lines of later steps are removed."""
         if self._processes.is_main:
             self._file.drop_after(step)
             report_to, lines = self._config.report_to, self._file.read()
@@ -64,23 +72,23 @@ class Reporter:
         self,
         step: int,
         gauges: list[Gauge],
-        make_line: MakeLine,
-        look_at: Callable[[dict[str, Any]], None],
+        make_line: Callable[[Values], Line],
+        on_written: Callable[[Values, Line], None],
     ) -> None:
-        """Bring all processes' values of a step together; `write` tells them.
+        """Gather a report over all ranks; `write` reads and writes it. Called by all ranks.
 
         Args:
-            make_line: makes a line of them when they are there.
-            look_at: gets the line when it is written, on every process; it may raise.
+            make_line: makes the metrics line of the reduced values.
+            on_written: called on every rank after the line is written; may raise.
         """
         copy = HostCopy(self._processes.gathered_values(local_values(gauges)))
-        self._pending = _Pending(step, copy, GaugeLayout.of(gauges), make_line, look_at)
+        self._pending = _Pending(step, copy, GaugeLayout.of(gauges), make_line, on_written)
 
-    def write(self, step: int | None = None, entries: dict[str, Any] | None = None) -> None:
-        """Write what was collected, if anything was, with other entries of the same step.
+    def write(self, step: int | None = None, entries: Line | None = None) -> None:
+        """Write the collected report, if there is one, and further entries.
 
         Args:
-            step: of these entries; what was collected of an earlier one has a line of its own.
+            step: step of the entries; they share the report's line if its step is the same.
         """
         pending, self._pending, line = self._pending, None, {}
         if pending is not None:
@@ -92,9 +100,9 @@ class Reporter:
         elif line or entries:
             self._write_line({"step": step, **line, **(entries or {})})
         if pending is not None:
-            pending.look_at(line)
+            pending.on_written(values, line)
 
-    def _write_line(self, line: dict[str, Any]) -> None:
+    def _write_line(self, line: Line) -> None:
         if not self._processes.is_main:
             return
         self._file.append(line)
@@ -102,7 +110,7 @@ class Reporter:
         self.bar.show(line)
 
     def close(self) -> None:
-        """Tell what is left, and draw the curve."""
+        """Write what is pending, and draw the loss curve."""
         try:
             self.write()
         finally:
@@ -110,3 +118,192 @@ class Reporter:
             if self._processes.is_main:
                 self._writers.close()
                 draw_loss_curve(self._file.read(), self._output_dir / CURVE_FILE)
+
+
+_DRAW_SECONDS = 0.2
+# Label, key in a metrics line, format.
+_SHOWN = (
+    ("loss", "loss", ".4f"),
+    ("eval", "eval_loss", ".4f"),
+    ("lr", "learning_rate", ".2e"),
+)
+
+
+class ProgressBar:
+    """A progress bar on a terminal; elsewhere one log line per report.
+
+    Args:
+        first_step: steps that the run has completed before.
+        is_shown: False shows nothing.
+        has_bar: False writes log lines on a terminal too.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        first_step: int,
+        is_shown: bool,
+        has_bar: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._num_steps, self._first_step = num_steps, first_step
+        self._clock, self._begin = clock, clock()
+        self._text, self._line = "", {}
+        # A bar redraws its line, which would fill a log file.
+        has_bar = has_bar and sys.stderr.isatty()
+        self._tells_lines = is_shown and not has_bar
+        self._bar = tqdm(
+            total=num_steps,
+            initial=first_step,
+            desc="train",
+            unit=" steps",
+            disable=not (is_shown and has_bar),
+            dynamic_ncols=True,
+            mininterval=_DRAW_SECONDS,
+        )
+
+    def advance(self) -> None:
+        self._bar.update()
+
+    def show(self, line: Mapping[str, Any]) -> None:
+        """Show the last known losses, learning rate and speed.
+
+        Args:
+            line: metrics line, see `paddle_vl.train.reporting.metrics`.
+        """
+        self._line |= line
+        parts = [
+            f"{label} {self._line[key]:{form}}"
+            for label, key, form in _SHOWN
+            if self._line.get(key) is not None
+        ]
+        for unit in ("tokens", "samples"):
+            if (amount := self._line.get(f"{unit}_per_second")) is not None:
+                parts.append(f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}")
+                parts[-1] += f" {unit}/s"
+                break
+        self._text = ", ".join(parts)
+        self._bar.set_postfix_str(self._text, refresh=False)
+        # An evaluation has a log message of its own.
+        if self._tells_lines and "loss" in line:
+            logger.info("%s", self._as_line(line["step"]))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Label the bar "evaluate" while entered."""
+        self._bar.set_description_str("evaluate")
+        yield
+        self._bar.set_description_str("train")
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def _as_line(self, step: int) -> str:
+        parts = [f"step {step} of {self._num_steps}", self._text]
+        if step > self._first_step:
+            pace = (self._clock() - self._begin) / (step - self._first_step)
+            parts.append(f"{tqdm.format_interval(pace * (self._num_steps - step))} left")
+        return ", ".join(filter(None, parts))
+
+
+class _WriterKind(NamedTuple):
+    """Module and class of a writer, pattern of its files, keyword arguments of its class."""
+
+    module: str
+    writer: str
+    files: str
+    settings: dict[str, Any]
+
+
+_WRITERS = {
+    "visualdl": _WriterKind("visualdl", "LogWriter", "vdlrecords.*", {}),
+    # `flush` of tensorboardX does not wait for its queue.
+    "tensorboard": _WriterKind(
+        "tensorboardX", "SummaryWriter", "events.out.tfevents.*", {"flush_secs": 1}
+    ),
+}
+
+
+class ScalarWriters:
+    """Writes every number of a metrics line to VisualDL and TensorBoard.
+
+    Args:
+        names: names in logging.report_to; each writes into its own folder in `output_dir`.
+        lines: lines of the run so far. The writers' old files are replaced by them, as neither
+            format can remove the steps that a resumed run repeats.
+
+    Raises:
+        ValueError: the package of a writer is not installed.
+    """
+
+    def __init__(self, names: Sequence[str], output_dir: Path, lines: Iterable[Line] = ()):
+        # Import all packages before any file is removed.
+        writers = {name: _writer_class(name) for name in names}
+        self._writers = []
+        for name, writer in writers.items():
+            kind, folder = _WRITERS[name], output_dir / name
+            for file in folder.glob(kind.files):
+                file.unlink()
+            self._writers.append(writer(logdir=str(folder), **kind.settings))
+        for line in lines:
+            self._add(line)
+        self._flush()
+
+    def write(self, line: Line) -> None:
+        """Write a line; a reader sees it within a second."""
+        self._add(line)
+        self._flush()
+
+    def _add(self, line: Line) -> None:
+        for key, value in numbers_of(line):
+            if value is not None:
+                for writer in self._writers:
+                    writer.add_scalar(tag_of(key), value, line["step"])
+
+    def _flush(self) -> None:
+        for writer in self._writers:
+            writer.flush()
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def _writer_class(name: str) -> Callable[..., Any]:
+    kind = _WRITERS[name]
+    try:
+        return getattr(import_module(kind.module), kind.writer)
+    except ImportError as error:
+        raise ValueError(
+            f"logging.report_to asks for {name}, which cannot be imported ({error}): "
+            f"pip install 'paddle-vl[{name}]', or take it out of logging.report_to"
+        ) from error
+
+
+def draw_loss_curve(lines: Sequence[Line], path: Path) -> None:
+    """Draw training and evaluation loss over steps into a PNG of 1280 x 800 pixels.
+
+    Args:
+        lines: lines of metrics.jsonl.
+    """
+    # A figure with its own canvas needs no display; matplotlib is only imported here.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for key, label, style in (("loss", "train", "-"), ("eval_loss", "eval", "o-")):
+        points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss per target token")
+    # The loss falls by orders of magnitude in the first steps.
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3, which="both")
+    if axes.lines:
+        axes.legend()
+    with naming(path):
+        figure.savefig(path, dpi=160)

@@ -1,4 +1,4 @@
-"""run.json: from what, with what and where a run was started, one entry for each start.
+"""run.json: code, command, machine and settings of every start of a run.
 
     {"starts": [{"started": "2026-11-21T10:00:00+00:00", "ended": null, "first_step": 0,
                  "last_step": null, "command": [...], "overrides": [...], "folder": ...,
@@ -6,10 +6,10 @@
                  "host": ..., "platform": ..., "device": ..., "device_name": ...,
                  "num_processes": 4, "parallel": {...}, "settings": {...}}, ...]}
 
-`git` is of the folder that the command was given in, `paddle_vl_git` of the code; null outside of
-git, and `is_dirty` when tracked files differ from the revision. `ended` and `last_step` stay null
-for a process that was killed. `settings` are all of this start's; config.yaml has those under which
-the last step was trained.
+`git` is the revision of the working directory, `paddle_vl_git` that of the code; null outside of
+git. `is_dirty` means that tracked files differ from the revision. `ended` and `last_step` stay null
+if the run was killed. `settings` is the whole configuration of this start; config.yaml has that of
+the last step.
 """
 
 import json
@@ -26,13 +26,14 @@ from typing import Any
 
 import paddle
 
+from paddle_vl.config.family_settings import settings_classes
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.files.named_errors import write_text
 from paddle_vl.parallel.fleet_strategy import effective_options, fleet_strategy
 from paddle_vl.train.layout import parallel_degrees
-from paddle_vl.train.reporting.run_starts import RUN_FILE, read_starts
+from paddle_vl.train.reporting.run_files import RUN_FILE, read_starts
 
-# What a run computes with; of those that are absent nothing is said.
+# Packages whose versions are recorded where they are installed.
 PACKAGES = (
     "paddle-vl", "paddlepaddle", "paddlepaddle-gpu", "numpy", "safetensors", "tokenizers", "pillow",
     "pydantic", "av", "scipy", "matplotlib", "visualdl", "tensorboardX",
@@ -41,29 +42,25 @@ _GIT_SECONDS = 20
 
 
 class RunRecord:
-    """Writes a run's run.json; the first process of a run has one.
-
-    Args:
-        output_dir: of the run.
-    """
+    """Writes run.json in `output_dir`; used by rank 0 only."""
 
     def __init__(self, output_dir: Path):
         self.output_dir = output_dir
 
     def start(self, config: RunConfig, first_step: int) -> None:
-        """Add an entry.
+        """Append an entry.
 
         Args:
-            first_step: steps that the run has behind it.
+            first_step: completed steps of the run.
 
         Raises:
-            RuntimeError: the file that is there is damaged.
+            RuntimeError: an existing run.json is damaged.
         """
         starts = read_starts(self.output_dir)
         self._write([*starts, start_entry(config, first_step)])
 
     def end(self, last_step: int) -> None:
-        """Close the newest entry."""
+        """Complete the newest entry."""
         *before, entry = read_starts(self.output_dir)
         self._write([*before, entry | {"ended": _now(), "last_step": last_step}])
 
@@ -76,12 +73,12 @@ class RunRecord:
 
 
 def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
-    """What run.json says of a start now, in this process."""
+    """The run.json entry of a start now, in this process."""
     device, degrees = paddle.get_device(), parallel_degrees(config)
     fleet_options = None
     if degrees.num_processes > 1:
         fleet_options = effective_options(fleet_strategy(degrees, config.parallel.fleet))
-    name = paddle.device.cuda.get_device_name() if device.startswith("gpu") else _processor_name()
+    name = paddle.device.cuda.get_device_name() if device.startswith("gpu") else processor_name()
     return {
         "started": _now(),
         "ended": None,
@@ -106,12 +103,12 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
 
 def overrides_in(arguments: Sequence[str]) -> list[str]:
     """Those of a command's arguments that are settings, `section.name=value`."""
-    sections = tuple(f"{name}." for name in RunConfig.model_fields)
+    sections = tuple(f"{name}." for run in settings_classes() for name in run.model_fields)
     return [text for text in arguments if text.startswith(sections) and "=" in text]
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that are installed."""
+    """Versions of Python, the installed packages of `PACKAGES`, CUDA and cuDNN."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -124,15 +121,14 @@ def versions() -> dict[str, str]:
 
 
 def git_state(folder: Path, of: Path | None = None) -> dict[str, Any] | None:
-    """The revision that a folder is at.
+    """Git revision of a folder.
 
     Args:
-        of: a file that must be tracked: code that was installed into somebody's working tree is not
-            of its revision.
+        of: file that must be tracked there; code installed into another project's working tree is
+            not part of that project's revision.
 
     Returns:
-        `revision`, and `is_dirty` when tracked files differ from it; None outside of git, without
-        a commit, or where git cannot be run.
+        `revision` and `is_dirty`; None outside of git, without a commit or without git.
     """
     revision = _git(folder, "rev-parse", "--verify", "HEAD")
     if revision is None or (of and _git(folder, "ls-files", "--error-unmatch", str(of)) is None):
@@ -142,7 +138,7 @@ def git_state(folder: Path, of: Path | None = None) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says; None when it cannot."""
+    """Output of a git command; None if it fails."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         answer = subprocess.run(
@@ -153,7 +149,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-def _processor_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+def processor_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Model name of the CPU."""
     if cpu_info.exists():
         for line in cpu_info.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")

@@ -1,1 +1,1 @@
-"""Saving: collecting, writing, committing and verifying checkpoints."""
+"""Saving: snapshots, writing, committing and verification of checkpoints."""

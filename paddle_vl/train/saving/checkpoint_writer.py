@@ -1,10 +1,9 @@
-"""Writing a run's checkpoints beside training.
+"""Asynchronous writing of a run's checkpoints.
 
-The main thread collects what is to be written, which takes the device and other ranks
-(`snapshot`). A thread then writes it, with checksums, has it on the disk, reads it back where older
-checkpoints are to be pruned, and leaves this rank's part (`folder_write`); on the first rank it
-waits for all parts and gives the folder its name (`commit`). Threads issue no collectives. One
-write is in flight at most.
+The main thread copies the tensors to host memory, which needs the device and collectives
+(`snapshot`). A thread writes the files with checksums, flushes them to disk, and reads them back if
+older checkpoints are to be pruned; on rank 0 it waits for all ranks and renames the folder
+(`commit`). Threads issue no collectives. At most one write is in flight.
 """
 
 import logging
@@ -14,28 +13,33 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.train.checkpoint import checkpoint_name, partial_of
+from paddle_vl.train.checkpoint import (
+    checkpoint_folders,
+    checkpoint_name,
+    partial_of,
+    remove_folder,
+)
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
-from paddle_vl.train.saving.commit import Pruner, collect_parts, commit
-from paddle_vl.train.saving.folder_write import FolderWrite, WriteTimes, failure
+from paddle_vl.train.saving.commit import FolderWrite, WriteTimes, collect_ranks, commit, failure
 from paddle_vl.train.saving.snapshot import Fill, HostMemory, HostSnapshot, NoSnapshot
+from paddle_vl.train.saving.verify import examine
 
 logger = logging.getLogger(__name__)
 FINAL = "final"
 
 
 class CheckpointWriter:
-    """Writes the folders of a run. All ranks call its methods together, but for `poll`.
+    """Writes the checkpoints of a run. All ranks call its methods together, except `poll`.
 
-    It may be entered: left without an exception it waits for the write in flight, and with one it
-    lets that end as far as it can without the other ranks.
+    As a context manager it waits for the write in flight on exit. If an exception is raised, the
+    write ends without the other ranks.
 
     Args:
-        train: async_save, verify_checkpoint and save_total_limit are looked at.
+        train: its async_save, verify_checkpoint and save_total_limit.
 
     Attributes:
-        is_overdue: whether a periodic checkpoint was put off.
-        times: what the last complete write took; of the first rank.
+        is_overdue: whether a periodic checkpoint was postponed.
+        times: durations of the last complete write, on rank 0.
     """
 
     def __init__(
@@ -54,31 +58,30 @@ class CheckpointWriter:
         self._write: FolderWrite | None = None
 
     def prepare(self, num_bytes: int) -> None:
-        """Have host memory for about so many bytes of this rank ready before the first save.
+        """Allocate about as much host memory as this rank needs for a snapshot, before the first
+        save.
 
         Raises:
-            RuntimeError: there is not so much memory.
+            RuntimeError: out of host memory.
         """
         if self._is_async and self.processes.holds_model:
             self._memory.prepare(num_bytes)
 
     def save(
-        self, step: int, fill: Fill, nonfinite_updates: int = 0, is_last_word: bool = False
+        self, step: int, fill: Fill, nonfinite_updates: int = 0, is_stopping: bool = False
     ) -> Path:
-        """Write the checkpoint of a step; training may go on when this returns.
+        """Start to write the checkpoint of a step; training continues when this returns.
 
         Args:
             fill: see `paddle_vl.train.saving.snapshot`.
-            nonfinite_updates: updates that were skipped in a row until now; above 0 it is marked.
-            is_last_word: the run is being stopped: nothing is read back and pruned, for which there
-                may be no time.
+            nonfinite_updates: current streak of skipped updates; above 0 the checkpoint is marked.
+            is_stopping: the run was asked to stop: skip reading back and pruning, which take time.
 
         Returns:
-            The folder that it will be.
+            The folder that the checkpoint will have.
 
         Raises:
-            RuntimeError: the write before it failed, on whichever rank; or this one, without
-                async_save.
+            RuntimeError: the previous write failed on any rank, or without async_save this one.
         """
         self.is_overdue = False
         target = self.output_dir / checkpoint_name(step)
@@ -89,18 +92,18 @@ class CheckpointWriter:
                 target,
                 nonfinite_updates,
             )
-        self._begin(target, step, fill, nonfinite_updates, prunes=not is_last_word)
+        self._begin(target, step, fill, nonfinite_updates, prunes=not is_stopping)
         return target
 
     def save_final(self, step: int, fill: Fill) -> Path:
-        """Write the trained model, completely."""
+        """Write the trained model and wait for it."""
         target = self.output_dir / FINAL
         self._begin(target, step, fill, 0, prunes=False)
         self.wait()
         return target
 
     def put_off(self, step: int, nonfinite_updates: int) -> None:
-        """Leave a periodic checkpoint out for now, as updates are being skipped."""
+        """Postpone a periodic checkpoint while updates are skipped."""
         if not self.is_overdue and self.processes.is_main:
             logger.warning(
                 "%s is put off: %d updates in a row were skipped, as a loss or the gradient norm "
@@ -111,7 +114,7 @@ class CheckpointWriter:
         self.is_overdue = True
 
     def poll(self) -> None:
-        """Raise what this rank's write failed with, if it did: once per step, no message.
+        """Raise the error of this rank's write, if it failed. Not a collective.
 
         Raises:
             RuntimeError: a file could not be written.
@@ -122,10 +125,10 @@ class CheckpointWriter:
             raise write.error
 
     def wait(self) -> None:
-        """Until the write in flight is a complete folder.
+        """Wait until the write in flight is complete.
 
         Raises:
-            RuntimeError: it failed, on whichever rank; all raise.
+            RuntimeError: it failed on any rank; all ranks raise.
         """
         if self._target is None:
             return
@@ -143,13 +146,13 @@ class CheckpointWriter:
             self.times = write.times
 
     def close(self, at_once: bool = False) -> None:
-        """End the write in flight without the other ranks, which may be gone.
+        """End the write in flight without collectives, as other ranks may have died.
 
-        What this rank has to write gets written, and where all parts come in soon the folder its
-        name. What fails is logged: there is another error already.
+        This rank finishes its files; rank 0 renames the folder if all ranks finish soon. Failures
+        are logged, as another error is being raised already.
 
         Args:
-            at_once: give the write up after the piece that is being written.
+            at_once: stop writing after the current chunk.
         """
         write, self._write, self._target = self._write, None, None
         if write is not None:
@@ -206,13 +209,15 @@ class CheckpointWriter:
     def _finisher(
         self, write: FolderWrite, step: int, nonfinite_updates: int, prunes: bool
     ) -> Callable[[], None]:
-        """What the first rank does behind its own write."""
+        """Work of rank 0 after its own write."""
 
         def finish() -> None:
             partial, target = partial_of(write.target), write.target
-            parts = collect_parts(partial, self._ranks, write.go_on, write.all_have_written.is_set)
-            doubts = [doubt for part in parts.values() for doubt in part.doubts]
-            commit(partial, target, parts, step, nonfinite_updates)
+            by_rank = collect_ranks(
+                partial, self._ranks, write.go_on, write.all_have_written.is_set
+            )
+            doubts = [doubt for one in by_rank.values() for doubt in one.doubts]
+            commit(partial, target, by_rank, step, nonfinite_updates)
             is_read = write.reads_back or not self._verifies
             self.pruner.learn(target, is_read and not doubts and not nonfinite_updates)
             if doubts:
@@ -228,7 +233,7 @@ class CheckpointWriter:
         return finish
 
     def _agree(self, write: FolderWrite | None, target: Path) -> None:
-        """Raise on all ranks where one of them failed."""
+        """Raise on all ranks if one of them failed."""
         own = write.error if write is not None else None
         errors = self.processes.gathered(None if own is None else str(own))
         failed = [rank for rank, error in enumerate(errors) if error is not None]
@@ -238,3 +243,46 @@ class CheckpointWriter:
             write.is_told = True
             raise own
         raise RuntimeError(f"{target.name} failed on rank {failed[0]}: {errors[failed[0]]}")
+
+
+class Pruner:
+    """Deletes checkpoints older than the newest `limit` good ones.
+
+    A checkpoint is good if its files are verified to be what the run wrote and it is not marked.
+
+    Args:
+        checksums: whether to verify checksums of checkpoints that this process did not write.
+    """
+
+    def __init__(self, output_dir: Path, limit: int | None, checksums: bool):
+        self.output_dir, self.limit, self.checksums = output_dir, limit, checksums
+        self._good: set[str] = set()
+
+    def learn(self, folder: Path, is_good: bool) -> None:
+        """Note whether a checkpoint is good."""
+        (self._good.add if is_good else self._good.discard)(folder.name)
+
+    def prune(self, newest: Path) -> None:
+        """Delete old checkpoints if `newest` is good.
+
+        Checkpoints of later steps, which resume passed over, stay.
+        """
+        if self.limit is None or newest.name not in self._good:
+            return
+        steps = dict(map(reversed, checkpoint_folders(self.output_dir)))
+        older = [path for path, step in steps.items() if step <= steps[newest]]
+        num_kept = 0
+        for path in reversed(older):
+            if num_kept >= self.limit:
+                remove_folder(path)
+            elif self._is_good(path):
+                num_kept += 1
+
+    def _is_good(self, folder: Path) -> bool:
+        if folder.name in self._good:
+            return True
+        verdict = examine(folder, self.checksums)
+        is_good = verdict.has_manifest and not verdict.reasons
+        if is_good:
+            self._good.add(folder.name)
+        return is_good

@@ -1,46 +1,48 @@
-"""How a folder that several ranks filled becomes a checkpoint, without a message between them.
+"""Writing of a folder by several ranks without collectives, which only the main thread may issue.
 
-Every rank that writes leaves `.part-RANK.json` in the partial folder once its files are on the
-disk: their sizes and checksums, or why it failed. The first rank looks for these parts, merges them
-into `manifest.json`, and renames the folder. That needs a file system that all ranks share, and no
-collective, which only the main thread may issue.
+Every rank writes its files in a thread (`FolderWrite`). Once they are on disk it leaves
+`.part-RANK.json` in the partial folder: their sizes and checksums, or why it failed. Rank 0 waits
+for these files, merges them into `manifest.json` and renames the folder (`commit`). That needs a
+file system that all ranks share.
 """
 
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from paddle_vl.checkpoint.manifest import (
     FileSum,
     Manifest,
+    damaged_files,
     files_as_json,
     files_from_json,
 )
-from paddle_vl.train.checkpoint import (
-    checkpoint_folders,
-    flush_to_disk,
-    remove_folder,
-)
-from paddle_vl.train.saving.verify import examine
+from paddle_vl.train.checkpoint import flush_to_disk, partial_of, remove_folder
+from paddle_vl.train.saving.snapshot import AbandonedError, Snapshot
 
 logger = logging.getLogger(__name__)
 _POLL_S = (0.02, 1.0)
-# How long a part may stay invisible that its rank has written: network file systems look late.
+# How long a written file may stay invisible on a network file system.
 VISIBLE_WITHIN_S = 300.0
+# How long rank 0 waits for other ranks after an error; one of them may have died.
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Part:
+class RankFiles:
     """What one rank wrote.
 
     Attributes:
         files: by path inside the folder.
-        doubts: why files that it wrote and read back are not what it wrote.
-        error: why it could not write; its files do not count then.
+        doubts: files that read back differently, in words.
+        error: why the rank failed; its files do not count then.
     """
 
     files: Mapping[str, FileSum] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Part:
     error: str | None = None
 
     def write(self, partial: Path, rank: int) -> None:
-        """Leave the part in the folder; it appears there whole."""
+        """Write `.part-RANK.json` atomically."""
         values = {
             "files": files_as_json(self.files),
             "doubts": list(self.doubts),
@@ -63,8 +65,8 @@ class Part:
         unfinished.rename(path)
 
     @classmethod
-    def read(cls, partial: Path, rank: int) -> "Part | None":
-        """A rank's part; None while it is not there."""
+    def read(cls, partial: Path, rank: int) -> "RankFiles | None":
+        """What a rank wrote; None until it is there."""
         try:
             values = json.loads(_part_file(partial, rank).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -72,32 +74,35 @@ class Part:
         return cls(files_from_json(values["files"]), tuple(values["doubts"]), values["error"])
 
 
-def collect_parts(
+def _part_file(partial: Path, rank: int) -> Path:
+    return partial / f".part-{rank}.json"
+
+
+def collect_ranks(
     partial: Path, ranks: Iterable[int], go_on: Callable[[], None], all_written: Callable[[], bool]
-) -> dict[int, Part]:
-    """Wait until the parts of all ranks are there.
+) -> dict[int, RankFiles]:
+    """Wait for what all ranks wrote.
 
     Args:
-        go_on: called while waiting; raises to end that.
-        all_written: whether all ranks are known to have written their parts.
+        go_on: called while waiting; raises to stop.
+        all_written: whether all ranks are known to have written.
 
     Raises:
-        RuntimeError: a rank failed, or a part that was written cannot be seen from here.
+        RuntimeError: a rank failed, or its file cannot be seen from here.
     """
-    parts: dict[int, Part] = {}
+    found: dict[int, RankFiles] = {}
     pause, known_since = _POLL_S[0], None
     while True:
-        missing = [rank for rank in ranks if rank not in parts]
-        for rank in missing:
-            part = Part.read(partial, rank)
-            if part is None:
+        for rank in [rank for rank in ranks if rank not in found]:
+            written = RankFiles.read(partial, rank)
+            if written is None:
                 continue
-            if part.error is not None:
-                raise RuntimeError(f"rank {rank} could not write its files: {part.error}")
-            parts[rank] = part
-        missing = [rank for rank in ranks if rank not in parts]
+            if written.error is not None:
+                raise RuntimeError(f"rank {rank} could not write its files: {written.error}")
+            found[rank] = written
+        missing = [rank for rank in ranks if rank not in found]
         if not missing:
-            return parts
+            return found
         go_on()
         if known_since is None and all_written():
             known_since = time.monotonic()
@@ -112,16 +117,20 @@ def collect_parts(
 
 
 def commit(
-    partial: Path, target: Path, parts: Mapping[int, Part], step: int, nonfinite_updates: int
+    partial: Path,
+    target: Path,
+    by_rank: Mapping[int, RankFiles],
+    step: int,
+    nonfinite_updates: int,
 ) -> None:
-    """Give the complete folder its manifest and its name; an older one of that name is replaced.
+    """Write the manifest and rename the folder; replaces an older folder of that name.
 
-    Whenever the process ends on the way, `target` is the complete old folder, or absent, or the
-    complete new one.
+    If the process ends at any point, `target` is the complete old folder, absent, or the complete
+    new one.
     """
-    files = {name: file for part in parts.values() for name, file in part.files.items()}
+    files = {name: file for one in by_rank.values() for name, file in one.files.items()}
     Manifest(step, nonfinite_updates, files).write(partial)
-    for rank in parts:
+    for rank in by_rank:
         _part_file(partial, rank).unlink()
     for folder in {partial, *((partial / name).parent for name in files)}:
         flush_to_disk(folder)
@@ -133,49 +142,103 @@ def commit(
     flush_to_disk(target.parent)
 
 
-class Pruner:
-    """Deletes old checkpoints, never at the cost of a good one.
+class WriteTimes(NamedTuple):
+    """Durations of a write in seconds.
 
-    Only checkpoints whose files are known to be what the run wrote count, and no marked ones:
-    `limit` of these stay, and what is older than them goes.
-
-    Args:
-        checksums: whether files of checkpoints that this process did not write are read to know.
+    Attributes:
+        stall: training was blocked, by the previous write and by the snapshot.
+        write: from then until the folder was renamed and old ones were pruned.
     """
 
-    def __init__(self, output_dir: Path, limit: int | None, checksums: bool):
-        self.output_dir, self.limit, self.checksums = output_dir, limit, checksums
-        self._good: set[str] = set()
+    stall: float
+    write: float
 
-    def learn(self, folder: Path, is_good: bool) -> None:
-        """Take note of what has been found out about a checkpoint's files."""
-        (self._good.add if is_good else self._good.discard)(folder.name)
 
-    def prune(self, newest: Path) -> None:
-        """Delete what is older than the newest good checkpoints, `newest` the last of them.
+class FolderWrite:
+    """The write of one folder on this rank, in a thread that is always joined.
 
-        Later ones, which the run passed over when it was continued, stay.
-        """
-        if self.limit is None or newest.name not in self._good:
+    Attributes:
+        has_written: this rank's files are on disk, or failed.
+        all_have_written: those of all ranks are.
+        finish: further work on rank 0.
+        error: the failure, if any; is_told: whether it was raised already.
+    """
+
+    def __init__(self, snapshot: Snapshot, target: Path, rank: int, begin: float):
+        self.target, self.reads_back = target, False
+        self.has_written, self.all_have_written = threading.Event(), threading.Event()
+        self.finish: Callable[[], None] | None = None
+        self.error: RuntimeError | None = None
+        self.is_told = False
+        self.times: WriteTimes | None = None
+        self._snapshot, self._rank, self._begin = snapshot, rank, begin
+        self._deadline: float | None = None
+        self._is_given_up, self._is_abandoned = threading.Event(), False
+        # Not a daemon: the interpreter would end one in the middle of a rename.
+        self._thread = threading.Thread(target=self._run, name=f"write {target.name}")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def leave(self, at_once: bool) -> None:
+        """Stop waiting for other ranks soon; `at_once` stops writing too."""
+        self._deadline = time.monotonic() + _PATIENCE_S
+        if at_once:
+            self._is_given_up.set()
+
+    def go_on(self) -> None:
+        """Raise AbandonedError if the other ranks are not to be waited for any longer."""
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        if late or self._is_given_up.is_set():
+            raise AbandonedError
+
+    def _go_on_writing(self) -> None:
+        if self._is_given_up.is_set():
+            raise AbandonedError
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        self._attempt(self._write_files)
+        self.has_written.set()
+        if self.finish is not None and self.error is None:
+            self._attempt(self.finish)
+        if self.error is None and not self._is_abandoned:
+            self.times = WriteTimes(started - self._begin, time.perf_counter() - started)
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        if self._is_abandoned:
             return
-        steps = dict(map(reversed, checkpoint_folders(self.output_dir)))
-        older = [path for path, step in steps.items() if step <= steps[newest]]
-        num_kept = 0
-        for path in reversed(older):
-            if num_kept >= self.limit:
-                remove_folder(path)
-            elif self._is_good(path):
-                num_kept += 1
+        try:
+            work()
+        except AbandonedError:
+            self._is_abandoned = True
+        # Any error: the main thread raises it.
+        except Exception as error:
+            self.error = failure(self.target, error)
 
-    def _is_good(self, folder: Path) -> bool:
-        if folder.name in self._good:
-            return True
-        verdict = examine(folder, self.checksums)
-        is_good = verdict.has_manifest and not verdict.reasons
-        if is_good:
-            self._good.add(folder.name)
-        return is_good
+    def _write_files(self) -> None:
+        partial = partial_of(self.target)
+        try:
+            files = self._snapshot.write_to(partial, self._go_on_writing)
+            doubts = ()
+            if self.reads_back:
+                doubts = tuple(damaged_files(partial, files, drop_cache=True))
+            RankFiles(files, doubts).write(partial, self._rank)
+        except (OSError, RuntimeError) as error:
+            # So that rank 0 does not wait for this rank; `CheckpointWriter.wait` raises it too.
+            with suppress(OSError):
+                RankFiles(error=str(error)).write(partial, self._rank)
+            raise
 
 
-def _part_file(partial: Path, rank: int) -> Path:
-    return partial / f".part-{rank}.json"
+def failure(target: Path, error: Exception) -> RuntimeError:
+    """The error to raise if a folder could not be written."""
+    told = RuntimeError(
+        f"{target.name} could not be written: {error}. Earlier checkpoints are as they were: mend "
+        "this and continue with train.resume_from_checkpoint=auto"
+    )
+    told.__cause__ = error
+    return told

@@ -1,9 +1,9 @@
 """The files that one rank writes of a checkpoint, collected in the main thread.
 
-What fills a checkpoint does two things: it writes small text files into a folder, and hands files
-of tensors, whose arrays come from the device and from other ranks, to a `FileWriter`. The text goes
-into a temporary folder of this machine. Tensors are either copied into host memory, to be written
-while training goes on (`HostSnapshot`), or written at once, one in memory at a time (`NoSnapshot`).
+A `Fill` writes small text files into a folder and passes files of tensors, whose arrays come from
+the device and from other ranks, to a `FileWriter`. Text goes into a temporary folder. Tensors are
+either copied to host memory, to be written during training (`HostSnapshot`), or written at once,
+one tensor in memory at a time (`NoSnapshot`).
 """
 
 import tempfile
@@ -24,35 +24,35 @@ from paddle_vl.checkpoint.safetensors_io import (
 )
 from paddle_vl.files.named_errors import naming
 
-# What memory is taken in beyond what was known to be needed.
+# Allocation unit beyond the prepared memory, and stride of touching memory.
 _BLOCK_BYTES = 1 << 26
 _TOUCHED_BYTES = 1 << 24
-# Fills a folder; files of tensors in it are handed to the writer. Called by all ranks together.
+# Writes text files into a folder and passes files of tensors to the writer. Called by all ranks.
 Fill = Callable[[Path, FileWriter], None]
 
 
 class AbandonedError(Exception):
-    """A write was given up."""
+    """A write was abandoned."""
 
 
 class HostMemory:
-    """Host memory for copies of tensors, which stays from one save to the next.
+    """Host memory for copies of tensors, kept from one save to the next.
 
-    Memory that the system hands out anew costs several times the copying, when it is first touched.
-    So it is kept, and what is known to be needed is touched beside training, before the first save.
+    The first write to newly allocated pages costs several times the copy itself. So memory is kept,
+    and a thread touches the expected amount during training, before the first save.
     """
 
     def __init__(self):
-        # Blocks, and how much of each is taken.
+        # Blocks, and used bytes of each.
         self._blocks: list[np.ndarray] = []
         self._taken: list[int] = []
         self._touching: threading.Thread | None = None
 
     def prepare(self, size: int) -> None:
-        """Have so many bytes ready soon.
+        """Allocate `size` bytes and touch them in a thread.
 
         Raises:
-            RuntimeError: there is not so much memory.
+            RuntimeError: out of memory.
         """
         if size > 0 and not self._blocks:
             block = self._new_block(size)
@@ -60,15 +60,15 @@ class HostMemory:
             self._touching.start()
 
     def begin(self) -> None:
-        """Take everything anew: nothing of an earlier save is needed any more."""
-        self.settle()
+        """Reuse all memory for a new save."""
+        self.wait()
         self._taken = [0] * len(self._blocks)
 
     def take(self, size: int) -> np.ndarray:
-        """`[size]` uint8, with whatever is in it.
+        """An uninitialized array `[size]` uint8.
 
         Raises:
-            RuntimeError: there is not so much memory.
+            RuntimeError: out of memory.
         """
         for number, block in enumerate(self._blocks):
             begin = self._taken[number]
@@ -79,15 +79,15 @@ class HostMemory:
         self._taken[-1] = size
         return block[:size]
 
-    def settle(self) -> None:
-        """Until no thread works on it."""
+    def wait(self) -> None:
+        """Wait for the thread that touches memory."""
         if self._touching is not None:
             self._touching.join()
             self._touching = None
 
     def clear(self) -> None:
-        """Give the memory back."""
-        self.settle()
+        """Free the memory."""
+        self.wait()
         self._blocks, self._taken = [], []
 
     def _new_block(self, size: int) -> np.ndarray:
@@ -109,16 +109,16 @@ def _touch(block: np.ndarray) -> None:
 
 
 class Snapshot(ABC):
-    """What this rank writes into a folder; made by `take`, written by `write_to`."""
+    """Files of this rank: collected by `take`, written by `write_to`."""
 
     def __init__(self):
         self._texts: dict[str, bytes] = {}
 
     def take(self, fill: Fill, partial: Path) -> None:
-        """Collect what `fill` makes. In the main thread, by all ranks that hold the model together.
+        """Collect the files of `fill`. Called in the main thread by all checkpoint ranks.
 
         Args:
-            partial: the folder that is to be filled in the end.
+            partial: folder that `write_to` fills.
         """
         with tempfile.TemporaryDirectory(prefix="paddle-vl-") as folder:
             root = Path(folder)
@@ -132,10 +132,10 @@ class Snapshot(ABC):
                     self._texts[path.relative_to(root).as_posix()] = path.read_bytes()
 
     def write_to(self, partial: Path, go_on: Callable[[], None]) -> dict[str, FileSum]:
-        """Write everything into the folder, on the disk when this returns.
+        """Write all files into the folder and flush them to disk.
 
         Args:
-            go_on: called between pieces; raises `AbandonedError` to end the write.
+            go_on: called between chunks; raises `AbandonedError` to stop.
 
         Raises:
             OSError: a file cannot be written; the error names it.
@@ -147,11 +147,11 @@ class Snapshot(ABC):
 
     @abstractmethod
     def _take_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
-        """Take the tensors of one file."""
+        """Collect the tensors of one file."""
 
 
 class HostSnapshot(Snapshot):
-    """Tensors as copies in host memory: this rank's share of the checkpoint."""
+    """Copies the tensors of this rank to host memory."""
 
     def __init__(self, memory: HostMemory):
         super().__init__()
@@ -182,7 +182,7 @@ class HostSnapshot(Snapshot):
 
 
 class NoSnapshot(Snapshot):
-    """Tensors are written while they are collected, and are never all in memory."""
+    """Writes tensors while they are collected; they are never all in memory."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Whether a checkpoint can be continued from: its files against its manifest.
+"""Verification of a checkpoint: its files against its manifest.
 
-All ranks of a run come to one verdict: the first looks at what is there and says which files are to
-be read, every rank reads its share of them, and what they find is put together.
+All ranks get the same verdict: rank 0 lists the files to read, every rank reads a share of them,
+and the findings are gathered.
 """
 
 import logging
@@ -34,7 +34,7 @@ from paddle_vl.train.checkpoint import (
 from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 logger = logging.getLogger(__name__)
-# Files that change what a continued run does.
+# Files that a manifest must list: they determine what a resumed run does.
 _LISTED = (
     *WEIGHT_FILES,
     *MODEL_FILES,
@@ -46,13 +46,12 @@ _LISTED = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known about a checkpoint.
+    """Result of verifying a checkpoint.
 
     Attributes:
-        problems: why it cannot be continued from; empty where it can.
-        nonfinite_updates: updates before it that were skipped in a row; above 0 it is marked.
-        has_manifest: whether its files could be compared; checkpoints of earlier versions have
-            nothing to compare them with.
+        problems: why it cannot be resumed from; empty if it can.
+        nonfinite_updates: streak of skipped updates before it; above 0 it is marked.
+        has_manifest: False for checkpoints of earlier versions, which cannot be compared.
     """
 
     problems: tuple[str, ...] = ()
@@ -61,7 +60,7 @@ class Verdict:
 
     @property
     def reasons(self) -> list[str]:
-        """Why it is not to be chosen without being asked for."""
+        """Why `auto` does not resume from it: problems and mark."""
         marks = []
         if self.nonfinite_updates:
             marks.append(
@@ -74,10 +73,10 @@ class Verdict:
 def examine(
     checkpoint: Path, checksums: bool = True, processes: SingleProcess = ONE_PROCESS
 ) -> Verdict:
-    """Look at a checkpoint. Called by all processes together, which get the same verdict.
+    """Verify a checkpoint. Called by all ranks, which get the same verdict.
 
     Args:
-        checksums: read all of its files; otherwise presence and sizes count.
+        checksums: read all files; otherwise only presence and sizes are checked.
     """
     begin = time.perf_counter()
     plans = processes.gathered(_plan(checkpoint) if processes.is_main else None)
@@ -102,10 +101,10 @@ def check_pretrained(
 ) -> None:
     """Compare the weights that a run starts from with their manifest, if there is one.
 
-    Called by all processes together, which share the reading.
+    Called by all ranks, which share the reading.
 
     Raises:
-        RuntimeError: files are damaged; all are named, on every process.
+        RuntimeError: files are damaged; every rank names all of them.
     """
 
     def plan() -> dict[str, Any]:
@@ -122,12 +121,12 @@ def check_pretrained(
 
 
 def _found(own: list[str], processes: SingleProcess) -> list[str]:
-    """What all processes found, the same list on each."""
+    """Findings of all ranks, the same list on each."""
     return [problem for of_rank in processes.gathered(own) for problem in of_rank]
 
 
 def _plan(checkpoint: Path) -> dict[str, Any]:
-    """What the first process finds without reading large files, as a JSON object."""
+    """Findings of rank 0 without reading large files, and the files to read, as a JSON object."""
     plan: dict[str, Any] = {"problems": [], "files": {}, "nonfinite_updates": 0}
     plan["has_manifest"] = True
     try:
@@ -161,7 +160,7 @@ def _not_fitting(checkpoint: Path, manifest: Manifest) -> list[str]:
 
 
 def _damage_without_manifest(checkpoint: Path) -> list[str]:
-    """What an earlier version's checkpoint shows by itself: no JSON, or tensors cut off."""
+    """Damage of a checkpoint of an earlier version: unreadable JSON or truncated tensors."""
     if load_state(checkpoint).get("has_manifest"):
         return [f"{MANIFEST_FILE} is missing"]
     read_checkpoint_headers(checkpoint, OPTIMIZER_STEM)

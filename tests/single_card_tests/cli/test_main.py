@@ -232,7 +232,7 @@ def test_generate_follows_the_models_own_settings_unless_told_otherwise(
         (["--temperature", "0"], "temperature is 0.0; sampling needs one above 0"),
         (["--top-p", "1.5"], "top_p is 1.5"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
-        (["--greedy", "--top-k", "3"], "--greedy draws nothing, so top_k has no meaning"),
+        (["--greedy", "--top-k", "3"], "--greedy does not sample, so top_k has no effect"),
     ],
 )
 def test_bad_generation_settings_are_refused_before_the_model_is_read(options, message, capsys):

@@ -15,6 +15,7 @@ import paddle_vl
 from paddle_vl.config.family_settings import settings_classes, settings_help
 from paddle_vl.config.load import load_run_config, save_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.config.section import setting_descriptions
 from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
 from paddle_vl.parallel.degrees import Plan, plan_problems
 from paddle_vl.train.layout import parallel_degrees
@@ -189,6 +190,11 @@ def test_every_setting_has_a_description():
             for setting in section.annotation.model_fields:
                 assert f"{name}.{setting}" in descriptions
         assert set(run.model_fields) == plain
+
+
+def test_fixed_settings_exist():
+    for run in settings_classes():
+        assert set(run.fixed_settings) <= setting_descriptions(run).keys()
 
 
 def test_every_setting_is_read_somewhere():

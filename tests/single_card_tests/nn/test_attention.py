@@ -1,9 +1,9 @@
 """Causal and segment attention.
 
-Pinned here: values and gradients of the CPU implementation, and of the one that a GPU or a traced
-program takes, against softmax over a dense mask; grouped key heads, cached keys, masked keys, rows
-longer than a query block, several samples in a row, of which only what they see of themselves is
-computed and masked; what the kernels are called with, and that flash attention takes it. The
+Pinned here: values and gradients of the plain implementation, of the CPU kernels and of the calls
+that a GPU gets, against softmax over a dense mask; grouped key heads, cached keys, masked keys,
+rows longer than a query block, several samples in a row, of which only what they see of themselves
+is computed and masked; what the kernels are called with, and that flash attention takes it. The
 oracle repeats key heads and masks densely, in double precision.
 """
 
@@ -19,18 +19,17 @@ from paddle_vl.nn.attention import (
     causal_attention,
     segment_attention,
 )
-from paddle_vl.nn.softmax_blocks import packed_blocks
+from paddle_vl.nn.cpu.attention import packed_blocks
+from paddle_vl.nn.kernels import use_kernels
 from tests.single_card_tests.nn.flash_kernel import FlashKernel
 
-CPU, KERNEL, FLASH = "cpu", "kernel", "flash"
 
-
-@pytest.fixture(params=[CPU, KERNEL, FLASH])
-def _implementation(request, monkeypatch):
-    if request.param != CPU:
-        monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
-    if request.param == FLASH:
+@pytest.fixture(params=["cpu", "plain", "gpu"])
+def _kernels(request, monkeypatch):
+    if request.param == "gpu":
         monkeypatch.setattr(attention.F, "scaled_dot_product_attention", FlashKernel())
+    with use_kernels(request.param):
+        yield
 
 
 def draw(*shape, seed):
@@ -60,7 +59,7 @@ def assert_same(found, wanted, inputs, rows=None):
         np.testing.assert_allclose(mine.numpy(), plain.numpy(), atol=1e-5)
 
 
-@pytest.mark.usefixtures("_implementation")
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("length", [1, 7, 300])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
 def test_causal_attention_equals_a_dense_mask(length, heads, key_heads):
@@ -70,7 +69,7 @@ def test_causal_attention_equals_a_dense_mask(length, heads, key_heads):
     assert_same(causal_attention(q, k, v), dense(q, k, v, allowed), [q, k, v])
 
 
-@pytest.mark.usefixtures("_implementation")
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("length", [1, 3, 150])
 def test_queries_after_cached_keys_see_all_of_them(length):
     q = draw(2, length, 4, 8, seed=1)
@@ -79,7 +78,7 @@ def test_queries_after_cached_keys_see_all_of_them(length):
     assert_same(causal_attention(q, k, v), dense(q, k, v, allowed), [q, k, v])
 
 
-@pytest.mark.usefixtures("_implementation")
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("length", [6, 200])
 def test_masked_keys_are_not_seen_and_a_row_of_masked_keys_is_finite(length):
     q = draw(2, length, 4, 8, seed=1)
@@ -93,7 +92,7 @@ def test_masked_keys_are_not_seen_and_a_row_of_masked_keys_is_finite(length):
     assert_same(found, dense(q, k, v, allowed), [q, k, v], rows=keep_BS)
 
 
-@pytest.mark.usefixtures("_implementation")
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("segments", [((1, 12),), ((3, 4),), ((2, 4), (1, 6), (3, 2))])
 def test_segments_see_themselves_only(segments):
     lengths = [length for count, length in segments for _ in range(count)]
@@ -113,7 +112,7 @@ PACKINGS = {
 }
 
 
-@pytest.mark.usefixtures("_implementation")
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2)])
 def test_packed_samples_see_themselves_only(packing, heads, key_heads):
@@ -141,7 +140,6 @@ def test_scores_of_packed_samples_are_those_of_each_alone_but_for_blocks():
 
 
 def test_packed_samples_reach_the_kernel_as_the_ends_of_their_keys(monkeypatch):
-    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
     taken = []
 
     def kernel(q, k, v, startend_row_indices, *, causal):
@@ -152,7 +150,8 @@ def test_packed_samples_reach_the_kernel_as_the_ends_of_their_keys(monkeypatch):
     q = draw(2, 5, 4, 8, seed=1).astype("bfloat16")
     k, v = (draw(2, 5, 2, 8, seed=s).astype("bfloat16") for s in (2, 3))
     packed = PackedSamples(segment_offsets([[3, 2], [4]], 5), 5)
-    assert causal_attention(q, k, v, packed=packed) is q
+    with use_kernels("gpu"):
+        assert causal_attention(q, k, v, packed=packed) is q
     ((ends, causal),) = taken
     assert causal is True
     assert ends.dtype == paddle.int32
@@ -172,7 +171,6 @@ def test_inputs_without_gradient_get_none_and_the_others_theirs(trained):
 
 
 def test_the_kernel_gets_its_mask_in_the_dtype_of_the_queries(monkeypatch):
-    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
     taken = []
 
     def kernel(q, k, v, attn_mask, is_causal):
@@ -181,7 +179,8 @@ def test_the_kernel_gets_its_mask_in_the_dtype_of_the_queries(monkeypatch):
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
     q, k, v = (draw(2, 3, 2, 8, seed=s).astype("bfloat16") for s in (1, 2, 3))
-    causal_attention(q, k, v, paddle.zeros([2, 3]))
+    with use_kernels("gpu"):
+        causal_attention(q, k, v, paddle.zeros([2, 3]))
     assert taken == [(paddle.bfloat16, False)]
 
 
@@ -190,11 +189,11 @@ def test_queries_after_cached_keys_give_flash_attention_a_mask_for_each_row(
     monkeypatch, length, mask
 ):
     """A single query sees all keys: no mask. The kernel repeats none over the batch."""
-    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
     kernel = FlashKernel()
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
     q, k, v = draw(3, length, 4, 8, seed=1), draw(3, 7, 2, 8, seed=2), draw(3, 7, 2, 8, seed=3)
-    out = causal_attention(q, k, v)
+    with use_kernels("gpu"):
+        out = causal_attention(q, k, v)
     allowed = np.tril(np.ones([length, 7], bool), 7 - length)
     assert_same(out, dense(q, k, v, allowed), [q, k, v])
     assert kernel.masks == [mask]

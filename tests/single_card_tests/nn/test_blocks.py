@@ -1,19 +1,28 @@
-"""Norms, rotary, linears, activations and losses.
+"""Norms, rotary, linears, activations, dropout and losses.
 
-Pinned here: each block's value and every gradient against the plain formula left to autograd, with
-Paddle's stride kernels on and off; no gradient for frozen weights; the loss as a sum and a count.
-The oracle is the textbook formula in a few differentiable operations, none of them used by the
-blocks' own backward passes.
+Pinned here: each block's value and every gradient, of the plain implementation and of the kernels,
+against the textbook formula, with Paddle's stride kernels on and off; no gradient for frozen
+weights; dropout draws as Paddle's own, in the context it is given; the loss as a sum and a count.
+The oracle is the formula in a few differentiable operations, which hand-written backward passes do
+not use.
 """
+
+from contextlib import contextmanager
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
 
-from paddle_vl.nn.activation import activation, swiglu
+from paddle_vl.nn.functional import (
+    RowDropout,
+    activation,
+    next_token_targets,
+    swiglu,
+    token_loss,
+)
+from paddle_vl.nn.kernels import use_kernels
 from paddle_vl.nn.linear import Linear, VocabHead, linear
-from paddle_vl.nn.loss import next_token_targets, token_loss
 from paddle_vl.nn.norm import layer_norm, rms_norm
 from paddle_vl.nn.rope import (
     apply_rotary,
@@ -30,6 +39,12 @@ def _stride_kernels(request):
     paddle.set_flags({"FLAGS_use_stride_kernel": request.param})
     yield
     paddle.set_flags(kept)
+
+
+@pytest.fixture(autouse=True, params=["cpu", "plain", "gpu"])
+def _kernels(request):
+    with use_kernels(request.param):
+        yield
 
 
 def draw(*shape, seed=0):
@@ -141,6 +156,33 @@ def test_the_tanh_and_the_exact_gelu_are_told_apart():
 def test_an_unknown_activation_is_named():
     with pytest.raises(ValueError, match="'relu6'.*gelu_pytorch_tanh"):
         activation("relu6")
+
+
+def test_rows_are_dropped_in_training_only():
+    x, layer = paddle.ones([6, 8]), RowDropout(0.25)
+    paddle.seed(5)
+    found = layer(x)
+    paddle.seed(5)
+    assert (found == paddle.nn.Dropout(0.25)(x)).all()
+    assert 0 < (found == 0).sum() < x.size
+    layer.eval()
+    assert (layer(x) == x).all()
+    assert (RowDropout(0.0)(x) == x).all()
+
+
+def test_dropout_draws_in_the_context_that_is_set():
+    entered, layer = [], RowDropout(0.5)
+
+    @contextmanager
+    def random_state():
+        entered.append(1)
+        yield
+
+    layer.random = random_state
+    layer(paddle.ones([4, 4]))
+    layer.eval()
+    layer(paddle.ones([4, 4]))
+    assert entered == [1]
 
 
 def test_targets_are_labels_moved_left_within_each_sample():

@@ -1,8 +1,9 @@
 """Experts over token rows.
 
 Pinned here: the output and every gradient equal a loop over experts, for rows spread over them, for
-one expert with every token and for experts with none; both products agree, and the one for GPUs
-reads nothing on the host; runs repeat to the bit; the sorted order and the counts; what is frozen.
+one expert with every token and for experts with none, with the plain product and the kernels; the
+one for GPUs reads nothing on the host; runs repeat to the bit; the sorted order and the counts;
+what is frozen.
 """
 
 import numpy as np
@@ -10,17 +11,17 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
-from paddle_vl.nn import experts
 from paddle_vl.nn.experts import (
     Experts,
-    blocked_grouped_linear,
     grouped_linear,
     permute_rows,
     sort_by_expert,
     unpermute_rows,
 )
+from paddle_vl.nn.kernels import use_kernels
 from tests.support.tiny import forbid_host_reads
 
+KERNELS = ["cpu", "plain", "gpu"]
 NUM_EXPERTS, WIDTH, INNER, TOKENS = 5, 6, 4, 7
 CHOICES = {
     "mixed": [[0, 3], [3, 1], [1, 0], [3, 4], [4, 3], [0, 1], [3, 0]],
@@ -61,37 +62,39 @@ def output_and_gradients(run) -> list[np.ndarray]:
     return [out_TD.numpy(), *(leaf.grad.numpy() for leaf in leaves)]
 
 
-@pytest.mark.parametrize("product", [grouped_linear, blocked_grouped_linear])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("indices", CHOICES.values(), ids=CHOICES)
-def test_output_and_gradients_equal_a_loop_over_experts(indices, product, monkeypatch):
-    monkeypatch.setattr(experts, "grouped_linear", product)
+def test_output_and_gradients_equal_a_loop_over_experts(indices, kernels):
     chosen = paddle.to_tensor(indices)
-    found = output_and_gradients(lambda module, x, weights: module(x, chosen, weights))
+    with use_kernels(kernels):
+        found = output_and_gradients(lambda module, x, weights: module(x, chosen, weights))
     wanted = output_and_gradients(lambda m, x, weights: loop_over_experts(m, x, indices, weights))
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 5, 0, 1], [0, 0, 0, 0, 8], [1, 0, 0, 0, 0]], ids=str)
-def test_both_products_agree_whatever_the_counts(counts):
+def test_products_agree_whatever_the_counts(counts):
     paddle.seed(1)
     weight, found = paddle.randn([5, 3, 4]), []
-    for product in (grouped_linear, blocked_grouped_linear):
+    for kernels in KERNELS:
         x_NI = paddle.linspace(0, 1, 3 * sum(counts)).reshape([-1, 3])
         matrix = weight.clone()
         x_NI.stop_gradient = matrix.stop_gradient = False
-        y_NO = product(x_NI, matrix, paddle.to_tensor(counts))
-        (y_NO * y_NO).sum().backward()
+        with use_kernels(kernels):
+            y_NO = grouped_linear(x_NI, matrix, paddle.to_tensor(counts))
+            (y_NO * y_NO).sum().backward()
         found.append([y_NO.numpy(), x_NI.grad.numpy(), matrix.grad.numpy()])
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    for first, *others in zip(*found, strict=True):
+        for other in others:
+            np.testing.assert_allclose(first, other, atol=1e-6)
 
 
-def test_the_path_of_a_gpu_reads_nothing_on_the_host(monkeypatch):
-    monkeypatch.setattr(experts, "grouped_linear", blocked_grouped_linear)
+@pytest.mark.parametrize("kernels", ["plain", "gpu"])
+def test_only_the_cpu_kernel_reads_on_the_host(kernels):
     module, (x_TD, weights_TK) = layer(), inputs()
     indices_TK = paddle.to_tensor(CHOICES["mixed"])
-    with forbid_host_reads():
+    with forbid_host_reads(), use_kernels(kernels):
         module(x_TD, indices_TK, weights_TK).sum().backward()
 
 
@@ -115,29 +118,30 @@ def test_the_counts_of_the_last_call_stay_in_the_layer():
     assert module.tokens_per_expert.stop_gradient
 
 
-@pytest.mark.parametrize("product", [grouped_linear, blocked_grouped_linear])
-def test_a_repeated_run_gives_the_same_bits(product, monkeypatch):
-    monkeypatch.setattr(experts, "grouped_linear", product)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_repeated_run_gives_the_same_bits(kernels):
     chosen = paddle.to_tensor(CHOICES["mixed"])
-    runs = [output_and_gradients(lambda m, x, w: m(x, chosen, w)) for _ in range(2)]
+    with use_kernels(kernels):
+        runs = [output_and_gradients(lambda m, x, w: m(x, chosen, w)) for _ in range(2)]
     for one, other in zip(*runs, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("product", [grouped_linear, blocked_grouped_linear])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("frozen", ["x", "weights", "gate_up_proj", "down_proj"])
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen, product, monkeypatch):
-    monkeypatch.setattr(experts, "grouped_linear", product)
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen, kernels):
     chosen = paddle.to_tensor(CHOICES["mixed"])
-    _, *wanted = output_and_gradients(lambda m, x, w: m(x, chosen, w))
+    with use_kernels(kernels):
+        _, *wanted = output_and_gradients(lambda m, x, w: m(x, chosen, w))
     module, (x_TD, weights_TK) = layer(), inputs()
     leaves = {
         "x": x_TD, "weights": weights_TK,
         "gate_up_proj": module.gate_up_proj, "down_proj": module.down_proj,
     }  # fmt: skip
     leaves[frozen].stop_gradient = True
-    out_TD = module(x_TD, chosen, weights_TK)
-    (out_TD * paddle.linspace(-1, 1, TOKENS * WIDTH).reshape([TOKENS, WIDTH])).sum().backward()
+    weight_TD = paddle.linspace(-1, 1, TOKENS * WIDTH).reshape([TOKENS, WIDTH])
+    with use_kernels(kernels):
+        (module(x_TD, chosen, weights_TK) * weight_TD).sum().backward()
     for (name, leaf), expected in zip(leaves.items(), wanted, strict=True):
         if name == frozen:
             assert leaf.grad is None

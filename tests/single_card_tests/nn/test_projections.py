@@ -14,9 +14,7 @@ from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import LoRAConfig, TrainConfig
-from paddle_vl.nn.fused import Columns, fused_columns
-from paddle_vl.nn.linear import Linear
-from paddle_vl.nn.projections import FusedLinear, SeparateLinears
+from paddle_vl.nn.linear import Columns, FusedLinear, Linear, SeparateLinears, fused_columns
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.freeze import freeze_parameters, treated_apart
 from paddle_vl.train.optimizer import Optimizer

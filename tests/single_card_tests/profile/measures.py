@@ -3,8 +3,8 @@
 from typing import Any
 
 from paddle_vl.profile.cells import Cell, Choice
-from paddle_vl.profile.measure import RankMeasure
 from paddle_vl.profile.memory import GB
+from paddle_vl.profile.summary import RankMeasure
 from paddle_vl.train.phases import Phase
 
 FACTS = {"warmup": 2, "memory_limit_gb": 2.0, "distributed_type": "dp"}

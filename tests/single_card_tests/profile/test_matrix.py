@@ -18,11 +18,10 @@ import pytest
 from paddle_vl.cli.main import build_parser
 from paddle_vl.config.load import load_run_config
 from paddle_vl.profile import matrix
-from paddle_vl.profile.cell import Limits, Outcome
-from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice
-from paddle_vl.profile.growth import Doubling, Steps
+from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, Doubling, Steps
 from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
 from paddle_vl.profile.matrix_report import write_report
+from paddle_vl.profile.supervise import Limits, Outcome
 from paddle_vl.profile.workload import Workload
 from tests.single_card_tests.profile.measures import cell
 from tests.single_card_tests.train.tiny_run import write_tiny_run

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_vl.profile.memory import GB
-from paddle_vl.profile.summary import summarize
-from paddle_vl.profile.table import profile_table, rounded_shares
+from paddle_vl.profile.summary import profile_table, rounded_shares, summarize
 from paddle_vl.train.phases import Phase
 from tests.single_card_tests.profile.measures import FACTS, rank_measure
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.cli.main import main
-from paddle_vl.train.reporting.metrics_file import MetricsFile
-from paddle_vl.train.reporting.run_starts import read_starts
+from paddle_vl.train.reporting.run_files import MetricsFile, read_starts
 from tests.single_card_tests.report.run_folders import LINES, START, write_run
 
 

@@ -1,9 +1,9 @@
-"""Panels.
+"""Panels of a report.
 
-Guarantees: every key of every run is in exactly one panel, known or not; evaluations stand beside
-what they evaluate, parts and statistics beside each other; a run that lacks a metric is left out of
-its panel; names of panels are file names unlike each other; a loss begins on a logarithmic axis
-where that can show all of it.
+Guarantees: every metric of every run is in exactly one panel, known or not; evaluations, components
+and statistics share the panel of their metric; a run without a metric is left out of its panel;
+panel names are unique file names; a loss has a logarithmic axis at first where all values are
+positive.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
 """Tables of a report.
 
-Guarantees: results, settings that differ, origin and last values of all runs, with what is not
-known left open; settings that are the same, or say only where a run writes, are no difference;
-settings that changed between starts are told with the steps that they trained.
+Guarantees: results, differing settings, origin and last values of all runs, with a dash for unknown
+values; settings that do not affect the training are not compared; settings that changed between
+starts are listed with the steps that they trained.
 """
 
 import pytest

@@ -1,8 +1,8 @@
 """Reading runs for a report.
 
-Guarantees: what is not a run is refused with what to give instead; so are a run given twice, one
-with nothing in common, a damaged file; a torn last line is left out and known; runs of the same
-folder name are told apart; starts before the last one from step 0 are of metrics that are gone.
+Guarantees: a folder that is not a run's is refused with a hint; so are a run given twice, one
+without a metric in common, and a damaged file; an incomplete last line is left out and noted; runs
+of the same folder name get different names; starts before the last one from step 0 are left out.
 """
 
 import pytest

@@ -1,13 +1,13 @@
 """Metrics lines as series.
 
-Guarantees: whatever keys there are have all their numbers, at their steps; null interrupts a curve,
-an absent key does not; lines that are missing do, another distance of lines does not; skipped
-updates are told between the lines where their count grew.
+Guarantees: every metric has all its numbers at their steps; null interrupts a curve, an absent key
+does not; missing lines interrupt it, a changed distance between lines does not; skipped updates are
+assigned to the lines between which their count grew.
 """
 
 import pytest
 
-from paddle_vl.report.series import Series, SkippedUpdates, series_of, skipped_updates
+from paddle_vl.report.runs import Series, SkippedUpdates, series_of, skipped_updates
 from tests.single_card_tests.report.run_folders import LINES
 
 

@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 TOOLS = [
-    path.name
-    for path in sorted((ROOT / "tools").glob("*.py"))
+    path.relative_to(ROOT / "tools").as_posix()
+    for path in sorted([*(ROOT / "tools").glob("*.py"), *(ROOT / "tools/benchmarks").glob("*.py")])
     if '__name__ == "__main__"' in path.read_text()
 ]
 

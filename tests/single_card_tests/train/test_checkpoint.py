@@ -1,8 +1,8 @@
-"""Checkpoints on disk, without a model.
+"""Checkpoint folders, without a model.
 
-Guarantees: a save that is interrupted anywhere leaves the complete earlier checkpoint and nothing
-under the new name; leftovers are cleared; random states and arrays round-trip; resuming finds the
-right checkpoint and refuses changed settings.
+Guarantees: a save that is interrupted at any point leaves the earlier checkpoint complete and
+nothing under the new name; leftovers are removed; arrays round-trip; resume finds the right
+checkpoint and refuses changed settings.
 """
 
 import errno
@@ -15,9 +15,9 @@ import pytest
 
 from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
 from paddle_vl.train import checkpoint as checkpoints
-from paddle_vl.train.random_state import seed_step
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
+from paddle_vl.train.schedule import seed_step
 from tests.single_card_tests.train.saved import save_checkpoint, settings, write_arrays
 
 

@@ -1,9 +1,10 @@
-"""Checkpoints that are not what was written, and those that updates without a number ended.
+"""Damaged and marked checkpoints.
 
-Guarantees: every kind of damage to every file is found before anything is loaded, whichever rank
-reads the file, and is told by its name; `auto` takes the newest checkpoint without damage or mark,
-says which it passed over and why, and refuses to begin anew over damaged ones; a checkpoint of an
-earlier version stays usable; a model's weights are compared when it is loaded, its texts are not.
+Guarantees: damage of any kind to any file is found before anything is loaded, whichever rank reads
+the file, and the file is named; `auto` takes the newest checkpoint without damage or mark, logs
+which it passed over and why, and does not start a new run if all are damaged; checkpoints of
+earlier versions are accepted; weights are compared with their manifest when loaded, text files are
+not.
 """
 
 import json

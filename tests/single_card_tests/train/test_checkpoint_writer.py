@@ -1,10 +1,10 @@
-"""Writing beside training.
+"""Asynchronous checkpoint writing.
 
-Guarantees: a save returns before its files are written, and what is written is what was there when
-it was called, byte for byte as without a thread; what fails is raised at the next look, names the
-file and costs no earlier checkpoint, on whichever rank it happens; a run that ends by an error lets
-the write end, one that is interrupted gives it up; old checkpoints go only when newer ones have
-been read back, and only good ones count.
+Guarantees: a save returns before its files are written, and the files equal those of a synchronous
+save, byte for byte; a failure on any rank is raised at the next check, names the file and leaves
+earlier checkpoints alone; after an error the write in flight completes, after an interruption it is
+abandoned; old checkpoints are deleted only after a newer one was read back, and only good ones
+count.
 """
 
 import errno
@@ -16,7 +16,7 @@ import pytest
 
 from paddle_vl.checkpoint.manifest import Manifest, SummedStream
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
-from paddle_vl.train.saving import folder_write
+from paddle_vl.train.saving import commit
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from tests.single_card_tests.train.saved import (
     ARRAYS,
@@ -207,11 +207,11 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_when_the_run_ends_by_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_write, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(commit, "_PATIENCE_S", 0.2)
     # The second rank writes, but its part never comes.
-    plain = folder_write.Part.write
+    plain = commit.RankFiles.write
     monkeypatch.setattr(
-        folder_write.Part, "write", lambda part, to, rank: None if rank else plain(part, to, rank)
+        commit.RankFiles, "write", lambda part, to, rank: None if rank else plain(part, to, rank)
     )
 
     def last(writer):
@@ -225,9 +225,9 @@ def test_a_rank_that_is_gone_is_not_waited_for_when_the_run_ends_by_an_error(tmp
 
 def test_a_folder_that_is_not_shared_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr("paddle_vl.train.saving.commit.VISIBLE_WITHIN_S", 0.1)
-    plain = folder_write.Part.write
+    plain = commit.RankFiles.write
     monkeypatch.setattr(
-        folder_write.Part, "write", lambda part, to, rank: None if rank else plain(part, to, rank)
+        commit.RankFiles, "write", lambda part, to, rank: None if rank else plain(part, to, rank)
     )
     first, second = several(tmp_path)
     assert "a file system that all ranks share" in str(first)
@@ -244,7 +244,7 @@ def test_old_checkpoints_go_when_a_newer_one_has_been_read_back(tmp_path):
 def test_old_checkpoints_stay_when_a_newer_one_reads_back_differently(
     tmp_path, monkeypatch, caplog
 ):
-    plain = folder_write.damaged_files
+    plain = commit.damaged_files
 
     def worn(folder, files, **settings):
         flip(folder / "model.safetensors")
@@ -254,7 +254,7 @@ def test_old_checkpoints_stay_when_a_newer_one_reads_back_differently(
         writer.save(2, filled(2))
         writer.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(folder_write, "damaged_files", worn)
+            patch.setattr(commit, "damaged_files", worn)
             writer.save(4, filled(4))
             writer.wait()
         assert steps_in(tmp_path) == [2, 4]

@@ -1,9 +1,9 @@
-"""Runs that are stopped, go on, and save.
+"""Runs that stop, resume and save.
 
-Guarantees: a run that continues, from a checkpoint or after a signal, is bit-identical to one that
-never stopped; what a signal cut short is made up for; settings that trained nothing replace none;
-checkpoints wait while updates are skipped, hold the step that they were made at, and are not lost
-to a write that fails or is killed.
+Guarantees: a resumed run, from a checkpoint or after a signal, is bit-identical to an uninterrupted
+one; an interrupted evaluation is made up for; config.yaml has settings that trained at least a
+step; checkpoints are postponed while updates are skipped, contain the step at which they were
+requested, and survive a write that fails or is killed.
 """
 
 import errno
@@ -22,7 +22,7 @@ import pytest
 from paddle_vl.checkpoint.manifest import SummedStream
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.checkpoint import model_folder
-from paddle_vl.train.reporting.run_starts import read_starts
+from paddle_vl.train.reporting.run_files import read_starts
 from tests.single_card_tests.train.batches import outcome
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
 from tests.support.finished_runs import metrics_of as run_metrics

@@ -1,8 +1,8 @@
-"""What a run makes of its data files' lines, from the settings to the checkpoint.
+"""Data settings in whole runs.
 
-Guarantees: `data.allow_outside` and `data.max_line_bytes` reach conversations and demonstrations;
-a run that skips bad samples trains through hostile lines and counts them; a run does not go on in
-edited data, and goes on when the data is restored.
+Guarantees: `data.allow_outside` and `data.max_line_bytes` reach conversations and demonstrations; a
+run that skips bad samples trains through malformed lines and counts them; a run does not resume on
+edited data, and resumes when the data is restored.
 """
 
 import json

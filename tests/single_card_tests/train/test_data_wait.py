@@ -1,9 +1,8 @@
-"""Warnings about long waits.
+"""Warnings about long waits for data.
 
-Pinned: a wait that is over in time says nothing; a longer one says what is waited for, again at
-doubled times, and once when it is over; one that an error ends does not go on; watched batches are
-those of the data, and only waits for them count. Waits here last until the warnings that a test
-expects have come.
+Guarantees: a short wait logs nothing; a longer one logs what is waited for, again at doubled times,
+and once when it is over, unless an error ends it; watched batches are those of the data, and only
+waits for them count.
 """
 
 import itertools
@@ -12,7 +11,7 @@ import threading
 
 import pytest
 
-from paddle_vl.train.feeding.data_wait import WaitWatch, logger, watched
+from paddle_vl.train.feeding.feed import WaitWatch, logger, watched
 
 AFTER_S = 0.01
 

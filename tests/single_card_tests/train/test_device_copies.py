@@ -1,10 +1,10 @@
-"""Copies of batches to a device, on a fake one: no GPU is at hand where these tests run.
+"""Copies of batches to a device, on a fake one, as no GPU is available.
 
-Pinned: arrays are pinned, copied, and an event is recorded behind them, which the computing stream
-waits for and not the host; a buffer is filled behind the step before the last, which had it; new
-memory is filled behind everything that was launched; batches of other lengths use the memory there
-is; pinned memory is held until it was read; entries that stay on the host stay what they are; a CPU
-needs no copies and says nothing, another device that goes without says so once.
+Guarantees: arrays are pinned and copied, and the compute stream, not the host, waits for the event
+after the copies; a buffer is overwritten only after the step that used it; new memory is filled
+only after everything launched before; buffers are reused for batches of other lengths; pinned
+memory is kept until it was read; entries for the host stay unchanged; a CPU needs no copies and
+logs nothing, another device without copies logs it once.
 """
 
 import gc
@@ -150,13 +150,13 @@ def test_lists_empty_arrays_types_and_micro_batches_are_kept_apart():
     assert later["videos"][0].tolist() == [9, 9]
 
 
-def test_it_has_run_dry_when_the_last_step_launched_is_done():
+def test_it_is_idle_when_the_last_step_launched_is_done():
     device = FakeDevice()
     copies = DeviceCopies(device)
     step(copies, {"a": numbers(1)})
-    assert not copies.has_run_dry()
+    assert not copies.is_idle()
     device.compute.events[-1].has_happened = True
-    assert copies.has_run_dry()
+    assert copies.is_idle()
 
 
 def test_a_cpu_needs_no_copies_and_nothing_is_said(caplog):
@@ -173,7 +173,7 @@ def cannot_pin():
     ("device", "pin_memory", "reason"),
     [
         ("gpu:0", False, "data.pin_memory is off"),
-        ("xpu:0", True, "made on GPUs only, and this is xpu:0"),
+        ("xpu:0", True, "need a GPU, and this is xpu:0"),
         ("gpu:0", True, "gpu:0 cannot copy from pinned memory (no pinned memory)"),
     ],
 )

@@ -1,9 +1,8 @@
-"""What devices can compute at most.
+"""Peak FLOP/s of devices.
 
-Guarantees: names as CUDA gives them find their data sheet's dense figure, variants of a model their
-own; parts of a device, other devices of a like name, and formats without matrix units are unknown;
-float32 is TF32 unless that is switched off; a setting holds for any device; what is not known is
-told once, of a GPU only.
+Guarantees: CUDA's device names map to the dense figure of the data sheet, variants to their own;
+partial devices, other devices with similar names, and dtypes without matrix units are unknown;
+float32 is TF32 unless switched off; the setting overrides the table; an unknown GPU is logged once.
 """
 
 import logging

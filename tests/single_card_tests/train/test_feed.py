@@ -1,11 +1,11 @@
-"""What training steps are fed with.
+"""The feed of training steps.
 
-Pinned: without copies batches go on as they are, on demand; with them the next step's are fetched
-when a step was launched, and none beyond the last step; the place told is right behind a step's own
-batches, and continuing there gives the next ones; counts are made before arrays leave the host; a
-fault belongs to the step whose data has it; a wait counts unless the device had work meanwhile; a
-stalled loader is named with its worker; and a run with copies is the run without them, bit for bit,
-resumed too, without a read from the device in its steps.
+Guarantees: without copies batches are fetched on demand; with copies the next step's are fetched
+after a step is launched, none beyond the last step; the data position is that after a step's own
+batches, and resuming there yields the next ones; counts are made before arrays leave the host; an
+error of the data belongs to its step; a wait counts unless the device was busy; a stalled loader is
+named with its worker; a run with copies equals the run without them, bit for bit, also resumed, and
+reads nothing from the device in its steps.
 """
 
 import logging
@@ -21,10 +21,10 @@ from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.feeding import data_wait, feed
+from paddle_vl.train.feeding import feed
 from paddle_vl.train.feeding.device_copies import DeviceCopies
 from paddle_vl.train.feeding.feed import BatchFeed
-from paddle_vl.train.host_reads import record_host_reads
+from step_counts import record_host_reads
 from tests.single_card_tests.data.probe_datasets import HeldDataset, token_rows
 from tests.single_card_tests.train.fake_device import FakeDevice
 from tests.single_card_tests.train.test_host_reads import OF_THE_CPU
@@ -163,6 +163,8 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
+    monotonic = perf_counter
+
 
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
@@ -222,11 +224,11 @@ def test_a_stalled_loader_is_named_and_that_it_goes_on(tmp_path, num_workers, wh
     )  # fmt: skip
     handler = OpensPipe(pipe, who)
     batches = fed_from(loader, wait_warning_s=0.1)
-    data_wait.logger.addHandler(handler)
+    feed.logger.addHandler(handler)
     try:
         step = batches.next_step()
     finally:
-        data_wait.logger.removeHandler(handler)
+        feed.logger.removeHandler(handler)
         batches.close()
     assert numbers_of(step) == [0, 2]
     assert "data: batch 1 of epoch 0, made from data.jsonl:3, data.jsonl:4" in handler.naming

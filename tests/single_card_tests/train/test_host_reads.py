@@ -1,10 +1,10 @@
-"""What the host reads back from the device in training.
+"""Host reads of the device in training.
 
-Guarantees: nothing in a steady-state step, of either family; one read for a report, made while the
-next step runs; a run whose updates are masked on the device is the run whose flags are read.
+Guarantees: none in a steady-state step, of either family; one per report, made while the next step
+runs; a run with updates masked on the device equals the run that reads the flags.
 
-On a GPU masks are the rule; on a CPU, where reading waits for nothing, this turns them on. What
-`nn/masked_attention.py` reads belongs to the CPU's kernel alone.
+On a GPU updates are masked; on a CPU, where a read waits for nothing, the tests turn masks on.
+Reads in `nn/masked_attention.py` belong to the CPU's kernel.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.host_reads import record_host_reads
+from step_counts import record_host_reads
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.finished_runs import lasting, metrics_of
@@ -60,7 +60,7 @@ def test_a_step_reads_nothing_and_a_report_once_while_the_next_step_runs(run_fil
         trainer.run()
     # The last step is saved.
     steady = {(step, where): n for (step, where), n in places.items() if step < 8}
-    assert all(where.startswith("report: train/reporting/host_copy.py") for _, where in steady)
+    assert all(where.startswith("report: train/reporting/gauges.py") for _, where in steady)
     assert {step: n for (step, _), n in steady.items()} == {4: 1, 7: 1}
     assert [line["step"] for line in metrics_of(tmp_path)] == [3, 6, 8]
 

@@ -1,10 +1,9 @@
-"""What a run reports.
+"""Metrics of a run.
 
-Guarantees: means are weighted by target tokens and leave skipped updates out; what all processes
-told comes to what separate reductions give, speed by the slowest; nothing is copied from the host
-to make a report; the window survives a checkpoint;
-lines beyond the resumed step are dropped, torn ones too; the curve is a PNG; a writer whose package
-is absent names its pip extra.
+Guarantees: means are weighted by target tokens and leave out skipped updates; values of all ranks
+equal separate reductions, speed is that of the slowest rank; a report copies nothing from the host
+to the device; the window survives a checkpoint; lines beyond the resumed step are dropped,
+incomplete ones too; the loss curve is a PNG.
 """
 
 import json
@@ -18,9 +17,9 @@ from PIL import Image
 
 from paddle_vl.families.qwen3_vl.objective import VLLoss
 from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, local_values
-from paddle_vl.train.reporting.loss_curve import draw_loss_curve
 from paddle_vl.train.reporting.metrics import StepMeter, longest_skip
-from paddle_vl.train.reporting.metrics_file import MetricsFile
+from paddle_vl.train.reporting.reporter import draw_loss_curve
+from paddle_vl.train.reporting.run_files import MetricsFile
 from paddle_vl.train.step import MicroBatch
 from tests.single_card_tests.train.batches import outcome
 

@@ -1,7 +1,7 @@
-"""The model that `model.config` asks for.
+"""The model of `model.config`.
 
-Pinned here: a published size can be named in place of a file; what is neither, and a size that the
-tokenizer does not fit, are refused with the reason.
+Guarantees: a published size can be named instead of a file; an unknown name, and a size that does
+not fit the tokenizer, are refused with the reason.
 """
 
 from pathlib import Path

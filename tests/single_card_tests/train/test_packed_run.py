@@ -1,10 +1,9 @@
 """Training on packed rows, from JSONL records to weights.
 
-Guarantees: rows hold several samples up to their length, evaluation one each; the fill is reported;
-the same seed gives the same bits, with workers too, and so does a resumed run, which measures no
-lengths again; an epoch is as many steps as its rows make; a step on packed rows learns what one on
-the same samples one a row does; rows of another length are not continued; bad samples are left out
-and counted.
+Guarantees: training rows hold several samples up to the row length, evaluation rows one; packing
+efficiency is reported; the same seed gives the same bits, with workers and resumed, and resume does
+not measure lengths again; steps per epoch follow from the rows; a step on packed rows equals one on
+unpacked samples; another row length cannot be resumed; bad samples are left out and counted.
 """
 
 import shutil

@@ -1,9 +1,9 @@
-"""Marks of phases in a training step.
+"""Phase marks of a training step.
 
-Pinned here: without a clock a mark is one shared empty context and the device is not waited for;
-phases of a step add up to the step's time exactly, the rest being a phase of its own; a phase
-inside another takes its time from it; repeated phases add up; a step that raises leaves no trace
-and no running clock; the clock waits for the device at every turn. Time is a counter of the test's.
+Guarantees: without a clock a mark is one shared empty context and nothing synchronizes; phases sum
+exactly to the step's time, with the rest as a phase of its own; nested time is not counted twice;
+repeated phases add up; a step that raises is not kept and stops the clock; the clock synchronizes
+the device at every mark. Time is a counter here.
 """
 
 import itertools

@@ -1,10 +1,9 @@
 """A pi07 policy through the trainer, from files of demonstrations.
 
-Guarantees: training lowers both losses and says both; what it saves acts, and continues bit for
-bit, and so does the planner's; accumulation equals one large batch, and the step's losses are the
-original's on that batch; made-up demonstrations need no files; settings of the other family are
-refused, all at once; a loss of weight 0 leaves what only it trains alone; a frozen part stays as it
-was.
+Guarantees: training lowers and reports both losses; the saved policy acts and resumes bit for bit,
+the planner too; gradient accumulation equals one large batch, and the step's losses are the model's
+own on that batch; made-up demonstrations need no files; settings of the other family are refused
+together; a loss of weight 0 does not train what only it reaches; frozen parameters do not change.
 """
 
 import json

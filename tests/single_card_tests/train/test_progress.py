@@ -1,9 +1,8 @@
-"""The progress of a run on the terminal.
+"""Progress of a run on the terminal.
 
-Guarantees: a terminal has one bar in one line, which says what the last metrics line does, keeps
-what an evaluation found, and says when the run evaluates; a log message stands above it, whole; a
-file or pipe, and a terminal without a bar, has a whole line for every report, with the time left; a
-process that is not to show anything shows nothing.
+Guarantees: a terminal has one bar with the values of the last metrics line, the last evaluation,
+and a label during evaluations; log messages are printed above it; a file, a pipe or a terminal
+without a bar has one line per report with the time left; ranks other than 0 print nothing.
 """
 
 import io
@@ -14,8 +13,8 @@ import sys
 import pytest
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from paddle_vl.train.reporting import progress
-from paddle_vl.train.reporting.progress import ProgressBar
+from paddle_vl.train.reporting import reporter
+from paddle_vl.train.reporting.reporter import ProgressBar
 
 LINE = {"step": 2, "loss": 0.1234, "learning_rate": 1e-3, "tokens_per_second": 4321.0}
 
@@ -41,7 +40,7 @@ def on_screen(monkeypatch) -> Screen:
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
     # Drawn at every step, in a width of its own.
-    monkeypatch.setattr(progress, "_DRAW_SECONDS", 0.0)
+    monkeypatch.setattr(reporter, "_DRAW_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "120")
     return screen
 
@@ -49,11 +48,11 @@ def on_screen(monkeypatch) -> Screen:
 @pytest.fixture
 def told(monkeypatch, caplog):
     """What is told in lines, by no other handler than the test's."""
-    monkeypatch.setattr(progress.logger, "propagate", False)
-    progress.logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.INFO, progress.logger.name):
+    monkeypatch.setattr(reporter.logger, "propagate", False)
+    reporter.logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, reporter.logger.name):
         yield caplog
-    progress.logger.removeHandler(caplog.handler)
+    reporter.logger.removeHandler(caplog.handler)
 
 
 def in_pipe(monkeypatch) -> io.StringIO:

@@ -1,8 +1,8 @@
-"""One run per output folder.
+"""Lock of an output folder.
 
-Guarantees: a folder that a living process has is refused with its host, process and start; one of a
-process that ended, however it did, is taken over; where the owner is on another machine the file's
-time decides; a released lock leaves no file.
+Guarantees: a folder that a live process has locked is refused with its host, pid and start time;
+the lock of a process that ended in any way is taken over; if the owner is on another machine the
+file's time decides; a released lock leaves no file.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""What a run folder says of its starts.
+"""run.json.
 
-Guarantees: a run writes one entry per start, with the revision, versions, device, processes and
-command, and closes it when it ends, by an error too; git's revision and uncommitted changes are
-those of the folder, and nothing is said outside of git or without git; a damaged file is named.
+Guarantees: a run writes one entry per start, with revision, versions, device, number of ranks and
+command, and completes it at its end, also after an error; revision and uncommitted changes are
+those of the folder, null outside of git or without git; a damaged file is named.
 """
 
 import json
@@ -16,6 +16,7 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.train.reporting.run_files import RUN_FILE, read_starts
 from paddle_vl.train.reporting.run_record import (
     RunRecord,
     git_state,
@@ -23,7 +24,6 @@ from paddle_vl.train.reporting.run_record import (
     start_entry,
     versions,
 )
-from paddle_vl.train.reporting.run_starts import RUN_FILE, read_starts
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Curves in VisualDL and TensorBoard.
 
-Guarantees: each of the real packages gets every number of a line, under a grouped name, for readers
-while the run goes on; a resumed run has every step once, whatever was written beyond it; files of
-others stay; a writer whose package is absent names its pip extra and removes nothing.
+Guarantees: each of the real packages gets every number of a line, under a grouped name, readable
+during the run; a resumed run has every step once; files of others stay; a missing package is named
+with its pip extra, and nothing is removed then.
 """
 
 import struct
@@ -14,10 +14,8 @@ import pytest
 
 from paddle_vl.config.schema import LoggingConfig
 from paddle_vl.train.processes import ONE_PROCESS
-from paddle_vl.train.reporting.metric_groups import tag_of
-from paddle_vl.train.reporting.metrics_file import METRICS_FILE, MetricsFile, numbers_of
-from paddle_vl.train.reporting.reporter import Reporter
-from paddle_vl.train.reporting.scalar_writers import ScalarWriters
+from paddle_vl.train.reporting.reporter import Reporter, ScalarWriters
+from paddle_vl.train.reporting.run_files import METRICS_FILE, MetricsFile, numbers_of, tag_of
 
 LINES = [
     {"step": 1, "loss": 0.5, "grad_norm": None, "tokens_per_second": 100.0, "epoch": 1},

@@ -1,8 +1,8 @@
-"""Whole runs of a tiny model on files.
+"""Whole runs of a tiny model.
 
-Guarantees: two seeded runs are bit-identical, in every weight, the optimizer state and the
-metrics; the output folder holds what the help says; settings reach what they are about. Runs that
-are cut off and go on are in `test_continued_runs`.
+Guarantees: two seeded runs are bit-identical in weights, optimizer state and metrics; the output
+folder holds the documented files; settings take effect. Interrupted and resumed runs are in
+`test_continued_runs`.
 """
 
 import json
@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.checkpoint import model_folder
-from paddle_vl.train.reporting.progress import ProgressBar
+from paddle_vl.train.reporting.reporter import ProgressBar
 from tests.single_card_tests.train.batches import outcome
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
 from tests.support.finished_runs import metrics_of as run_metrics

@@ -1,7 +1,7 @@
 """Training on video files, from JSONL records to weights.
 
-Guarantees: records with videos, alone and among images in either order, train; worker processes
-that decode the files give the bits of one process; settings of videos reach the frames and are
+Guarantees: records with videos, alone and mixed with images in either order, train; decoding in
+worker processes gives the same bits as in one process; video settings reach the frames and are
 saved with the model; a bad video stops the run with file, line and reason, or is skipped and
 counted; the trained model answers about a video.
 """

@@ -8,7 +8,6 @@ import numpy as np
 from paddle import Tensor
 
 from paddle_vl.config.families import ModelShape, model_values
-from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.tokenizer import TextTokenizer
 from paddle_vl.data.worker_pool import Collator
@@ -24,7 +23,7 @@ from paddle_vl.families.base import (
 )
 from paddle_vl.families.flops import FlopCounter, Operations
 from paddle_vl.nn.loss import Loss
-from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 from tests.support.captioner.inputs import (
     END,
     CaptionBatch,
@@ -33,6 +32,7 @@ from tests.support.captioner.inputs import (
     write_captions,
 )
 from tests.support.captioner.model import Captioner, CaptionerConfig, CaptionerStage
+from tests.support.captioner.settings import PARTS, CaptionerRun
 
 
 class CaptionLoss(Loss):
@@ -109,11 +109,11 @@ class CaptionerFlops(FlopCounter):
 class CaptionerRecipe(Family):
     """A run that trains a captioner."""
 
-    parts: Mapping[str, Sequence[str]] = {"decoder": ("captioner.layers.*",)}
+    parts: Mapping[str, Sequence[str]] = PARTS
     make_stage = CaptionerStage
     sample_kind = "captions"
 
-    def __init__(self, config: RunConfig, checkpoint: Path | None):
+    def __init__(self, config: CaptionerRun, checkpoint: Path | None):
         self.config = config
         pretrained = config.model.pretrained
         self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
@@ -134,7 +134,7 @@ class CaptionerRecipe(Family):
         )
         self.costs = [1.0] * model.num_hidden_layers, 0.1, 0.5
 
-    def build_model(self, placement: SingleDevicePlacement) -> BuiltModel:
+    def build_model(self, placement: Placement) -> BuiltModel:
         dtype = self.config.model.compute_dtype
         if self.folder is None:
             model = Captioner.from_config(self.model_config, dtype, placement)
@@ -194,7 +194,7 @@ class CaptionerRecipe(Family):
         return Evaluation(model, CaptionLoss(), CaptionBatchAdapter(), loader, losses_report)
 
     @classmethod
-    def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:
+    def with_synthetic_data(cls, config: CaptionerRun, data: SyntheticData) -> CaptionerRun:
         model = CaptionerConfig.from_dict(model_values(config.model.config))
         file = data.folder / "captions.jsonl"
         write_captions(file, data.num_samples, (model.num_regions, model.num_features))

@@ -1,4 +1,4 @@
-"""Made-up conversations about made-up pictures, as files: a run reads them as it reads its own."""
+"""Synthetic conversations about synthetic images, written as data files for a profile."""
 
 import json
 import os
@@ -11,19 +11,19 @@ from PIL import Image
 from paddle_vl.data.tokenizer import TextTokenizer
 
 CONVERSATIONS_FILE = "conversations.jsonl"
-# Pictures to choose from; enough that no cache of one holds them all.
-_NUM_PICTURES = 8
+# Distinct image files; several, so that caching one does not hide the reading.
+_NUM_IMAGES = 8
 _WORD = " word"
 
 
 @dataclass(frozen=True)
 class ConversationShapes:
-    """What every sample is made of.
+    """Shapes of every sample.
 
     Attributes:
-        num_images: pictures in each sample.
-        image_side: pixels of their sides; the run's processor resizes them as any other.
-        answer_tokens: tokens of the answer, which the loss is computed on.
+        num_images: images of a sample.
+        image_side: height and width of an image in pixels, before the processor resizes it.
+        answer_tokens: tokens of the answer, which the loss counts.
     """
 
     num_images: int = 1
@@ -38,14 +38,14 @@ class ConversationShapes:
 def write_conversations(
     folder: Path, shapes: ConversationShapes, num_samples: int, tokenizer: TextTokenizer
 ) -> Path:
-    """Write pictures and a JSONL file, the same whenever and by whichever process.
+    """Write images and a JSONL file, deterministically; several ranks may write the same ones.
 
     Returns:
-        The JSONL file; it appears complete.
+        The JSONL file. Files are written atomically.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = [f"{number}.png" for number in range(_NUM_PICTURES)]
-    for number, name in enumerate(pictures):
+    files = [f"{number}.png" for number in range(_NUM_IMAGES)]
+    for number, name in enumerate(files):
         _appear(folder / name, _png(shapes.image_side, seed=number))
     messages = [
         {"role": "user", "content": "<image>" * shapes.num_images + "What is there to see?"},
@@ -53,7 +53,7 @@ def write_conversations(
     ]
     lines = []
     for number in range(num_samples):
-        images = [pictures[(number + i) % _NUM_PICTURES] for i in range(shapes.num_images)]
+        images = [files[(number + i) % _NUM_IMAGES] for i in range(shapes.num_images)]
         lines.append(json.dumps({"messages": messages, "images": images}) + "\n")
     file = folder / CONVERSATIONS_FILE
     _appear(file, "".join(lines).encode())
@@ -61,7 +61,7 @@ def write_conversations(
 
 
 def _answer(num_tokens: int, tokenizer: TextTokenizer) -> str:
-    """Words that make as many tokens, or as nearly below as whole words can."""
+    """A text of that many tokens, or slightly fewer where words do not fit."""
     low, high = 1, num_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -80,7 +80,7 @@ def _png(side: int, seed: int) -> bytes:
 
 
 def _appear(file: Path, content: bytes) -> None:
-    """Write a file at once: several processes may write the same."""
+    """Write a file atomically, as several ranks may write the same one."""
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     partial.replace(file)

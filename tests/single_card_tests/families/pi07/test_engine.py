@@ -17,8 +17,9 @@ from paddle_vl.families.pi07.attention_masks import (
     suffix_positions,
 )
 from paddle_vl.families.pi07.interleaved import InterleavedDecoder, SuffixView
-from paddle_vl.nn import masked_attention as attention
-from paddle_vl.nn.masked_attention import AttentionMask, masked_attention
+from paddle_vl.nn import attention
+from paddle_vl.nn.attention import AttentionMask, masked_attention
+from paddle_vl.nn.kernels import use_kernels
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
 from tests.single_card_tests.nn.flash_kernel import FlashKernel
@@ -120,15 +121,16 @@ def test_masks_are_as_flash_attention_takes_them(monkeypatch):
     decoder.attention_implementation = "sdpa"
     inputs, prefix_view, suffix_view, _ = streams(decoder)
     wanted = decoder(*inputs, prefix_view, suffix_view).suffix
-    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
-    found = decoder(*inputs, prefix_view, suffix_view).suffix
+    with use_kernels("gpu"):
+        found = decoder(*inputs, prefix_view, suffix_view).suffix
     np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-4, atol=1e-5)
     assert kernel.masks
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "plain"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_query_without_a_key(implementation):
+def test_query_without_a_key(implementation, kernels):
     rng = np.random.default_rng(0)
     shapes = (1, 2, 4, 8), (1, 3, 2, 8), (1, 3, 2, 8)
     q, k, v = (
@@ -136,11 +138,13 @@ def test_query_without_a_key(implementation):
         for s in shapes
     )
     visible = paddle.to_tensor(np.array([[[1, 0, 1], [0, 0, 0]]], bool))
-    out = masked_attention(q, k, v, AttentionMask(visible), 0.3, implementation)
+    with use_kernels(kernels):
+        out = masked_attention(q, k, v, AttentionMask(visible), 0.3, implementation)
     mean = np.repeat(v.numpy().mean(axis=1)[0], 2, axis=0)
     wanted = mean if implementation == "eager" else np.zeros_like(mean)
     np.testing.assert_allclose(out.numpy()[0, 1], wanted, atol=1e-6)
-    out[:, 1].square().sum().backward()
+    with use_kernels(kernels):
+        out[:, 1].square().sum().backward()
     assert q.grad.abs().sum() == 0
     assert k.grad.abs().sum() == 0
     assert (v.grad.abs().sum() > 0) == (implementation == "eager")

@@ -18,6 +18,7 @@ from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.pipeline import PI07LowLevelStage
 from paddle_vl.families.pi07.prefix_layout import Presence
+from paddle_vl.nn.linear import default_dtype
 from tests.support.pi07_golden import case, config_values
 from tests.support.traced import Cast, Operator, trace
 
@@ -44,13 +45,10 @@ def model_and_batch(implementation: str) -> tuple[PI07LowLevelFlowMatching, dict
     backbone["text_config"] |= {"num_hidden_layers": LAYERS} | kinds
     backbone["vision_config"]["num_hidden_layers"] = TOWER_LAYERS
     vlm["gemma_expert_config"]["num_hidden_layers"] = LAYERS
-    paddle.set_default_dtype("bfloat16")
-    try:
+    with default_dtype("bfloat16"):
         model = PI07LowLevelFlowMatching(
             PI07Config.from_dict(values), description["config"]["indicator_token_ids"]
         )
-    finally:
-        paddle.set_default_dtype("float32")
     batch = {
         name[3:]: paddle.static.data(name[3:], list(value.shape), str(value.dtype))
         for name, value in tensors.items()

@@ -1,8 +1,9 @@
 """Equality of pi07 with the PyTorch original: every quantity and every gradient of golden cases.
 
-Pinned here: what `tools/check_parity.py pi07` compares, under both settings of Paddle's stride
-kernels; files that a case points to may lie in another folder; a wrong value, a tensor that was not
-compared and a case of an unknown kind fail.
+Pinned here: what `tools/check_parity.py pi07` compares, with the CPU kernels under both settings of
+Paddle's stride kernels, with the plain operations, and with the kernels of a GPU as far as a CPU
+runs them; files that a case points to may lie in another folder; a wrong value, a tensor that was
+not compared and a case of an unknown kind fail.
 """
 
 import json
@@ -13,10 +14,12 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from paddle_vl.nn.kernels import use_kernels
 from parity.comparison import CaseReport
 from parity.pi07 import run_cases
 from parity.pi07_golden import GoldenFolders
 from tests.support.pi07_golden import CASES
+from tests.support.tiny import IMPLEMENTATIONS
 
 NAMES = sorted(file.stem for file in CASES.glob("*.json"))
 
@@ -32,13 +35,14 @@ def explained(report: CaseReport) -> str:
     return "\n".join([report.line(), *report.failure_lines()])
 
 
-@pytest.mark.parametrize("strides", [True, False], ids=["strides", "no-strides"])
+@pytest.mark.parametrize(("kernels", "strides"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_golden_case(name, strides):
+def test_golden_case(name, kernels, strides):
     kept = paddle.get_flags("FLAGS_use_stride_kernel")
     paddle.set_flags({"FLAGS_use_stride_kernel": strides})
     try:
-        report = report_of(name, CASES)
+        with use_kernels(kernels):
+            report = report_of(name, CASES)
     finally:
         paddle.set_flags(kept)
     assert report.passed, explained(report)

@@ -14,6 +14,7 @@ import paddle
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.nn.linear import default_dtype
 from tests.single_card_tests.train.batches import image_batch
 from tests.support.tiny import EXPERTS, tiny_config
 from tests.support.traced import Cast, Operator, trace
@@ -26,11 +27,8 @@ NARROW = {"matmul", "scaled_dot_product_attention", "swiglu", "gelu", "scatter",
 
 def run_model(**text_settings) -> None:
     batch = image_batch([[1, 2, 3, 4], [5, 6, 7]], [2, 1])
-    paddle.set_default_dtype("bfloat16")
-    try:
+    with default_dtype("bfloat16"):
         model = Qwen3VLForConditionalGeneration(tiny_config(**text_settings))
-    finally:
-        paddle.set_default_dtype("float32")
     inputs = {
         name: paddle.static.data(name, list(array.shape), str(array.dtype))
         for name, array in batch.items()

@@ -12,6 +12,7 @@ import pytest
 
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.nn import attention
+from paddle_vl.nn.kernels import use_kernels
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from tests.single_card_tests.nn.flash_kernel import FlashKernel
 from tests.support.tiny import IMAGE, patches, tiny_config, tiny_model, token_rows
@@ -53,16 +54,17 @@ def test_equal_prompts_generate_through_flash_attention(monkeypatch):
     inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid}
     wanted = model.generate(**inputs, max_new_tokens=4)
     kernel = FlashKernel()
-    monkeypatch.setattr(attention, "is_eager_cpu", lambda x: False)
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
-    assert model.generate(**inputs, max_new_tokens=4).tolist() == wanted.tolist()
+    with use_kernels("gpu"):
+        assert model.generate(**inputs, max_new_tokens=4).tolist() == wanted.tolist()
     # Neither the tower, nor the prompt, nor a step's one query for each row.
     assert set(map(str, kernel.masks)) == {"None"}
     _, ids, mask = padded_rows()
-    model.generate(
-        input_ids=ids, attention_mask=mask, pixel_values=pixels[:24], image_grid_thw=grid[:2],
-        max_new_tokens=2,
-    )  # fmt: skip
+    with use_kernels("gpu"):
+        model.generate(
+            input_ids=ids, attention_mask=mask, pixel_values=pixels[:24], image_grid_thw=grid[:2],
+            max_new_tokens=2,
+        )  # fmt: skip
     assert [2, 1, 1, ids.shape[1] + 1] in kernel.masks
 
 

@@ -1,7 +1,9 @@
 """Equality with the PyTorch original: every quantity and every gradient of the golden cases.
 
-Pinned here: what `tools/check_parity.py` compares, under both settings of Paddle's stride kernels,
-and that the tool notices: a wrong weight, an unsupported model, an uncompared tensor, no case.
+Pinned here: what `tools/check_parity.py` compares, with the CPU kernels under both settings of
+Paddle's stride kernels, with the plain operations, and with the kernels of a GPU as far as a CPU
+runs them; and that the tool notices: a wrong weight, an unsupported model, an uncompared tensor, no
+case.
 """
 
 import json
@@ -15,10 +17,11 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from paddle_vl.nn.kernels import use_kernels
 from parity.comparison import CaseReport
 from parity.golden import GoldenFolders
 from parity.qwen_vl import run_cases
-from tests.support.tiny import GOLDEN
+from tests.support.tiny import GOLDEN, IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[4]
 CASES = GOLDEN / "qwen_vl"
@@ -35,13 +38,14 @@ def reports(folder: Path, name: str) -> list[CaseReport]:
     return list(run_cases(golden, cases, 1.0, "float32"))
 
 
-@pytest.mark.parametrize("strides", [True, False], ids=["strides", "no-strides"])
+@pytest.mark.parametrize(("kernels", "strides"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_golden_case(name, strides):
+def test_golden_case(name, kernels, strides):
     kept = paddle.get_flags("FLAGS_use_stride_kernel")
     paddle.set_flags({"FLAGS_use_stride_kernel": strides})
     try:
-        found = reports(CASES, name)
+        with use_kernels(kernels):
+            found = reports(CASES, name)
     finally:
         paddle.set_flags(kept)
     assert found
@@ -49,9 +53,11 @@ def test_golden_case(name, strides):
         assert report.passed, "\n".join([report.line(), *report.failure_lines()])
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "plain", "gpu"])
 @pytest.mark.parametrize("model", ["dense_untied", "dense_tied", "moe"])
-def test_golden_training_trajectory(model):
-    (report,) = [r for r in reports(CASES, "train_traj") if r.name == f"train_traj[{model}]"]
+def test_golden_training_trajectory(model, kernels):
+    with use_kernels(kernels):
+        (report,) = [r for r in reports(CASES, "train_traj") if r.name == f"train_traj[{model}]"]
     assert report.passed, "\n".join([report.line(), *report.failure_lines(20)])
 
 

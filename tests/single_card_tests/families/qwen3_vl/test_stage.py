@@ -20,7 +20,7 @@ from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
-from paddle_vl.train.host_reads import record_host_reads
+from step_counts import record_host_reads
 from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
 
 CUTS = [[3], [1, 2, 3], [1, 3], [2, 3]]

@@ -1,0 +1,239 @@
+"""Files that a run writes about itself, and how they are read: metrics.jsonl and run.json.
+
+Readers need no Paddle: `paddle-vl report` and the launcher use them. `metrics` and `run_record`
+list the keys.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paddle_vl.files.json_file import read_json_object, shown
+from paddle_vl.files.named_errors import naming, write_text
+
+METRICS_FILE = "metrics.jsonl"
+RUN_FILE = "run.json"
+EVAL_PREFIX = "eval_"
+_REMEDY = "mend it, or move it away"
+Line = dict[str, Any]
+
+
+class MetricsFile:
+    """A metrics.jsonl: one JSON object per line, each with its `step`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, line: Line) -> None:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def drop_after(self, step: int) -> None:
+        """Remove the lines of steps after `step`, which a resumed run trains again."""
+        kept = [line for line in self.read() if line["step"] <= step]
+        partial = self.path.with_name(self.path.name + ".partial")
+        write_text(partial, "".join(json.dumps(line) + "\n" for line in kept))
+        partial.replace(self.path)
+
+    def read(self) -> list[Line]:
+        """All complete lines; see `read_all`."""
+        return self.read_all()[0]
+
+    def read_all(self) -> tuple[list[Line], bool]:
+        """All complete lines, and whether a crash cut one more short at the end.
+
+        Raises:
+            RuntimeError: a line before the last is not JSON, or a line is not an object with a
+                step.
+        """
+        if not self.path.exists():
+            return [], False
+        texts = self.path.read_bytes().split(b"\n")
+        if not texts[-1]:
+            texts.pop()
+        lines = []
+        for number, text in enumerate(texts, start=1):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                if number == len(texts):
+                    return lines, True
+                reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+                raise RuntimeError(self._not_a_line(number, reason)) from error
+            if not isinstance(line, dict) or not _is_count(line.get("step")):
+                raise RuntimeError(self._not_a_line(number, "no object with a step"))
+            lines.append(line)
+        return lines, False
+
+    def _not_a_line(self, number: int, reason: str) -> str:
+        return f"{self.path}:{number} is not a metrics line ({reason}); mend or remove it"
+
+
+def numbers_of(line: Line) -> Iterator[tuple[str, float | None]]:
+    """Keys and numbers of a metrics line except `step`; None for a number that was not finite.
+
+    A nested object yields `outer/inner`; strings, lists and booleans are left out.
+    """
+    for key, value in _flat(line, ""):
+        if key == "step" or isinstance(value, bool):
+            continue
+        if value is None or isinstance(value, int | float):
+            yield key, value if value is None or _is_finite(value) else None
+
+
+def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield prefix + name, value
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # An integer larger than any float.
+        return False
+
+
+class MetricGroup(NamedTuple):
+    """Metrics that are shown together.
+
+    Attributes:
+        tag: prefix of their names in VisualDL and TensorBoard.
+        title: title of their section in a report.
+        words: matches a key of this group; the first group that matches is taken.
+    """
+
+    tag: str
+    title: str
+    words: re.Pattern[str]
+
+
+LOSS = MetricGroup("train", "Loss", re.compile(r"(^|_)loss$|^[A-Z]+$"))
+GROUPS = (
+    LOSS,
+    MetricGroup(
+        "train",
+        "Learning rate and gradient",
+        re.compile(r"^learning_rate|^lr\b|grad|^skipped_updates$"),
+    ),
+    MetricGroup(
+        "speed",
+        "Speed and memory",
+        re.compile(r"_per_second|mfu|flops|throughput|seconds|_ms$|_wait|_time|duration"),
+    ),
+    MetricGroup("memory", "Speed and memory", re.compile(r"memory|bytes")),
+    MetricGroup("experts", "Data", re.compile(r"expert")),
+    MetricGroup(
+        "data", "Data", re.compile(r"epoch|token|sample|sequence|length|packing|patches|images")
+    ),
+    MetricGroup("other", "Further", re.compile(r"")),
+)
+
+
+def group_of(key: str) -> MetricGroup:
+    """The first group that matches a key; the last group matches every key."""
+    return next(group for group in GROUPS if group.words.search(key))
+
+
+def tag_of(key: str) -> str:
+    """A key's name in VisualDL and TensorBoard: `train/loss`, `eval/loss`, `data/epoch`."""
+    if key.startswith(EVAL_PREFIX):
+        return f"eval/{key.removeprefix(EVAL_PREFIX)}"
+    return f"{group_of(key).tag}/{key}"
+
+
+def read_starts(output_dir: Path) -> list[dict[str, Any]]:
+    """Entries of a run's run.json, oldest first; empty without the file.
+
+    Raises:
+        RuntimeError: the file is damaged or an entry has a value of the wrong kind; the message
+            names file, entry, key and value.
+    """
+    path = output_dir / RUN_FILE
+    if not path.exists():
+        return []
+    starts = read_json_object(path, "what a run writes", _REMEDY).get("starts")
+    if not isinstance(starts, list):
+        raise RuntimeError(
+            f"{path} is not what a run writes: 'starts' is {shown(starts)}, not a list; {_REMEDY}"
+        )
+    for number, start in enumerate(starts, start=1):
+        if (problem := _problem(start)) is not None:
+            raise RuntimeError(f"{path}: start {number} {problem}; {_REMEDY}")
+    return starts
+
+
+def _problem(start: Any) -> str | None:
+    if not isinstance(start, dict):
+        return f"is {shown(start)}, not an object"
+    for name, (is_right, needed) in _KINDS.items():
+        value = start.get(name)
+        if value is not None and not is_right(value):
+            return f"has {name} {shown(value)}; {needed} is needed"
+    begin, end = start.get("started"), start.get("ended")
+    if end is not None and begin is None:
+        return "has ended, but no 'started'"
+    if end is not None and _has_zone(begin) != _has_zone(end):
+        return f"has started {begin!r} and ended {end!r}, of which one has no time zone"
+    return None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        datetime.fromisoformat(value)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _has_zone(text: str) -> bool:
+    return datetime.fromisoformat(text).tzinfo is not None
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_revision(value: Any) -> bool:
+    return isinstance(value, dict) and _is_text(value.get("revision"))
+
+
+def _are_versions(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+def _are_settings(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_count(degree) for name, degree in value.items() if name.endswith("_degree")
+    )
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(section, dict) for section in value.values())
+
+
+# Key of a run.json entry -> check of its value where it is not null, and what the check needs.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("started", "ended"), (_is_time, "a time, as 2026-11-21T10:00:00+00:00,")),
+    **dict.fromkeys(("first_step", "last_step", "num_processes"), (_is_count, "a number from 0")),
+    **dict.fromkeys(("command", "overrides"), (_are_texts, "a list of texts")),
+    **dict.fromkeys(("folder", "host", "platform", "device", "device_name"), (_is_text, "a text")),
+    **dict.fromkeys(("git", "paddle_vl_git"), (_is_revision, "an object with a revision")),
+    "versions": (_are_versions, "an object of texts"),
+    "parallel": (_are_settings, "an object with degrees"),
+    "settings": (_are_sections, "an object with sections"),
+}

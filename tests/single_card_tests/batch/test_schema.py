@@ -1,0 +1,123 @@
+"""Typed batches say what collators make and what models take.
+
+Guarantees, for every family: a real batch has the fields, axes and dtypes of its TypedDict, letters
+stand for one size throughout a batch, and a Qwen3-VL takes every field by its name.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pytest
+
+from paddle_vl.batch.schema import Axes, VLBatch
+from paddle_vl.config.load import load_run_config
+from paddle_vl.families.pi07.inputs.collate import PlannerBatch, PolicyBatch
+from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.families.qwen3_vl.objective import empty_batch, with_unused_image
+from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.train.build import run_family
+from tests.single_card_tests.families.qwen3_vl.test_collate import (
+    IMAGE,
+    PAD,
+    VIDEO,
+    make_sample,
+)
+from tests.single_card_tests.train.test_flop_counters import PLANNER
+from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
+from tests.support.captioner.inputs import CaptionBatch
+from tests.support.captioner.run import write_captioner_run
+from tests.support.tiny import tiny_config
+
+
+def check_batch(batch: Mapping[str, Any], kind: type) -> None:
+    """Every field is declared, none that is required lacks, and arrays are as declared."""
+    hints = get_type_hints(kind, include_extras=True)
+    assert set(batch) <= set(hints)
+    assert kind.__required_keys__ <= set(batch)
+    # pi07's texts have lengths of their own.
+    shared = ("B", "L") if kind is VLBatch else ("B", "R", "F", "J", "A", "H", "W")
+    sizes: dict[str, int] = {}
+    for name, value in batch.items():
+        for array, axes in _declared(hints[name], value):
+            letters = axes.names.split()
+            assert (array.ndim, str(array.dtype)) == (len(letters), axes.dtype), name
+            for letter, size in zip(letters, array.shape, strict=True):
+                wanted = int(letter) if letter.isdigit() else size
+                if letter in shared:
+                    wanted = sizes.setdefault(letter, size)
+                assert size == wanted, (name, letter)
+
+
+def _declared(hint: Any, value: Any) -> list[tuple[np.ndarray, Axes]]:
+    """Arrays of a field, each with its axes; none of a plain number."""
+    hint = get_args(hint)[0] if "Required" in str(get_origin(hint)) else hint
+    if get_origin(hint) is list:
+        return [pair for item in value for pair in _declared(get_args(hint)[0], item)]
+    axes = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Axes)]
+    return [(value, one) for one in axes]
+
+
+def vl_batches() -> dict[str, dict]:
+    collator = VLCollator(pad_token_id=PAD, image_token_id=IMAGE, video_token_id=VIDEO)
+    text, image, both = (make_sample(runs) for runs in ([3], [2, (1, 2)], [(2, 2), (1, 1, 2)]))
+    return {
+        "text": collator([text]),
+        "images and videos": collator([text, image, both]),
+        "packed": PackedCollator(collator)([[text, image], [both]]),
+        "unused image": with_unused_image(collator([text]), tiny_config().vision_config),
+        "idle": empty_batch(4),
+    }
+
+
+@pytest.mark.parametrize("name", vl_batches())
+def test_batches_of_qwen3_vl_are_as_declared(name):
+    check_batch(vl_batches()[name], VLBatch)
+
+
+def test_qwen3_vl_takes_every_field_by_name():
+    parameters = inspect.signature(Qwen3VLForConditionalGeneration.forward).parameters
+    assert set(get_type_hints(VLBatch)) <= set(parameters)
+
+
+@pytest.fixture(scope="module")
+def policy_file(tmp_path_factory) -> Path:
+    return write_tiny_policy_run(tmp_path_factory.mktemp("policy"), num_samples=4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [([], PolicyBatch), ([f"model.config={json.dumps(PLANNER)}"], PlannerBatch)],
+    ids=["policy", "planner"],
+)
+def test_batches_of_pi07_are_as_declared(policy_file, overrides, kind):
+    family = run_family(load_run_config(policy_file, overrides))
+    built = family.build_model(SingleDevicePlacement())
+    batch = built.collator([family.train_data[number] for number in range(3)])
+    check_batch(batch, kind)
+    check_batch(built.adapter.idle_batch(built.model), kind)
+    check_batch(built.adapter.prepared(batch), kind)
+
+
+def test_batches_of_a_third_family_are_as_declared(tmp_path):
+    family = run_family(load_run_config(write_captioner_run(tmp_path)))
+    built = family.build_model(SingleDevicePlacement())
+    check_batch(built.collator([family.train_data[number] for number in range(3)]), CaptionBatch)
+    model = built.model
+    model.materialize_all()
+    check_batch(built.adapter.idle_batch(model), CaptionBatch)
+
+
+def test_a_field_of_another_kind_is_found():
+    batch = vl_batches()["text"]
+    for broken in (
+        {"input_ids": batch["input_ids"].astype(np.int32)},
+        {"labels": batch["labels"][:, :-1]},
+        {"unknown": 1},
+    ):
+        with pytest.raises(AssertionError):
+            check_batch({**batch, **broken}, VLBatch)

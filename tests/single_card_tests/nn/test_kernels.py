@@ -1,0 +1,78 @@
+"""The choice between the plain implementation of an operation and its kernels.
+
+Pinned here: the kernel of the device on which the first tensor lies; the plain implementation for a
+device without a kernel and in a traced program; a forced choice, which ends with its block, nested
+or after an error. What the kernels compute is in the tests of the operations and in the golden
+cases.
+"""
+
+import paddle
+import pytest
+
+from paddle_vl.nn import kernels
+from paddle_vl.nn.kernels import OPERATIONS, operation, use_kernels
+from paddle_vl.nn.norm import rms_norm
+
+
+@pytest.fixture
+def doubled(monkeypatch):
+    """An operation that says which implementation ran."""
+    monkeypatch.setattr(kernels, "OPERATIONS", [])
+
+    @operation
+    def doubled(x, more=0):
+        """Twice."""
+        return "plain", 2 * x + more
+
+    @doubled.register("cpu")
+    def _doubled(x, more=0):
+        return "cpu", x + x + more
+
+    return doubled
+
+
+def test_the_kernel_of_the_tensors_device_runs(doubled):
+    name, value = doubled(paddle.ones([2]), more=1)
+    assert name == "cpu"
+    assert value.tolist() == [3, 3]
+    assert (doubled.__name__, doubled.__doc__) == ("doubled", "Twice.")
+
+
+def test_without_a_kernel_the_plain_implementation_runs(doubled):
+    del doubled.kernels["cpu"]
+    assert doubled(paddle.ones([2]))[0] == "plain"
+
+
+def test_a_choice_can_be_forced(doubled):
+    x = paddle.ones([2])
+    with use_kernels("plain"):
+        assert doubled(x)[0] == "plain"
+        with use_kernels("cpu"):
+            assert doubled(x)[0] == "cpu"
+        with pytest.raises(ValueError, match="stop"), use_kernels("cpu"):
+            raise ValueError("stop")
+        assert doubled(x)[0] == "plain"
+    with use_kernels("gpu"):
+        assert doubled(x)[0] == "plain"
+    assert doubled(x)[0] == "cpu"
+
+
+def test_a_traced_program_gets_the_plain_implementation(doubled):
+    paddle.enable_static()
+    try:
+        program = paddle.static.Program()
+        with paddle.static.program_guard(program, paddle.static.Program()):
+            x = paddle.static.data("x", [2, 3])
+            assert doubled(x)[0] == "plain"
+            rms_norm(x, paddle.static.data("weight", [3]), 1e-6)
+            names = {op.name() for op in program.global_block().ops}
+    finally:
+        paddle.disable_static()
+    assert "pd_op.sum" in names
+    assert not {name for name in names if "py_layer" in name}
+
+
+def test_every_kernel_is_for_a_known_device():
+    found = {device for operation in OPERATIONS for device in operation.kernels}
+    assert found == {"cpu", "gpu"}
+    assert len({operation.__name__ for operation in OPERATIONS}) == len(OPERATIONS)

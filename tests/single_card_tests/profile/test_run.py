@@ -1,0 +1,154 @@
+"""Steps of a real, tiny run under the clock.
+
+Pinned here: micro-batches add up to one step with one update and its samples; warm-up steps are
+taken but not counted, and memory is reset between the two; the peak above the limit ends the
+profile, in warm-up too; weights are those that the same steps give without a profile; the whole
+command leaves a result, prints it, and touches nothing of the run's folder.
+"""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from paddle_vl.cli.main import main
+from paddle_vl.config.load import load_run_config
+from paddle_vl.profile.memory import Peak
+from paddle_vl.profile.run import measure
+from paddle_vl.profile.supervise import MemoryLimitError, read_statuses
+from paddle_vl.train import phases
+from paddle_vl.train.build import build_trainer
+from paddle_vl.train.phases import Phase
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    return write_tiny_run(tmp_path_factory.mktemp("run"))
+
+
+def trainer_of(run_file, *overrides: str):
+    return build_trainer(load_run_config(run_file, overrides), writes=False)
+
+
+class Meter:
+    """Uses a byte more with every step, and notes when it is reset."""
+
+    source = "the test"
+
+    def __init__(self, trainer):
+        self.trainer, self.resets = trainer, []
+
+    def reset(self) -> None:
+        self.resets.append(self.trainer.step)
+
+    def peak(self) -> Peak:
+        return Peak(7, self.trainer.step)
+
+
+def measured(trainer, **given):
+    settings = {"rank": 0, "warmup_steps": 2, "steps": 3} | given
+    return measure(trainer, Meter(trainer), **settings)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_micro_batches_add_up_to_one_step(run_file, monkeypatch, count):
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(phases, "time", clock)
+    trainer = trainer_of(run_file, f"train.gradient_accumulation_steps={count}")
+    (step,) = measured(trainer, steps=1).steps
+    # Turns of the clock are a second each; the copy to the device lies inside of the forward.
+    assert step[Phase.HOST_TO_DEVICE.value] == count
+    assert step[Phase.FORWARD.value] == 2 * count
+    assert step[Phase.BACKWARD.value] == count
+    for once in (Phase.DATA_WAIT, Phase.AGREEMENT, Phase.GRADIENT_SUM, Phase.CLIP, Phase.OPTIMIZER):
+        assert step[once.value] == 1
+    # The first look at the clock is the step's beginning.
+    assert sum(step.values()) == next(ticks) - 1
+
+
+def test_samples_are_those_of_an_update(run_file):
+    trainer = trainer_of(run_file, "train.gradient_accumulation_steps=3")
+    result = measured(trainer)
+    assert result.samples == [6, 6, 6]
+    assert min(result.tokens) > 6
+    assert trainer.step == 5
+    assert len(result.steps) == 3
+
+
+def test_memory_is_reset_between_warm_up_and_measurement(run_file):
+    trainer = trainer_of(run_file)
+    meter = Meter(trainer)
+    result = measure(trainer, meter, rank=0, warmup_steps=2, steps=3)
+    assert meter.resets == [2]
+    assert (result.allocated, result.reserved, result.memory_source) == (7, 5, "the test")
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+def test_a_peak_above_the_limit_ends_the_profile(run_file, limit):
+    trainer = trainer_of(run_file)
+    with pytest.raises(MemoryLimitError, match="rank 0 uses"):
+        measured(trainer, memory_limit=limit)
+    assert trainer.step == limit + 1
+
+
+def test_profiled_steps_train_as_others_do(run_file):
+    profiled, plain = trainer_of(run_file), trainer_of(run_file)
+    measured(profiled)
+    for _ in range(5):
+        plain.train_one_step()
+    expected = plain.runner.model.hf_state_dict()
+    for name, value in profiled.runner.model.hf_state_dict().items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+def test_the_command_leaves_a_result_and_nothing_in_the_runs_folder(run_file, tmp_path, capfd):
+    out = tmp_path / "profile"
+    arguments = [str(run_file), "--out", str(out), "--warmup", "1", "--steps", "2"]
+    assert main(["profile", *arguments, "train.max_steps=1"]) == 0
+    result = json.loads((out / "profile.json").read_text())
+    assert sum(result["phase_shares_percent"].values()) == pytest.approx(100)
+    assert (result["warmup"], result["measured"], result["num_processes"]) == (1, 2, 1)
+    assert (result["batch_size"], result["gradient_accumulation_steps"]) == (2, 2)
+    assert result["samples_per_step"] == 4
+    assert result["peak_reserved_gb_worst"] > result["peak_alloc_gb_worst"] > 0
+    assert result["data_source"] == "the run's own"
+    assert "samples/s" in capfd.readouterr().out
+    assert [status.state for status in read_statuses(out)] == ["done"]
+    assert not run_file.with_name("out").exists()
+
+
+def test_the_command_trains_on_made_up_conversations(run_file, tmp_path):
+    out = tmp_path / "profile"
+    arguments = [str(run_file), "--out", str(out), "--warmup", "0", "--steps", "1", "--synthetic"]
+    shapes = ["--cameras", "2", "--image-side", "16", "--answer-tokens", "9"]
+    assert main(["profile", *arguments, *shapes]) == 0
+    result = json.loads((out / "profile.json").read_text())
+    assert (result["cameras"], result["data_source"]) == (2, "synthetic")
+
+
+def test_a_profile_above_its_limit_says_so(run_file, tmp_path, capfd):
+    arguments = ["--out", str(tmp_path), "--memory-limit-gb", "0.01"]
+    assert main(["profile", str(run_file), *arguments]) == 1
+    assert "above the limit of 0.01 GB" in capfd.readouterr().err
+    assert [status.state for status in read_statuses(tmp_path)] == ["oom"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cameras", "1", "2"], "several numbers need --matrix"),
+        (["--cameras", "2"], "--cameras shapes made-up samples: it needs --synthetic"),
+        (["--recompute", "full"], "--recompute is about a matrix"),
+        (["--warmup", "-1"], "--warmup -1"),
+        (["--matrix", "--batch-sizes", "1", "--first-batch", "2"], "--batch-sizes are all sizes"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(
+    run_file, tmp_path, capfd, arguments, message
+):
+    assert main(["profile", str(run_file), "--out", str(tmp_path), *arguments]) == 1
+    assert message in capfd.readouterr().err

@@ -1,0 +1,76 @@
+"""The benchmark of a step trains what the references train.
+
+Guarantees: pi07's parameters and token counts are those of the recorded OpenTau run; Qwen3-VL's
+batch has the shapes that step_hf.py gives to HF transformers; tables find their place in a
+markdown file.
+"""
+
+import json
+
+import pytest
+import yaml
+
+import harness
+import step
+from paddle_vl.families.pi07.flow_matching import as_tensors
+from paddle_vl.families.pi07.prefix_layout import presence_of
+
+# OpenTau's unused head of the expert, which this package leaves out: 8 tokens of width 128.
+UNUSED_HEAD = 8 * 128
+
+
+def built(family, tmp_path):
+    harness.make_data(family, tmp_path / "data", *step.DATA_OPTIONS[family])
+    return step.build(family, [], tmp_path)
+
+
+def test_pi07_is_the_model_of_the_recorded_reference(tmp_path):
+    recorded = json.loads(step.PI07_REFERENCE.read_text(encoding="utf-8"))
+    case = recorded["cases"]["headline_T1_sdpa"]
+    trainer = built("pi07", tmp_path)
+    model, batch = trainer.runner.model, next(trainer.data)
+    parameters = sum(parameter.size for parameter in model.parameters())
+    assert parameters + UNUSED_HEAD == case["n_params"]
+    assert len(batch["state"]) == 2
+    model.eval()
+    prefix = model.prefix(as_tensors(batch), presence_of(batch))
+    # The labels between the blocks ("State: ", ...) take 4 tokens more in this tokenizer.
+    assert prefix.embs.shape[1] == case["prefix_len"] + 4
+    assert model.config.chunk_size == case["suffix_len"]
+    trainer.feed.close()
+
+
+def test_qwen3_vl_has_the_shapes_of_its_reference(tmp_path):
+    settings = yaml.safe_load(step.CONFIGS["qwen3_vl"].read_text(encoding="utf-8"))
+    trainer = built("qwen3_vl", tmp_path)
+    batch = next(trainer.data)
+    size = settings["train"]["per_device_train_batch_size"]
+    assert batch["input_ids"].shape == (size, settings["data"]["max_length"])
+    assert batch["attention_mask"].all()
+    assert batch["image_grid_thw"].tolist() == [[1, 32, 32]] * size
+    trainer.feed.close()
+
+
+def test_a_table_replaces_the_text_between_its_markers(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- benchmark x -->\nold\n<!-- end of benchmark x -->\nb\n")
+    table = harness.Table("x", ["", "ms"], [["step", "1"]], "A note.")
+    harness.write_section(page, "x", table.markdown())
+    assert page.read_text() == (
+        "a\n<!-- benchmark x -->\n|  | ms |\n| --- | ---: |\n| step | 1 |\n\nA note.\n"
+        "<!-- end of benchmark x -->\nb\n"
+    )
+    with pytest.raises(ValueError, match="needs the markers <!-- benchmark y -->"):
+        harness.write_section(page, "y", "")
+
+
+def test_where_a_figure_comes_from_has_command_date_and_machine(monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", [str(harness.ROOT / "tools/benchmarks/step.py"), "--against", "/home/me/python",
+                     "--write-doc", "README.md"]
+    )  # fmt: skip
+    said = harness.provenance(torch="2.0")
+    assert said.startswith("*`python tools/benchmarks/step.py --against python`, 20")
+    assert "cores; python 3" in said
+    assert "paddlepaddle" in said
+    assert said.endswith("torch 2.0.*")

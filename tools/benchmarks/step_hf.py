@@ -1,0 +1,77 @@
+"""The step of `step.py --family qwen3_vl` in HF transformers on torch (sdpa).
+
+    PYTHON tools/benchmarks/step_hf.py CONFIG STEPS THREADS     prints one line of JSON
+
+`step.py --against PYTHON` runs it with an interpreter that has torch, transformers and PyYAML; it
+imports nothing of paddle_vl.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import time
+
+import numpy as np
+
+FIRST_PAD, WARM_UP = 11, 2
+IDS = {"image_token_id": 2040, "vision_start_token_id": 2041, "vision_end_token_id": 2042,
+       "video_token_id": 2043}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("config", metavar="CONFIG", help="configs/bench/qwen3_vl_step.yaml")
+    parser.add_argument("steps", metavar="STEPS", type=int)
+    parser.add_argument("threads", metavar="THREADS", type=int)
+    options = parser.parse_args()
+    # Imported here, so that --help needs neither.
+    import torch
+    import transformers
+    import yaml
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    with open(options.config, encoding="utf-8") as file:
+        settings = yaml.safe_load(file)
+    config, train = Qwen3VLConfig(**settings["model"]["config"], **IDS), settings["train"]
+    model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="sdpa").float()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=train["learning_rate"], weight_decay=train["weight_decay"]
+    )
+    vision, size = config.vision_config, train["per_device_train_batch_size"]
+    length = settings["data"]["max_length"]
+    side = int(settings["data"]["max_pixels"] ** 0.5) // vision.patch_size
+    pads = (side // vision.spatial_merge_size) ** 2
+    ids = np.random.default_rng(0).integers(0, 2000, (size, length))
+    ids[:, FIRST_PAD - 1] = config.vision_start_token_id
+    ids[:, FIRST_PAD : FIRST_PAD + pads] = config.image_token_id
+    ids[:, FIRST_PAD + pads] = config.vision_end_token_id
+    labels = ids.copy()
+    labels[:, : FIRST_PAD + pads + 1] = -100
+    patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    input_ids = torch.tensor(ids)
+    batch = {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+        "labels": torch.tensor(labels),
+        "mm_token_type_ids": (input_ids == config.image_token_id).int(),
+        "pixel_values": torch.randn(size * side**2, patch_dim),
+        "image_grid_thw": torch.tensor([[1, side, side]] * size),
+    }
+    times = []
+    for _ in range(WARM_UP + options.steps):
+        begin = time.perf_counter()
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - begin)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    found = {"step": statistics.median(times[WARM_UP:]), "peak_rss_mib": peak, "versions": versions}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
