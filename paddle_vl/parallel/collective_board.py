@@ -114,7 +114,7 @@ class Board:
             self._set_problem(
                 f"{here}; rank {rank} has not come within {self.timeout:g} s{self._last_of(rank)}"
             )
-        if not missing():
+        if not missing() or self._problem is None:
             return None
         return self._problem if self._problem.startswith(here) else f"{self._problem} [{here}]"
 

@@ -109,7 +109,7 @@ class _Check:
         _num_checks += 1
         self.rank, self.recording = dist.get_rank(), Recording()
         self.problem: str | None = None
-        self._board, self._server = None, None
+        self._server: subprocess.Popen[str] | None = None
         key, store = f"collective_check/{_num_checks}", collective._default_store
         if self.rank == 0:
             store.set(key, self._start_board(timeout))
@@ -137,7 +137,7 @@ class _Check:
 
     def close(self) -> None:
         self._board.close()
-        if self._server is not None:
+        if self._server is not None and self._server.stdin is not None:
             self._server.stdin.close()
 
     def _ask(self, method: str, **arguments: Any) -> None:
@@ -159,7 +159,8 @@ class _Check:
             start_new_session=True,
         )
         print(host, dist.get_world_size(), timeout, password, file=self._server.stdin, flush=True)
-        return f"{host} {self._server.stdout.readline().strip()} {password}"
+        port = self._server.stdout.readline().strip() if self._server.stdout else ""
+        return f"{host} {port} {password}"
 
 
 def _is_in_backward() -> bool:

@@ -92,8 +92,9 @@ def launch(
         while attempt is not None:
             run = _Run(attempt, log_dir, requests, stop_grace_s)
             code, failure = run.wait()
-            is_over = failure is None or run.was_asked_to_stop
-            attempt = None if is_over else next_attempt(failure)
+            attempt = None
+            if failure is not None and not run.was_asked_to_stop:
+                attempt = next_attempt(failure)
     return code
 
 
@@ -171,7 +172,9 @@ class _Run:
         if self._deadline is None and any(code and not _is_failure(code) for code in codes):
             # Ranks that were asked to stop end together, unless one had not begun to train.
             self._deadline = time.monotonic() + _STRAGGLER_GRACE_S
-        failed = [Failure(rank, code) for rank, code in enumerate(codes) if _is_failure(code)]
+        failed = [
+            Failure(rank, code) for rank, code in enumerate(codes) if code and _is_failure(code)
+        ]
         if self._failure is not None or not failed:
             return
         # A killed rank makes others fail with errors of their own, so it is named first.
@@ -213,9 +216,9 @@ class _Run:
         return max(codes)
 
 
-def _is_failure(code: int | None) -> bool:
+def _is_failure(code: int) -> bool:
     """Whether an exit code is neither success nor that of a requested stop."""
-    return code is not None and code != 0 and code - 128 not in STOP_SIGNALS
+    return code != 0 and code - 128 not in STOP_SIGNALS
 
 
 def _environments(ports: Sequence[int], log_dir: Path) -> Iterator[dict[str, str]]:

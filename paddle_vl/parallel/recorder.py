@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import paddle
 import paddle.distributed as dist
-from paddle import Tensor
+from paddle import Tensor, _C_ops
 from paddle.base import core
 from paddle.distributed import collective
 
@@ -187,8 +187,8 @@ def _sites() -> Iterator[tuple[Any, str, Callable[..., list[Collective]]]]:
                     "which the recorder does not know: add it to paddle_vl/parallel/recorder.py"
                 )
     for name, operator in _OPERATORS.items():
-        if name in vars(paddle._C_ops):
-            yield paddle._C_ops, name, functools.partial(_of_operator, operator)
+        if name in vars(_C_ops):
+            yield _C_ops, name, functools.partial(_of_operator, operator)
 
 
 def _group_classes() -> list[type]:

@@ -72,10 +72,11 @@ class StopRequests:
         for number in numbers:
             if number not in self._previous:
                 continue
+            number = signal.Signals(number)
             now, last = time.monotonic(), self._last
             self._last = now
             if last is None or now - last > _BURST_S[number]:
-                requests.append(StopRequest(signal.Signals(number), last is not None))
+                requests.append(StopRequest(number, last is not None))
         return requests
 
 

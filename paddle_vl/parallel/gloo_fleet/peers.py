@@ -149,7 +149,9 @@ def unwrapped(paddles_own: Callable) -> Callable:
 
 
 def _not_made(name: str, ended: list[int], error: Exception | None = None) -> PeerError:
-    problem = f"{ranks_text(ended)} ended meanwhile" if ended else _first_line(error)
+    problem = f"{ranks_text(ended)} ended meanwhile"
+    if not ended and error is not None:
+        problem = _first_line(error)
     return _logged_error(
         f"rank {_own_rank()}: {name} could not be made: {problem}; {_see(ended)}{CONTINUE}"
     )

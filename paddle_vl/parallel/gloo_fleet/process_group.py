@@ -62,7 +62,8 @@ def write(values: Tensor, target: Tensor) -> None:
     """Copy values to the target, whatever its strides and shape, unless they are the same."""
     if values is not target and target.size > 0:
         # Paddle's assign would give a strided target storage of its own.
-        target.copy_(values.reshape(target.shape).astype(target.dtype), True)
+        source = values.reshape(target.shape).astype(target.dtype)
+        target.copy_(source, True)  # pyright: ignore[reportCallIssue]
 
 
 @paddle.no_grad()

@@ -20,7 +20,7 @@ import ctypes
 import functools
 import os
 import struct
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import paddle
 from paddle.base import libpaddle
@@ -65,12 +65,12 @@ class _Library(NamedTuple):
 
     manager: int
     guard: int
-    has: ctypes._CFuncPtr
-    get: ctypes._CFuncPtr
+    has: Any
+    get: Any
     communicator: int
     context: int
-    limit: ctypes._CFuncPtr
-    set_limit: ctypes._CFuncPtr
+    limit: Any
+    set_limit: Any
 
 
 def set_group_timeout(group_id: int, rank: int, size: int, seconds: float) -> None:

@@ -90,7 +90,8 @@ class Engine:
             num_virtual_pipeline_stages=degrees.num_virtual_stages,
             use_dualpipev=is_v,
         )
-        self.fleet: PipelineParallel = fleet.distributed_model(chunks)
+        # A PipelineParallel, whose stubs do not know what is used here.
+        self.fleet: Any = fleet.distributed_model(chunks)
         _check(self.fleet)
         # Fleet shares one list of callbacks between all engines of a process.
         self.fleet.callbacks = PipelineParallelMicroStepCallback()
@@ -156,7 +157,7 @@ class Engine:
         return chunk
 
 
-def _complete_dualpipev(engine: DualPipeVParallel, end_micro_batch: Callable[[], None]) -> None:
+def _complete_dualpipev(engine: Any, end_micro_batch: Callable[[], None]) -> None:
     """Add what DualPipeV lacks: evaluation, the micro-batch hook, messages without deep_ep."""
     backward, weights = engine._backward_compute, engine._weight_pass
 

@@ -32,6 +32,7 @@ class ModelChunk(Protocol):
 
     def input_shape(self, batch: Batch) -> tuple[int, ...]:
         """Shape of the rows that arrive, known without them and without the layers."""
+        ...
 
     def reserved_shape(self, batch: Batch, rows: "ReservedRows") -> tuple[int, ...]:
         """The same for the largest micro-batch that is provided for. Called with `reserved` only.
@@ -39,6 +40,7 @@ class ModelChunk(Protocol):
         Raises:
             ValueError: the batch is larger; with what to set.
         """
+        ...
 
     def __call__(self, batch: Batch, rows: Tensor | None = None) -> Any:
         """Rows for the next chunk; the output of the model for the last one."""
@@ -221,7 +223,7 @@ class PipelineRunner:
         return total
 
 
-def _first_rows(rows: Tensor, count: int) -> Tensor:
+def _first_rows(rows: Any, count: int) -> Tensor:
     return rows if rows.shape[0] == count else rows[:count]
 
 

@@ -6,7 +6,7 @@ the sum of n.
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import paddle
@@ -64,8 +64,9 @@ class Reductions:
         dtype: of what is communicated.
     """
 
-    def __init__(self, group, dtype: str):
-        self.group, self.dtype = group, dtype
+    def __init__(self, group, dtype: Literal["float32", "bfloat16"]):
+        self.group = group
+        self.dtype: Literal["float32", "bfloat16"] = dtype
         self._in_flight: dict[Hashable, Pending] = {}
         self._sums: dict[Hashable, Tensor] = {}
 
@@ -196,14 +197,12 @@ class Bucket:
         num_ranks, rows = self.group.nranks, []
         for entry in self.trained:
             grad, total = entry.parameter.grad, self._wide.give(entry.parameter)
-            if grad is None and total is None:
+            if grad is not None:
+                total = grad if total is None else total.add_(grad.astype("float32"))
+            if total is None:
                 shape = [num_ranks, entry.shard.size]
                 rows.append(paddle.zeros(shape, dtype=self.reductions.dtype))
                 continue
-            if total is None:
-                total = grad
-            elif grad is not None:
-                total = total.add_(grad.astype("float32"))
             rows.append(padded_rows(total.astype(self.reductions.dtype), num_ranks))
             entry.parameter.clear_gradient(False)
         # A table has a bucket of its own, which needs no copy.

@@ -139,7 +139,8 @@ class OrderedGathers:
         for unit in units:
             names = {p.name for p in unit.parameters()}
             needed = [b for b in self._buffers if any(p.name in names for p in b.params)]
-            unit.register_forward_pre_hook(lambda layer, inputs, needed=needed: self._wait(needed))
+            before_forward: Any = partial(self._before_forward, needed)
+            unit.register_forward_pre_hook(before_forward)
 
     def start(self) -> None:
         """Start all of them, after fleet's step has started the first one."""
@@ -152,7 +153,10 @@ class OrderedGathers:
         """Wait for all of them."""
         self._wait(self._buffers)
 
-    def _wait(self, buffers: Iterable[FusedCommBuffer]) -> None:
+    def _before_forward(self, needed: Sequence[Any], layer: nn.Layer, inputs: Any) -> None:
+        self._wait(needed)
+
+    def _wait(self, buffers: Iterable[Any]) -> None:
         for buffer in buffers:
             if buffer.status == FusedCommBuffer.Status.SYNCING:
                 buffer.sync_param_task.wait()

@@ -16,6 +16,7 @@ What differs from fleet, and why:
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import paddle
@@ -67,7 +68,9 @@ class FleetSharding:
         fleet_buffers.check_functions()
         self.topology, self.group = topology, topology.sharding_group
         self._table = parameter_table
-        self.optimizer: fleet_buffers.DygraphShardingOptimizerV2 | None = None
+        # Of fleet's types, whose stubs do not know what is used here.
+        self.optimizer: Any = None
+        self._hybrid: Any = None
         self._units = list(units) if overlaps_gathers else []
         self._overlaps_gathers = overlaps_gathers
         self._trained = {id(p): p for p in parameters if not p.stop_gradient}
@@ -82,7 +85,7 @@ class FleetSharding:
         Raises:
             ValueError: its parameters are not the trained ones.
         """
-        parameters = list(adamw._parameter_list)
+        parameters: list[Any] = list(adamw._parameter_list or ())
         if {id(p) for p in parameters} != set(self._trained):
             raise ValueError(
                 f"the optimizer has {len(parameters)} parameters, and {len(self._trained)} are "

@@ -214,11 +214,10 @@ class Sharding:
         """
         if value is None and parameter._is_initialized():
             return parameter.detach()
-        shard = value
         if value is None:
-            shard = self.shard_of(parameter).detach().astype(parameter.dtype)
+            value = self.shard_of(parameter).detach().astype(parameter.dtype)
         with paddle.no_grad():
-            return from_rows(all_gathered(shard, self.group), parameter)
+            return from_rows(all_gathered(value, self.group), parameter)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
         """`[n]`, this rank's shard of an array in the parameter's shape, padded with zeros.

@@ -157,12 +157,12 @@ class TableForward(UnitForward):
             return forward(*inputs)
 
     def in_forward(self) -> AbstractContextManager:
-        if self.num_open:
+        if self.num_open and self.unsharded is not None:
             self.unsharded.keep(self.bucket)
         return super().in_forward()
 
     def in_backward(self) -> AbstractContextManager:
-        if self.num_open == 1 and not self.keeps:
+        if self.num_open == 1 and not self.keeps and self.unsharded is not None:
             self.unsharded.release(self.bucket)
         return super().in_backward()
 
@@ -197,7 +197,8 @@ class _RunApart(PyLayer):
         pairs = [pair for pair in zip(outputs, grads, strict=True) if needs_gradient(pair[0])]
         with unit.in_backward():
             if pairs:
-                paddle.autograd.backward(*map(list, zip(*pairs, strict=True)))
+                tensors, gradients = zip(*pairs, strict=True)
+                paddle.autograd.backward(list(tensors), list(gradients))
         del outputs, pairs
         unit.end_backward()
         # Paddle crashes on None for a tensor that needs a gradient.

@@ -192,8 +192,8 @@ class PeerWatch:
             membership.report_end(None if error is None else _first_line(error))
 
     def _watch(self) -> None:
-        failed: dict[int, str] = {}
-        while not failed:
+        membership, failed = None, {}
+        while membership is None or not failed:
             if self._is_over.wait(_POLL_S):
                 return
             membership = _own_membership()
@@ -245,8 +245,8 @@ def _first_line(error: BaseException) -> str:
 
 def _place_of_main_thread() -> str:
     """The innermost place of this package that the main thread is in."""
-    frame = sys._current_frames()[threading.main_thread().ident]
-    stack = traceback.extract_stack(frame)
+    frames = sys._current_frames()
+    stack = traceback.extract_stack(frames[threading.main_thread().ident or 0])
     own = [entry for entry in stack if entry.filename.startswith(_PACKAGE)]
     entry = (own or stack)[-1]
     path = Path(entry.filename)

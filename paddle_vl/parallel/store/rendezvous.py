@@ -241,7 +241,7 @@ def _start_store(addresses: Addresses, num_ranks: int) -> subprocess.Popen:
         start_new_session=True,
     )
     print(addresses.host, addresses.port, num_ranks, timeout_s(), file=process.stdin, flush=True)
-    said = process.stdout.readline().strip()
+    said = process.stdout.readline().strip() if process.stdout else ""
     if said != "ready":
         place = f"{addresses.host}:{addresses.port}"
         raise RuntimeError(

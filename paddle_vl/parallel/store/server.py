@@ -126,7 +126,8 @@ class _Connection:
 
     def __init__(self, store: Store, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.store, self.reader, self.writer = store, reader, writer
-        self.namespace, self.rank = "", None
+        self.namespace = ""
+        self.rank: int | None = None
         self._socket = writer.get_extra_info("socket")
         self._answers: set[asyncio.Task] = set()
 
@@ -189,12 +190,13 @@ class _Connection:
                 await self.store.wait_for_all(request["seconds"])
             except ValueError as error:
                 answer["refused"] = str(error)
-        if "waits" in request:
-            self.store.waits[self.rank] = request["waits"]
-        if "done" in request:
-            self.store.done.add(self.rank)
-        if "failed" in request:
-            self.store.failed.setdefault(self.rank, str(request["failed"]))
+        if self.rank is not None:
+            if "waits" in request:
+                self.store.waits[self.rank] = request["waits"]
+            if "done" in request:
+                self.store.done.add(self.rank)
+            if "failed" in request:
+                self.store.failed.setdefault(self.rank, str(request["failed"]))
         waits = {rank: wait for rank, wait in self.store.waits.items() if wait is not None}
         answer |= {"missing": self.store.missing, "ended": self.store.ended, "waits": waits}
         answer["failed"] = self.store.failed
