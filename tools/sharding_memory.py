@@ -249,7 +249,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def published_pi07() -> ModelElements:
     """Parameter counts of pi07's published size in bfloat16, the vision tower frozen."""
     from paddle_vl import PI07Config
-    from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+    from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
     from paddle_vl.families.pi07.prefix_layout import LABELS
 
     config = PI07Config.from_dict({"vlm_config": {"discrete_action_vocab_size": 2048}})

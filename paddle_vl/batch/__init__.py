@@ -1,1 +1,1 @@
-"""What a batch is, decided once, on the host, in NumPy. Nothing here imports Paddle."""
+"""Content and layout of batches, computed on the host in NumPy. Nothing here imports Paddle."""

@@ -1,14 +1,29 @@
-"""Three-axis rotary positions (time, height, width) of every token, from ids and grids.
+"""Host-side layout of a batch: rotary positions, offsets of packed samples, layout of patches.
 
-Source: `get_rope_index` of HF transformers' Qwen3-VL (5.x), which walks each sample token by
-token. Here one running sum over the batch gives the same numbers: a text token advances the
-position by 1, a visual item by `max(h, w) / merge` at its last token, and every token of an item
-sees the position at which the item began.
+Rotary positions have three axes (time, height, width). Source: `get_rope_index` of HF transformers'
+Qwen3-VL (5.x), which walks each sample token by token. Here one running sum over the batch gives
+the same numbers: a text token advances the position by 1, a visual item by `max(h, w) / merge` at
+its last token, and every token of an item starts from the position at which the item began.
+Differs: padding positions are 0, as in 5.x (4.57 puts 1 there); `rope_deltas` counts real tokens.
 
-Differs: padding positions hold 0, as in 5.x (4.57 puts 1 there); `rope_deltas` counts real tokens.
+Packing: `cu_seqlens` `[S + 1]` int32 are offsets of S segments among the T = B * L token rows,
+batch-major, from 0 to T. A segment is a sample, or the padding at the end of a row of the batch;
+none crosses from a row into the next. Two samples of 3 and 2 tokens in a row of 6, one of 4 in the
+next:
 
-Shapes: B batch, L padded length, V visual tokens of one modality, I items (images or frames).
+    row 0    a a a b b .          cu_seqlens = [0, 3, 5, 6, 10, 12]
+    row 1    c c c c . .
+
+Patches come in merge-block order: (frame, block row, block column, row in block, column in block),
+so that the m * m patches of a merged token are neighbours. Source: `rot_pos_emb` and
+`fast_pos_embed_interpolate` of HF transformers' Qwen3-VL.
+
+Shapes: B batch, L padded length, T token rows, S segments, V visual tokens of one modality,
+I items (images, videos or frames), P patches.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,21 +41,20 @@ def mrope_position_ids(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Positions for the interleaved rotary embedding.
 
-    A text of 6 tokens, then an image of grid (1, 4, 6): text has 0..5 on all three axes; the six
-    image tokens T = 6, H = 6 6 6 7 7 7, W = 6 7 8 6 7 8; the next text token is 6 + max(2, 3) = 9.
+    Example: 6 text tokens, then an image of grid (1, 4, 6). Text has 0..5 on all three axes; the
+    six image tokens have time 6, height 6 6 6 7 7 7, width 6 7 8 6 7 8; the next text token is at
+    6 + max(2, 3) = 9.
 
     Args:
-        input_ids_BL: int64 ids; every image or video frame is one run of placeholders.
+        input_ids_BL: int64 ids; every image or video frame is one unbroken run of placeholders.
         attention_mask_BL: 1 at real tokens, 0 at padding on either side; None means all real.
         image_grid_thw: `[n, 3]` patches (t, h, w) per image, in reading order over the batch.
         video_grid_thw: `[n, 3]` per video; each of its t frames is a run of its own.
-        cu_seqlens: offsets of several samples in a row, see `paddle_vl.batch.packing`: positions
-            begin anew in each.
+        cu_seqlens: `[S + 1]` offsets of packed samples; positions restart in each segment.
 
     Returns:
-        position_ids `[3, B, L]` int64 and rope_deltas `[B]` int64, of a packed batch one per
-        segment: the position of the first generated token is the number of real tokens plus the
-        delta.
+        position_ids `[3, B, L]` int64 and rope_deltas `[B]` int64 (`[S]` if packed). The position
+        of the first generated token is the number of real tokens plus the delta.
 
     Raises:
         ValueError: placeholders and grids do not match, or a run is broken by other tokens.
@@ -88,7 +102,7 @@ def _place_items(
     if rows_V.size != counts_I.sum():
         raise ValueError(
             f"{rows_V.size} {kind} placeholder tokens in input_ids but {kind}_grid_thw "
-            f"describes {counts_I.sum()}: every merged patch takes one placeholder"
+            f"describes {counts_I.sum()}: every merged patch needs one placeholder"
         )
     if not rows_V.size:
         return
@@ -121,7 +135,189 @@ def _as_grid(grid_thw: np.ndarray | None) -> np.ndarray:
 
 
 def _split_frames(grid_thw: np.ndarray) -> np.ndarray:
-    """A video of grid (t, h, w) is t items of grid (1, h, w): time is told by timestamp text."""
+    """A video of grid (t, h, w) as t items of grid (1, h, w): timestamps in the text give time."""
     frames = np.repeat(grid_thw, grid_thw[:, 0], axis=0)
     frames[:, 0] = 1
     return frames
+
+
+def segment_offsets(lengths: Sequence[Sequence[int]], padded_length: int) -> np.ndarray:
+    """`cu_seqlens` of batch rows that hold samples of these lengths and are padded at the right."""
+    segments: list[int] = []
+    for row in lengths:
+        segments += row
+        if padding := padded_length - sum(row):
+            segments.append(padding)
+    return np.concatenate([[0], np.cumsum(segments)]).astype(np.int32)
+
+
+def restart_offsets(text_positions_BL: np.ndarray) -> np.ndarray:
+    """`cu_seqlens` from text positions: a segment begins where they do not increase by 1.
+
+    Source: `find_packed_sequence_indices` of HF transformers.
+    """
+    begins_BL = np.diff(text_positions_BL, axis=1, prepend=0) != 1
+    begins_BL[:, 0] = True
+    return np.append(np.flatnonzero(begins_BL), begins_BL.size).astype(np.int32)
+
+
+def check_offsets(cu_seqlens: np.ndarray, batch: int, length: int) -> None:
+    """Raise unless the segments tile the rows of a `[batch, length]` batch.
+
+    Raises:
+        ValueError: the offsets do not increase from 0 to B * L, or a segment crosses a row's end.
+    """
+    offsets = np.asarray(cu_seqlens)
+    tiles = (
+        offsets.ndim == 1
+        and offsets.size > 1
+        and offsets[0] == 0
+        and offsets[-1] == batch * length
+        and (np.diff(offsets) > 0).all()
+    )
+    if not tiles:
+        raise ValueError(
+            f"cu_seqlens {_shown(offsets)} must increase from 0 to {batch * length}, the number of "
+            f"token rows of a [{batch}, {length}] batch; padding is a segment of its own"
+        )
+    if missing := sorted(set(range(0, batch * length, length)) - set(offsets.tolist())):
+        raise ValueError(
+            f"a segment of cu_seqlens {_shown(offsets)} crosses token row {missing[0]}, where a "
+            f"row of {length} tokens begins: samples are packed within rows"
+        )
+
+
+def key_ends(cu_seqlens: np.ndarray, length: int) -> np.ndarray:
+    """The end of each token's segment, counted within its row of the batch: `[B, L]` int32.
+
+    As the key of attention, a token is visible only to queries before this end.
+    """
+    ends_T = np.repeat(cu_seqlens[1:], np.diff(cu_seqlens))
+    row_starts_T = np.arange(ends_T.size) // length * length
+    return (ends_T - row_starts_T).reshape(-1, length).astype(np.int32)
+
+
+def real_lengths(attention_mask_BL: np.ndarray, cu_seqlens: np.ndarray | None = None) -> np.ndarray:
+    """Real tokens of every sample: `[B]`, or one number per segment that is not padding."""
+    if cu_seqlens is None:
+        return attention_mask_BL.sum(axis=1)
+    lengths = np.add.reduceat(attention_mask_BL.reshape(-1), cu_seqlens[:-1])
+    return lengths[lengths > 0]
+
+
+def _shown(offsets: np.ndarray) -> str:
+    values = offsets.reshape(-1).tolist()
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
+
+
+class VisionLayout(NamedTuple):
+    """Host-side description of a batch of patches.
+
+    Attributes:
+        segments: (count, length) of runs of equal consecutive attention segments; a segment is
+            one frame of one item. A hashable tuple.
+        coordinates: `[P, 2]` int64 row and column of each patch in its frame.
+        tap_rows: `[4, P]` int64 rows of the learned position table to interpolate between.
+        tap_weights: `[4, P]` float32 bilinear weights of those rows; they sum to 1.
+    """
+
+    segments: tuple[tuple[int, int], ...]
+    coordinates: np.ndarray
+    tap_rows: np.ndarray
+    tap_weights: np.ndarray
+
+
+def vision_layout(grid_thw: np.ndarray, *, table_side: int, merge: int = 2) -> VisionLayout:
+    """Lay out the patches of all items in order.
+
+    Args:
+        grid_thw: `[I, 3]` patches (t, h, w) per image or video.
+        table_side: side of the square table of learned positions.
+        merge: side of a merge block, in patches.
+
+    Raises:
+        ValueError: an empty grid, or one that merge blocks do not tile, with its item number.
+    """
+    grid_thw = np.asarray(grid_thw, dtype=np.int64).reshape(-1, 3)
+    for item, (t, h, w) in enumerate(grid_thw):
+        if min(t, h, w) < 1 or h % merge or w % merge:
+            raise ValueError(
+                f"vision item {item} has grid {[int(t), int(h), int(w)]}: frames must be at least "
+                f"1, and height and width positive multiples of the merge size {merge}"
+            )
+    coordinates, rows, weights = [], [], []
+    for t, h, w in grid_thw:
+        y, x = _block_order(h, w, merge)
+        item_rows, item_weights = _bilinear_taps(y, x, h, w, table_side)
+        coordinates.append(np.tile(np.stack([y, x], axis=1), (t, 1)))
+        rows.append(np.tile(item_rows, (1, t)))
+        weights.append(np.tile(item_weights, (1, t)))
+    lengths = np.repeat(grid_thw[:, 1] * grid_thw[:, 2], grid_thw[:, 0])
+    return VisionLayout(
+        _equal_runs(lengths),
+        np.concatenate(coordinates),
+        np.concatenate(rows, axis=1),
+        np.concatenate(weights, axis=1),
+    )
+
+
+def _block_order(h: int, w: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of each patch of one frame, in merge-block order."""
+    blocks = (h // merge, merge, w // merge, merge)
+    y, x = (
+        axis.reshape(blocks).transpose(0, 2, 1, 3).reshape(-1)
+        for axis in np.indices((h, w), dtype=np.int64)
+    )
+    return y, x
+
+
+def _bilinear_taps(
+    y: np.ndarray, x: np.ndarray, h: int, w: int, side: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Four table rows and their weights per patch; the corners of frame and table coincide.
+
+    Example: a frame of 4 rows over a table of 6 rows reads rows 0, 5/3, 10/3 and 5.
+    """
+
+    def axis_taps(i: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        source = i * (side - 1) / max(n - 1, 1)
+        low = np.floor(source).astype(np.int64)
+        return low, np.minimum(low + 1, side - 1), source - low
+
+    y0, y1, fy = axis_taps(y, h)
+    x0, x1, fx = axis_taps(x, w)
+    rows = np.stack([y0 * side + x0, y0 * side + x1, y1 * side + x0, y1 * side + x1])
+    weights = np.stack([(1 - fy) * (1 - fx), (1 - fy) * fx, fy * (1 - fx), fy * fx])
+    return rows, weights.astype(np.float32)
+
+
+def _equal_runs(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
+    starts = np.flatnonzero(np.diff(lengths, prepend=-1))
+    counts = np.diff(starts, append=lengths.size)
+    return tuple((int(n), int(lengths[s])) for n, s in zip(counts, starts, strict=True))
+
+
+def checked_grid(kind: str, num_patches: int | None, grid: np.ndarray | None) -> np.ndarray:
+    """The grid of a batch's images or videos as int64 `[n, 3]`.
+
+    Args:
+        kind: `image` or `video`.
+        num_patches: rows of its pixels; None without pixels.
+
+    Raises:
+        ValueError: pixels without a grid or the reverse, or a different number of patches.
+    """
+    names = ("pixel_values", "image_grid_thw")
+    if kind == "video":
+        names = ("pixel_values_videos", "video_grid_thw")
+    if num_patches is None or grid is None:
+        absent, present = names if num_patches is None else names[::-1]
+        raise ValueError(f"the batch has {present} without {absent}: give both or neither")
+    grid = np.asarray(grid, dtype=np.int64).reshape(-1, 3)
+    described = int(grid.prod(axis=1).sum())
+    if num_patches != described:
+        raise ValueError(
+            f"{names[0]} has {num_patches} patches but {names[1]} {grid.tolist()} describes "
+            f"{described}: they belong to different batches"
+        )
+    return grid

@@ -53,7 +53,7 @@ class VLBatch(TypedDict, total=False):
     visual_update_indices: Annotated[Array, Axes("M", "int64")]
     visual_gather_indices: Annotated[Array, Axes("M", "int64")]
     visual_source_indices: Annotated[Array, Axes("M", "int64")]
-    # Offsets of packed samples, see `paddle_vl.batch.packing`. For attention; read on the host.
+    # Offsets of packed samples, see `paddle_vl.batch.positions`. For attention; read on the host.
     cu_seqlens: Annotated[Array, Axes("S", "int32")]
     # Visual rows that no token takes. From `VLBatchAdapter.synchronized`; read on the host.
     num_unused_visual_rows: int

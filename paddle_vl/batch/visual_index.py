@@ -1,18 +1,18 @@
-"""Which token rows hold a visual token, and which visual embedding belongs in each of them.
+"""Indices of visual token rows, and of the visual embedding that each of them receives.
 
-Computed once per step and used by everything that touches visual rows: the embedding merge and
-every deepstack level. One formula serves NumPy (the collator) and Paddle (`GPTEmbedding`): it is
-written with the array methods the two share, and the one call they spell differently, a 1-D
-`nonzero`, is passed in.
+Computed once per step and used by the embedding merge and by every deepstack level. One formula
+serves NumPy (the collator) and Paddle (`GPTEmbedding`): it uses array methods that both share; a
+1-D `nonzero`, which they spell differently, is an argument.
 
-Shapes: B batch, L padded length, T = B * L token rows, M visual rows of the batch.
+Shapes: B batch, L padded length, T = B * L token rows, M visual embeddings of the batch, M_local
+those of this rank's shard of the token rows.
 
-A batch of one row, two image tokens (`#`) and one video token (`%`), cut in two parts:
+Example: one sample, two image tokens (`#`) and one video token (`%`), two sequence-parallel shards:
 
-    row      0  1  2  3 | 4  5  6  7      reading order of the visual rows: 1 -> 0, 3 -> 1, 4 -> 2
+    row      0  1  2  3 | 4  5  6  7      reading order of the embeddings: 1 -> 0, 3 -> 1, 4 -> 2
     token    a  #  b  % | #  c  d  e
-    part 0   update [1, 3]  gather [0, 1]
-    part 1   update [0]     gather [2]     (row 4 is the part's row 0)
+    shard 0  update [1, 3]  gather [0, 1]
+    shard 1  update [0]     gather [2]     (row 4 is row 0 of the shard)
     source   [0, 2, 1]                     (embeddings arrive as [image 0, image 1, video 0])
 """
 
@@ -21,29 +21,33 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-# NumPy array or Paddle tensor; the formula does not care which.
+# NumPy array or Paddle tensor.
 Array = Any
 Layout = Literal["token_rows", "sequence_first"]
 
 
 class RowPart(NamedTuple):
-    """One of `size` equal contiguous parts of the token rows; rank and size of the mp group."""
+    """Contiguous shard of the token rows under sequence parallelism.
+
+    Attributes:
+        rank, size: this rank and the number of ranks in the model-parallel group.
+    """
 
     rank: int = 0
     size: int = 1
 
     def bounds(self, num_rows: int) -> tuple[int, int]:
-        """`[start, stop)` of this part among `num_rows` rows.
+        """`[start, stop)` of this shard among `num_rows` token rows.
 
         Raises:
-            ValueError: the rows do not divide into `size` parts, or the rank is outside them.
+            ValueError: `size` does not divide the token rows, or the rank is out of range.
         """
         if not 0 <= self.rank < self.size:
             raise ValueError(f"row part has rank {self.rank}, outside [0, {self.size})")
         if num_rows % self.size:
             raise ValueError(
                 f"{num_rows} token rows (batch x padded length) do not divide by the "
-                f"model-parallel degree {self.size}: sequence parallelism needs equal parts; "
+                f"model-parallel degree {self.size}: sequence parallelism needs equal shards; "
                 f"set data.pad_to_multiple_of to a multiple of {self.size}"
             )
         rows = num_rows // self.size
@@ -54,10 +58,10 @@ class VisualIndices(NamedTuple):
     """The index tensors of one step, all 1-D int64.
 
     Attributes:
-        update: `[M_local]` rows of the local part that hold a visual token, ascending.
-        gather: `[M_local]` visual embedding, counted in reading order, of each of those rows.
-        source: `[M]` for each embedding in reading order its row in `[images; videos]`, or None
-            when the batch has one modality only and that order is the reading order already.
+        update: `[M_local]` ascending token rows of the local shard that hold a visual token.
+        gather: `[M_local]` number, in reading order, of the embedding for each of those rows.
+        source: `[M]` row of each embedding, in reading order, within `[images; videos]`; None if
+            the batch has one modality, whose order is the reading order.
     """
 
     update: Array
@@ -68,10 +72,10 @@ class VisualIndices(NamedTuple):
 def check_visual_counts(
     num_image_tokens: int, num_image_rows: int, num_video_tokens: int, num_video_rows: int
 ) -> None:
-    """Raise unless placeholders and embedding rows agree for each modality.
+    """Raise unless placeholders and embeddings agree in number for each modality.
 
     Raises:
-        ValueError: naming both counts of every modality that disagrees.
+        ValueError: with both counts of every modality that disagrees.
     """
     wrong = [
         f"{tokens} {kind} placeholder tokens in input_ids but {rows} {kind} embedding rows"
@@ -83,7 +87,7 @@ def check_visual_counts(
     ]
     if wrong:
         raise ValueError(
-            "; ".join(wrong) + ": every placeholder takes exactly one merged visual row, so check "
+            "; ".join(wrong) + ": every placeholder takes exactly one visual embedding; check "
             "that no placeholder was truncated and that the grids belong to this batch"
         )
 
@@ -96,18 +100,18 @@ def compute_visual_indices(
     part: RowPart | None = None,
     layout: Layout = "token_rows",
 ) -> VisualIndices:
-    """The one formula. No loop over samples, no host read, no boolean indexing.
+    """Indices of the visual token rows; no loop over samples, no host read, no boolean indexing.
 
-    A visual row's place in reading order is the number of visual rows before it, batch-major, so
-    one running count gives it for any layout and any part.
+    The place of a visual token in reading order is the number of visual tokens before it,
+    batch-major: one running count gives it for every layout and shard.
 
     Args:
         image_mask_BL: bool, True at image placeholders.
         video_mask_BL: bool, True at video placeholders; None when the batch can have none.
         nonzero: 1-D bool array to the 1-D int64 positions of its True entries.
-        part: the slice of rows to index; None for all of them.
-        layout: `token_rows` orders rows batch-major (`b * L + l`); `sequence_first` orders them
-            `l * B + b`, the layout of PaddleFleet's `[S, B, H]` hidden states.
+        part: the shard of token rows to index; None for all of them.
+        layout: order of token rows: `token_rows` is batch-major (`b * L + l`); `sequence_first` is
+            `l * B + b`, as in PaddleFleet's `[S, B, H]` hidden states.
 
     Raises:
         ValueError: `part.size` does not divide B * L.
@@ -123,7 +127,7 @@ def compute_visual_indices(
         rows_order = order_BL.reshape([-1])
     else:
         raise ValueError(f"layout is {layout!r}; use 'token_rows' or 'sequence_first'")
-    # Without parts the number of rows may stay unknown, as in an export with dynamic shapes.
+    # Without sharding the number of rows may be unknown, as in an export with dynamic shapes.
     if part is not None and part.size > 1:
         start, stop = part.bounds(batch * length)
         rows_mask, rows_order = rows_mask[start:stop], rows_order[start:stop]
@@ -138,7 +142,7 @@ def _source_rows(image_mask_BL: Array, video_mask_BL: Array, nonzero: Callable) 
     image_T = _running_count(image_mask_BL)
     video_T = _running_count(video_mask_BL)
     is_video_T = video_mask_BL.reshape([-1]).astype("int64")
-    # The last running count is the number of image rows; a slice of it stays on the device.
+    # The last running count is the number of image tokens; slicing keeps it on the device.
     source_T = (image_T - 1) * (1 - is_video_T) + (image_T[-1:] + video_T - 1) * is_video_T
     return source_T[nonzero((image_mask_BL | video_mask_BL).reshape([-1]))]
 
@@ -157,20 +161,22 @@ def host_visual_indices(
     part: RowPart | None = None,
     layout: Layout = "token_rows",
 ) -> dict[str, np.ndarray]:
-    """The collator's call: index arrays under their batch keys.
+    """`compute_visual_indices` in NumPy, for the collator: index arrays under their batch keys.
 
     Args:
         input_ids_BL: int64 token ids with placeholders, padded.
-        num_image_rows: merged image rows that the tower will produce (sum of t*h*w / merge^2).
+        num_image_rows: image embeddings that the tower will produce: sum of t * h * w / merge^2.
         num_video_rows: the same for videos.
+        part, layout: see `compute_visual_indices`.
 
     Returns:
-        `visual_update_indices` `[M_local]`, `visual_gather_indices` `[M_local]` and, when images
-        and videos are both present, `visual_source_indices` `[M]`. An all-text batch has empty
-        index arrays: carrying them spares the model the search.
+        `visual_update_indices` `[M_local]`, `visual_gather_indices` `[M_local]` and, if the batch
+        has images and videos, `visual_source_indices` `[M]`; all int64. The arrays of an all-text
+        batch are empty, which spares the model the search.
 
     Raises:
-        ValueError: placeholder and row counts differ, or the part does not divide the rows.
+        ValueError: placeholders and embeddings differ in number, or `part.size` does not divide
+            the token rows.
     """
     image_mask_BL = input_ids_BL == image_token_id
     video_mask_BL = input_ids_BL == video_token_id

@@ -1,21 +1,24 @@
-"""Batches in a reproducible order, prepared ahead by worker processes; resumable at any batch."""
+"""Batches in a reproducible order, prefetched by worker processes; resumable at any batch.
+
+Over 350 lines because the order of samples and the loader that follows it are read together.
+"""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.packed_order import PackedOrder
-from paddle_vl.data.packing import RowBudget, SampleLengths
-from paddle_vl.data.sample_order import SampleOrder
-from paddle_vl.data.waiting import AskedBatch, described_wait
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.packing import PackedOrder, RowBudget, SampleLengths, check_ranks
+from paddle_vl.data.waiting import PendingBatch, describe_wait
 from paddle_vl.data.worker_pool import (
     Collator,
-    KnowsContents,
+    HasContents,
     LoadedBatch,
     SampleSource,
     WorkerPool,
@@ -23,43 +26,97 @@ from paddle_vl.data.worker_pool import (
     load_packed_batch,
 )
 
-# Between two calls of `while_waiting`.
+# Interval between calls of `while_waiting`.
 _CALL_S = 0.2
 
 
+@dataclass(frozen=True)
+class SampleOrder:
+    """The batches of every epoch as a pure function of seed, epoch and batch number.
+
+    Attributes:
+        num_samples: samples of the dataset.
+        batch_size: samples per batch and data-parallel rank.
+        shuffle: a new random order in every epoch; otherwise file order.
+        drop_last: leave out the samples at the end of an epoch that do not fill a global batch.
+        rank, size: data-parallel rank and world size. `batch_size * size` consecutive samples make
+            a global batch, of which a rank takes every `size`-th sample.
+    """
+
+    num_samples: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        check_ranks(self.batch_size, self.rank, self.size)
+        if self.batches_in(0) == 0:
+            raise ValueError(
+                f"{self.num_samples} samples do not fill one batch of {self.batch_size} on "
+                f"{self.size} data-parallel rank(s); lower the batch size or add data"
+            )
+
+    def batches_in(self, epoch: int) -> int:
+        """Batches of an epoch, the same on every rank."""
+        full, rest = divmod(self.num_samples, self.batch_size * self.size)
+        return full if self.drop_last or not rest else full + 1
+
+    def describe(self) -> dict[str, int | bool]:
+        """What the order depends on beside samples and seed; JSON values."""
+        return {"shuffle": self.shuffle, "drop_last": self.drop_last}
+
+    def batch(self, epoch: int, number: int) -> np.ndarray:
+        """Sample numbers of one batch of this rank: int64.
+
+        Without `drop_last` the last batch may be shorter, and empty on some ranks.
+        """
+        global_size = self.batch_size * self.size
+        start = number * global_size
+        order = _epoch_order(self.num_samples, self.seed, epoch if self.shuffle else None)
+        return order[start : start + global_size][self.rank :: self.size]
+
+
+# Prefetching reads at most one epoch ahead.
+@lru_cache(maxsize=4)
+def _epoch_order(num_samples: int, seed: int, epoch: int | None) -> np.ndarray:
+    if epoch is None:
+        return np.arange(num_samples)
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
 class Packing(NamedTuple):
-    """What rows of several samples are made from."""
+    """Settings of packed rows: lengths of all samples, and what a row may hold."""
 
     lengths: SampleLengths
     budget: RowBudget
 
 
 class PrefetchLoader:
-    """An iterator over batches; the stream depends on neither workers nor prefetching.
+    """An iterator over batches. Their order depends on neither workers nor prefetching.
 
         with PrefetchLoader(dataset, collator, batch_size=8, shuffle=True, seed=1, drop_last=True,
                             num_workers=2) as loader:
             for batch in loader: ...
 
-    For training: `shuffle=True, drop_last=True` and no `num_epochs` gives batches without end, all
-    of the same size; `len(loader)` is the number in an epoch. For evaluation: `shuffle=False,
-    drop_last=False, num_epochs=1` gives every sample once, and begins anew at the next `iter`.
+    Training: `shuffle=True, drop_last=True` without `num_epochs` gives an endless stream of batches
+    of equal size. Evaluation: `shuffle=False, drop_last=False, num_epochs=1` gives every sample
+    once; the next `iter` starts again.
 
     Packed rows: with `packing` and a `PackedCollator` a batch has `batch_size` rows of several
-    samples, every sample once in an epoch; it takes `shuffle=True, drop_last=False`.
+    samples, every sample once per epoch. They need `shuffle=True, drop_last=False`.
 
-    Bad samples: where the dataset skips them, `drop_last=True` puts the next good sample in file
-    order in their place, so that every rank keeps its number of batches, and `drop_last=False`
-    leaves them out, so that nothing counts twice.
-
-    A dataset that draws something for its samples (`DrawsByEpoch`) is asked for those of the epoch;
-    packed rows are not made of such.
+    Bad samples: where the dataset skips them, `drop_last=True` replaces each by the next good
+    sample in file order, so that every rank keeps its number of batches; `drop_last=False` leaves
+    them out, so that no sample counts twice.
 
     Attributes:
-        epoch: of the next batch.
+        epoch: epoch of the next batch.
         batches_consumed: batches of that epoch already handed out.
-        while_waiting: called now and then while workers prepare the next batch; what it raises ends
-            the wait, and `next` waits for the same batch again.
+        while_waiting: called repeatedly while workers prepare the next batch. An exception from it
+            ends the wait; the following `next` waits for the same batch again.
     """
 
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
@@ -80,15 +137,15 @@ class PrefetchLoader:
         size: int = 1,
         packing: Packing | None = None,
     ):
-        """Set up; processes start at the first batch.
+        """Set up; worker processes start at the first batch.
 
         Args:
-            batch_size: samples of a batch on one data-parallel rank.
-            num_epochs: passes over the data; None for no end.
-            num_workers: processes; 0 prepares batches in this one when they are asked for.
-            prefetch_batches: batches asked of the workers ahead of use; at least one per worker.
-            rank, size: this data-parallel rank, and their number.
-            packing: lengths of the samples and what a row may hold; None for one sample a row.
+            batch_size: samples per batch and data-parallel rank.
+            num_epochs: passes over the data; None for an endless stream.
+            num_workers: worker processes; 0 prepares batches in this process.
+            prefetch_batches: batches requested ahead of use; at least one per worker.
+            rank, size: data-parallel rank and world size.
+            packing: None for one sample per row.
 
         Raises:
             ValueError: the samples do not fill one batch, or a number is out of range.
@@ -116,30 +173,30 @@ class PrefetchLoader:
         self._num_workers = num_workers
         self._max_pending = max(prefetch_batches, num_workers)
         self._pool: WorkerPool | None = None
-        self._pending: deque[AskedBatch] = deque()
-        self._awaited: AskedBatch | None = None
+        self._pending: deque[PendingBatch] = deque()
+        self._awaited: PendingBatch | None = None
         self._skipped: Counter[str] = Counter()
         self._move_to(0, 0)
 
     def __len__(self) -> int:
-        """Batches of the epoch of the next batch, the same on every rank."""
+        """Batches of the current epoch, the same on every rank."""
         return self._order.batches_in(self.epoch)
 
     def batches_in(self, num_epochs: float) -> float:
-        """Batches of the first epochs, and of a part of one."""
-        whole = int(num_epochs)
-        batches = sum(map(self._order.batches_in, range(whole)))
-        part = num_epochs - whole
-        return batches + part * self._order.batches_in(whole) if part else batches
+        """Batches of the first epochs, the last of which may be a fraction of one."""
+        full = int(num_epochs)
+        batches = sum(map(self._order.batches_in, range(full)))
+        fraction = num_epochs - full
+        return batches + fraction * self._order.batches_in(full) if fraction else batches
 
     def __iter__(self) -> "PrefetchLoader":
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """The next batch of the stream.
+        """The next batch.
 
         Raises:
-            BadSampleError: a bad sample that is not to be skipped, as `file:line: reason`.
+            BadSampleError: a bad sample where `on_bad_sample` is "fail", as `file:line: reason`.
             RuntimeError: a worker process died.
             ValueError: every sample of an epoch was bad.
         """
@@ -152,14 +209,11 @@ class PrefetchLoader:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Kind of fault to the number of bad samples skipped: when opening, and so far.
-
-        Samples that are passed over in several epochs count in each.
-        """
+        """Skipped samples by kind of fault, when opening and since; counted anew in every epoch."""
         return dict(self._dataset.skipped + self._skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out; JSON values, the same on every rank."""
+        """Position after the last batch handed out; JSON values, the same on every rank."""
         return {
             "epoch": self.epoch,
             "batches_consumed": self.batches_consumed,
@@ -168,13 +222,12 @@ class PrefetchLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position; the batches are those of the run that was not interrupted.
+        """Continue from a position, with the batches that an uninterrupted run would get.
 
-        State of before data had hashes of its contents is compared by the positions of lines.
+        Older states have no hashes of file contents; they are compared by positions of lines.
 
         Raises:
-            ValueError: the data or the settings give another stream; every difference is named,
-                of edited data by its file.
+            ValueError: data or settings differ from those of the state; every difference is named.
         """
         was, here = state["stream"], self._stream()
         contents = here.pop("contents", [])
@@ -182,7 +235,7 @@ class PrefetchLoader:
         if contents and "contents" not in was:
             here["fingerprint"] = self._dataset.positions_fingerprint
         elif edited:
-            # They say what the fingerprint only shows.
+            # The edited files explain why the fingerprints differ.
             del here["fingerprint"]
         differing = edited + [
             f"{name} was {was.get(name)} and is {value}"
@@ -198,17 +251,16 @@ class PrefetchLoader:
         self._move_to(state["epoch"], state["batches_consumed"])
 
     def waiting_for(self) -> str:
-        """The batch that was asked for last, whose samples it has, and which process is at which
-        of them. From any thread, as long as a batch is waited for."""
-        asked, pool = self._awaited, self._pool
-        if asked is None:
-            return "no batch was asked for"
-        workers = None if asked.job is None or pool is None else pool.at_work()
+        """Description of the batch that `next` waits for and who prepares it; thread-safe."""
+        batch, pool = self._awaited, self._pool
+        if batch is None:
+            return "no batch was requested"
+        workers = None if batch.job is None or pool is None else pool.progress()
         rank = self._order.rank if self._order.size > 1 else None
-        return described_wait(asked, self._dataset, workers, rank)
+        return describe_wait(batch, self._dataset, workers, rank)
 
     def close(self) -> None:
-        """End the worker processes. The loader can be used again, and starts new ones."""
+        """End the worker processes. The next batch starts new ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -221,7 +273,7 @@ class PrefetchLoader:
         self.close()
 
     def _advance(self) -> dict[str, Any] | None:
-        """Consume one batch: the batch, or None where all of its samples were left out."""
+        """Consume one batch; None if all of its samples were skipped."""
         loaded = self._load_inline() if self._num_workers == 0 else self._load_from_workers()
         self._skipped.update(loaded.skipped)
         self._has_batch = self._has_batch or loaded.batch is not None
@@ -237,12 +289,11 @@ class PrefetchLoader:
 
     def _load_inline(self) -> LoadedBatch:
         samples, (load, *arguments) = self._job(self.epoch, self.batches_consumed)
-        self._awaited = AskedBatch(self.epoch, self.batches_consumed, samples)
+        self._awaited = PendingBatch(self.epoch, self.batches_consumed, samples)
         return load(self._dataset, self._collator, *arguments)
 
     def _job(self, epoch: int, number: int) -> tuple[list[int], tuple]:
-        """The samples of a batch; the function that loads it, and what it takes after dataset and
-        collator."""
+        """Samples of a batch, and the function that loads it with its further arguments."""
         samples = self._order.batch(epoch, number)
         if isinstance(self._order, PackedOrder):
             job = (load_packed_batch, samples, self._order.budget.tokens)
@@ -267,7 +318,7 @@ class PrefetchLoader:
             ) from error
         except (BadSampleError, RuntimeError) as error:
             self.close()
-            # Ours, whatever frames of the pool it passed: the command tells errors by the last one.
+            # Drop the pool's frames: the command line classifies an error by its last frame.
             raise error.with_traceback(None) from error.__cause__
         except BaseException:
             self.close()
@@ -279,7 +330,7 @@ class PrefetchLoader:
             self.while_waiting()
 
     def _request(self) -> None:
-        """Ask the workers for batches up to the limit."""
+        """Submit batches to the workers up to the prefetch limit."""
         if self._pool is None:
             self._pool = WorkerPool(self._dataset, self._collator, self._num_workers)
         while len(self._pending) < self._max_pending:
@@ -289,13 +340,13 @@ class PrefetchLoader:
             job_number = self._pool.num_jobs
             samples, job = self._job(epoch, number)
             future = self._pool.submit(*job)
-            self._pending.append(AskedBatch(epoch, number, samples, job_number, future))
+            self._pending.append(PendingBatch(epoch, number, samples, job_number, future))
             is_last = number + 1 == self._order.batches_in(epoch)
             self._requested = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
     def _move_to(self, epoch: int, batches_consumed: int) -> None:
-        for asked in self._pending:
-            asked.future.cancel()
+        for batch in self._pending:
+            batch.future.cancel()
         self._pending.clear()
         self.epoch = epoch
         self.batches_consumed = batches_consumed
@@ -303,8 +354,8 @@ class PrefetchLoader:
         self._has_batch = batches_consumed > 0
 
     def _stream(self) -> dict[str, Any]:
-        """What the order and the content of samples follow from; JSON values."""
-        contents = self._dataset.contents if isinstance(self._dataset, KnowsContents) else ()
+        """All that the order and the content of samples depend on; JSON values."""
+        contents = self._dataset.contents if isinstance(self._dataset, HasContents) else ()
         return {
             **({"contents": [list(each) for each in contents]} if contents else {}),
             "num_samples": len(self._dataset),
@@ -316,7 +367,7 @@ class PrefetchLoader:
 
 
 def _edited(was: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> list[str]:
-    """What changed in which data file; nothing where there were other files."""
+    """Changes per data file; none if the number of files differs."""
     if len(was) != len(here):
         return []
     found = []

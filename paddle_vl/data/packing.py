@@ -1,27 +1,28 @@
-"""Samples of different lengths into rows of bounded length: bins, filled best fit decreasing.
+"""Packing of samples into rows of bounded length (bin packing, best fit decreasing).
 
 Shapes: N samples.
 """
 
+import zlib
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 
-# Samples that are packed together: enough to choose from, few enough to keep their random order.
+# Samples packed together: enough to choose from, few enough to keep the random order.
 WINDOW = 1024
-# A row that is emptier is taken apart and packed again with the samples of the next window,
-# together with others up to a share of it, so that samples that nothing fits do not pile up.
+# Rows that are emptier are packed again with the next window, up to `_CARRIED` samples in all.
 _GOOD_FILL = 0.99
 _CARRIED = WINDOW // 4
 
 
 @dataclass(frozen=True)
 class RowBudget:
-    """What a row holds at most.
+    """Limits of a packed row.
 
     Attributes:
-        tokens: of all kinds.
-        vision_tokens: of images and videos; None for as many as tokens.
+        tokens: tokens of all kinds.
+        vision_tokens: tokens of images and videos; None for no limit of their own.
     """
 
     tokens: int
@@ -29,14 +30,15 @@ class RowBudget:
 
     @property
     def vision_limit(self) -> int:
+        """Vision tokens that a row may hold."""
         return self.tokens if self.vision_tokens is None else self.vision_tokens
 
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """Tokens of every sample, and how many of them are of images and videos: `[N]` int64 both.
+    """Tokens, and among them vision tokens, of every sample: `[N]` int64 both.
 
-    A sample without tokens is none: it is left out.
+    A length of 0 marks a sample that is left out.
     """
 
     tokens: np.ndarray
@@ -46,14 +48,14 @@ class SampleLengths:
 def pack(
     order: np.ndarray, lengths: SampleLengths, budget: RowBudget, rng: np.random.Generator | None
 ) -> list[np.ndarray]:
-    """Rows of sample numbers; every sample of `order` is in one of them.
+    """Rows of sample numbers; every sample of `order` is in exactly one row.
 
     Args:
-        order: sample numbers, packed window by window in this order.
-        rng: shuffles the rows of a window, which are made in the order of their longest sample.
+        order: int64 sample numbers, packed window by window.
+        rng: shuffles the rows of each window; None keeps them sorted by their longest sample.
 
     Raises:
-        ValueError: a sample alone exceeds the budget.
+        ValueError: a single sample exceeds the budget.
     """
     sizes = (lengths.tokens, lengths.vision)
     limits = (budget.tokens, budget.vision_limit)
@@ -78,11 +80,11 @@ def pack(
 
 
 def fill_batches(rows: list[np.ndarray], lengths: SampleLengths, batch: int) -> list[np.ndarray]:
-    """As many rows as whole batches of that size take: the last rows are cut in two, the longest
-    first, until there are enough; rows without samples follow where even that does not do."""
+    """Extend the rows to a multiple of `batch`: split the longest of the last rows in two until
+    there are enough; add empty rows if single samples cannot be split."""
     missing = -len(rows) % batch
-    whole = len(rows) - len(rows) % batch
-    rows, last = rows[:whole], list(rows[whole:])
+    full = len(rows) - len(rows) % batch
+    rows, last = rows[:full], list(rows[full:])
     for _ in range(missing):
         sizes = [lengths.tokens[row].sum() if len(row) > 1 else 0 for row in last]
         if not any(sizes):
@@ -96,7 +98,7 @@ def fill_batches(rows: list[np.ndarray], lengths: SampleLengths, batch: int) -> 
 def _best_fit_decreasing(
     pool: np.ndarray, tokens_N: np.ndarray, vision_N: np.ndarray, tokens: int, vision: int
 ) -> list[np.ndarray]:
-    """Largest first, each into the fullest row that has place for it."""
+    """Place samples, largest first, each into the fullest row with room for it."""
     share = np.maximum(tokens_N[pool] / tokens, vision_N[pool] / max(vision, 1))
     pool = pool[np.argsort(-share, kind="stable")]
     free_tokens, free_vision = np.empty((2, len(pool)), dtype=np.int64)
@@ -122,7 +124,7 @@ def _best_fit_decreasing(
 def _take_apart(
     rows: list[np.ndarray], tokens_N: np.ndarray, limit: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """The rows that stay, and the samples of the others, the emptiest."""
+    """The rows to keep, and the samples of the emptiest rows."""
     fill = np.array([tokens_N[row].sum() for row in rows]) / limit
     emptiest = [i for i in np.argsort(fill, kind="stable") if fill[i] < _GOOD_FILL]
     counts = np.cumsum([len(rows[i]) for i in emptiest])
@@ -133,7 +135,7 @@ def _take_apart(
 
 
 def _halves(row: np.ndarray, tokens_N: np.ndarray) -> list[np.ndarray]:
-    """Two rows of about the same length, each sample to the shorter one, the longest first."""
+    """Two rows of similar length: samples, longest first, each into the shorter row."""
     halves: list[list[int]] = [[], []]
     filled = [0, 0]
     for number in row[np.argsort(-tokens_N[row], kind="stable")].tolist():
@@ -141,3 +143,78 @@ def _halves(row: np.ndarray, tokens_N: np.ndarray) -> list[np.ndarray]:
         halves[shorter].append(number)
         filled[shorter] += int(tokens_N[number])
     return [np.array(half, dtype=np.int64) for half in halves]
+
+
+def check_ranks(batch_size: int, rank: int, size: int) -> None:
+    """Raise a ValueError for a batch size below 1 or a data-parallel rank outside the world."""
+    if batch_size < 1:
+        raise ValueError(f"batch size is {batch_size}; at least 1 is needed")
+    if not 0 <= rank < size:
+        raise ValueError(f"data-parallel rank {rank} is outside [0, {size})")
+
+
+class PackedOrder:
+    """The batches of packed rows of every epoch, the same rows on every rank.
+
+    Each epoch is shuffled and packed anew, so that the number of batches may differ by a few.
+
+    Attributes:
+        batch_size: rows per batch and data-parallel rank.
+        rank, size: data-parallel rank and world size. `batch_size * size` consecutive rows make a
+            global batch, of which a rank takes every `size`-th row.
+    """
+
+    def __init__(
+        self,
+        lengths: SampleLengths,
+        budget: RowBudget,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        size: int = 1,
+    ):
+        """Check the arguments.
+
+        Raises:
+            ValueError: a number is out of range, or there are fewer samples than rows in a batch.
+        """
+        self.lengths, self.budget = lengths, budget
+        self.batch_size, self.seed, self.rank, self.size = batch_size, seed, rank, size
+        self._numbers = np.flatnonzero(lengths.tokens)
+        check_ranks(batch_size, rank, size)
+        if self._numbers.size < batch_size * size:
+            raise ValueError(
+                f"{self._numbers.size} samples do not fill one batch of {batch_size} packed rows "
+                f"on {size} data-parallel rank(s); lower the batch size or add data"
+            )
+        # Prefetching reads at most one epoch ahead.
+        self._epochs: OrderedDict[int, list[np.ndarray]] = OrderedDict()
+
+    def batches_in(self, epoch: int) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return len(self.rows(epoch)) // (self.batch_size * self.size)
+
+    def batch(self, epoch: int, number: int) -> list[np.ndarray]:
+        """Sample numbers (int64) of each row of one batch of this rank; a row may be empty."""
+        global_size = self.batch_size * self.size
+        start = number * global_size
+        return self.rows(epoch)[start : start + global_size][self.rank :: self.size]
+
+    def rows(self, epoch: int) -> list[np.ndarray]:
+        """Sample numbers of all rows of an epoch, on all ranks."""
+        if epoch not in self._epochs:
+            rng = np.random.default_rng([self.seed, epoch])
+            rows = pack(rng.permutation(self._numbers), self.lengths, self.budget, rng)
+            self._epochs[epoch] = fill_batches(rows, self.lengths, self.batch_size * self.size)
+            while len(self._epochs) > 3:
+                self._epochs.popitem(last=False)
+        return self._epochs[epoch]
+
+    def describe(self) -> dict[str, int | None]:
+        """What the rows depend on beside the samples and the seed; JSON values."""
+        sizes = np.stack([self.lengths.tokens, self.lengths.vision])
+        return {
+            "packing_length": self.budget.tokens,
+            "max_vision_tokens_per_row": self.budget.vision_tokens,
+            "sample_lengths": zlib.crc32(sizes.astype("<i8").tobytes()),
+        }

@@ -1,9 +1,9 @@
-"""Lengths of all samples of a dataset, measured once and kept beside its first file.
+"""Lengths of all samples of a dataset, measured once and cached beside its first file.
 
-Text is tokenised and headers of image and video files are read, no pixels: some thousand samples a
-second. The file is found again by what the lengths follow from: data files and settings of the
-processor. It does not see images that change their size under the same name; a row that becomes too
-long by that is refused when it is loaded.
+Measuring tokenizes text and reads only the headers of images and videos, some thousand samples per
+second. The cache file's name is a hash of the data files and the processor's settings. An image
+that changes its size under the same name goes unnoticed; a packed row that becomes too long by this
+fails when it is loaded.
 """
 
 import hashlib
@@ -20,20 +20,20 @@ from typing import Protocol
 
 import numpy as np
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget, SampleLengths
 from paddle_vl.data.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
-# Raise when anything changes the length of a sample or what is written.
+# Increase when the length of a sample or the format of the cache changes.
 FORMAT = 1
 _REPORT_SECONDS = 10
-# Samples that a worker measures at a time.
-_PART = 500
+# Samples that a worker process measures in one job.
+_CHUNK = 500
 
 
 class MeasuredSource(Protocol):
-    """What is asked of a dataset."""
+    """What measuring needs of a dataset."""
 
     on_bad_sample: str
     skipped: Counter[str]
@@ -51,21 +51,21 @@ class MeasuredSource(Protocol):
 def sample_lengths(
     dataset: MeasuredSource, budget: RowBudget, num_workers: int = 0
 ) -> SampleLengths:
-    """Lengths of all samples; where the dataset skips bad ones they get 0 and are counted.
+    """Lengths of all samples. Skipped bad samples get length 0 and are counted in the dataset.
 
     Args:
-        num_workers: processes that measure; 0 measures in this one.
+        num_workers: worker processes that measure; 0 measures in this process.
 
     Raises:
-        BadSampleError: a bad sample that is not to be skipped, or one with more vision tokens than
-            a row may hold.
+        BadSampleError: where `on_bad_sample` is "fail": a bad sample, or one with more vision
+            tokens than a row may hold.
     """
-    path = _kept_at(dataset)
-    kept = _read(path)
-    if kept is None:
-        kept = _measure(dataset, num_workers)
-        _write(path, *kept)
-    sizes_N2, skipped = kept
+    path = _cache_path(dataset)
+    cached = _read(path)
+    if cached is None:
+        cached = _measure(dataset, num_workers)
+        _write(path, *cached)
+    sizes_N2, skipped = cached
     too_many = sizes_N2[:, 1] > budget.vision_limit
     if too_many.any():
         if dataset.on_bad_sample == "fail":
@@ -77,37 +77,37 @@ def sample_lengths(
 
 
 def _measure(dataset: MeasuredSource, num_workers: int) -> tuple[np.ndarray, Counter[str]]:
-    parts = [(at, min(at + _PART, len(dataset))) for at in range(0, len(dataset), _PART)]
+    chunks = [(at, min(at + _CHUNK, len(dataset))) for at in range(0, len(dataset), _CHUNK)]
     sizes, skipped, reported = [], Counter(), time.monotonic()
-    with closing(_measured_parts(dataset, parts, num_workers)) as measured:
-        for (_, end), (sizes_N2, part_skipped) in zip(parts, measured, strict=True):
+    with closing(_measured_chunks(dataset, chunks, num_workers)) as measured:
+        for (_, end), (sizes_N2, chunk_skipped) in zip(chunks, measured, strict=True):
             sizes.append(sizes_N2)
-            skipped += part_skipped
+            skipped += chunk_skipped
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
                 logger.info("measured the lengths of %d of %d samples", end, len(dataset))
     return np.concatenate(sizes), skipped
 
 
-def _measured_parts(
-    dataset: MeasuredSource, parts: list[tuple[int, int]], num_workers: int
+def _measured_chunks(
+    dataset: MeasuredSource, chunks: list[tuple[int, int]], num_workers: int
 ) -> Iterator[tuple[np.ndarray, Counter[str]]]:
-    if num_workers == 0 or len(parts) == 1:
-        for part in parts:
-            yield measure_part(dataset, None, *part)
+    if num_workers == 0 or len(chunks) == 1:
+        for chunk in chunks:
+            yield measure_chunk(dataset, None, *chunk)
         return
     pool = WorkerPool(dataset, None, num_workers)
     try:
-        for future in [pool.submit(measure_part, *part) for part in parts]:
+        for future in [pool.submit(measure_chunk, *chunk) for chunk in chunks]:
             yield future.result()
     finally:
         pool.close()
 
 
-def measure_part(
+def measure_chunk(
     dataset: MeasuredSource, collator: None, begin: int, end: int
 ) -> tuple[np.ndarray, Counter[str]]:
-    """Tokens and vision tokens `[N, 2]` of some samples, and what was skipped; run by workers."""
+    """Tokens and vision tokens `[N, 2]` int64 of samples begin to end, and the skipped by kind."""
     sizes_N2 = np.zeros((end - begin, 2), dtype=np.int64)
     skipped: Counter[str] = Counter()
     for number in range(begin, end):
@@ -132,7 +132,7 @@ def _too_many(
     )
 
 
-def _kept_at(dataset: MeasuredSource) -> Path:
+def _cache_path(dataset: MeasuredSource) -> Path:
     files = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in dataset.files]
     content = json.dumps([FORMAT, files, dataset.on_bad_sample, dataset.length_settings()])
     first = dataset.files[0]
@@ -148,7 +148,7 @@ def _read(path: Path) -> tuple[np.ndarray, Counter[str]] | None:
             return stored["sizes"], Counter(json.loads(str(stored["skipped"])))
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise RuntimeError(
-            f"{path} is damaged ({error}): delete it, and it is made anew"
+            f"{path} is damaged ({error}): delete it, and the next start measures again"
         ) from error
 
 
@@ -160,7 +160,7 @@ def _write(path: Path, sizes_N2: np.ndarray, skipped: Counter[str]) -> None:
         partial.replace(path)
     except OSError as error:
         logger.warning(
-            "the lengths of the samples cannot be kept beside the data (%s): every start of this "
+            "the lengths of the samples cannot be cached beside the data (%s): every start of this "
             "run measures them again",
             error,
         )

@@ -1,15 +1,14 @@
-"""Video files and frames in memory as a number of frames, a frame rate, and frames by number.
+"""Reader of video files and of frames in memory: number of frames, frame rate, frames by number.
 
-A file is decoded from its start, one frame at a time; frames that nobody asked for are neither
-converted nor kept. Frame i is taken to show the time i / fps, as HF transformers has it, also where
-the frame rate varies.
+A file is decoded from its start, one frame at a time; only requested frames are converted. Frame i
+shows the time i / fps, as in HF transformers, even if the frame rate varies.
 
-Differs from HF's PyAV backend: frames are counted where the container does not say how many there
-are (Matroska, WebM, MPEG-TS), frames that an edit list hides are not counted, and a rotation that
-the file states is applied, as for images.
+Differs from HF's PyAV backend: frames are counted if the container does not state their number
+(Matroska, WebM, MPEG-TS), frames hidden by an edit list are not counted, and the file's rotation is
+applied, as for images.
 
-Containers are those of `CONTAINERS` and hold their own streams: playlists (HLS, DASH), scripts and
-patterns that make FFmpeg open other files or the network are refused.
+Only the containers of `CONTAINERS` are opened. Playlists (HLS, DASH), scripts and patterns that
+make FFmpeg open other files or the network are refused.
 """
 
 import contextlib
@@ -22,24 +21,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.media_path import shown
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.media_file import shown
 
 if TYPE_CHECKING:
     import av
 
-# HF's assumption for a video that does not say.
+# HF's assumption for a video without a frame rate.
 DEFAULT_FPS = 24.0
 MIN_FRAMES = 2
 
-# FFmpeg's names of the containers that are opened; none of them names other files.
+# FFmpeg's names of the supported containers; none of them refers to other files.
 CONTAINERS = (
     "mov", "mp4", "3gp", "matroska", "webm", "avi", "mpeg", "mpegts", "mpegvideo", "m4v", "h264",
     "hevc", "ivf", "flv", "ogg", "gif", "asf", "mxf",
 )  # fmt: skip
-# More is not a video but an attack on the memory: 16384 x 8192.
+# 16384 x 8192; a larger frame is an attack on the memory.
 _MOST_PIXELS = 1 << 27
-# What the containers that name other files begin with.
+# First bytes of formats that refer to other files.
 _NESTING = (
     (b"#EXTM3U", "an HLS playlist"),
     (b"ffconcat", "a concat script"),
@@ -48,7 +47,7 @@ _NESTING = (
     (b"<MPD", "a DASH playlist"),
 )
 
-# Sound is opened too, to say that it has no picture.
+# Sound formats are opened too, for the message that they have no picture.
 _OPTIONS = {
     "protocol_whitelist": "file",
     "format_whitelist": ",".join((*CONTAINERS, "wav", "mp3", "flac")),
@@ -61,11 +60,11 @@ _REMEDY = "copy or download it again, or re-encode it"
 
 @dataclass(frozen=True, eq=False)
 class VideoFrames:
-    """Frames in memory, to be sampled like a file.
+    """Frames in memory, sampled like a file.
 
     Attributes:
         pixels: uint8 RGB, `[frames, height, width, 3]`.
-        fps: frames per second; None where unknown.
+        fps: frames per second; None if unknown.
     """
 
     pixels: np.ndarray
@@ -73,7 +72,7 @@ class VideoFrames:
 
     @property
     def num_frames(self) -> int:
-        """Frames in all."""
+        """Number of frames."""
         return len(self.pixels)
 
     def frames(self, indices: Iterable[int]) -> Iterator[np.ndarray]:
@@ -85,14 +84,14 @@ VideoSource = str | os.PathLike | VideoFrames | np.ndarray
 
 
 def open_video(source: VideoSource) -> "VideoFrames | VideoFile":
-    """A video with `num_frames`, `fps` and `frames(indices)`. Nothing stays open.
+    """A video with `num_frames`, `fps` and `frames(indices)`; no file stays open.
 
     Args:
         source: a path, `VideoFrames`, or a uint8 array `[R, H, W, 3]` of unknown frame rate.
 
     Raises:
         BadSampleError: no such file, not a video, damaged, fewer than two frames, or a frame rate
-            that is not above zero. Damage is found while frames are taken.
+            that is not above zero. Some damage shows only when frames are decoded.
         RuntimeError: PyAV, which reads video files, is not installed.
     """
     if isinstance(source, np.ndarray):
@@ -109,14 +108,14 @@ class VideoFile:
 
     Attributes:
         num_frames: frames that the stream shows.
-        fps: average frames per second; None where the file does not say.
+        fps: average frames per second; None if the file does not state it.
     """
 
     def __init__(self, path: Path):
-        """Find the stream and its numbers.
+        """Open the stream and read its header.
 
         Raises:
-            BadSampleError: not a video, or the file ends before its own stated end.
+            BadSampleError: not a video, or the file is shorter than it states.
             RuntimeError: PyAV is not installed.
         """
         self._path = path
@@ -127,17 +126,17 @@ class VideoFile:
             self.fps = None if rate is None else float(rate)
             self.num_frames = _stated_frames(container, stream)
         if not self.num_frames:
-            # Nothing cheaper gives it for every codec.
+            # Decoding is the only way that works for every codec.
             self.num_frames = sum(1 for _ in self._decode())
 
     def frames(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
-        """Decode up to the last of these frames.
+        """Decode these frames, upright; one is in memory at a time.
 
         Args:
-            indices: ascending numbers.
+            indices: ascending frame numbers.
 
         Returns:
-            uint8 RGB `[height, width, 3]` of each, upright; one in memory at a time.
+            uint8 RGB `[height, width, 3]` each.
 
         Raises:
             BadSampleError: the file is damaged or ends too early.
@@ -154,14 +153,14 @@ class VideoFile:
                 return
         raise BadSampleError(
             "unreadable_video",
-            f"the file states {self.num_frames} frames and only {decoded} can be decoded: it is "
+            f"the file states {self.num_frames} frames but only {decoded} can be decoded: it is "
             f"cut off or damaged; {_REMEDY}",
         )
 
     def _decode(self) -> "Iterator[av.VideoFrame]":
-        """All frames; from a new opening, because seeking to the start can end elsewhere."""
+        """All frames. The file is opened anew, because seeking to the start is not exact."""
         with _opened(self._path) as (container, stream):
-            # Not several frames at once: errors of frames in flight can get lost at the end then.
+            # Frame threading can lose the errors of the last frames.
             stream.thread_type = "SLICE"
             for frame in container.decode(stream):
                 if frame.is_corrupt:
@@ -173,10 +172,10 @@ class VideoFile:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.VideoStream]]":
-    """The file and its first video stream; FFmpeg's errors come out as a bad sample."""
+    """The file and its first video stream; FFmpeg's errors become a BadSampleError."""
     if not os.path.isfile(path):
         raise BadSampleError("missing_video", f"there is no file {shown(str(path))}")
-    # Here, so that whoever has no videos needs no PyAV.
+    # Imported here: PyAV is needed for video files only.
     try:
         import av
     except ImportError as error:
@@ -185,30 +184,29 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
             "install it with: pip install 'av>=17' (the extra `video` of this package)"
         ) from error
     try:
-        # With the protocol, so that no file's name is taken for one; broken letters in titles are
-        # no fault.
+        # "file:" keeps FFmpeg from reading a protocol into the name; titles may be broken text.
         with av.open(f"file:{path}", options=_OPTIONS, metadata_errors="replace") as container:
             if not container.streams.video:
                 kinds = ", ".join(sorted({stream.type for stream in container.streams}))
                 raise BadSampleError(
                     "unreadable_video",
-                    f"the file has no video stream, only: {kinds}; take a file with a picture"
+                    f"the file has no video stream, only: {kinds}; use a file with a picture"
                     if kinds
                     else f"the file cannot be decoded as a video (no stream in it); {_REMEDY}",
                 )
             stream = container.streams.video[0]
             _check_stream(stream)
-            # Frames may say another size than the header.
+            # Frames may be larger than the header states.
             stream.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
             yield container, stream
     except av.FFmpegError as error:
         if found := _nesting(path):
             raise BadSampleError(
                 "unreadable_video",
-                f"the file is {found}, which names other files and is not opened; give the video "
-                f"itself, in one of the containers {', '.join(CONTAINERS)}",
+                f"the file is {found}, which refers to other files and is not opened; give the "
+                f"video itself, in one of the containers {', '.join(CONTAINERS)}",
             ) from error
-        # FFmpeg's way of saying that a format is not on the list.
+        # FFmpeg raises this for a format outside the whitelist.
         is_other = isinstance(error, av.ArgumentError)
         others = f", or convert it to one of {', '.join(CONTAINERS)}" if is_other else ""
         raise BadSampleError(
@@ -218,7 +216,7 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
 
 
 def _nesting(path: Path) -> str | None:
-    """What kind of file that names others it is; None for all else."""
+    """The kind of a file that refers to other files; None for all other kinds."""
     with path.open("rb") as file:
         head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
     return next((name for begin, name in _NESTING if head.startswith(begin)), None)
@@ -228,21 +226,21 @@ def _check_stream(stream: "av.VideoStream") -> None:
     if stream.codec_context is None:
         raise BadSampleError(
             "unreadable_video",
-            f"the file cannot be decoded as a video (its codec is not known); {_REMEDY}",
+            f"the file cannot be decoded as a video (unknown codec); {_REMEDY}",
         )
     if stream.width * stream.height > _MOST_PIXELS:
         size = f"{stream.width} x {stream.height}"
         raise BadSampleError(
             "unreadable_video",
-            f"the file states frames of {size} pixels, and at most {_MOST_PIXELS} are "
-            "decoded: it is damaged, or should be scaled down",
+            f"the file states frames of {size} pixels; at most {_MOST_PIXELS} pixels are decoded: "
+            "it is damaged, or must be scaled down",
         )
 
 
 def _stated_frames(container: "av.container.InputContainer", stream: "av.VideoStream") -> int:
-    """The container's number of frames; 0 where it has none."""
+    """The number of frames that the container states; 0 if it states none."""
     if stream.frames and container.format.name.startswith(_MOV):
-        # The number counts all stored frames; the index tells those that an edit list hides.
+        # `frames` counts all stored frames; the index marks those that an edit list hides.
         return sum(not entry.is_discard for entry in stream.index_entries)
     return stream.frames
 
@@ -271,8 +269,8 @@ def _check_numbers(num_frames: int, fps: float | None) -> None:
     if num_frames < MIN_FRAMES:
         raise BadSampleError(
             "too_few_frames",
-            f"video has {num_frames} frame(s); at least {MIN_FRAMES} are needed: use it as an "
-            "image instead",
+            f"the video has {num_frames} frame(s); at least {MIN_FRAMES} are needed: use an image "
+            "instead",
         )
     if fps is not None and not 0 < fps < np.inf:
         raise BadSampleError(
@@ -283,11 +281,11 @@ def _check_numbers(num_frames: int, fps: float | None) -> None:
 
 
 def frame_rate(video: VideoFrames | VideoFile) -> float:
-    """Its frames per second, or with a warning the 24 that HF assumes of a video without."""
+    """Frames per second of a video; HF's default of 24, with a warning, if it states none."""
     if video.fps is None:
         warnings.warn(
-            f"a video states no frame rate; {DEFAULT_FPS:.0f} frames per second are assumed, by "
-            "which frames are chosen and timestamps written",
+            f"a video states no frame rate; {DEFAULT_FPS:.0f} frames per second are assumed to "
+            "choose frames and write timestamps",
             stacklevel=2,
         )
         return DEFAULT_FPS
@@ -295,7 +293,7 @@ def frame_rate(video: VideoFrames | VideoFile) -> float:
 
 
 def _check_matroska_end(path: Path) -> None:
-    """Compare the stated size of the one segment with the file: FFmpeg reads a part without a word.
+    """Compare the stated size of the segment with the file: FFmpeg reads a cut file silently.
 
     Source: RFC 8794 (EBML) and RFC 9559 (Matroska): the header element, then the segment.
 
@@ -309,13 +307,13 @@ def _check_matroska_end(path: Path) -> None:
     if head[segment : segment + 4] != b"\x18\x53\x80\x67":
         return
     segment_size, start = _ebml_size(head, segment + 4)
-    # All bits set: a recording that was written as a stream, of unknown size.
+    # All bits set: a live recording of unknown size.
     is_known = segment_size != (1 << 7 * (start - segment - 4)) - 1
     found = path.stat().st_size
     if is_known and start + segment_size > found:
         raise BadSampleError(
             "unreadable_video",
-            f"the file states {start + segment_size} bytes and has {found}: it is cut off; "
+            f"the file states {start + segment_size} bytes but has {found}: it is cut off; "
             f"{_REMEDY}",
         )
 

@@ -1,23 +1,28 @@
-"""What a batch waits for, in words: its samples, and which process is at which of them."""
+"""Description of a batch that the trainer waits for: its samples and who prepares them."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from paddle_vl.data.work_board import AtWork
-from paddle_vl.data.worker_pool import FromFiles, LoadedBatch, SampleSource, sample_at_work
+from paddle_vl.data.worker_pool import (
+    FromFiles,
+    LoadedBatch,
+    SampleSource,
+    WorkerProgress,
+    current_sample,
+)
 
 _SHOWN_SAMPLES = 8
 
 
-class AskedBatch(NamedTuple):
-    """A batch that was asked for.
+class PendingBatch(NamedTuple):
+    """A batch that was requested and not yet handed out.
 
     Attributes:
-        epoch, number: its epoch, and its place there.
-        samples: numbers of its samples.
+        epoch, number: its epoch and its place in the epoch.
+        samples: its sample numbers.
         job: its number among the jobs of the workers, None where this process prepares it.
-        future: brings it from them.
+        future: its result, None where this process prepares it.
     """
 
     epoch: int
@@ -27,37 +32,37 @@ class AskedBatch(NamedTuple):
     future: "Future[LoadedBatch] | None" = None
 
 
-def described_wait(
-    asked: AskedBatch,
+def describe_wait(
+    batch: PendingBatch,
     dataset: SampleSource,
-    workers: Sequence[AtWork] | None,
+    workers: Sequence[WorkerProgress] | None,
     rank: int | None = None,
 ) -> str:
-    """What a batch is made from, and how far it is.
+    """Names the batch, its samples, and the process that prepares it.
 
     Args:
-        workers: all that have started, None where this process prepares it.
-        rank: data-parallel rank of this process, None for the only one.
+        workers: progress of the workers; None where this process prepares the batch.
+        rank: data-parallel rank, None if there is only one.
     """
-    shown = [_place(dataset, number) for number in asked.samples[:_SHOWN_SAMPLES]]
-    if more := len(asked.samples) - len(shown):
+    shown = [_place(dataset, number) for number in batch.samples[:_SHOWN_SAMPLES]]
+    if more := len(batch.samples) - len(shown):
         shown.append(f"{more} more")
-    text = f"batch {asked.number} of epoch {asked.epoch}"
+    text = f"batch {batch.number} of epoch {batch.epoch}"
     text += "" if rank is None else f" of data-parallel rank {rank}"
     text += f", made from {', '.join(shown)}"
     if isinstance(dataset, FromFiles) and dataset.files:
         text += f" (data: {', '.join(map(str, dataset.files))})"
     if workers is None:
-        at = _at(dataset, sample_at_work())
+        at = _at(dataset, current_sample())
         return f"{text}; this process prepares it itself (data.num_workers is 0) and {at}"
-    its = [worker for worker in workers if worker.job == asked.job]
-    if its:
-        return f"{text}; {_described(dataset, its[0])}"
-    others = "; ".join(_described(dataset, worker) for worker in workers)
+    owners = [worker for worker in workers if worker.job == batch.job]
+    if owners:
+        return f"{text}; {_worker(dataset, owners[0])}"
+    others = "; ".join(_worker(dataset, worker) for worker in workers)
     return f"{text}; no worker has begun it: {others or 'none has started'}"
 
 
-def _described(dataset: SampleSource, worker: AtWork) -> str:
+def _worker(dataset: SampleSource, worker: WorkerProgress) -> str:
     at = "has had no batch yet" if worker.job is None else _at(dataset, worker.sample)
     return f"worker {worker.worker} (process {worker.pid}) {at}"
 

@@ -1,4 +1,8 @@
-"""Processes that prepare batches. They import NumPy and this package's data code, never Paddle."""
+"""Worker processes that load and collate batches, and a shared table of their progress.
+
+Workers import NumPy and this package's data code, never Paddle. Over 350 lines because a job, the
+pool that runs it and the progress that it reports change together.
+"""
 
 import multiprocessing
 import os
@@ -13,28 +17,25 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import connection
+from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.work_board import AtWork, WorkBoard, own_line
+from paddle_vl.data.jsonl import BadSampleError
 
-# Bad samples in a row after which a batch is given up: the data or a setting is wrong then, and
-# decoding all of it to find out could take hours.
+# Consecutive bad samples after which a batch fails: the data or a setting is wrong then, and
+# decoding everything to find out could take hours.
 MAX_BAD_IN_A_ROW = 1000
 
-# For workers to end the sample that they are at.
+# How long `close` lets workers finish their current sample.
 _CLOSE_S = 2.0
-# Between two looks at whether all workers are there; most deaths the executor notices itself.
+# Interval between checks for dead workers; the executor notices most deaths itself.
 _LOOK_S = 1.0
 _LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# What this process is at; a worker writes it where the main process sees it.
-_line = own_line()
-
 Sample = dict[str, np.ndarray]
-# Takes samples, or for packed rows the samples of each.
+# Takes a list of samples; for packed rows a list of lists.
 Collator = Callable[[Sequence[Any]], dict[str, Any]]
 
 
@@ -52,29 +53,30 @@ class SampleSource(Protocol):
 
 @runtime_checkable
 class DrawsByEpoch(Protocol):
-    """A dataset whose samples have something drawn anew in every epoch."""
+    """A dataset with random draws that change with the epoch."""
 
     def in_epoch(self, epoch: int) -> SampleSource:
-        """Its samples as they are in that epoch."""
+        """The dataset with the draws of that epoch."""
 
 
 @runtime_checkable
 class FromFiles(Protocol):
-    """A dataset whose samples stand in files."""
+    """A dataset whose samples are lines of files."""
 
     files: Sequence[Any]
 
     def place(self, number: int) -> str:
-        """Where a sample stands: `file:line`."""
+        """Location of a sample: `file:line`."""
 
 
 @runtime_checkable
-class KnowsContents(Protocol):
-    """A dataset whose fingerprint covers what stands in its files.
+class HasContents(Protocol):
+    """A dataset whose fingerprint covers the contents of its files.
 
     Attributes:
-        contents: file, hash of its lines and hash of the sizes of its images and videos, of each.
-        positions_fingerprint: without contents, as older checkpoints have it.
+        contents: per file its path, the hash of its lines, and the hash of the sizes of its images
+            and videos.
+        positions_fingerprint: fingerprint without contents, as older checkpoints store it.
     """
 
     contents: Sequence[tuple[str, str, str]]
@@ -82,22 +84,109 @@ class KnowsContents(Protocol):
 
 
 class LoadedBatch(NamedTuple):
-    """A collated batch, or None where every sample was left out; and what was skipped, by kind."""
+    """A collated batch, None if no sample was usable, and the skipped samples by kind of fault."""
 
     batch: dict[str, Any] | None
     skipped: Counter[str]
 
 
+class ProgressSlot:
+    """The progress of one process: its pid, its last job and its current sample."""
+
+    NOTHING = -1
+    PROCESS, JOB, SAMPLE, LENGTH = range(4)
+
+    def __init__(self, cells: memoryview | list[int]):
+        self._cells = cells
+        self._cells[self.PROCESS] = os.getpid()
+
+    def begin(self, job: int) -> None:
+        """Record that the process received a job."""
+        self._cells[self.SAMPLE] = self.NOTHING
+        self._cells[self.JOB] = job
+
+    @property
+    def sample(self) -> int | None:
+        """Number of the current sample; None between samples, as while collating."""
+        sample = self._cells[self.SAMPLE]
+        return None if sample == self.NOTHING else sample
+
+    @sample.setter
+    def sample(self, number: int | None) -> None:
+        self._cells[self.SAMPLE] = self.NOTHING if number is None else number
+
+
+class WorkerProgress(NamedTuple):
+    """Progress of a worker process.
+
+    Attributes:
+        worker: number of the worker.
+        pid: its process id.
+        job: number of its last job, None before the first.
+        sample: number of its current sample, None between samples.
+    """
+
+    worker: int
+    pid: int
+    job: int | None
+    sample: int | None
+
+
+class ProgressTable:
+    """Progress of all workers in shared memory. No lock: each cell has one writer.
+
+    It can be pickled only while a process is being started.
+    """
+
+    def __init__(self, num_workers: int, context: BaseContext):
+        cells = [ProgressSlot.NOTHING] * (ProgressSlot.LENGTH * num_workers)
+        self._cells = context.RawArray("q", cells)
+        self._taken = context.Value("i", 0)
+
+    def take_slot(self) -> ProgressSlot:
+        """The slot of a worker that starts."""
+        with self._taken.get_lock():
+            worker = self._taken.value
+            self._taken.value += 1
+        begin = worker * ProgressSlot.LENGTH
+        cells = memoryview(self._cells).cast("B").cast("q")
+        return ProgressSlot(cells[begin : begin + ProgressSlot.LENGTH])
+
+    def workers(self) -> list[WorkerProgress]:
+        """Progress of every worker that has started."""
+        cells, length = self._cells, ProgressSlot.LENGTH
+        slots = [cells[i : i + length] for i in range(0, len(cells), length)]
+        return [
+            WorkerProgress(
+                worker, pid, *(None if cell == ProgressSlot.NOTHING else cell for cell in rest)
+            )
+            for worker, (pid, *rest) in enumerate(slots)
+            if pid != ProgressSlot.NOTHING
+        ]
+
+
+# The slot of this process. A worker replaces it by one that the main process can read.
+_slot = ProgressSlot([ProgressSlot.NOTHING] * ProgressSlot.LENGTH)
+
+
+def current_sample() -> int | None:
+    """Number of the sample that this process prepares, for any of its threads."""
+    return _slot.sample
+
+
 def load_batch(
     dataset: SampleSource, collator: Collator, numbers: np.ndarray, replace_bad: bool, epoch: int
 ) -> LoadedBatch:
-    """Load and collate the samples with these numbers, as they are in this epoch.
+    """Load and collate samples.
 
-    Where the dataset says that bad samples are skipped, one is replaced by the next good sample in
-    file order (`replace_bad`, so that the batch keeps its size) or left out.
+    Args:
+        numbers: `[B]` int64 sample numbers.
+        replace_bad: where the dataset skips bad samples, take the next good sample in file order
+            instead, so that the batch keeps its size; otherwise leave it out.
+        epoch: selects the random draws of a `DrawsByEpoch` dataset.
 
     Raises:
-        BadSampleError: a bad sample that is not to be skipped, or too many of them in a row.
+        BadSampleError: a bad sample where `on_bad_sample` is "fail", or too many in a row.
     """
     if isinstance(dataset, DrawsByEpoch):
         dataset = dataset.in_epoch(epoch)
@@ -107,7 +196,7 @@ def load_batch(
         attempts = min(len(dataset), MAX_BAD_IN_A_ROW) if replace_bad else 1
         for step in range(attempts):
             tried = (number + step) % len(dataset)
-            _line.sample = tried
+            _slot.sample = tried
             try:
                 samples.append(dataset[tried])
                 break
@@ -124,7 +213,7 @@ def load_batch(
                     f"last is: {last_error.reason}",
                     last_error.place,
                 )
-    _line.sample = None
+    _slot.sample = None
     return LoadedBatch(collator(samples) if samples else None, skipped)
 
 
@@ -133,16 +222,20 @@ def load_packed_batch(
 ) -> LoadedBatch:
     """Load and collate rows of several samples; a bad sample is left out of its row.
 
+    Args:
+        rows: int64 sample numbers of each row.
+        max_length: tokens that a row holds.
+
     Raises:
-        BadSampleError: a bad sample that is not to be skipped.
-        RuntimeError: the samples of a row have grown since they were measured.
+        BadSampleError: a bad sample where `on_bad_sample` is "fail".
+        RuntimeError: a row is longer than when its samples were measured.
     """
     skipped: Counter[str] = Counter()
     loaded = []
     for numbers in rows:
         samples = []
         for number in numbers.tolist():
-            _line.sample = number
+            _slot.sample = number
             try:
                 samples.append(dataset[number])
             except BadSampleError as error:
@@ -157,58 +250,53 @@ def load_packed_batch(
                 ".lengths-*.npz file beside the data"
             )
         loaded.append(samples)
-    _line.sample = None
+    _slot.sample = None
     return LoadedBatch(collator(loaded), skipped)
 
 
-def sample_at_work() -> int | None:
-    """The sample that this process itself prepares, from any of its threads."""
-    return _line.sample
-
-
 class WorkerPool:
-    """Worker processes, started when they are first needed.
+    """Worker processes, started by the first job.
 
     Attributes:
-        num_jobs: jobs submitted so far; they are numbered in their order.
+        num_jobs: jobs submitted so far; a job's number is its place in this order.
     """
 
     def __init__(self, dataset: SampleSource, collator: Collator | None, num_workers: int):
-        # "spawn": a forked copy of a process with Paddle's threads in it can hang.
+        # "spawn": a fork of a process in which Paddle runs threads can hang.
         context = multiprocessing.get_context("spawn")
         self.num_jobs = 0
-        self._board = WorkBoard(num_workers, context)
+        self._table = ProgressTable(num_workers, context)
         self._changing, self._is_broken = threading.Lock(), False
         self._executor = ProcessPoolExecutor(
             num_workers,
             mp_context=context,
             initializer=_start_worker,
-            initargs=(dataset, collator, self._board),
+            initargs=(dataset, collator, self._table),
         )
-        # Kept here: the executor forgets them when it is shut down.
+        # The executor drops its own references at shutdown.
         self._results, self._processes = self._executor._result_queue, self._executor._processes
-        threading.Thread(target=_look_after, args=(weakref.ref(self),), daemon=True).start()
+        threading.Thread(target=_watch_pool, args=(weakref.ref(self),), daemon=True).start()
 
     def submit(self, load: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        """Have a worker run `load(dataset, collator, *arguments)`.
+        """Run `load(dataset, collator, *arguments)` in a worker.
 
         Raises:
             BrokenProcessPool: a worker died.
         """
-        with self._changing, _main_script_hidden(), _signals_held_back():
+        with self._changing, _main_script_hidden(), _signals_blocked():
             if self._is_broken:
                 raise BrokenProcessPool("a worker died")
-            future = self._executor.submit(_load_in_worker, self.num_jobs, load, *arguments)
+            future = self._executor.submit(_run_job, self.num_jobs, load, *arguments)
         self.num_jobs += 1
         return future
 
-    def at_work(self) -> list[AtWork]:
-        """What each worker is at, from any thread; those that have started."""
-        return self._board.workers()
+    def progress(self) -> list[WorkerProgress]:
+        """Progress of every worker that has started; may be called from any thread."""
+        return self._table.workers()
 
     def close(self) -> None:
-        """Drop what is not begun, and end the workers; one that is stuck does not hold this up."""
-        # The executor forgets its thread too.
+        """Cancel jobs that have not begun and end the workers; a stuck one is killed."""
+        # The executor drops its reference to the thread too.
         processes, thread = list(self._processes.values()), self._executor._executor_manager_thread
         self._executor.shutdown(wait=False, cancel_futures=True)
         deadline = time.monotonic() + _CLOSE_S
@@ -223,11 +311,11 @@ class WorkerPool:
         return bool(connection.wait([each.sentinel for each in list(self._processes.values())], 0))
 
     def _break(self) -> None:
-        """End all workers, and the wait for what they send.
+        """Kill all workers and end the wait for their results.
 
-        A worker that is killed while it writes a result leaves half of one, and the lock that the
-        others need for writing theirs. The executor then waits for the other half for ever, since
-        the end to write to is open in this process too.
+        A worker that is killed while it writes a result leaves half of it in the pipe, and keeps
+        the lock that the others need. The executor would wait for the other half for ever, because
+        this process holds the pipe's writing end open too.
         """
         with self._changing:
             self._is_broken = True
@@ -236,8 +324,8 @@ class WorkerPool:
             self._results._writer.close()
 
 
-def _look_after(pool: "weakref.ref[WorkerPool]") -> None:
-    """Break a pool that has lost a worker, unless the executor does."""
+def _watch_pool(pool: "weakref.ref[WorkerPool]") -> None:
+    """Break a pool that lost a worker, if the executor has not done so by the next check."""
     was_lost = False
     while True:
         time.sleep(_LOOK_S)
@@ -267,8 +355,8 @@ def _main_script_hidden() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """New processes begin and stay with these signals blocked, see `_end_when_told`."""
+def _signals_blocked() -> Iterator[None]:
+    """Processes started within inherit these signals as blocked, see `_exit_on_sigterm`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_MAIN_PROCESS)
     try:
         yield
@@ -279,27 +367,29 @@ def _signals_held_back() -> Iterator[None]:
 _worker_state: tuple[SampleSource, Collator | None]
 
 
-def _start_worker(dataset: SampleSource, collator: Collator | None, board: WorkBoard) -> None:
-    global _worker_state, _line
-    _worker_state, _line = (dataset, collator), board.take_line()
-    for target in (_end_when_told, _end_with_parent):
+def _start_worker(dataset: SampleSource, collator: Collator | None, table: ProgressTable) -> None:
+    global _worker_state, _slot
+    _worker_state, _slot = (dataset, collator), table.take_slot()
+    for target in (_exit_on_sigterm, _exit_with_parent):
         threading.Thread(target=target, daemon=True).start()
 
 
-def _end_when_told() -> None:
-    """Signals may reach the whole group; only SIGTERM from the main process counts, which so ends
-    the other workers of a pool in which one died. All stay blocked."""
+def _exit_on_sigterm() -> None:
+    """Exit on SIGTERM from the main process alone; signals may reach the whole process group.
+
+    The executor sends it to the remaining workers of a pool in which one died.
+    """
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
         continue
     os._exit(128 + signal.SIGTERM)
 
 
-def _end_with_parent() -> None:
-    """A killed main process cannot close its pool; workers would wait for work forever."""
+def _exit_with_parent() -> None:
+    """A killed main process cannot close its pool; workers would wait for jobs for ever."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
-def _load_in_worker(job: int, load: Callable[..., Any], *arguments: Any) -> Any:
-    _line.begin(job)
+def _run_job(job: int, load: Callable[..., Any], *arguments: Any) -> Any:
+    _slot.begin(job)
     return load(*_worker_state, *arguments)

@@ -1,15 +1,14 @@
 """Floating point operations of the matrix products of a model, forward and backward.
 
-A multiply-add is two operations. Matrix products are all that is counted, as is usual for the use
-of a device (MFU): norms, activations, softmax, rotary positions and look-ups are left out, and so
-is what recomputation does a second time.
+A multiply-add is two operations. As usual for model FLOPs utilization (MFU), only matrix products
+count: no norms, activations, softmax, rotary positions, look-ups, and no activation recomputation.
 
-Where the usual formula takes three forward passes for a step, each product here has the backward
-that its place in the graph asks for: as many operations again for the gradient of its input if
-anything before it is trained, and as many for that of its weight if this is trained.
+The usual formula takes three forward passes for a step. Here each product has the backward that it
+needs: as many operations as its forward for the gradient of its input, if anything before it is
+trained, and as many for the gradient of its weight, if that is trained.
 
-Source: PaLM (Chowdhery et al. 2022), appendix B; Narayanan et al. 2021 (Megatron-LM), section 5.1,
-which both count whole score matrices for causal attention: here it has the visible half.
+Source: PaLM (Chowdhery et al. 2022), appendix B; Narayanan et al. 2021 (Megatron-LM), section 5.1.
+Differs: both count full score matrices for causal attention; here only the visible half counts.
 """
 
 from abc import ABC, abstractmethod
@@ -22,17 +21,17 @@ import numpy as np
 
 
 class Operations:
-    """The products of a graph, by what they grow with, written down from its inputs to its losses.
+    """Operations of a graph per unit (token, pair of tokens, ...), added from inputs to losses.
 
-    The methods return whether a gradient passes what comes out, and take whether one passes what
-    goes in.
+    Each method takes whether a gradient flows into its input (`carries`) and returns whether one
+    flows into its output.
 
     Args:
-        trained: names of the parameters that are trained; None for all.
-        ranks: of the low-rank adapters, by the module that they are beside.
+        trained: names of the trained parameters; None for all.
+        ranks: LoRA ranks by adapted module.
 
     Attributes:
-        forward, backward: operations for one of each unit (a token, a pair of tokens, ...).
+        forward, backward: operations by unit.
     """
 
     def __init__(self, trained: Collection[str] | None = None, ranks: Mapping[str, int] = {}):
@@ -41,7 +40,7 @@ class Operations:
         self.backward: Counter[str] = Counter()
 
     def without_backward(self) -> "Operations":
-        """For what no loss takes in: its forward is counted here, its backward nowhere."""
+        """A view for products that no loss uses: their forward counts here, no backward does."""
         other = copy(self)
         other.backward = Counter()
         return other
@@ -51,18 +50,18 @@ class Operations:
         return any(self._trained is None or name in self._trained for name in names)
 
     def norm(self, module: str, carries: bool) -> bool:
-        """A norm: nothing is counted, but its parameters may be where a gradient begins."""
+        """A norm: counts nothing, but a gradient begins here if its parameters are trained."""
         return carries or self.trains(f"{module}.weight", f"{module}.bias")
 
     def matrix(self, unit: str, weight: str, size: int, carries: bool) -> bool:
-        """Rows times a matrix of so many entries that each row meets."""
+        """A product with a weight of `size` entries, all used once per unit."""
         trains = self.trains(weight)
         self.forward[unit] += 2 * size
         self.backward[unit] += 2 * size * (carries + trains)
         return carries or trains
 
     def linear(self, unit: str, module: str, inputs: int, outputs: int, carries: bool) -> bool:
-        """Rows through a linear, and through the adapter beside it if there is one."""
+        """A linear, with its low-rank adapter if it has one."""
         out = self.matrix(unit, f"{module}.weight", inputs * outputs, carries)
         if rank := self._ranks.get(module):
             inner = self.matrix(unit, f"{module}.lora_A.weight", inputs * rank, carries)
@@ -70,11 +69,11 @@ class Operations:
         return out or self.trains(f"{module}.bias")
 
     def attention(self, unit: str, width: int, query: bool, key: bool, value: bool) -> bool:
-        """Scores and the values they weigh, of pairs of tokens that see each other.
+        """Attention scores and weighted values per pair of tokens that attend to each other.
 
         Args:
             width: of all heads together.
-            query, key, value: whether a gradient passes these.
+            query, key, value: whether a gradient flows into these.
         """
         self.forward[unit] += 4 * width
         self.backward[unit] += 2 * width * ((query or key) + query + key + value)
@@ -82,32 +81,31 @@ class Operations:
 
 
 class FlopCounter(ABC):
-    """The operations of a step for a batch, of its real tokens and patches alone: padding is work
-    that is done for nothing.
+    """Operations of a batch, for its real tokens and patches without padding.
 
-    They are those of the whole model, whatever part of it a process holds.
+    They are those of the full model, on every rank.
     """
 
     def __call__(self, batch: Mapping[str, Any]) -> int:
-        """Forward and backward of a batch of arrays, as a collator makes it."""
+        """Operations of the forward and backward pass of a collator's batch."""
         units, operations = self.units(batch), self.operations(batch)
         return _total(operations.forward, units) + _total(operations.backward, units)
 
     def forward(self, batch: Mapping[str, Any]) -> int:
-        """Forward alone."""
+        """Operations of the forward pass alone."""
         return _total(self.operations(batch).forward, self.units(batch))
 
     @abstractmethod
     def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """How many of each unit a batch has."""
+        """Number of each unit in a batch."""
 
     @abstractmethod
     def operations(self, batch: Mapping[str, Any]) -> Operations:
-        """What one of each unit costs."""
+        """Operations per unit."""
 
 
 def causal_pairs(lengths: np.ndarray) -> int:
-    """Of tokens that see themselves and what is before them, in sequences of these lengths."""
+    """Pairs (query, key) of causal attention in sequences of these lengths."""
     lengths = np.asarray(lengths, dtype=np.int64)
     return int((lengths * (lengths + 1) // 2).sum())
 

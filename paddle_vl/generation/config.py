@@ -1,4 +1,4 @@
-"""How tokens are chosen: HF's generation settings, and the file `generation_config.json`."""
+"""HF's generation settings, and the file `generation_config.json`."""
 
 import difflib
 import json
@@ -10,13 +10,13 @@ from paddle_vl.files.json_file import read_json_object, shown
 from paddle_vl.files.named_errors import write_text
 
 FILE_NAME = "generation_config.json"
-# Far beyond every model's positions; a cache for more would take all memory at once.
+# Far beyond every model's positions; a cache for more would exhaust the memory.
 _MOST_TOKENS = 1 << 22
-# Of what is computed in float32.
+# Largest float32.
 _LARGEST = 3.4e38
 
-# Keys of HF's files that do not change which tokens come out. `max_length` counts the prompt too;
-# `max_new_tokens` is the limit here.
+# Keys of HF's files that do not change the generated tokens. `max_length` includes the prompt;
+# here `max_new_tokens` is the limit.
 _INERT_KEYS = frozenset(
     """
     _from_model_config assistant_confidence_threshold assistant_early_exit
@@ -29,7 +29,7 @@ _INERT_KEYS = frozenset(
     use_mtp
     """.split()
 )
-# Keys that would change the tokens, with the value at which they do not (None always is one).
+# Unsupported keys, with the value at which they have no effect (None never has).
 _NEUTRAL_VALUES = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
@@ -66,24 +66,23 @@ _NEUTRAL_VALUES = {
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """Settings of one generation, under HF's names and with HF's defaults but for the length.
+    """Settings of generation, with HF's names and, except for the length, HF's defaults.
 
     Attributes:
-        max_new_tokens: the most tokens to append.
-        min_new_tokens: before this many, ending tokens are not chosen.
-        do_sample: draw from the distribution; otherwise the most likely token is taken, and
-            temperature, top_k and top_p have no effect.
-        temperature: the scores are divided by it.
-        top_k: draw among the k most likely tokens; 0 among all.
-        top_p: draw among the most likely tokens that together have this probability; 1 among all.
-        repetition_penalty: scores of tokens that the prompt or the answer already has are divided
-            by it when positive and multiplied when negative; 1 leaves them.
-        eos_token_id: the token or tokens that end a row; None or none: only the length ends it.
-        pad_token_id: what a row that has ended is filled with; None: the first ending token.
-        seed: the same seed draws the same tokens; None draws others every time.
+        max_new_tokens: maximum of appended tokens.
+        min_new_tokens: no end token is chosen before this many tokens.
+        do_sample: sample; False takes the most likely token, without temperature, top_k and top_p.
+        temperature: divides the scores.
+        top_k: sample among the k most likely tokens; 0 among all.
+        top_p: sample among the most likely tokens that together have this probability; 1 among all.
+        repetition_penalty: divides positive and multiplies negative scores of tokens that occur in
+            the prompt or the answer; 1 has no effect.
+        eos_token_id: end token or tokens; None for an end by length only.
+        pad_token_id: fills answers that have ended; None for the first end token.
+        seed: seed of sampling; None for a different one each time.
 
     Raises:
-        ValueError: a value that cannot be used; it is named.
+        ValueError: a value is out of range or has the wrong type.
     """
 
     max_new_tokens: int = 128
@@ -103,7 +102,7 @@ class GenerationConfig:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens is {self.min_new_tokens} and max_new_tokens "
-                f"{self.max_new_tokens}: there is no room for so many"
+                f"{self.max_new_tokens}: lower the first or raise the second"
             )
         if not isinstance(self.do_sample, bool):
             raise ValueError(f"do_sample is {shown(self.do_sample)}; it must be true or false")
@@ -113,8 +112,8 @@ class GenerationConfig:
                 raise ValueError(f"{name} is {shown(value)}; it must be a number")
         if self.do_sample and not 0 < self.temperature <= _LARGEST:
             raise ValueError(
-                f"temperature is {self.temperature}; sampling needs one above 0: for the most "
-                "likely token every time set do_sample to false"
+                f"temperature is {self.temperature}; sampling needs one above 0: set do_sample to "
+                "false to always get the most likely token"
             )
         _check_integer("top_k", self.top_k, 0, " (0 draws among all tokens)")
         if not 0 < self.top_p <= 1:
@@ -134,7 +133,7 @@ class GenerationConfig:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The ending tokens as a list."""
+        """The end tokens as a list."""
         if self.eos_token_id is None:
             return []
         several = isinstance(self.eos_token_id, tuple)
@@ -142,7 +141,7 @@ class GenerationConfig:
 
     @property
     def fill_token_id(self) -> int | None:
-        """What fills a row that has ended; None when none can."""
+        """The token that fills answers that have ended; None without end tokens."""
         if self.pad_token_id is not None:
             return self.pad_token_id
         return next(iter(self.eos_token_ids), None)
@@ -153,7 +152,7 @@ class GenerationConfig:
 
         Raises:
             RuntimeError: the file cannot be read, or is damaged.
-            ValueError: it asks for something that is not there, naming file and key.
+            ValueError: a setting is unknown, unsupported or out of range.
         """
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
@@ -165,10 +164,10 @@ class GenerationConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "GenerationConfig":
-        """Build from the content of HF's file; null stands for the default.
+        """Build from the content of HF's file; null is the default.
 
         Raises:
-            ValueError: a way of generating that is not there (beams, say), or an unknown key.
+            ValueError: an unsupported way of generation (as beam search), or an unknown key.
         """
         values = {name: value for name, value in values.items() if value is not None}
         absent = [
@@ -182,7 +181,7 @@ class GenerationConfig:
         return cls().updated(**{name: v for name, v in values.items() if name not in others})
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of HF's file: what differs from the defaults."""
+        """The content of HF's file: settings that differ from the defaults."""
         defaults = asdict(GenerationConfig())
         return {name: value for name, value in asdict(self).items() if value != defaults[name]}
 
@@ -192,10 +191,10 @@ class GenerationConfig:
         write_text(Path(path) / FILE_NAME, text)
 
     def updated(self, **settings: Any) -> "GenerationConfig":
-        """The same with some settings replaced.
+        """A copy with some settings replaced.
 
         Raises:
-            ValueError: a name that is no setting, or a bad value.
+            ValueError: an unknown setting, or a bad value.
         """
         names = [f.name for f in fields(self)]
         for name in settings:
@@ -206,7 +205,7 @@ class GenerationConfig:
         return replace(self, **settings)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises ValueError for a token id that a model of so many tokens does not have."""
+        """Raise a ValueError for a token id outside a vocabulary of this size."""
         for name, ids in (
             ("eos_token_id", self.eos_token_ids),
             ("pad_token_id", [] if self.pad_token_id is None else [self.pad_token_id]),

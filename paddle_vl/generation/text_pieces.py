@@ -1,4 +1,4 @@
-"""Token ids to text while they come."""
+"""Streaming detokenization: token ids to pieces of text."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -6,20 +6,20 @@ _INCOMPLETE = "\ufffd"
 
 
 def text_pieces(ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Text as soon as it is certain; joined, the pieces are the text of all ids, outer space off.
+    """Pieces of text as soon as they are final; joined, they are the stripped text of all ids.
 
-    A character of several tokens is held back until its last one, and space until something
-    follows it. Only the ids since the last certain text are decoded again, with those of the piece
-    before them, on which their own text may depend.
+    A character of several tokens is emitted with its last one, and space with the text after it.
+    Each step decodes only the ids since the last piece, with those of that piece, on which their
+    text may depend.
 
     Args:
-        decode: text of ids, with U+FFFD for bytes that are no character (yet).
+        decode: text of ids, with U+FFFD for incomplete characters.
     """
     return _stripped(_certain_text(ids, decode))
 
 
 def _certain_text(ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    last, new = [], []  # ids of the last piece, and of the text that is not certain yet
+    last, new = [], []  # ids of the last piece, and those after it
     for token_id in ids:
         new.append(token_id)
         text = decode(last + new)

@@ -17,7 +17,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-from paddle_vl.batch.packing import key_ends
+from paddle_vl.batch.positions import key_ends
 from paddle_vl.nn.kernels import operation
 
 # Below any score, and finite: a query that sees padding only averages it instead of giving NaN.
@@ -33,7 +33,7 @@ class PackedSamples:
     Not a tuple: Paddle would look for tensors in it.
 
     Args:
-        cu_seqlens: see `paddle_vl.batch.packing`; on the host.
+        cu_seqlens: see `paddle_vl.batch.positions`; on the host.
         length: padded length of a row.
     """
 

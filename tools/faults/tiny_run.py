@@ -8,10 +8,9 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from paddle_vl.data.tokenizer import train_bpe
 from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.inputs.template import CONTROL_TOKENS
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import CONTROL_TOKENS, train_bpe
 
 NUM_STEPS = 12
 SAVE_STEPS = 2

@@ -11,7 +11,7 @@ from PIL import Image
 
 from fuzzing.mutations import damaged_bytes
 from fuzzing.parser import Parser
-from paddle_vl.data.image_file import image_size, load_rgb
+from paddle_vl.data.media_file import image_size, load_rgb
 from paddle_vl.data.video_reader import open_video
 
 _PLAYLISTS = [

@@ -10,17 +10,16 @@ from PIL import Image
 from fuzzing.media import write_video
 from fuzzing.mutations import as_json, json_bytes, json_lines
 from fuzzing.parser import Parser
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.tokenizer import train_bpe
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.pi07.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
 from paddle_vl.families.pi07.demonstrations.statistics import read_statistics
-from paddle_vl.families.pi07.features import PolicyFeature
 from paddle_vl.families.pi07.inputs.normalize import Normalizer
+from paddle_vl.families.pi07.policy_config import PolicyFeature
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.inputs.template import CONTROL_TOKENS
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import CONTROL_TOKENS, train_bpe
 
 _TEXTS = ["user\n", "assistant\n", "system\n", "What is this?", "A cat on a mat.", "hello hello"]
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from fuzzing.mutations import json_bytes
 from fuzzing.parser import Parser
 from fuzzing.samples import small_processor
-from paddle_vl.data.tokenizer import TextTokenizer
 from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer
 
 _FILE = "tokenizer.json"
 _TEXTS = ["What is this?", "", "<|im_start|>user\n", "😀 hello\nhello", "\0\u202e" * 20]

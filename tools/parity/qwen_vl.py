@@ -1,11 +1,11 @@
 """Golden cases of Qwen3-VL: forward and backward, generation, training trajectories, processor.
 
 Tolerances are those of the golden README, for float32: activations and logits 2e-5 absolute, loss
-5e-6, gradients 2e-5 of the largest entry of each tensor. A trajectory may drift by 1e-4: its losses
-step by step, its gradient norms, like gradients, in parts of the largest. (Adam divides a gradient
-by its own size, so an entry that is rounding noise, 1e-9 in the patch embedding of the tied model,
-moves by up to a full learning rate in the first step, and the small norms of late steps show it.)
-The experts of a token are compared as a set, in the order of their numbers.
+5e-6, gradients 2e-5 relative to the largest entry of each tensor. Along a trajectory the tolerance
+is 1e-4: relative to each loss, and for gradient norms relative to the largest. (Adam divides a
+gradient by its own size, so an entry of rounding noise, 1e-9 in the patch embedding of the tied
+model, moves by up to a full learning rate in the first step, which the small late norms show.)
+The experts of a token are compared as a set, sorted by number.
 """
 
 import json
@@ -15,9 +15,7 @@ import numpy as np
 import paddle
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.batch.packing import restart_offsets
-from paddle_vl.batch.positions import mrope_position_ids
-from paddle_vl.batch.vision_layout import vision_layout
+from paddle_vl.batch.positions import mrope_position_ids, restart_offsets, vision_layout
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.nn.rope import vision_cos_sin
 from parity.comparison import CaseReport
@@ -30,7 +28,7 @@ ACTIVATION, LOSS, GRADIENT, DRIFT = 2e-5, 5e-6, 2e-5, 1e-4
 
 
 def run_cases(golden: GoldenFolders, cases: list[GoldenCase], scale: float, dtype: str):
-    """Yield a report for every case, several for one that covers several models."""
+    """One report per case, or per model of a case with several models."""
     for case in cases:
         if case.kind == "processor":
             yield from compare_processor(case, scale)
@@ -58,7 +56,7 @@ def _load(golden: GoldenFolders, name: str, dtype: str) -> Qwen3VLForConditional
 
 
 def _unsupported(golden: GoldenFolders, case: GoldenCase) -> str:
-    """What this package lacks for a case, empty when nothing."""
+    """What this package does not support of a case; empty if nothing."""
     if reason := _unsupported_model(golden, case.meta["model"]):
         return reason
     unknown = set(case.meta.get("extra_forward_kwargs") or {}) - {"output_router_logits"}
@@ -67,7 +65,7 @@ def _unsupported(golden: GoldenFolders, case: GoldenCase) -> str:
 
 def _unsupported_model(golden: GoldenFolders, name: str) -> str:
     if name not in golden.models:
-        return f"model {name} is in none of the folders; they hold {sorted(golden.models)}"
+        return f"model {name} is in none of the folders; they have {sorted(golden.models)}"
     model_type = _config(golden, name).get("model_type")
     return "" if model_type in ("qwen3_vl", "qwen3_vl_moe") else f"model type {model_type}"
 
@@ -82,7 +80,7 @@ def _run_forward(
     host = _host_batch(model, inputs, offsets)
     compared = {name for name in tensors if name.startswith("in.")}
     if offsets is not None:
-        # HF has no other way to say where packed samples begin.
+        # HF tells packed samples only by restarting positions.
         inputs = inputs | {"position_ids": tensors["in.position_ids"]}
         restarts = restart_offsets(tensors["in.position_ids"][0])
         report.exact("positions", "in.cu_seqlens", restarts, offsets)
@@ -160,7 +158,7 @@ def _run_forward(
 
 
 def _compare_gradients(model, case: GoldenCase, report: CaseReport) -> None:
-    """Every gradient, and that exactly the parameters without one in the case have none here."""
+    """Compare every gradient, and the set of parameters without a gradient."""
     without, squares = [], 0.0
     for item in model.stored_parameters():
         if item.parameter.grad is None:
@@ -189,13 +187,13 @@ def _of(inputs: dict, names: tuple[str, ...]) -> list:
 
 
 def _real_tokens(inputs: dict[str, np.ndarray]) -> np.ndarray:
-    """Packed rows come without a mask."""
+    """`[B, L]` bool, True at real tokens; a batch of packed samples has no mask."""
     mask = inputs.get("attention_mask")
     return np.ones(inputs["input_ids"].shape, bool) if mask is None else mask.astype(bool)
 
 
 def _host_batch(model, inputs: dict[str, np.ndarray], offsets: np.ndarray | None) -> dict:
-    """The same batch with everything that a collator adds."""
+    """The batch with everything that a collator adds."""
     config = model.config
     ids = {"image_token_id": config.image_token_id, "video_token_id": config.video_token_id}
     merge = config.vision_config.spatial_merge_size
@@ -282,7 +280,7 @@ def _run_generation(model, case: GoldenCase, report: CaseReport, eos: int) -> No
 
 
 def _run_trajectories(golden: GoldenFolders, case: GoldenCase, scale: float, dtype: str):
-    """Train every model of the case and compare loss and gradient norm step by step."""
+    """Train every model of the case and compare loss and gradient norm of each step."""
     batch = golden.case(case.meta["batch_from"]).inputs()
     for name, wanted in case.meta["steps"].items():
         report = CaseReport(f"{case.name}[{name}]", scale)

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 
-from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
-from paddle_vl.families.qwen3_vl.inputs.resize_rule import smart_resize, smart_resize_video
-from paddle_vl.families.qwen3_vl.inputs.video_frames import (
+from paddle_vl.families.qwen3_vl.inputs.image_processor import (
+    ImageProcessor,
+    smart_resize,
+    smart_resize_video,
+)
+from paddle_vl.families.qwen3_vl.inputs.video_processor import (
     patch_timestamps,
     process_frames,
     sample_frame_indices,
@@ -13,7 +16,7 @@ from paddle_vl.families.qwen3_vl.inputs.video_frames import (
 from parity.comparison import CaseReport
 from parity.golden import GoldenCase
 
-# The case's video was resized by torchvision; PIL rounds up to one step of 8 bits differently.
+# The case's video was resized by torchvision; PIL differs by up to one 8-bit step.
 ONE_PIXEL_STEP = 2 / 255 + 1e-6
 
 
@@ -86,7 +89,7 @@ def _video_resize(frames, height, width, factor, low, high, temporal_factor):
 
 
 def _outcome(function, arguments: list, wanted) -> tuple[list, list]:
-    """What a call gave and what was wanted, an expected ValueError included."""
+    """The result of a call and the expected one; a ValueError is a result."""
     try:
         return list(function(*arguments)), wanted if isinstance(wanted, list) else [wanted]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Values inside a Qwen3-VL, kept by hooks while it runs."""
+"""Intermediate values of a Qwen3-VL, recorded by forward hooks."""
 
 from collections.abc import Callable, Iterator
 
@@ -24,7 +24,7 @@ def keep_input(values: dict, name: str) -> Callable:
 
 
 class Recording(dict):
-    """The decoder's intermediate values by their golden names, while the block is entered."""
+    """Context manager that records the decoder's intermediate values under their golden names."""
 
     def __init__(self, model):
         super().__init__()
@@ -50,9 +50,9 @@ class Recording(dict):
 
         def keep_layer(i):
             def hook(layer, inputs, output):
-                # Beside its rows a layer of experts may return what they were used for.
+                # A layer with experts may also return its routing sums.
                 hidden = output[0] if isinstance(output, tuple) else output
-                # A level, when there is one, replaces the second of these with its own output.
+                # A deepstack level, if there is one, replaces the second value.
                 self[f"lm.layer_out.{i}"] = rows(hidden.astype("float32").numpy())
                 self[f"lm.layer_ds.{i}"] = self[f"lm.layer_out.{i}"]
 
@@ -81,7 +81,7 @@ class Recording(dict):
         return self
 
     def routers(self, tensors: dict) -> Iterator[tuple[str, np.ndarray]]:
-        """Logits, weights and indices of those layers that the case has, experts in order."""
+        """Logits, weights and indices of the layers that the case has, sorted by expert."""
         for i, routing in self.routings.items():
             indices = routing.indices.numpy()
             order = indices.argsort(axis=-1)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.checkpoint.adapter_files import folder_with
-from paddle_vl.data.image_file import ImageSource
+from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration

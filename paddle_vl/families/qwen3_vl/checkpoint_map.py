@@ -1,16 +1,20 @@
-"""Qwen3-VL parameters under HF's key names."""
+"""Checkpoint rules of Qwen3-VL: parameters under HF's keys."""
+
+from typing import TYPE_CHECKING
 
 from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
-from paddle_vl.checkpoint.safetensors_io import StoredTensor
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
+
+if TYPE_CHECKING:
+    from paddle_vl.checkpoint.safetensors_io import StoredTensor
 
 HEAD_KEY = "lm_head.weight"
 EMBEDDING_KEY = "model.language_model.embed_tokens.weight"
 
 
 def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
-    """The rule table, special cases first."""
+    """Rules from parameter names to HF keys and layouts, special cases first."""
     vision = config.vision_config
     kernel = (
         vision.in_channels,
@@ -35,23 +39,23 @@ def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
         Rule("visual.pos_embed.weight", "model.visual.pos_embed.weight", Same()),
         Rule("visual.*", "model.visual.*", LinearWeights()),
         Rule("language_model.embedding.embed_tokens.weight", EMBEDDING_KEY, Same()),
-        # Experts, whose names end here: a linear's end with ".weight".
+        # Stacked experts; names of linears end with ".weight".
         Rule("language_model.*.gate_up_proj", "model.language_model.*.gate_up_proj", Same()),
         Rule("language_model.*.down_proj", "model.language_model.*.down_proj", Same()),
         Rule("language_model.*", "model.language_model.*", LinearWeights()),
-        # A tied head has a weight of its own only on a rank that has no embedding.
+        # A tied head has its own weight only on a pipeline stage without the embedding.
         Rule(HEAD_KEY, EMBEDDING_KEY if config.tie_word_embeddings else HEAD_KEY, Same()),
     )
 
 
 def with_experts_as_here(
-    stored: dict[str, StoredTensor], config: Qwen3VLConfig
-) -> dict[str, StoredTensor]:
-    """A checkpoint's tensors, those of experts read as `[E, in, out]` whichever way they lie.
+    stored: "dict[str, StoredTensor]", config: Qwen3VLConfig
+) -> "dict[str, StoredTensor]":
+    """A checkpoint's tensors, with experts as `[E, in, out]`.
 
-    The hub's files and transformers 4.57 have `[E, in, out]`; transformers 5.x writes the
-    transpose under the same keys. Their shapes tell, and those of one layer lie the same way: only
-    one of them can be square. What has neither shape is left as it is.
+    The hub's files and transformers 4.57 store `[E, in, out]`; transformers 5.x stores the
+    transpose under the same keys. The shapes tell which; at most one of a layer's two tensors is
+    square. Tensors with neither shape are left unchanged.
     """
     text = config.text_config
     if not isinstance(text, Qwen3VLMoeTextConfig):

@@ -1,7 +1,9 @@
-"""Configuration of Qwen3-VL: the numbers, and the two dialects of config.json.
+"""Configuration of Qwen3-VL, in both dialects of config.json.
 
-The hub's files (transformers 4.57) say `rope_theta`, `rope_scaling` and `num_experts`; transformers
-5.x says `rope_parameters` and `num_local_experts`. Both are read, the first is written.
+The hub's files (transformers 4.57) have `rope_theta`, `rope_scaling` and `num_experts`;
+transformers 5.x has `rope_parameters` and `num_local_experts`. Both are read, the first is written.
+
+Source: configuration_qwen3_vl.py and configuration_qwen3_vl_moe.py of HF transformers.
 """
 
 import json
@@ -9,7 +11,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.families.qwen3_vl.sizes import size_values
 from paddle_vl.families.qwen3_vl.text_config import (
     LAYERS,
     WIDTH,
@@ -30,7 +31,7 @@ _VISION_RANGES = {
     "hidden_size": WIDTH,
     "intermediate_size": WIDTH,
     "num_heads": Range(1, 4096),
-    # Pictures are red, green and blue.
+    # Red, green and blue.
     "in_channels": Range(3, 3),
     "patch_size": Range(1, 256),
     "temporal_patch_size": Range(1, 64),
@@ -94,7 +95,7 @@ class Qwen3VLVisionConfig:
 
     @property
     def table_side(self) -> int:
-        """Rows and columns of the learned position table."""
+        """Side of the square table of learned positions."""
         return round(self.num_position_embeddings**0.5)
 
     @property
@@ -105,12 +106,12 @@ class Qwen3VLVisionConfig:
 
 @dataclass(frozen=True)
 class Qwen3VLConfig:
-    """A whole model.
+    """Configuration of the complete model.
 
     Attributes:
-        tie_word_embeddings: whether the head is the embedding.
-        tie_flags_agree: False when the file's two tie flags disagree or only one is there: then
-            the presence of `lm_head.weight` in a checkpoint decides.
+        tie_word_embeddings: whether head and embedding share their weight.
+        tie_flags_agree: False if the file's two tie flags disagree or one is missing; then the
+            presence of `lm_head.weight` in the checkpoint decides.
     """
 
     text_config: Qwen3VLTextConfig = field(default_factory=Qwen3VLTextConfig)
@@ -128,7 +129,8 @@ class Qwen3VLConfig:
         if vision.out_hidden_size != text.hidden_size:
             raise ValueError(
                 f"vision_config.out_hidden_size {vision.out_hidden_size} differs from "
-                f"text_config.hidden_size {text.hidden_size}: visual rows enter the decoder as is"
+                f"text_config.hidden_size {text.hidden_size}: visual embeddings enter the decoder "
+                "unchanged, so both must be equal"
             )
         if len(vision.deepstack_visual_indexes) > text.num_hidden_layers:
             raise ValueError(
@@ -151,7 +153,7 @@ class Qwen3VLConfig:
 
         Raises:
             RuntimeError: the file cannot be read, or is damaged.
-            ValueError: it is not a Qwen3-VL configuration, naming what is wrong.
+            ValueError: it is not a valid Qwen3-VL configuration.
         """
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
@@ -163,11 +165,13 @@ class Qwen3VLConfig:
 
     @classmethod
     def named(cls, name: str) -> "Qwen3VLConfig":
-        """A published size: `qwen3-vl-8b`, or `Qwen3-VL-8B-Instruct` as on the hub.
+        """The configuration of a published size: `qwen3-vl-8b`, or `Qwen3-VL-8B-Instruct`.
 
         Raises:
             ValueError: there is no such size.
         """
+        from paddle_vl.families.qwen3_vl.sizes import size_values
+
         return cls.from_dict(size_values(name))
 
     @classmethod
@@ -175,17 +179,15 @@ class Qwen3VLConfig:
         """Build from the content of a config.json, in either dialect.
 
         Raises:
-            ValueError: another model type, or keys that this model does not know.
+            ValueError: another model type, unknown keys, or values out of range.
         """
         values = check_mapping(values, "the configuration")
         model_type = values.get("model_type", "qwen3_vl")
         if model_type not in ("qwen3_vl", _MOE_TYPE):
-            raise ValueError(
-                f"model_type is {model_type!r}; this class reads 'qwen3_vl' and {_MOE_TYPE!r}"
-            )
+            raise ValueError(f"model_type is {model_type!r}; 'qwen3_vl' or {_MOE_TYPE!r} is needed")
         text = check_mapping(values.pop("text_config", None), "text_config")
         vision = check_mapping(values.pop("vision_config", None), "vision_config")
-        # transformers 5.x ties by the top flag, 4.57 by the text one.
+        # transformers 5.x reads the top-level flag, 4.57 that of text_config.
         flags = [values.pop("tie_word_embeddings", None), text.pop("tie_word_embeddings", None)]
         for where, flag in zip(("", "text_config: "), flags, strict=True):
             if flag is not None and not isinstance(flag, bool):
@@ -207,7 +209,7 @@ class Qwen3VLConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of config.json in the hub's dialect, both tie flags written."""
+        """The content of config.json in the hub's dialect, with both tie flags."""
         text, vision = asdict(self.text_config), asdict(self.vision_config)
         has_experts = isinstance(self.text_config, Qwen3VLMoeTextConfig)
         model_type = _MOE_TYPE if has_experts else "qwen3_vl"
@@ -244,7 +246,7 @@ class Qwen3VLConfig:
         write_text(Path(path) / "config.json", text)
 
     def with_tie(self, tie: bool) -> "Qwen3VLConfig":
-        """The same model with the tie flag settled."""
+        """A copy with this tie flag."""
         return replace(self, tie_word_embeddings=tie, tie_flags_agree=True)
 
 
@@ -263,12 +265,12 @@ def _build(cls, values: dict[str, Any], where: str, model_types: tuple[str, ...]
 
 
 def _known(cls, values: dict[str, Any], where: str) -> dict[str, Any]:
-    """The values of `cls`'s fields; an unknown key that is not inert raises."""
+    """The values of the fields of `cls`; raises for other keys, unless they have no effect."""
     names = {f.name for f in fields(cls)} - {"tie_flags_agree"}
     unknown = sorted(set(values) - names - INERT_KEYS)
     if unknown:
         raise ValueError(
-            f"{where} has keys that this model does not know: {unknown}; remove them, or check "
-            "that the file belongs to a Qwen3-VL model"
+            f"{where} has unknown keys {unknown}: remove them, or check that the file belongs to a "
+            "Qwen3-VL model"
         )
     return {name: value for name, value in values.items() if name in names}

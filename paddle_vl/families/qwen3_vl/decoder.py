@@ -1,7 +1,8 @@
-"""The Qwen3 decoder over token rows, with deepstack levels added after its first layers.
+"""The Qwen3 decoder over token rows; deepstack levels are added after its first layers.
 
-Shapes: B batch, L padded length, T = B * L token rows, batch-major (this rank's part of them under
-sequence parallelism); D width; N query heads, K key heads, H head width; S cached and new keys.
+Shapes: B batch, L padded length, T = B * L token rows, batch-major (this rank's shard under
+sequence parallelism); D width; N query heads, K key heads, H head width; S cached and new keys;
+M_local visual tokens of this rank.
 
 Source: Qwen3VLTextModel of HF transformers.
 """
@@ -12,7 +13,6 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-from paddle_vl.families.qwen3_vl.deepstack import DeepstackLayer
 from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
 from paddle_vl.families.qwen3_vl.moe import LoadBalance, SparseMoE
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
@@ -27,9 +27,9 @@ from paddle_vl.nn.rope import apply_rotary
 class KeyValueCache:
     """Keys and values of one decoder layer: buffers `[B, K, capacity, H]` that grow in chunks.
 
-    New ones are written in place. Heads come before places, as the CPU's attention wants them, so
-    what `append` returns is a view, where Paddle has views (`paddle_vl.compat.strided_views`), and
-    no step copies the past.
+    New keys are written in place, so that no step copies the past. The axis of heads comes first,
+    as in attention on CPU: `append` returns views where Paddle supports them
+    (`paddle_vl.compat.strided_views`).
     """
 
     CHUNK = 256
@@ -66,10 +66,10 @@ class KeyValueCache:
 
 
 class LanguageModel(nn.Layer):
-    """Embedding, decoder layers with deepstack adds between them, and the final norm.
+    """Embedding, decoder layers with deepstack levels, and the final norm.
 
-    Rows stay this rank's own from the embedding on; attention and MLP see all of them. A rank of a
-    pipeline has some of these layers, and a placeholder for each of the others.
+    Under sequence parallelism the hidden states are this rank's shard of the token rows; attention
+    and MLP gather them. A pipeline stage has `nn.Identity` in place of layers of other stages.
     """
 
     def __init__(self, config: Qwen3VLConfig, placement: Placement):
@@ -106,7 +106,7 @@ class LanguageModel(nn.Layer):
         Args:
             dict_args: the input of `GPTEmbedding`.
             caches: one per layer when generating; attention then sees their keys too.
-            balance: collects where the layers with experts route the rows.
+            balance: collects the routing of layers with experts.
         """
         inputs = self.embedding(dict_args)
         levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
@@ -124,12 +124,15 @@ class LanguageModel(nn.Layer):
         caches: list[KeyValueCache] | None = None,
         balance: LoadBalance | None = None,
     ) -> Tensor:
-        """Some of the layers in order, each with its deepstack level added behind it.
+        """Run some layers in order and add each deepstack level after its layer.
 
         Args:
-            levels: `[M_local, D]` by the layer that they follow.
-            inputs: `rotary_pos_emb`, and `attention_mask`, `packed` and `visual_update_indices` if
-                there are any, as `GPTEmbedding` returns them.
+            layers: numbers of the layers.
+            x_TD: this rank's token rows.
+            levels: deepstack levels `[M_local, D]` by the layer that they follow.
+            inputs: `rotary_pos_emb`, and optionally `attention_mask`, `packed` and
+                `visual_update_indices`, as `GPTEmbedding` returns them.
+            caches, balance: as of `forward`.
         """
         cos_BLH, sin_BLH = inputs["rotary_pos_emb"]
         key_bias_BS = None
@@ -150,8 +153,22 @@ class LanguageModel(nn.Layer):
         return x_TD
 
 
+class DeepstackLayer(nn.Layer):
+    """Adds a deepstack level to the visual token rows: one indexed add, no mask, no host read."""
+
+    def forward(self, x_TD: Tensor, level_MD: Tensor, update_M: Tensor) -> Tensor:
+        """Add the rows of a level to their token rows; gradients reach both.
+
+        Args:
+            x_TD: this rank's token rows.
+            level_MD: rows of the level for this rank, `[M_local, D]`.
+            update_M: int64 token row in `[0, T)` of each of them.
+        """
+        return paddle.index_add(x_TD, update_M, 0, level_MD)
+
+
 class DecoderLayer(nn.Layer):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, the MLP one or a mixture of experts."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; the MLP may be a mixture of experts."""
 
     def __init__(self, config: Qwen3VLTextConfig, placement: Placement, number: int):
         super().__init__()
@@ -172,7 +189,7 @@ class DecoderLayer(nn.Layer):
         packed: PackedSamples | None = None,
         real_T: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The rows; with `real_T`, for a layer that has experts, and its `routing_sums`."""
+        """The token rows; and, in a layer with experts if `real_T` is given, its `routing_sums`."""
         x_TD = x_TD + self.self_attn(
             self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias_BS, cache, packed
         )
@@ -184,7 +201,7 @@ class DecoderLayer(nn.Layer):
 
 
 class SelfAttention(nn.Layer):
-    """Causal attention with grouped key heads; queries and keys are normalised, then rotated."""
+    """Causal grouped-query attention; queries and keys are normalized, then rotated."""
 
     def __init__(self, config: Qwen3VLTextConfig, placement: Placement):
         super().__init__()

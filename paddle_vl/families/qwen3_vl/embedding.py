@@ -1,7 +1,10 @@
-"""GPTEmbedding: token rows with the visual rows in place, and all the decoder needs to know once.
+"""Embedding: token rows with visual embeddings in place, and the inputs that all layers share.
 
-Shapes: B batch, L padded length, T = B * L token rows (this rank's part of them under sequence
-parallelism), D width, M visual rows of the batch, M_local those of this rank, G deepstack levels.
+Shapes: B batch, L padded length, T = B * L token rows (this rank's shard under sequence
+parallelism), D width, H head width, M visual embeddings of the batch, M_local those of this rank's
+token rows, G deepstack levels.
+
+Source: Qwen3VLModel of HF transformers; inputs and outputs as PaddleFleet's GPTEmbedding.
 """
 
 from typing import Any
@@ -20,7 +23,7 @@ from paddle_vl.nn.rope import mrope_cos_sin
 
 
 def decoder_positions(config: Qwen3VLConfig, dict_args: dict[str, Any]) -> dict[str, Any]:
-    """What every decoder layer needs beside its rows, see `GPTEmbedding.forward`."""
+    """The inputs that all decoder layers share, see `GPTEmbedding.forward`."""
     text = config.text_config
     position_ids = dict_args["position_ids"]
     cos_sin = mrope_cos_sin(position_ids, text.head_dim, text.rope_theta, text.mrope_section)
@@ -33,10 +36,9 @@ def decoder_positions(config: Qwen3VLConfig, dict_args: dict[str, Any]) -> dict[
 
 
 class GPTEmbedding(nn.Layer):
-    """Embeds tokens, writes visual rows over their placeholders, and gathers the deepstack levels.
+    """Embeds tokens, overwrites placeholders with visual embeddings, gathers the deepstack levels.
 
-    The visual indices are taken from the batch when it carries them and computed here otherwise,
-    once per step either way; every later user gets them as tensors.
+    The visual indices come from the batch or are computed here, once per step.
     """
 
     def __init__(self, config: Qwen3VLConfig, placement: Placement):
@@ -56,9 +58,9 @@ class GPTEmbedding(nn.Layer):
                 `attention_mask` and `packed`, passed on; `image_embeds` / `video_embeds` `[M, D]`;
                 `deepstack_image_embeds` / `deepstack_video_embeds`, lists of G `[M, D]`;
                 `visual_update_indices`, `visual_gather_indices` and, with both modalities,
-                `visual_source_indices` (see `paddle_vl.batch.visual_index`), and how many visual
-                rows these leave out on purpose, `num_unused_visual_rows`; `decoder_input`
-                `[B, L, D]` or `[T, D]` in place of the embedded `input_ids`.
+                `visual_source_indices` (see `paddle_vl.batch.visual_index`);
+                `num_unused_visual_rows`, the number of embeddings that these indices leave out;
+                `decoder_input` `[B, L, D]` or `[T, D]` instead of the embedded `input_ids`.
 
         Returns:
             `hidden_states` `[T, D]`; `position_ids`; `rotary_pos_emb`, cosine and sine `[B, L, H]`;
@@ -67,8 +69,8 @@ class GPTEmbedding(nn.Layer):
             `visual_update_indices` and `visual_gather_indices` `[M_local]`.
 
         Raises:
-            ValueError: placeholders and visual rows differ in number, per modality, or sequence
-                parallelism does not divide the rows.
+            ValueError: placeholders and visual embeddings differ in number for a modality, or
+                sequence parallelism does not divide the token rows.
         """
         outputs = decoder_positions(self.config, dict_args)
         outputs["hidden_states"] = self._token_rows(dict_args)
@@ -96,7 +98,7 @@ class GPTEmbedding(nn.Layer):
         }
 
     def _token_rows(self, dict_args: dict[str, Any]) -> Tensor:
-        """This rank's token rows, visual rows still holding the placeholder's embedding."""
+        """This rank's token rows `[T, D]`, with the embeddings of placeholders."""
         hidden = dict_args.get("decoder_input")
         if hidden is None:
             hidden = self.embed_tokens(dict_args["input_ids"])
@@ -112,8 +114,8 @@ class GPTEmbedding(nn.Layer):
     def _visual_indices(
         self, dict_args: dict[str, Any]
     ) -> tuple[VisualIndices | None, Tensor | None]:
-        """The indices of this step, None for an all-text batch, and beside them the row of
-        `[images; videos]` that each local visual row takes, None when that is all rows as they are.
+        """The visual indices, None for an all-text batch; and for each local visual token its row
+        in `[images; videos]`, None if that is every row in order.
         """
         image_embeds, video_embeds = dict_args.get("image_embeds"), dict_args.get("video_embeds")
         both = image_embeds is not None and video_embeds is not None
@@ -145,12 +147,13 @@ class GPTEmbedding(nn.Layer):
     def _check_counts(
         self, dict_args: dict[str, Any], image_embeds: Tensor | None, video_embeds: Tensor | None
     ) -> None:
-        """Compare counts that eager mode knows from shapes; a traced program knows none."""
+        """Compare numbers of placeholders and embeddings; skipped while a program is traced."""
         if dict_args.get("input_ids") is None:
             if image_embeds is not None or video_embeds is not None:
                 raise ValueError(
-                    "decoder_input came without input_ids and without visual_update_indices and "
-                    "visual_gather_indices: nothing says where the visual rows belong; pass either"
+                    "decoder_input is given without input_ids and without visual_update_indices "
+                    "and visual_gather_indices, so the places of the visual embeddings are "
+                    "unknown: pass input_ids or the indices"
                 )
         elif paddle.in_dynamic_mode():
             image_mask_BL, video_mask_BL = self._masks(dict_args["input_ids"])
@@ -163,17 +166,20 @@ class GPTEmbedding(nn.Layer):
 
 
 def _check_carried(dict_args: dict[str, Any], is_whole: bool) -> None:
-    """Check the index tensors that came with the batch by their shapes alone.
+    """Check the index tensors of a batch by their shapes.
+
+    Args:
+        is_whole: whether the indices cover all token rows, not a shard.
 
     Raises:
-        ValueError: one of them is missing, or they cannot belong to the visual rows given.
+        ValueError: one of them is missing, or they do not fit the visual embeddings.
     """
     image_embeds, video_embeds = dict_args.get("image_embeds"), dict_args.get("video_embeds")
     update = dict_args["visual_update_indices"]
     if dict_args.get("visual_gather_indices") is None:
         raise ValueError(
-            "the batch carries visual_update_indices without visual_gather_indices: give both, or "
-            "neither and they are computed"
+            "the batch has visual_update_indices without visual_gather_indices: give both, or "
+            "neither to have them computed"
         )
     if (
         image_embeds is not None
@@ -181,16 +187,15 @@ def _check_carried(dict_args: dict[str, Any], is_whole: bool) -> None:
         and dict_args.get("visual_source_indices") is None
     ):
         raise ValueError(
-            "the batch has images and videos and carries visual indices without "
-            "visual_source_indices, which says how the two interleave: add it (the collator "
-            "does), or leave all index tensors out"
+            "the batch has images and videos and visual indices without visual_source_indices, "
+            "which give their order: add them (the collator does), or leave all indices out"
         )
     num_rows = _num_rows(image_embeds) + _num_rows(video_embeds)
     num_rows -= dict_args.get("num_unused_visual_rows", 0)
     if paddle.in_dynamic_mode() and is_whole and update.shape[0] != num_rows:
         raise ValueError(
-            f"visual_update_indices names {update.shape[0]} token rows but the batch has "
-            f"{num_rows} visual rows ({_num_rows(image_embeds)} image, {_num_rows(video_embeds)} "
+            f"visual_update_indices has {update.shape[0]} token rows but the batch has {num_rows} "
+            f"visual embeddings ({_num_rows(image_embeds)} image, {_num_rows(video_embeds)} "
             "video): the indices belong to another batch"
         )
 

@@ -10,9 +10,9 @@ from typing import Any
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Evaluation, EvaluationOptions, MeanLosses
+from paddle_vl.families.qwen3_vl.inputs.conversation import Conversation
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.inputs.turns import Conversation
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.qwen3_vl.processor_fit import check_processor_fits, model_collator

@@ -1,10 +1,9 @@
-"""Operations of a Qwen3-VL for a batch, by what its tower and its decoder do for real tokens.
+"""Floating point operations of Qwen3-VL for the real tokens of a batch.
 
-The tower: patch embedding and blocks for every patch, attention within a frame of an item, and one
-merger and those of the deepstack levels for every merged row. The decoder: linears, or the router
-and the K experts that see a token, for every real token; attention of each sample of length L with
-its L (L + 1) / 2 visible pairs; and the head, which the model computes for every token. See
-`paddle_vl.families.flops` for what is counted at all.
+Tower: patch embedding and blocks per patch, attention within a frame, the final and the deepstack
+mergers per visual embedding. Decoder: linears, or router and K experts, per real token; attention
+with L (L + 1) / 2 visible pairs per sample of length L; and the head per token. See
+`paddle_vl.families.flops` for what is counted.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.batch.packing import real_lengths
+from paddle_vl.batch.positions import real_lengths
 from paddle_vl.families.flops import FlopCounter, Operations, causal_pairs
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
@@ -24,8 +23,8 @@ class Qwen3VLFlops(FlopCounter):
     """Counts the operations of batches, see `FlopCounter`.
 
     Args:
-        trained: HF names of the parameters that are trained, of the whole model; None for all.
-        ranks: of the adapters, by the HF module that they are beside.
+        trained: HF keys of all trained parameters of the model; None for all parameters.
+        ranks: LoRA ranks by adapted HF module.
     """
 
     def __init__(
@@ -38,10 +37,10 @@ class Qwen3VLFlops(FlopCounter):
         self._with_images, self._without = self._walk(True), self._walk(False)
 
     def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """`patches`, `merged_rows`, `patch_pairs` that see each other, `tokens` and `token_pairs`.
+        """Numbers of `patches`, `merged_rows`, `patch_pairs`, `tokens` and `token_pairs`.
 
-        Rows of the tower that no token takes (`num_unused_visual_rows`) keep processes in step and
-        are no work of the batch.
+        Pairs are those that attend to each other. Visual embeddings that no token receives
+        (`num_unused_visual_rows`) do not count.
         """
         lengths = real_lengths(batch["attention_mask"], batch.get("cu_seqlens"))
         t, h, w = _grids(batch).T
@@ -55,7 +54,7 @@ class Qwen3VLFlops(FlopCounter):
         }
 
     def operations(self, batch: Mapping[str, Any]) -> Operations:
-        """Without images no gradient passes the decoder's first rows on to the tower."""
+        """Operations per unit; without images no gradient flows into the tower."""
         return self._with_images if _grids(batch).size else self._without
 
     def _walk(self, has_visual: bool) -> Operations:
@@ -76,14 +75,14 @@ class Qwen3VLFlops(FlopCounter):
 
 
 def _grids(batch: Mapping[str, Any]) -> np.ndarray:
-    """`[n, 3]`, patches (t, h, w) of every image and video that tokens stand for."""
+    """`[n, 3]` patches (t, h, w) of every image and video with tokens in the batch."""
     names = () if batch.get("num_unused_visual_rows") else ("image_grid_thw", "video_grid_thw")
     grids = [np.asarray(batch[name]) for name in names if batch.get(name) is not None]
     return np.concatenate([np.zeros([0, 3], dtype=np.int64), *grids])
 
 
 def _tower(operations: Operations, config: Qwen3VLConfig) -> tuple[bool, list[bool]]:
-    """Whether gradients pass the merged rows, and each deepstack level."""
+    """Count the tower; whether gradients flow into its output and into each deepstack level."""
     vision, root = config.vision_config, "model.visual"
     width, inner = vision.hidden_size, vision.intermediate_size
     rows = operations.linear("patches", f"{root}.patch_embed.proj", vision.patch_dim, width, False)

@@ -1,6 +1,6 @@
-"""Generation with a key-value cache: the tower and deepstack run once, in the prefill.
+"""Generation with a key-value cache; the vision tower and deepstack run once, in the prefill.
 
-Shapes: B batch, L prompt length, S keys so far, V vocabulary.
+Shapes: B batch, L prompt length, S keys so far, V vocabulary, n new tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,8 +14,7 @@ from paddle import Tensor
 from paddle_vl.compat import strided_views
 from paddle_vl.families.qwen3_vl.decoder import KeyValueCache
 from paddle_vl.generation.config import GenerationConfig
-from paddle_vl.generation.logits import LogitsRules
-from paddle_vl.generation.sampling import TokenChoice
+from paddle_vl.generation.sampling import LogitsRules, TokenChoice
 
 if TYPE_CHECKING:
     from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
@@ -34,32 +33,30 @@ def stream(
     on_logits: Callable[[np.ndarray], None] | None = None,
     **overrides: Any,
 ) -> Iterator[np.ndarray]:
-    """Tokens as they are chosen, until every row has ended; the arguments are checked at the call.
+    """Generate tokens until every prompt has ended; arguments are checked at the call.
 
-    A step reads `[B]` ids on the host and nothing else.
+    Each step reads `[B]` ids on the host and nothing else.
 
     Args:
-        input_ids: `[B, L]` prompts, padded on the left so that all end at the last column.
+        input_ids: `[B, L]` int64 prompts, padded on the left so that all end at the last column.
         attention_mask: `[B, L]`, 1 at real tokens.
-        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as the model takes them.
-        generation_config: the settings; the model's own `generation_config` when left out, the
-            defaults when it has none either.
+        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as of the model.
+        generation_config: None for the model's own `generation_config`, or the defaults.
         on_logits: called with the float32 logits `[B, V]` of every step, before any rule.
-        overrides: single settings to use instead, see `GenerationConfig`.
+        overrides: settings that replace those of the configuration, see `GenerationConfig`.
 
     Returns:
-        An iterator of `[B]` int64, one per step; a row that has ended gives the pad token.
+        Iterator of `[B]` int64, one per step; a prompt that has ended gives the pad token.
 
     Raises:
-        ValueError: a prompt padded on the right, a bad setting, a model that is one rank's part.
+        ValueError: a prompt padded on the right, a bad setting, or a model split over ranks.
     """
     config = generation_config or model.generation_config or GenerationConfig()
     config = config.updated(**overrides)
     config.check_vocabulary(model.config.text_config.vocab_size)
     if model.placement.splits_parameters:
         raise ValueError(
-            "this model is one process's part of a model; to generate, load the checkpoint in a "
-            "single process"
+            "this model is split over ranks; to generate, load the checkpoint in a single process"
         )
     prompt_BL = np.asarray(input_ids, dtype=np.int64)
     mask_BL = np.ones_like(prompt_BL)
@@ -68,7 +65,7 @@ def stream(
     if not mask_BL[:, -1].all():
         rows = np.flatnonzero(mask_BL[:, -1] == 0).tolist()
         raise ValueError(
-            f"prompts {rows} are padded on the right; generation continues at the last column, so "
+            f"prompts {rows} are padded on the right, but generation continues at the last column: "
             "pad them on the left (data.padding_side: left)"
         )
     visual = {
@@ -81,7 +78,7 @@ def stream(
 
 
 def generate(model: "Qwen3VLForConditionalGeneration", *args: Any, **batch: Any) -> np.ndarray:
-    """All new tokens, `[B, n]` int64 with n <= max_new_tokens; arguments as of `stream`."""
+    """All new tokens, `[B, n]` int64, n <= max_new_tokens; arguments and errors as of `stream`."""
     return np.stack(list(stream(model, *args, **batch)), axis=1)
 
 
@@ -123,7 +120,7 @@ def _chosen_tokens(
 
 
 class _CachedDecoder:
-    """A batch of prompts and what was appended to them."""
+    """A batch of prompts with the tokens appended so far, in the caches."""
 
     def __init__(
         self,
@@ -142,13 +139,13 @@ class _CachedDecoder:
         self._caches = [KeyValueCache() for _ in model.decoder_layers]
 
     def prefill(self) -> Tensor:
-        """Logits `[B, V]` float32 behind the prompts."""
+        """Logits `[B, V]` float32 after the prompts."""
         return self._last_logits(self._prompt_BL, self._position_ids, **self._visual)
 
     def advance(self, token_B: np.ndarray) -> Tensor:
-        """Append a token to every row; logits `[B, V]` float32 behind it.
+        """Append a token to every prompt; logits `[B, V]` float32 after it.
 
-        A chosen token that happens to be a visual placeholder is a token like any other.
+        Empty indices make a chosen visual placeholder an ordinary token.
         """
         token_B1 = token_B[:, None]
         self._mask_BS = np.concatenate([self._mask_BS, np.ones_like(token_B1)], axis=1)

@@ -1,26 +1,30 @@
-"""Qwen3-VL in reading order: tower, embedding with visual rows, decoder, head, loss.
+"""Qwen3-VL in reading order: vision tower, embedding with visual tokens, decoder, head, loss.
 
-Shapes: B batch, L padded length, T = B * L token rows, P patches, M merged visual rows, D width,
-V vocabulary.
+Shapes: B batch, L padded length, T = B * L token rows, S keys with a cache, P patches, M visual
+embeddings, D width, V vocabulary.
 
-Source: Qwen3VLForConditionalGeneration of HF transformers; names, checkpoints and numbers are its.
+Source: Qwen3VLForConditionalGeneration of HF transformers, modeling_qwen3_vl.py. Over 350 lines so
+that a batch can be followed from its arrays to its loss in one file.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.packing import check_offsets, restart_offsets
-from paddle_vl.batch.positions import mrope_position_ids
-from paddle_vl.batch.vision_layout import checked_grid, vision_layout
+from paddle_vl.batch.positions import (
+    check_offsets,
+    checked_grid,
+    mrope_position_ids,
+    restart_offsets,
+    vision_layout,
+)
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.decoder import KeyValueCache, LanguageModel
-from paddle_vl.families.qwen3_vl.generate import generate, stream
-from paddle_vl.families.qwen3_vl.moe import LoadBalance, asked_balance
-from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
+from paddle_vl.families.qwen3_vl.moe import LoadBalance
 from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.families.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.attention import PackedSamples
@@ -28,10 +32,46 @@ from paddle_vl.nn.functional import next_token_targets
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
 Array = np.ndarray | Tensor
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+
+
+@dataclass
+class Qwen3VLOutput:
+    """Output of the model.
+
+    Attributes:
+        logits: `[B, L, V]`; under tensor parallelism this rank's shard of V.
+        loss: mean cross entropy over the target tokens, plus `aux_weight * aux_loss`; a float32
+            scalar, None without labels. It is 0 for a batch without targets, where HF gives NaN.
+        loss_sum: sum of the cross entropy, for averages over several batches.
+        num_target_tokens: number of target tokens; a Python int if the batch has it.
+        aux_loss: load-balancing loss, see `LoadBalance`; None unless requested.
+        aux_weight: weight of `aux_loss`, the configuration's `router_aux_loss_coef`.
+    """
+
+    logits: Tensor
+    loss: Tensor | None = None
+    loss_sum: Tensor | None = None
+    num_target_tokens: int | Tensor | None = None
+    aux_loss: Tensor | None = None
+    aux_weight: float = 0.0
+
+    def share_of_step(self, num_target_tokens: int, num_batches: int) -> Tensor:
+        """This micro-batch's share of the loss of a step.
+
+        Args:
+            num_target_tokens: target tokens of all micro-batches of the step; the cross entropy is
+                their mean.
+            num_batches: number of these micro-batches; the auxiliary loss is their mean.
+        """
+        loss = self.loss_sum / num_target_tokens
+        if self.aux_loss is not None:
+            loss = loss + self.aux_weight * self.aux_loss / num_batches
+        return loss
 
 
 class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
-    """The whole model. Build it with `from_pretrained` or `from_config`."""
+    """The complete model. Build it with `from_pretrained` or `from_config`."""
 
     def __init__(self, config: Qwen3VLConfig, placement: Placement | None = None):
         super().__init__(config, placement or SingleDevicePlacement())
@@ -56,93 +96,63 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         self,
         input_ids: Array,
         attention_mask: Array | None = None,
-        position_ids: Array | None = None,
+        *,
         labels: Array | None = None,
         pixel_values: Array | None = None,
-        image_grid_thw: Array | None = None,
         pixel_values_videos: Array | None = None,
-        video_grid_thw: Array | None = None,
-        visual_update_indices: Array | None = None,
-        visual_gather_indices: Array | None = None,
-        visual_source_indices: Array | None = None,
-        num_unused_visual_rows: int = 0,
         num_target_tokens: int | None = None,
-        has_left_padding: bool | None = None,
-        cu_seqlens: Array | None = None,
         caches: list[KeyValueCache] | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int = 0,
+        **layout: Any,
     ) -> Qwen3VLOutput:
-        """Run the model on a batch: HF's minimal set, or the collator's full one.
+        """Run the model on HF's inputs, or on a batch of the collator.
+
+        Arrays may be NumPy arrays or tensors.
 
         Args:
             input_ids: `[B, L]` int64 with placeholders for visual tokens.
             attention_mask: `[B, L]`, 1 at real tokens; with caches `[B, S]` over all keys so far.
-            position_ids: `[3, B, L]`; computed on the host from ids and grids when left out. Or
-                `[4, B, L]`, a text position first, whose restarts say where packed samples begin
-                if there is neither `cu_seqlens` nor an attention mask; that costs a host read.
             labels: `[B, L]` int64, not shifted, -100 ignored.
             pixel_values: `[P, patch_dim]` patches of all images; `pixel_values_videos` of videos.
-            image_grid_thw: `[n, 3]` patches per image; `video_grid_thw` per video. Kept on the
-                host: a Paddle tensor here costs a transfer.
-            visual_update_indices, visual_gather_indices, visual_source_indices: the collator's
-                index arrays, see `paddle_vl.batch.visual_index`; computed when left out.
-            num_unused_visual_rows: visual rows that no token takes, with indices that leave them
-                out; they keep processes in step.
-            num_target_tokens: how many labels count, when the host knows it.
-            has_left_padding: False when no real token follows padding: causality then hides the
-                padding and no mask is applied.
-            cu_seqlens: `[S + 1]` int32 offsets of several samples in a row, see
-                `paddle_vl.batch.packing`; kept on the host. Padding is a segment of its own, and
-                the first label of each sample has to be -100. Not with caches.
+            num_target_tokens: number of labels that count, if the host knows it.
             caches: one per decoder layer when generating.
             output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
-                the configuration's when left out. Not with caches.
-            logits_to_keep: compute logits of that many last columns only, 0 of all; without labels.
+                None for the configuration's setting. Not with caches.
+            logits_to_keep: compute the logits of that many last columns only, 0 for all; without
+                labels.
+            layout: further keyword arguments of `decoder_arguments`: positions, grids, visual
+                indices, padding, offsets of packed samples.
 
         Raises:
-            ValueError: placeholders, grids and patches do not agree; routers of a model without
-                experts; labels without the logits of all columns; segments that do not tile the
-                rows, or with caches.
+            ValueError: placeholders, grids and patches do not agree; router logits of a model
+                without experts; labels with `logits_to_keep`; segments that do not tile the token
+                rows, or packed samples with caches.
         """
         if labels is not None and logits_to_keep:
             raise ValueError(
-                f"logits_to_keep is {logits_to_keep} and there are labels, whose loss needs the "
+                f"logits_to_keep is {logits_to_keep} but labels are given, whose loss needs the "
                 "logits of all columns: leave one of them out"
             )
-        image_grid_thw, video_grid_thw = _host(image_grid_thw), _host(video_grid_thw)
+        for name in _GRIDS:
+            layout[name] = _host(layout.get(name))
         dict_args = self.decoder_arguments(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            visual_update_indices=visual_update_indices,
-            visual_gather_indices=visual_gather_indices,
-            visual_source_indices=visual_source_indices,
-            num_unused_visual_rows=num_unused_visual_rows,
-            has_left_padding=has_left_padding,
-            cu_seqlens=cu_seqlens,
+            input_ids=input_ids, attention_mask=attention_mask, **layout
         )
         if caches is not None and dict_args["packed"] is not None:
             raise ValueError(
-                "the batch has several samples in a row and there are caches: generation continues "
-                "one sample per row; give every prompt a row of its own"
+                "caches are given but the batch has packed samples (cu_seqlens): generation needs "
+                "one prompt per row of the batch"
             )
         dict_args |= self.encode_visual(
             device_tensor(pixel_values),
-            image_grid_thw,
+            layout["image_grid_thw"],
             device_tensor(pixel_values_videos),
-            video_grid_thw,
+            layout["video_grid_thw"],
         )
         balance = None
-        if caches is None:
-            balance = asked_balance(
-                self.config.text_config,
-                output_router_logits,
-                device_tensor(attention_mask),
-                tuple(input_ids.shape),
-            )
+        if caches is None and self.config.text_config.has_balance_loss(output_router_logits):
+            balance = LoadBalance(device_tensor(attention_mask), tuple(input_ids.shape))
         hidden_TD = self.language_model(dict_args, caches, balance)
         shape = list(input_ids.shape)
         if logits_to_keep:
@@ -166,7 +176,29 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         has_left_padding: bool | None = None,
         cu_seqlens: Array | None = None,
     ) -> dict[str, Any]:
-        """What `GPTEmbedding` takes, all but the tower's outputs; arguments as of `forward`."""
+        """The input of `GPTEmbedding` without the outputs of the vision tower.
+
+        Args:
+            input_ids, attention_mask: as of `forward`.
+            position_ids: `[3, B, L]` int64, None to compute them on the host from ids and grids.
+                Or `[4, B, L]` with a text position first, whose restarts mark packed samples if
+                neither `cu_seqlens` nor an attention mask is given; that costs a host read.
+            image_grid_thw, video_grid_thw: `[n, 3]` patches (t, h, w) per image or video, on the
+                host: a Paddle tensor costs a transfer.
+            visual_update_indices, visual_gather_indices, visual_source_indices: the collator's
+                index arrays, see `paddle_vl.batch.visual_index`; None to compute them.
+            num_unused_visual_rows: visual embeddings that no token receives; the indices leave
+                them out. They let a batch without images run the tower, so that all ranks issue
+                the same collectives.
+            has_left_padding: False if no real token follows padding; causality then hides the
+                padding and no mask is applied.
+            cu_seqlens: `[S + 1]` int32 offsets of packed samples on the host, see
+                `paddle_vl.batch.positions`. Padding is a segment of its own; the first label of
+                each sample must be -100. Not with caches.
+
+        Raises:
+            ValueError: segments that do not tile the token rows.
+        """
         cu_seqlens = _host(cu_seqlens)
         if position_ids is None:
             position_ids, _ = self.position_ids(
@@ -180,7 +212,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         if cu_seqlens is not None:
             batch, length = input_ids.shape
             check_offsets(cu_seqlens, batch, length)
-            # With one segment a row causality says all, and rows stay a dimension of one product.
+            # With one segment per row causality suffices, and attention stays one batched product.
             if len(cu_seqlens) > batch + 1:
                 packed = PackedSamples(cu_seqlens, length)
         mask_is_needed = (
@@ -205,7 +237,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         num_target_tokens: int | None = None,
         balance: LoadBalance | None = None,
     ) -> Qwen3VLOutput:
-        """Logits and losses of rows behind the final norm; `shape` is (B, L)."""
+        """Logits and losses of the token rows `[T, D]` after the final norm; `shape` is (B, L)."""
         logits_TV = self.lm_head(self.placement.ops.enter_columns(hidden_TD))
         output = Qwen3VLOutput(logits_TV.reshape([*shape, -1]))
         if labels is not None:
@@ -230,14 +262,18 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: np.ndarray | None = None,
     ) -> dict[str, Any]:
-        """Run the tower once over images and videos together.
+        """Run the vision tower once over images and videos together.
+
+        Args:
+            pixel_values, pixel_values_videos: `[P, patch_dim]`.
+            image_grid_thw, video_grid_thw: `[n, 3]` int64.
 
         Returns:
-            `image_embeds`, `deepstack_image_embeds` and the same for videos, as `GPTEmbedding`
-            takes them; nothing for an all-text batch, so that the tower gets no gradient, as in HF.
+            `image_embeds` `[M, D]`, `deepstack_image_embeds` (a list of `[M, D]`) and the same for
+            videos; empty for an all-text batch, so that the tower gets no gradient, as in HF.
 
         Raises:
-            ValueError: pixels without their grid or the reverse, or of another number of patches.
+            ValueError: pixels without their grid or the reverse, or a different number of patches.
         """
         vision = self.config.vision_config
         kinds = [
@@ -265,8 +301,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         ]
         embeds = {}
         for i, (kind, _, _) in enumerate(kinds):
-            embeds[f"{kind}_embeds"] = _part(merged, rows, i)
-            embeds[f"deepstack_{kind}_embeds"] = [_part(level, rows, i) for level in levels]
+            embeds[f"{kind}_embeds"] = _section(merged, rows, i)
+            embeds[f"deepstack_{kind}_embeds"] = [_section(level, rows, i) for level in levels]
         return embeds
 
     def _encode_items(self, pixels: Tensor, grid_thw: np.ndarray) -> VisionFeatures:
@@ -284,7 +320,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         video_grid_thw: Array | None = None,
         cu_seqlens: Array | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Positions `[3, B, L]` and rope deltas `[B]`, see `paddle_vl.batch.positions`."""
+        """Positions `[3, B, L]` and rope deltas `[B]`, int64; see `mrope_position_ids`."""
         return mrope_position_ids(
             _host(input_ids),
             _host(attention_mask),
@@ -297,7 +333,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         )
 
     def tokens_per_expert(self) -> dict[int, Tensor]:
-        """By layer the rows that each expert had in the last call, padding included: `[E]` int64.
+        """Token rows per expert in the last call, padding included: `[E]` int64 by layer.
 
         Empty for a model without experts, and before the first call.
         """
@@ -310,27 +346,31 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         return {i: count for i, count in counts.items() if count is not None}
 
     def generate(self, *args: Any, **batch: Any) -> np.ndarray:
-        """Answers `[B, n]`, see `paddle_vl.families.qwen3_vl.generate.stream`."""
+        """Generated tokens `[B, n]` int64, see `paddle_vl.families.qwen3_vl.generate.stream`."""
+        from paddle_vl.families.qwen3_vl.generate import generate
+
         return generate(self, *args, **batch)
 
     def stream(self, *args: Any, **batch: Any) -> Iterator[np.ndarray]:
-        """Answers a token of every row at a time, see `paddle_vl.families.qwen3_vl.generate`."""
+        """Generated tokens `[B]` int64 per step, see `paddle_vl.families.qwen3_vl.generate`."""
+        from paddle_vl.families.qwen3_vl.generate import stream
+
         return stream(self, *args, **batch)
 
     @property
     def vision_blocks(self) -> list[nn.Layer]:
-        """Units of the tower that recompute and sharding work on; none without the tower."""
+        """Blocks of the tower, the units of activation recomputation and parameter sharding."""
         return [] if self.visual is None else list(self.visual.blocks)
 
     @property
     def decoder_layers(self) -> list[nn.Layer]:
-        """Units of the decoder that recompute and sharding work on; those this rank has."""
+        """Decoder layers of this stage, the units of recomputation and parameter sharding."""
         layers = enumerate(self.language_model.layers)
         return [layer for i, layer in layers if self.placement.stage_layers.has_layer(i)]
 
     @property
     def tables(self) -> list[nn.Layer]:
-        """The token embedding and the head, those this rank has; tied ones share their `weight`."""
+        """The token embedding and the head, if this stage has them; tied ones share `weight`."""
         has_embedding = self.placement.stage_layers.embedding
         layers = [self.language_model.embedding.embed_tokens] if has_embedding else []
         return layers if self.lm_head is None else [*layers, self.lm_head]
@@ -341,10 +381,10 @@ def _host(array: Array | None) -> np.ndarray | None:
 
 
 def device_tensor(array: Array | None) -> Tensor | None:
-    """An array as a tensor on the device; a tensor as it is."""
+    """An array as a tensor on the device; tensors are returned unchanged."""
     return paddle.to_tensor(array) if isinstance(array, np.ndarray) else array
 
 
-def _part(x: Tensor, rows: list[int], i: int) -> Tensor:
-    """The i-th of consecutive groups of rows."""
+def _section(x: Tensor, rows: list[int], i: int) -> Tensor:
+    """The i-th of consecutive sections of `rows[i]` rows each."""
     return x if len(rows) == 1 else x[sum(rows[:i]) : sum(rows[: i + 1])]

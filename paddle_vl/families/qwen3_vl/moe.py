@@ -1,6 +1,6 @@
-"""The mixture of experts in place of a layer's MLP, and the loss that keeps its experts in use.
+"""Mixture of experts in place of a layer's MLP, and the load-balancing loss.
 
-Shapes: T token rows, D width, E experts, K experts of each token.
+Shapes: B batch, L padded length, T token rows, D width, E experts, K experts per token.
 
 Source: Qwen3VLMoeTextSparseMoeBlock and load_balancing_loss_func of HF transformers.
 """
@@ -11,18 +11,19 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig, Qwen3VLTextConfig
+from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 from paddle_vl.nn.kernels import column_sum
 from paddle_vl.nn.placement import Placement
 
 
 class Routing(NamedTuple):
-    """Where token rows go.
+    """Routing of token rows to experts.
 
     Attributes:
-        logits: `[T, E]` in the dtype of the rows; probabilities: their softmax, float32.
-        weights: `[T, K]` of the experts of largest probability, of sum 1, in the rows' dtype.
-        indices: `[T, K]` int64, these experts.
+        logits: `[T, E]` in the dtype of the token rows.
+        probabilities: `[T, E]` float32, the softmax of the logits.
+        weights: `[T, K]` weights of the K most probable experts, of sum 1, in the rows' dtype.
+        indices: `[T, K]` int64 numbers of these experts.
     """
 
     logits: Tensor
@@ -32,11 +33,11 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Layer):
-    """Softmax over all experts in float32, the K largest of it, their weights made to sum to 1."""
+    """Softmax over all experts in float32, the K largest of it, normalized to sum 1."""
 
     def __init__(self, linear: nn.Layer, num_experts_per_tok: int):
         super().__init__()
-        # The checkpoint's name of the matrix is the router's own.
+        # The checkpoint's key of the matrix is `gate.weight`, without a linear in between.
         self.weight, self.num_experts_per_tok = linear.weight, num_experts_per_tok
 
     def forward(self, x_TD: Tensor) -> Routing:
@@ -44,14 +45,14 @@ class Router(nn.Layer):
         probabilities_TE = F.softmax(logits_TE.astype("float32"), axis=-1)
         weights_TK, indices_TK = probabilities_TE.topk(self.num_experts_per_tok, axis=-1)
         weights_TK = weights_TK / weights_TK.sum(axis=-1, keepdim=True)
-        # Paddle takes the indices for something that has a gradient, and would ask for that of
-        # rows that have none, where the router is the first thing that trains.
+        # Paddle treats the indices as differentiable, which fails where the token rows have no
+        # gradient and the router is the first trained layer.
         indices_TK = indices_TK.detach()
         return Routing(logits_TE, probabilities_TE, weights_TK.astype(x_TD.dtype), indices_TK)
 
 
 class SparseMoE(nn.Layer):
-    """Each token row through its K experts."""
+    """Runs each token row through its K experts."""
 
     def __init__(self, config: Qwen3VLMoeTextConfig, placement: Placement):
         super().__init__()
@@ -65,7 +66,7 @@ class SparseMoE(nn.Layer):
         )
 
     def forward(self, x_TD: Tensor, real_T: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The rows' sums over their experts, and `routing_sums` when `real_T` is given."""
+        """The weighted sums of the experts' outputs `[T, D]`, and `routing_sums` with `real_T`."""
         x_TD = self.placement.ops.enter_columns(x_TD)
         routing = self.gate(x_TD)
         sums_2E = None
@@ -76,16 +77,17 @@ class SparseMoE(nn.Layer):
 
 
 def routing_sums(probabilities_TE: Tensor, indices_TK: Tensor, real_T: Tensor) -> Tensor:
-    """Of each expert, over the real rows: how often it was chosen, and its summed probability.
+    """How often each expert was chosen and its summed probability, over the real tokens.
 
-    These sums, and the number of rows, are all that the load-balancing loss takes from a layer; the
-    sums of layers, or of parts of a batch, add up.
+    The load-balancing loss needs only these sums and the number of tokens; the sums of several
+    layers or shards of a batch add up.
 
     Args:
+        probabilities_TE, indices_TK: of `Routing`.
         real_T: float32, 1 at real tokens, 0 at padding.
 
     Returns:
-        `[2, E]` float32; a gradient flows through the second row only.
+        `[2, E]` float32; the gradient flows through the second row only.
     """
     chosen_TE = paddle.put_along_axis(
         paddle.zeros(probabilities_TE.shape, dtype="float32"),
@@ -97,37 +99,13 @@ def routing_sums(probabilities_TE: Tensor, indices_TK: Tensor, real_T: Tensor) -
     return paddle.stack([column_sum(chosen_TE * real_T1), column_sum(probabilities_TE * real_T1)])
 
 
-def asked_balance(
-    text: Qwen3VLTextConfig,
-    asked: bool | None,
-    attention_mask_BL: Tensor | None,
-    shape_BL: tuple[int, int],
-) -> "LoadBalance | None":
-    """What collects the routing of a call, None if nobody asked for the loss.
-
-    Args:
-        asked: whether the call does; None leaves it to the configuration.
-
-    Raises:
-        ValueError: the call asks a model without experts.
-    """
-    if not isinstance(text, Qwen3VLMoeTextConfig):
-        if asked:
-            raise ValueError(
-                "output_router_logits is true but this model has no experts: leave it out"
-            )
-        return None
-    is_asked = text.output_router_logits if asked is None else asked
-    return LoadBalance(attention_mask_BL, shape_BL) if is_asked else None
-
-
 class LoadBalance:
-    """Collects the routing of a forward pass over all layers that have experts.
+    """Collects the routing of all layers with experts in a forward pass.
 
     Attributes:
-        real_T: float32, 1 at real tokens of the whole batch, 0 at padding.
-        sums_2E: of all layers so far, `[2, E]` float32; None before the first.
-        num_layers: how many these are.
+        real_T: float32, 1 at real tokens of the batch, 0 at padding.
+        sums_2E: `routing_sums` of all layers so far; None before the first.
+        num_layers: number of these layers.
     """
 
     def __init__(self, attention_mask_BL: Tensor | None, shape_BL: tuple[int, int]):
@@ -138,15 +116,15 @@ class LoadBalance:
         self.num_layers = 0
 
     def add(self, sums_2E: Tensor) -> None:
-        """One layer's `routing_sums`."""
+        """Add the `routing_sums` of a layer."""
         self.sums_2E = sums_2E if self.sums_2E is None else self.sums_2E + sums_2E
         self.num_layers += 1
 
     def loss(self) -> Tensor:
-        """`E * sum_e f_e * P_e` with the tokens of all layers pooled, a float32 scalar.
+        """`E * sum_e f_e * P_e` with the tokens of all layers pooled: a float32 scalar.
 
-        f_e is how often a token had expert e among its K, P_e the expert's mean probability; the
-        value is about K when all experts are used alike. Without a layer of experts it is 0.
+        f_e is the share of tokens with expert e among their K, P_e its mean probability. The value
+        is about K if all experts are used equally, and 0 without layers with experts.
         """
         if self.sums_2E is None:
             return paddle.zeros([])

@@ -12,10 +12,10 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.packing import real_lengths
+from paddle_vl.batch.positions import real_lengths
 from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.base import BatchAdapter
-from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
+from paddle_vl.families.qwen3_vl.model import Qwen3VLOutput
 from paddle_vl.nn.loss import Loss
 
 _HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})

@@ -1,13 +1,11 @@
-"""Consecutive layers of a Qwen3-VL as one function of a batch, for a pipeline.
+"""Pipeline stage of Qwen3-VL: consecutive layers as one function of a micro-batch.
 
-What travels from a part to the next is one tensor: the token rows, and below them the rows of the
-deepstack levels that layers further on add; then, when the load-balancing loss is asked for, the
-sums of where the layers so far routed. Positions and indices do not travel: every process has the
-batch. So both ends of a message know its shape beforehand, and a micro-batch without images has no
-rows but its tokens'.
+Stages send one tensor: the token rows, then the rows of the deepstack levels that later layers add,
+then, with the load-balancing loss, the routing sums of the layers so far. Positions and indices are
+not sent, because every rank has the batch; both ends know the shape of a message beforehand.
 
-Shapes: T token rows and M visual rows of this rank, D width; R = T + M * (levels still to add), and
-the rows that carry `[2, E]` sums over E experts.
+Shapes: T token rows and M visual tokens of this rank, D width, E experts; R = T + M * (levels still
+to add), plus the rows that hold `[2, E]` routing sums.
 """
 
 from typing import Any
@@ -17,21 +15,25 @@ from paddle import Tensor
 
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
-from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration, device_tensor
-from paddle_vl.families.qwen3_vl.moe import LoadBalance, asked_balance
-from paddle_vl.families.qwen3_vl.output import Qwen3VLOutput
+from paddle_vl.families.qwen3_vl.model import (
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLOutput,
+    device_tensor,
+)
+from paddle_vl.families.qwen3_vl.moe import LoadBalance
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.nn.float32_rows import float32_from_rows, float32_to_rows, num_float32_rows
 
+# Share of visual tokens that the cost of the vision tower is estimated for.
 VISUAL_SHARE = 0.5
 _NOT_FOR_DECODER = ("pixel_values", "pixel_values_videos", "labels", "num_target_tokens")
 
 
 def layer_costs(config: Qwen3VLConfig) -> tuple[list[float], float, float]:
-    """Multiplications per token of every decoder layer, and of what comes before and after them.
+    """Multiplications per token of every decoder layer, of the vision tower, and of the head.
 
-    Attention scores are left out: they cost every layer the same. Before the layers comes the
-    tower, `merge^2` patches for each visual token, which half of the tokens are taken to be.
+    Attention scores are left out, because they cost the same in every layer. The tower encodes
+    `merge^2` patches per visual token; `VISUAL_SHARE` of the tokens are visual.
     """
     text, vision = config.text_config, config.vision_config
     heads = text.num_attention_heads + text.num_key_value_heads
@@ -54,14 +56,11 @@ def _mlp_cost(text: Qwen3VLTextConfig, layer: int) -> int:
 
 
 class Qwen3VLStage:
-    """Some of a model's decoder layers; with the first the embedding, with the last the loss.
+    """Some decoder layers of a model; with the first the embedding, with the last the loss.
 
     Args:
-        model: one that holds these layers.
-        layers: their numbers.
-
-    Raises:
-        ValueError: the model computes the load-balancing loss, which no stage sees all of.
+        model: a model that has these layers.
+        layers: numbers of the layers.
     """
 
     def __init__(self, model: Qwen3VLForConditionalGeneration, layers: range):
@@ -70,15 +69,15 @@ class Qwen3VLStage:
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.text_config.num_hidden_layers
         self.num_levels = len(config.vision_config.deepstack_visual_indexes)
-        # Of the routing of the layers so far, for the load-balancing loss at the end.
+        # Shape of the routing sums that stages send on for the load-balancing loss.
         text = config.text_config
-        is_asked = getattr(text, "output_router_logits", False)
-        self.sums_shape = (2, text.num_experts) if is_asked else None
+        has_balance = getattr(text, "output_router_logits", False)
+        self.sums_shape = (2, text.num_experts) if has_balance else None
         self.num_layers_before = sum(text.has_experts(i) for i in range(layers.start))
         self._dtype = model.parameters()[0].dtype
 
     def input_shape(self, batch: dict[str, Any]) -> tuple[int, int]:
-        """(R, D) of the rows that arrive, from the shapes of the batch alone.
+        """(R, D) of the message that this stage receives, from the shapes of the batch.
 
         Raises:
             ValueError: the batch has visual tokens without their indices.
@@ -86,10 +85,10 @@ class Qwen3VLStage:
         return self._shape(self._num_token_rows(batch), _num_visual_rows(batch))
 
     def reserved_shape(self, batch: dict[str, Any], rows: Any) -> tuple[int, int]:
-        """(R, D) of the rows that arrive of the largest micro-batch that is provided for.
+        """(R, D) of the message for the largest supported micro-batch.
 
         Args:
-            rows: its `tokens` and `visual` rows, over all ranks.
+            rows: its `tokens` and `visual` token rows, over all model-parallel ranks.
 
         Raises:
             ValueError: the batch is larger, or has visual tokens without their indices.
@@ -100,13 +99,13 @@ class Qwen3VLStage:
             raise ValueError(
                 f"a micro-batch has {found * ranks} tokens with its padding, but the messages of "
                 f"the pipeline have room for {rows.tokens} (parallel.pp_token_rows): set "
-                f"parallel.pp_token_rows={found * ranks} or more, or take shorter or fewer samples"
+                f"parallel.pp_token_rows={found * ranks} or more, or use shorter or fewer samples"
             )
         if (found := _num_visual_rows(batch)) > rows.visual:
             raise ValueError(
                 f"a micro-batch has {found} visual tokens, but the messages of the pipeline have "
                 f"room for {rows.visual} (parallel.pp_visual_rows): set "
-                f"parallel.pp_visual_rows={found} or more, or take fewer or smaller images"
+                f"parallel.pp_visual_rows={found} or more, or use fewer or smaller images"
             )
         return self._shape(tokens, min(rows.visual, tokens))
 
@@ -123,22 +122,20 @@ class Qwen3VLStage:
     def __call__(
         self, batch: dict[str, Any], rows_RD: Tensor | None = None
     ) -> Tensor | Qwen3VLOutput:
-        """Rows for the next part, `[R, D]`; of the last part the model's output with its losses.
+        """The message for the next stage `[R, D]`; for the last stage the output with losses.
 
         Args:
-            batch: as the collator makes it.
-            rows_RD: what the part before returned; None for the first.
+            batch: a batch of the collator.
+            rows_RD: output of the previous stage; None for the first.
         """
         model = self.model
         dict_args = model.decoder_arguments(
             **{name: value for name, value in batch.items() if name not in _NOT_FOR_DECODER}
         )
-        balance = asked_balance(
-            model.config.text_config,
-            None,
-            device_tensor(batch["attention_mask"]),
-            tuple(batch["input_ids"].shape),
-        )
+        balance = None
+        if model.config.text_config.has_balance_loss(None):
+            mask_BL = device_tensor(batch["attention_mask"])
+            balance = LoadBalance(mask_BL, tuple(batch["input_ids"].shape))
         if self.is_first:
             inputs = model.language_model.embedding(dict_args | self._encode_visual(batch))
             x_TD = inputs["hidden_states"]
@@ -188,7 +185,7 @@ class Qwen3VLStage:
         return x_TD, dict(zip(travelling, others, strict=True))
 
     def _travelling(self, layer: int) -> range:
-        """Levels that are still to be added where that layer begins; level g follows layer g."""
+        """Levels that are still to be added before that layer; level g follows layer g."""
         return range(min(layer, self.num_levels), self.num_levels)
 
 
@@ -196,7 +193,7 @@ def _num_visual_rows(batch: dict[str, Any]) -> int:
     indices = batch.get("visual_update_indices")
     if indices is None and (batch.get("image_grid_thw") is not None):
         raise ValueError(
-            "a batch with visual tokens goes through a pipeline with its visual_update_indices and "
-            "visual_gather_indices only, which say how many rows travel: the collator adds them"
+            "a batch with visual tokens needs visual_update_indices and visual_gather_indices in a "
+            "pipeline, to know the shape of messages: the collator adds them"
         )
     return 0 if indices is None else indices.shape[0]

@@ -1,31 +1,20 @@
-"""Qwen3-VL from and to files: building, loading and saving, whole or a rank's part of it."""
+"""Loading, saving and adapting a Qwen3-VL, in full or as one rank's shards and stage.
+
+The modules for files and adapters are imported by the methods that need them, so that the model
+alone imports little.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.adapter_files import (
-    Adapter,
-    base_folder,
-    is_adapter,
-    is_low_rank,
-)
-from paddle_vl.checkpoint.reading import (
-    MaterializeStep,
-    check_keys,
-    checkpoint_tensors,
-    drawn_values,
-    stored_values,
-)
+from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
-from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor, write_file
-from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, parameter_array, save_parameters
-from paddle_vl.families.qwen3_vl.adapter import AdaptableModel
 from paddle_vl.families.qwen3_vl.checkpoint_map import (
     EMBEDDING_KEY,
     HEAD_KEY,
@@ -33,20 +22,27 @@ from paddle_vl.families.qwen3_vl.checkpoint_map import (
     with_experts_as_here,
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-from paddle_vl.generation.config import FILE_NAME, GenerationConfig
 from paddle_vl.nn.linear import default_dtype, separate
-from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
+
+if TYPE_CHECKING:
+    from paddle_vl.checkpoint.adapter_files import Adapter
+    from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor
+    from paddle_vl.config.schema import LoRAConfig
+    from paddle_vl.generation.config import GenerationConfig
+    from paddle_vl.nn.master_weights import ParameterStore
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound="PretrainedQwen3VL")
 
 
-class PretrainedQwen3VL(AdaptableModel):
-    """What the model inherits: its configuration, its placement, its adapters, and its files.
+class PretrainedQwen3VL(Materializable, nn.Layer):
+    """Base of the model: its configuration, placement, adapters and files.
 
     Attributes:
-        generation_config: how it generates unless told otherwise; None for the defaults.
+        generation_config: settings of generation; None for the defaults.
+        name_or_path: folder that the weights come from; None for fresh weights.
+        adapter: the low-rank adapters; None without.
     """
 
     def __init__(self, config: Qwen3VLConfig, placement: Placement):
@@ -65,11 +61,13 @@ class PretrainedQwen3VL(AdaptableModel):
     ) -> Model:
         """A model with fresh weights, drawn from Paddle's global random state.
 
-        A rank that holds parts gets its parts of what a single device with the same seed draws.
+        A rank with shards gets its shards of what a single device with the same seed draws.
 
         Args:
-            materialize: draw them now; otherwise `materialize` does.
+            materialize: draw the weights now; otherwise `materialize` does.
         """
+        from paddle_vl.checkpoint.reading import drawn_values
+
         with paddle.LazyGuard():
             model = cls(config, placement)
 
@@ -92,31 +90,36 @@ class PretrainedQwen3VL(AdaptableModel):
         base: str | Path | None = None,
         materialize: bool = True,
     ) -> Model:
-        """Load a model folder in HF's layout, or adapters and the model that they belong to.
+        """Load a model folder in HF's layout, or adapters in PEFT's format with their base model.
 
-        One tensor is read at a time.
+        Tensors are read one at a time.
 
         Args:
-            base: the model to load adapters beside, instead of the one that their files name.
+            path: folder of the model or of the adapters.
+            dtype: of the parameters.
+            base: base model to use instead of the one that the adapters name.
             materialize: read the weights now; otherwise `materialize` does, and only keys and
-                shapes are compared here.
+                shapes are checked here.
 
         Raises:
-            ValueError: keys are missing, unexpected or misshapen, all named at once; a base for a
-                folder that holds a whole model.
+            ValueError: keys are missing, unexpected or misshapen, all named at once; or `base` is
+                given for a full model.
             RuntimeError: files are missing or damaged.
         """
+        from paddle_vl.checkpoint.adapter_files import base_folder, is_adapter
+        from paddle_vl.checkpoint.reading import check_keys, checkpoint_tensors, stored_values
+        from paddle_vl.generation.config import FILE_NAME, GenerationConfig
+
         path = Path(path)
         if is_adapter(path):
-            model = cls.from_pretrained(
-                base_folder(path, base), dtype, placement, materialize=False
-            )
+            base = base_folder(path, base)
+            model = cls.from_pretrained(base, dtype, placement, materialize=False)
             model.load_adapter(path)
             if materialize:
                 model.materialize_all()
             return model
         if base is not None:
-            raise ValueError(f"{path} is a whole model, not an adapter of {base}: leave --base out")
+            raise ValueError(f"{path} is a full model, not an adapter of {base}: leave --base out")
         config = Qwen3VLConfig.from_pretrained(path)
         generation_config = None
         if (path / FILE_NAME).is_file():
@@ -148,26 +151,31 @@ class PretrainedQwen3VL(AdaptableModel):
     def save_pretrained(
         self,
         path: str | Path,
-        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-        write: FileWriter = write_file,
-        store: ParameterStore | None = None,
+        max_shard_bytes: int | None = None,
+        write: "FileWriter | None" = None,
+        store: "ParameterStore | None" = None,
     ) -> None:
-        """Write the weights under HF's key names, `config.json` (hub dialect), and
-        `generation_config.json` if the model has one.
+        """Write the weights under HF's keys, `config.json` (hub dialect) and, if the model has one,
+        `generation_config.json`. All ranks with shards call it together.
 
         Args:
-            write: takes the files of weights.
-            store: of the model in training, see `paddle_vl.checkpoint.writing`.
+            max_shard_bytes: largest size of a file; None for the default.
+            write: function that writes the files of weights; None writes them directly.
+            store: parameter store of a model in training, see `paddle_vl.checkpoint.writing`.
 
         Raises:
-            ValueError: the model has adapters, which these files have no place for.
+            ValueError: the model has adapters, which these files cannot hold.
         """
+        from paddle_vl.checkpoint.safetensors_io import write_file
+        from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, save_parameters
+
         if self.adapter is not None:
             raise ValueError(
-                "the model has adapters: save_adapter() writes them, merge_lora() makes them a "
-                "part of the weights to save"
+                "the model has adapters: save_adapter() writes them, merge_lora() merges them into "
+                "the weights first"
             )
         path = Path(path)
+        max_shard_bytes, write = max_shard_bytes or DEFAULT_SHARD_BYTES, write or write_file
         ranks = self.placement.checkpoint_ranks
         path.mkdir(parents=True, exist_ok=True)
         if ranks.is_first:
@@ -176,24 +184,82 @@ class PretrainedQwen3VL(AdaptableModel):
                 self.generation_config.save_pretrained(path)
         save_parameters(path, self.stored_parameters(), max_shard_bytes, ranks, write, store)
 
-    def stored_parameters(self) -> list[StoredParameter]:
-        """All that this rank stores of its parameters, with checkpoint keys and layouts.
+    def add_lora(self, config: "LoRAConfig") -> None:
+        """Add fresh low-rank adapters to linears and freeze all other parameters.
 
-        A parameter stands there once, a fused one once for each of its linears.
+        The output is unchanged until they are trained. Their values come from Paddle's global
+        random state and do not depend on how the model is sharded.
+
+        Raises:
+            ValueError: a pattern matches nothing, or the model has adapters already.
         """
+        from paddle_vl.families.qwen3_vl.adapter import add_lora
+
+        add_lora(self, config)
+
+    def load_adapter(self, path: str | Path) -> None:
+        """Load adapters in PEFT's format into those of the model, or add them.
+
+        Raises:
+            ValueError: the adapters do not fit the model, or differ from those that it has.
+            RuntimeError: files are missing or damaged.
+        """
+        from paddle_vl.families.qwen3_vl.adapter import load_adapter
+
+        load_adapter(self, path)
+
+    def save_adapter(
+        self,
+        path: str | Path,
+        write: "FileWriter | None" = None,
+        store: "ParameterStore | None" = None,
+    ) -> None:
+        """Write the adapters, without the base, in PEFT's format. All ranks with shards call it.
+
+        Args:
+            write, store: as of `save_pretrained`.
+
+        Raises:
+            ValueError: the model has no adapters.
+        """
+        from paddle_vl.checkpoint.safetensors_io import write_file
+        from paddle_vl.families.qwen3_vl.adapter import save_adapter
+
+        save_adapter(self, path, write or write_file, store)
+
+    def merge_lora(self) -> None:
+        """Merge the adapters into the weights, in float32, and remove them.
+
+        Raises:
+            ValueError: the model has no adapters.
+        """
+        from paddle_vl.families.qwen3_vl.adapter import merge_lora
+
+        merge_lora(self)
+
+    def adapter_names(self) -> set[str] | None:
+        """HF keys of all parameters that the adapters train; None without adapters."""
+        if self.adapter is None:
+            return None
+        return {name for name in self.whole_shapes() if self.adapter.owns(name)}
+
+    def stored_parameters(self) -> list[StoredParameter]:
+        """This rank's parameters with checkpoint keys and layouts, fused ones once per linear."""
         rules = checkpoint_rules(self.config)
         return place_parameters(self.named_parameters(), rules, self.placement.parameter_table)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of this rank under its HF key, a fused one under those of its linears."""
+        """This rank's parameters under their HF keys, fused ones under the key of each linear."""
         return ((item.key, item.parameter) for item in self.stored_parameters())
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all parameters of the whole model, whatever this rank has, by HF key."""
+        """Full shapes of all parameters of the model, on all ranks, by HF key."""
         return {item.key: item.stored_shape for item in self._whole().stored_parameters()}
 
     def hf_state_dict(self) -> dict[str, np.ndarray]:
         """All weights as arrays under their HF keys, in HF's layout."""
+        from paddle_vl.checkpoint.writing import parameter_array
+
         return {item.key: parameter_array(item) for item in self.stored_parameters()}
 
     def separate(self, weights: Iterable[Tensor]) -> None:
@@ -201,26 +267,30 @@ class PretrainedQwen3VL(AdaptableModel):
         separate(self, weights, self.placement.layers.separate_projections)
 
     def _whole(self: Model) -> Model:
-        """The model that this one is a part of, its parameters without storage; or itself."""
+        """The full model without storage; the model itself if it is not split over ranks."""
         if not self.placement.splits_parameters:
             return self
         with paddle.LazyGuard():
             whole = type(self)(self.config)
             if self.adapter is not None:
-                whole._attach(self.adapter)
+                from paddle_vl.families.qwen3_vl.adapter import attach
+
+                attach(whole, self.adapter)
         return whole
 
 
 def _of_base(model: PretrainedQwen3VL) -> list[StoredParameter]:
-    """All but what adapters have added, which get their values otherwise."""
+    """Parameters of the base model, without the factors of adapters."""
+    from paddle_vl.checkpoint.adapter_files import is_low_rank
+
     return [item for item in model.stored_parameters() if not is_low_rank(item.key)]
 
 
-def _owner(path: Path, config: Qwen3VLConfig, stored: dict[str, StoredTensor]) -> str:
-    """What the weights have to fit, for messages.
+def _owner(path: Path, config: Qwen3VLConfig, stored: "dict[str, StoredTensor]") -> str:
+    """Name, for messages, of what the weights must fit.
 
     Raises:
-        ValueError: there is a head of its own where the configuration says that there is none.
+        ValueError: the head is tied by the configuration but stored with other values.
     """
     head, embedding = stored.get(HEAD_KEY), stored.get(EMBEDDING_KEY)
     ties = config.tie_word_embeddings
@@ -228,7 +298,7 @@ def _owner(path: Path, config: Qwen3VLConfig, stored: dict[str, StoredTensor]) -
         raise ValueError(
             f"{path / 'config.json'}: tie_word_embeddings is true, but {head.file.name} has a "
             f"{HEAD_KEY} that differs from {EMBEDDING_KEY}: set it to false to use that head, or "
-            "take the tensor out"
+            "remove the tensor"
         )
     if not ties and head is None:
         return "the model of its config.json, whose tie_word_embeddings is false"

@@ -13,7 +13,6 @@ from paddle_vl.config.families import ModelShape
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
-from paddle_vl.data.tokenizer import TextTokenizer
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.base import (
     BuiltModel,
@@ -24,6 +23,7 @@ from paddle_vl.families.base import (
     SyntheticData,
 )
 from paddle_vl.families.flops import FlopCounter
+from paddle_vl.families.qwen3_vl.adapter import merge_adapter
 from paddle_vl.families.qwen3_vl.chat import Chat
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.evaluation import build_evaluation
@@ -32,7 +32,7 @@ from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.inputs.synthetic import ConversationShapes, write_conversations
-from paddle_vl.families.qwen3_vl.merge_files import merge_adapter
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs

@@ -1,8 +1,9 @@
-"""The published sizes of Qwen3-VL by name, as their config.json files have them.
+"""The published sizes of Qwen3-VL by name, with the values of their config.json files.
 
-Instruct and Thinking models of a size share one configuration.
+The Instruct and Thinking models of a size have the same configuration.
 """
 
+from copy import deepcopy
 from typing import Any
 
 _TEXT = {
@@ -50,112 +51,57 @@ _SMALL_TOWER = _LARGE_TOWER | {
 }
 
 
-def _size(
-    text: dict[str, Any],
-    tower: dict[str, Any],
-    *,
-    hidden_size: int,
-    intermediate_size: int,
-    num_hidden_layers: int,
-    num_attention_heads: int,
-    num_key_value_heads: int = 8,
-    tie_word_embeddings: bool = False,
-) -> dict[str, Any]:
-    model_type = "qwen3_vl_moe" if "num_experts" in text else "qwen3_vl"
-    return {
-        "model_type": model_type,
-        "tie_word_embeddings": tie_word_embeddings,
-        "image_token_id": 151655,
-        "video_token_id": 151656,
-        "vision_start_token_id": 151652,
-        "vision_end_token_id": 151653,
-        "text_config": {
-            **text,
-            "model_type": f"{model_type}_text",
-            "tie_word_embeddings": tie_word_embeddings,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_hidden_layers": num_hidden_layers,
-            "num_attention_heads": num_attention_heads,
-            "num_key_value_heads": num_key_value_heads,
-        },
-        "vision_config": {**tower, "model_type": model_type, "out_hidden_size": hidden_size},
-    }
-
-
-_SIZES = {
-    "qwen3-vl-2b": _size(
-        _TEXT,
-        _SMALL_TOWER,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-vl-4b": _size(
-        _TEXT,
-        _SMALL_TOWER,
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-vl-8b": _size(
-        _TEXT,
-        _LARGE_TOWER,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-    ),
-    "qwen3-vl-32b": _size(
-        _TEXT,
-        _LARGE_TOWER,
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_hidden_layers=64,
-        num_attention_heads=64,
-    ),
-    "qwen3-vl-30b-a3b": _size(
-        _TEXT | _EXPERTS | {"moe_intermediate_size": 768},
-        _LARGE_TOWER,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-    ),
-    "qwen3-vl-235b-a22b": _size(
-        _TEXT | _EXPERTS | {"moe_intermediate_size": 1536},
-        _LARGE_TOWER,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=94,
-        num_attention_heads=64,
-        num_key_value_heads=4,
-    ),
+# Tower, hidden size, MLP width, layers, query heads, key heads, tied head, expert width.
+_ROWS = {
+    "qwen3-vl-2b": (_SMALL_TOWER, 2048, 6144, 28, 16, 8, True, None),
+    "qwen3-vl-4b": (_SMALL_TOWER, 2560, 9728, 36, 32, 8, True, None),
+    "qwen3-vl-8b": (_LARGE_TOWER, 4096, 12288, 36, 32, 8, False, None),
+    "qwen3-vl-32b": (_LARGE_TOWER, 5120, 25600, 64, 64, 8, False, None),
+    "qwen3-vl-30b-a3b": (_LARGE_TOWER, 2048, 6144, 48, 32, 4, False, 768),
+    "qwen3-vl-235b-a22b": (_LARGE_TOWER, 4096, 12288, 94, 64, 4, False, 1536),
 }
-SIZE_NAMES = tuple(_SIZES)
+SIZE_NAMES = tuple(_ROWS)
 
 
 def size_values(name: str) -> dict[str, Any]:
-    """Content of the config.json of a published size.
+    """The content of config.json of a published size.
 
     Args:
-        name: one of `SIZE_NAMES`, or the hub's name of such a model: `Qwen3-VL-8B-Instruct` and
-            `Qwen/Qwen3-VL-8B-Thinking` are `qwen3-vl-8b`. Upper and lower case are the same.
+        name: one of `SIZE_NAMES`, or a model's name on the hub: `Qwen3-VL-8B-Instruct` and
+            `Qwen/Qwen3-VL-8B-Thinking` are `qwen3-vl-8b`. The case of letters is ignored.
 
     Raises:
         ValueError: there is no such size.
     """
     plain = name.lower().removeprefix("qwen/").removesuffix("-instruct").removesuffix("-thinking")
-    if plain not in _SIZES:
+    if plain not in _ROWS:
         raise ValueError(
-            f"{name!r} is not a size of Qwen3-VL; there are {', '.join(SIZE_NAMES)}, and the hub's "
-            "names, like Qwen3-VL-8B-Instruct"
+            f"{name!r} is not a size of Qwen3-VL; use one of {', '.join(SIZE_NAMES)}, or a name of "
+            "the hub like Qwen3-VL-8B-Instruct"
         )
-    values = _SIZES[plain]
-    # Nobody can change the table through what it gave.
-    return {key: dict(part) if isinstance(part, dict) else part for key, part in values.items()}
+    tower, width, mlp_width, layers, heads, key_heads, is_tied, expert_width = _ROWS[plain]
+    model_type = "qwen3_vl" if expert_width is None else "qwen3_vl_moe"
+    experts = {} if expert_width is None else _EXPERTS | {"moe_intermediate_size": expert_width}
+    # Copies, so that callers cannot change the tables.
+    return deepcopy(
+        {
+            "model_type": model_type,
+            "tie_word_embeddings": is_tied,
+            "image_token_id": 151655,
+            "video_token_id": 151656,
+            "vision_start_token_id": 151652,
+            "vision_end_token_id": 151653,
+            "text_config": {
+                **_TEXT,
+                **experts,
+                "model_type": f"{model_type}_text",
+                "tie_word_embeddings": is_tied,
+                "hidden_size": width,
+                "intermediate_size": mlp_width,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+                "num_key_value_heads": key_heads,
+            },
+            "vision_config": {**tower, "model_type": model_type, "out_hidden_size": width},
+        }
+    )

@@ -1,4 +1,7 @@
-"""Configuration of Qwen3-VL's decoder, dense or with experts, and the two dialects of its files."""
+"""Configuration of Qwen3-VL's decoder, dense or mixture of experts, in both dialects of its files.
+
+Source: Qwen3VLTextConfig and Qwen3VLMoeTextConfig of HF transformers.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,8 +9,8 @@ from typing import Any
 from paddle_vl.files.checked_values import Range, check_mapping, check_values
 from paddle_vl.files.json_file import shown
 
-# Far beyond every published model; what is beyond them is a slip of the hand, and would take
-# minutes and all memory before anything could tell.
+# Far beyond every published model: larger values are typing errors, and would take all memory
+# before anything could report them.
 MOST_LAYERS, MOST_WIDTH = 1024, 1 << 20
 LAYERS, WIDTH = Range(1, MOST_LAYERS), Range(1, MOST_WIDTH)
 _RANGES = {
@@ -31,7 +34,7 @@ _RANGES = {
     "mlp_only_layers": Range(0),
     "router_aux_loss_coef": Range(0),
 }
-# Read without effect: routing weights are always normalised.
+# Keys without effect: routing weights are always normalized.
 _MOE_INERT_KEYS = frozenset({"norm_topk_prob", "sliding_window"})
 
 
@@ -70,35 +73,47 @@ class Qwen3VLTextConfig:
         if len(self.mrope_section) != 3 or not _fits(self.mrope_section):
             raise ValueError(
                 f"text_config: mrope_section {self.mrope_section} must be three numbers, for time, "
-                "height and width, whose turns interleave: the last two at most a third of their "
+                "height and width, that can be interleaved: the last two at most a third of their "
                 "sum, rounded up"
             )
         for name, only in (("hidden_act", "silu"), ("attention_bias", False)):
             if getattr(self, name) != only:
                 raise ValueError(
-                    f"text_config: {name} is {getattr(self, name)!r}; Qwen3-VL has {only!r} only"
+                    f"text_config: {name} is {getattr(self, name)!r}; only {only!r} is supported"
                 )
         if self.attention_dropout:
             raise ValueError(
-                f"text_config: attention_dropout is {self.attention_dropout}; no Qwen3-VL "
-                "checkpoint uses it and this model does not have it: set it to 0"
+                f"text_config: attention_dropout is {self.attention_dropout}; attention dropout is "
+                "not supported (no Qwen3-VL checkpoint uses it): set it to 0"
             )
 
     def has_experts(self, layer: int) -> bool:
-        """Whether that decoder layer has experts in place of one MLP."""
+        """Whether that decoder layer has experts instead of an MLP."""
+        return False
+
+    def has_balance_loss(self, requested: bool | None) -> bool:
+        """Whether a call computes the load-balancing loss; None leaves it to the configuration.
+
+        Raises:
+            ValueError: it is requested of a model without experts.
+        """
+        if requested:
+            raise ValueError(
+                "output_router_logits is true but this model has no experts: leave it out"
+            )
         return False
 
 
 @dataclass(frozen=True)
 class Qwen3VLMoeTextConfig(Qwen3VLTextConfig):
-    """A decoder with experts. Defaults are those of HF's configuration class.
+    """A decoder with mixtures of experts. Defaults are those of HF's configuration class.
 
     Attributes:
-        num_experts: in each layer that has them; `num_experts_per_tok` of them see a token.
+        num_experts: experts per layer; each token is routed to `num_experts_per_tok` of them.
         moe_intermediate_size: inner width of an expert.
-        decoder_sparse_step: every so many layers one has experts, the last of them.
-        mlp_only_layers: numbers of layers that have none whatever the step.
-        output_router_logits: add the load-balancing loss to the loss, `router_aux_loss_coef` times.
+        decoder_sparse_step: layer i has experts if this number divides i + 1.
+        mlp_only_layers: layers without experts in any case.
+        output_router_logits: add the load-balancing loss, times `router_aux_loss_coef`.
     """
 
     hidden_size: int = 2048
@@ -128,15 +143,18 @@ class Qwen3VLMoeTextConfig(Qwen3VLTextConfig):
                 f"{self.num_hidden_layers} layers"
             )
 
+    def has_balance_loss(self, requested: bool | None) -> bool:
+        return self.output_router_logits if requested is None else requested
+
     def has_experts(self, layer: int) -> bool:
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
 def plain_text(text: dict[str, Any]) -> dict[str, Any]:
-    """Either rotary dialect of a text configuration to `rope_theta` and `mrope_section`.
+    """The text configuration with `rope_theta` and `mrope_section`, from either dialect.
 
     Raises:
-        ValueError: another kind of rotary positions.
+        ValueError: another type of rotary positions, or two values of `rope_theta`.
     """
     found = {name: text.pop(name, None) for name in ("rope_parameters", "rope_scaling")}
     sections = [check_mapping(found[name], f"text_config: {name}") for name in found]
@@ -145,38 +163,38 @@ def plain_text(text: dict[str, Any]) -> dict[str, Any]:
     rope.pop("type", None)
     if kind != "default" or rope.pop("mrope_interleaved", True) is not True:
         raise ValueError(
-            f"text_config: rotary type {kind!r} with mrope_interleaved false or scaled positions "
-            "is not Qwen3-VL's; it has rope_type 'default' and mrope_interleaved true"
+            f"text_config: rotary type {kind!r}, with mrope_interleaved false or scaled positions, "
+            "is not supported: Qwen3-VL has rope_type 'default' and mrope_interleaved true"
         )
-    bases = [part["rope_theta"] for part in (text, rope) if "rope_theta" in part]
+    bases = [values["rope_theta"] for values in (text, rope) if "rope_theta" in values]
     if len(bases) == 2 and bases[0] != bases[1]:
         raise ValueError(
-            f"text_config: rope_theta is {shown(bases[0])}, and in the rotary parameters "
-            f"{shown(bases[1])}: they are one number; keep the right one"
+            f"text_config: rope_theta is {shown(bases[0])} but in the rotary parameters "
+            f"{shown(bases[1])}: both must be equal; keep the right one"
         )
     return text | rope
 
 
 def _fits(section: list[int]) -> bool:
-    """Whether interleaving gives each axis its number: slots turn time, height, width, time..."""
+    """Whether the axes can be interleaved: the order of slots is time, height, width, time, ..."""
     slots = sum(section)
     return all(3 * (count - 1) + axis < slots for axis, count in enumerate(section) if axis)
 
 
 def plain_experts(text: dict[str, Any]) -> dict[str, Any]:
-    """Either dialect of the number of experts to `num_experts`, what has no effect left out.
+    """The text configuration with `num_experts`, from either dialect, without inert keys.
 
     Raises:
-        ValueError: both dialects are there and disagree.
+        ValueError: both dialects are present and disagree.
     """
     text = {name: value for name, value in text.items() if name not in _MOE_INERT_KEYS}
     if text.get("mlp_only_layers", []) is None:
         text["mlp_only_layers"] = []
-    # A reader of either dialect would silently take a default for the other's name.
+    # HF silently uses a default for the name of the other dialect.
     local = text.pop("num_local_experts", None)
     if local is not None and text.setdefault("num_experts", local) != local:
         raise ValueError(
-            f"text_config: num_experts is {text['num_experts']} and num_local_experts {local}: "
-            "they are two names of one number; keep the right one"
+            f"text_config: num_experts is {text['num_experts']} but num_local_experts {local}: "
+            "both must be equal; keep the right one"
         )
     return text

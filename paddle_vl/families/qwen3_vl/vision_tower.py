@@ -1,9 +1,10 @@
-"""The vision tower: patches of any number of images and videos to merged rows and deepstack levels.
+"""Vision tower: patches of images and videos to visual embeddings and deepstack levels.
 
 Shapes: P patches of all items, in merge-block order; U tower width; N heads; H head width;
-M = P / merge^2 merged rows; D decoder width. Attention is full within one frame of one item.
+M = P / merge^2 visual embeddings; D decoder width; G deepstack levels. Attention is full within one
+frame of one image or video.
 
-Source: Qwen3VLVisionModel of HF transformers.
+Source: Qwen3VLVisionModel and Qwen3VLVisionPatchMerger of HF transformers.
 """
 
 from typing import NamedTuple
@@ -13,9 +14,8 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.nn.initializer import Normal
 
-from paddle_vl.batch.vision_layout import VisionLayout
+from paddle_vl.batch.positions import VisionLayout
 from paddle_vl.families.qwen3_vl.config import Qwen3VLVisionConfig
-from paddle_vl.families.qwen3_vl.mergers import PatchMerger
 from paddle_vl.nn.attention import segment_attention
 from paddle_vl.nn.functional import activation
 from paddle_vl.nn.linear import Linear
@@ -24,14 +24,14 @@ from paddle_vl.nn.rope import apply_rotary, vision_cos_sin
 
 
 class VisionFeatures(NamedTuple):
-    """Tower output in item order: `merged` `[M, D]`, `levels` a list of G tensors `[M, D]`."""
+    """Output in the order of items: visual embeddings `[M, D]` and G deepstack levels `[M, D]`."""
 
     merged: Tensor
     levels: list[Tensor]
 
 
 class VisionTower(nn.Layer):
-    """Patch embedding, learned positions, blocks, and a merger at the end and at each level."""
+    """Patch embedding, learned positions, blocks, a merger per deepstack level and a final one."""
 
     def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
@@ -50,8 +50,8 @@ class VisionTower(nn.Layer):
         """Encode a batch of patches.
 
         Args:
-            pixel_values: `[P, 1536]`, each row one patch flattened (channel, frame, y, x).
-            layout: the host's description of the same patches.
+            pixel_values: `[P, patch_dim]` flattened patches (channel, frame, y, x), any float type.
+            layout: host-side description of the same patches.
         """
         x_PU = self.patch_embed(pixel_values.astype(self.patch_embed.weight.dtype))
         x_PU = x_PU + self.pos_embed(layout)
@@ -68,7 +68,7 @@ class VisionTower(nn.Layer):
 
 
 class PositionTable(nn.Layer):
-    """Learned positions on a square grid, read between its points for any frame size."""
+    """Learned positions on a square grid, interpolated for any size of a frame."""
 
     def __init__(self, num_positions: int, width: int, init_std: float):
         super().__init__()
@@ -106,7 +106,7 @@ class VisionBlock(nn.Layer):
 
 
 class VisionAttention(nn.Layer):
-    """Self-attention within segments; the fused projection stacks q, k and v, each head-major."""
+    """Self-attention within segments; the fused projection is (q, k, v), each head-major."""
 
     def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
@@ -127,7 +127,7 @@ class VisionAttention(nn.Layer):
 
 
 class VisionMLP(nn.Layer):
-    """Two linears around the configured GELU (the tanh form in every checkpoint)."""
+    """`fc2(gelu(fc1(x)))` with the configured GELU (tanh in every checkpoint)."""
 
     def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
@@ -138,3 +138,30 @@ class VisionMLP(nn.Layer):
 
     def forward(self, x_PU: Tensor) -> Tensor:
         return self.linear_fc2(self.act(self.linear_fc1(x_PU)))
+
+
+class PatchMerger(nn.Layer):
+    """LayerNorm, concatenation of the patches of a merge block, and an MLP with the erf GELU.
+
+    Args:
+        norm_after_merge: False for the final merger, which normalizes each patch over U before the
+            concatenation; True for deepstack mergers, which normalize over the block after it.
+    """
+
+    def __init__(self, config: Qwen3VLVisionConfig, norm_after_merge: bool):
+        super().__init__()
+        self.norm_after_merge = norm_after_merge
+        self.block_width = config.hidden_size * config.spatial_merge_size**2
+        norm_width = self.block_width if norm_after_merge else config.hidden_size
+        std = config.initializer_range
+        self.norm = LayerNorm(norm_width, 1e-6)
+        self.linear_fc1 = Linear(self.block_width, self.block_width, True, std)
+        self.linear_fc2 = Linear(self.block_width, config.out_hidden_size, True, std)
+
+    def forward(self, x_PU: Tensor) -> Tensor:
+        """`[P, U]` in merge-block order to `[M, D]`."""
+        if self.norm_after_merge:
+            x = self.norm(x_PU.reshape([-1, self.block_width]))
+        else:
+            x = self.norm(x_PU).reshape([-1, self.block_width])
+        return self.linear_fc2(F.gelu(self.linear_fc1(x)))

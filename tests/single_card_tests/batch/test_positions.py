@@ -1,8 +1,13 @@
-"""Rotary positions of text, images and video frames.
+"""Rotary positions, offsets of packed samples, and the layout of patches.
 
-Pinned here: the reference's positions on its own batches (padding on both sides, videos, samples
-without images), the specification's worked example, equality with a token-by-token walk, and clear
-errors. The walk is the rule of the specification, section 6, without any running sum.
+Pinned: the reference's positions on its own batches (padding on both sides, videos, samples without
+images), the specification's worked example, equality with a token-by-token walk, and clear errors.
+Padding is a segment of its own; restarts of text positions give the same offsets; positions of a
+packed sample are those of the sample alone; offsets that do not tile the rows of the batch are
+refused, and so is an image that crosses from one sample into the next; the end of every key's
+segment. Merge-block order, the specification's taps, weights that sum to 1, segments per frame, and
+refusal of grids that merge blocks do not tile. The walk is the rule of the specification, section
+6, without a running sum.
 """
 
 import numpy as np
@@ -11,7 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.positions import (
+    check_offsets,
+    key_ends,
+    mrope_position_ids,
+    restart_offsets,
+    segment_offsets,
+    vision_layout,
+)
 from tests.support.tiny import GOLDEN, IMAGE, VIDEO, token_rows
 
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
@@ -109,3 +121,98 @@ def test_a_run_across_two_rows_is_named():
     ids = token_rows([5, ("image", 1)], [("image", 1), 5])
     with pytest.raises(ValueError, match="not one unbroken run"):
         mrope_position_ids(ids, image_grid_thw=np.array([[1, 2, 4]]), **IDS)
+
+
+def test_offsets_count_all_rows_and_padding():
+    offsets = segment_offsets([[3, 2], [4], [], [6]], 6)
+    assert offsets.dtype == np.int32
+    assert offsets.tolist() == [0, 3, 5, 6, 10, 12, 18, 24]
+
+
+def test_restarts_of_text_positions_are_the_offsets():
+    positions = [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]]
+    assert restart_offsets(np.array(positions)).tolist() == [0, 3, 5, 6, 12, 13, 14, 18]
+
+
+def test_positions_of_a_packed_sample_are_those_of_the_sample_alone():
+    samples = [[1, 2, *[IMAGE] * 6, 3], [4], [5, *[VIDEO] * 2, 6, *[VIDEO] * 2, 7, *[IMAGE] * 4]]
+    images, videos = np.array([[1, 4, 6], [1, 4, 4]]), np.array([[2, 2, 4]])
+    rows = np.zeros((2, 12), dtype=np.int64)
+    rows[0, :10], rows[1, :11] = samples[0] + samples[1], samples[2]
+    offsets = segment_offsets([[9, 1], [11]], 12)
+    mask = np.ones_like(rows)
+    mask[0, 10:], mask[1, 11:] = 0, 0
+    found, deltas = mrope_position_ids(rows, mask, images, videos, **IDS, cu_seqlens=offsets)
+    own_grids = [(images[:1], None), (None, None), (images[1:], videos)]
+    alone = [
+        mrope_position_ids(np.array([ids]), None, *grids, **IDS)
+        for ids, grids in zip(samples, own_grids, strict=True)
+    ]
+    positions = [positions[:, 0] for positions, _ in alone]
+    np.testing.assert_array_equal(found[:, 0, :10], np.concatenate(positions[:2], axis=1))
+    np.testing.assert_array_equal(found[:, 1, :11], positions[2])
+    assert not found[:, mask == 0].any()
+    assert deltas[[0, 1, 3]].tolist() == [int(delta[0]) for _, delta in alone]
+
+
+def test_an_image_across_two_samples_is_refused():
+    ids = np.array([[1, *[IMAGE] * 4, 2]])
+    with pytest.raises(ValueError, match="image item 0 .* not one unbroken run .* in sample 0"):
+        mrope_position_ids(ids, None, np.array([[1, 4, 4]]), **IDS, cu_seqlens=np.array([0, 3, 6]))
+
+
+def test_offsets_that_do_not_tile_the_rows_are_refused():
+    check_offsets(np.array([0, 2, 4, 8]), 2, 4)
+    for offsets in ([0, 4], [1, 4, 8], [0, 4, 4, 8], [0, 5, 4, 8], [8], [[0, 8]]):
+        with pytest.raises(ValueError, match=r"must increase from 0 to 8.*\[2, 4\] batch"):
+            check_offsets(np.array(offsets), 2, 4)
+    with pytest.raises(ValueError, match="crosses token row 4, where a row of 4 tokens begins"):
+        check_offsets(np.array([0, 3, 8]), 2, 4)
+
+
+def test_a_key_is_seen_up_to_the_end_of_its_segment():
+    ends = key_ends(np.array([0, 3, 5, 10]), 5)
+    assert ends.dtype == np.int32
+    assert ends.tolist() == [[3, 3, 3, 5, 5], [5] * 5]
+
+
+def test_patches_come_in_merge_block_order():
+    layout = vision_layout(np.array([[1, 4, 4]]), table_side=6)
+    assert layout.coordinates[:8].tolist() == [
+        [0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3],
+    ]  # fmt: skip
+
+
+def test_taps_of_four_rows_over_a_table_of_six():
+    layout = vision_layout(np.array([[1, 4, 2]]), table_side=6)
+    rows = {}
+    for (y, x), taps, weights in zip(
+        layout.coordinates, layout.tap_rows.T, layout.tap_weights.T, strict=True
+    ):
+        if x == 0:
+            rows[int(y)] = float((taps // 6 * weights).sum())
+    assert rows == pytest.approx({0: 0.0, 1: 5 / 3, 2: 10 / 3, 3: 5.0})
+
+
+def test_weights_sum_to_one_and_taps_stay_inside_the_table():
+    layout = vision_layout(np.array([[1, 2, 2], [3, 6, 14], [1, 30, 4]]), table_side=5)
+    np.testing.assert_allclose(layout.tap_weights.sum(axis=0), 1.0, atol=1e-6)
+    assert layout.tap_rows.min() >= 0
+    assert layout.tap_rows.max() < 25
+
+
+def test_frames_of_a_video_repeat_the_same_patches():
+    layout = vision_layout(np.array([[3, 4, 6]]), table_side=6)
+    frames = layout.coordinates.reshape(3, 24, 2)
+    assert (frames == frames[:1]).all()
+
+
+def test_segments_are_frames_and_equal_neighbours_share_a_run():
+    grids = np.array([[1, 4, 6], [2, 4, 6], [1, 2, 2], [1, 4, 6]])
+    assert vision_layout(grids, table_side=6).segments == ((3, 24), (1, 4), (1, 24))
+
+
+@pytest.mark.parametrize("grid", [[1, 3, 4], [1, 4, 0], [0, 4, 4]])
+def test_a_grid_that_merge_blocks_do_not_tile_is_named(grid):
+    with pytest.raises(ValueError, match=r"vision item 1 has grid .*multiples of the merge size 2"):
+        vision_layout(np.array([[1, 4, 4], grid]), table_side=6)

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 
 
 class NumberDataset:

@@ -11,7 +11,7 @@ import re
 import numpy as np
 import pytest
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from tests.single_card_tests.data.video_files import write_video
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
@@ -55,7 +55,7 @@ BAD_LINES = {
     "missing_image": (question("<image>", images=["gone.png"]), r"gone\.png does not exist"),
     "no_assistant": ({"messages": [user("a")]}, "no assistant turn"),
     "missing_video": (question("<video>", videos=["v.mp4"]), r"v\.mp4 does not exist"),
-    "unsupported": (question(tools=["f"]), "'tools' cannot be used"),
+    "unsupported": (question(tools=["f"]), "'tools' is not supported"),
 }
 
 
@@ -176,7 +176,7 @@ def test_every_limit_either_cuts_without_harm_or_names_it(folder):
             np.testing.assert_array_equal(sample["pixel_values"], whole["pixel_values"][:count])
             outcomes.add(len(grids))
         else:
-            harm = "image 2 in half" if has_target else "every token to learn from"
+            harm = "image 2 in half" if has_target else "every target token"
             lengths = (
                 rf"jsonl:1: .*has {len(whole['input_ids'])} tokens.*data\.max_length is {limit}"
             )
@@ -184,7 +184,7 @@ def test_every_limit_either_cuts_without_harm_or_names_it(folder):
                 dataset[0]
             assert info.value.kind == "too_long"
             outcomes.add(harm)
-    assert outcomes == {1, 2, "image 2 in half", "every token to learn from"}
+    assert outcomes == {1, 2, "image 2 in half", "every target token"}
 
 
 def test_every_limit_keeps_each_kind_whole_or_names_it(folder):

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import WorkerPool
 from paddle_vl.families.qwen3_vl.inputs.collate import VLCollator

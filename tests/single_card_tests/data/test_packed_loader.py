@@ -11,7 +11,7 @@ import json
 import numpy as np
 import pytest
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget, SampleLengths
 from tests.single_card_tests.data.probe_datasets import (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_vl.data import sample_lengths as module
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
@@ -66,7 +66,7 @@ def test_workers_measure_the_same(file, monkeypatch, part):
     wanted = sample_lengths(dataset(file), BUDGET)
     for kept in file.parent.glob(".a.jsonl.lengths-*.npz"):
         kept.unlink()
-    monkeypatch.setattr(module, "_PART", part)
+    monkeypatch.setattr(module, "_CHUNK", part)
     found = sample_lengths(dataset(file), BUDGET, num_workers=1)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
     np.testing.assert_array_equal(found.vision, wanted.vision)
@@ -107,7 +107,7 @@ def with_bad(file):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_bad_sample_fails_with_its_place(with_bad, monkeypatch, num_workers):
-    monkeypatch.setattr(module, "_PART", 2)
+    monkeypatch.setattr(module, "_CHUNK", 2)
     with pytest.raises(BadSampleError, match=r"a\.jsonl:2: image 1 .*broken\.png"):
         sample_lengths(dataset(with_bad), BUDGET, num_workers)
 
@@ -147,4 +147,4 @@ def test_lengths_that_cannot_be_kept_are_measured_all_the_same(file, monkeypatch
 
     monkeypatch.setattr("pathlib.Path.replace", refuse)
     assert (sample_lengths(dataset(file), BUDGET).tokens > 0).all()
-    assert "cannot be kept beside the data (read-only folder)" in caplog.text
+    assert "cannot be cached beside the data (read-only folder)" in caplog.text

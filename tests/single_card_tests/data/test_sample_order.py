@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_vl.data.sample_order import SampleOrder
+from paddle_vl.data.loader import SampleOrder
 
 
 def order(num_samples=10, batch_size=2, **options):
@@ -19,7 +19,7 @@ def order(num_samples=10, batch_size=2, **options):
 
 
 def epoch_of(samples: SampleOrder, epoch: int) -> list[int]:
-    batches = [samples.batch(epoch, number) for number in range(samples.batches_per_epoch)]
+    batches = [samples.batch(epoch, number) for number in range(samples.batches_in(0))]
     return np.concatenate(batches).tolist()
 
 
@@ -38,8 +38,8 @@ def test_ranks_together_see_the_batches_of_one_process(num_samples, batch_size, 
         order(num_samples, batch_size, drop_last=drop_last, rank=rank, size=size)
         for rank in range(size)
     ]
-    assert {rank.batches_per_epoch for rank in ranks} == {one.batches_per_epoch}
-    for batch in range(one.batches_per_epoch):
+    assert {rank.batches_in(0) for rank in ranks} == {one.batches_in(0)}
+    for batch in range(one.batches_in(0)):
         parts = [rank.batch(2, batch).tolist() for rank in ranks]
         assert sorted(number for part in parts for number in part) == sorted(
             one.batch(2, batch).tolist()
@@ -66,7 +66,7 @@ def test_file_order_without_shuffling():
 
 
 def test_rest_of_an_epoch_is_left_out_when_asked():
-    assert [order(5, drop_last=drop).batches_per_epoch for drop in (True, False)] == [2, 3]
+    assert [order(5, drop_last=drop).batches_in(0) for drop in (True, False)] == [2, 3]
 
 
 def test_too_few_samples_for_a_batch_are_refused_with_the_numbers():

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from paddle_vl.data import video_reader
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.video_reader import open_video
 from tests.single_card_tests.data.video_files import write_video
 
@@ -41,7 +41,7 @@ def test_files_that_name_other_files_are_refused(folder, name):
     text, message = NESTING[name]
     (folder / name).write_text(text)
     with pytest.raises(
-        BadSampleError, match=f"the file is .*{message}.* names other files"
+        BadSampleError, match=f"the file is .*{message}.* refers to other files"
     ) as info:
         open_video(folder / name)
     assert info.value.kind == "unreadable_video"
@@ -87,7 +87,7 @@ def test_common_containers_are_opened(tmp_path, name, codec):
 
 def test_frames_of_absurd_size_are_refused(folder, monkeypatch):
     monkeypatch.setattr(video_reader, "_MOST_PIXELS", 100)
-    with pytest.raises(BadSampleError, match="frames of 16 x 16 pixels, and at most 100"):
+    with pytest.raises(BadSampleError, match="frames of 16 x 16 pixels; at most 100"):
         open_video(folder / "real.mp4")
     # A header that says less than the frames.
     monkeypatch.setattr(video_reader, "_check_stream", lambda stream: None)

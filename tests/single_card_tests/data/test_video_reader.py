@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from paddle_vl.data import video_reader
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.video_reader import VideoFrames, frame_rate, open_video
 from tests.single_card_tests.data.video_files import (
     decode_all,
@@ -147,7 +147,7 @@ def bad_files(folder):
         ),
         "mkv": (
             cut_off(write_video(folder / "e.mkv", 40), 0.6), "unreadable_video",
-            r"states \d+ bytes and has \d+: it is cut off",
+            r"states \d+ bytes but has \d+: it is cut off",
         ),
         "damaged": (damaged, "unreadable_video", "decoded|damaged"),
     }  # fmt: skip
@@ -179,7 +179,7 @@ def test_frame_that_is_cut_in_half_is_refused(tmp_path):
 def test_fewer_frames_than_stated_are_told_with_both_numbers(tmp_path):
     video = open_video(write_video(tmp_path / "a.mp4", 12))
     video.num_frames = 15
-    with pytest.raises(BadSampleError, match="states 15 frames and only 12 can be decoded"):
+    with pytest.raises(BadSampleError, match="states 15 frames but only 12 can be decoded"):
         list(video.frames([0, 14]))
 
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import pytest
 
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.data.waiting import AskedBatch, described_wait
-from paddle_vl.data.work_board import AtWork
+from paddle_vl.data.waiting import PendingBatch, describe_wait
+from paddle_vl.data.worker_pool import WorkerProgress
 from tests.single_card_tests.data.probe_datasets import HeldDataset, NumberDataset, stack_numbers
 
 EVALUATE = {"shuffle": False, "drop_last": False, "num_epochs": 1}
@@ -68,30 +68,32 @@ def test_a_process_that_collates_is_at_no_sample():
 
 def test_the_batch_is_the_one_that_is_asked_for_on_its_rank():
     loader = PrefetchLoader(NumberDataset(8), stack_numbers, 2, **EVALUATE, rank=1, size=2)
-    assert loader.waiting_for() == "no batch was asked for"
+    assert loader.waiting_for() == "no batch was requested"
     next(loader), next(loader)
     expected = "batch 1 of epoch 0 of data-parallel rank 1, made from sample 5, sample 7; "
     assert loader.waiting_for().startswith(expected)
 
 
 def test_workers_that_are_at_other_batches_are_told():
-    workers = [AtWork(0, 11, job=3, sample=7), AtWork(1, 12, job=None, sample=None)]
-    text = described_wait(AskedBatch(0, 4, [8], job=4), NumberDataset(9), workers)
+    workers = [WorkerProgress(0, 11, job=3, sample=7), WorkerProgress(1, 12, job=None, sample=None)]
+    text = describe_wait(PendingBatch(0, 4, [8], job=4), NumberDataset(9), workers)
     assert text.endswith(
         "no worker has begun it: worker 0 (process 11) is at sample 7; worker 1 (process 12) has "
         "had no batch yet"
     )
-    none = described_wait(AskedBatch(0, 4, [8], job=4), NumberDataset(9), [])
+    none = describe_wait(PendingBatch(0, 4, [8], job=4), NumberDataset(9), [])
     assert none.endswith("no worker has begun it: none has started")
 
 
 def test_a_worker_behind_its_last_sample_is_between_samples():
-    done = described_wait(AskedBatch(0, 0, [8], job=4), NumberDataset(9), [AtWork(0, 11, 4, None)])
+    done = describe_wait(
+        PendingBatch(0, 0, [8], job=4), NumberDataset(9), [WorkerProgress(0, 11, 4, None)]
+    )
     assert done.endswith("worker 0 (process 11) is between samples")
 
 
 def test_of_many_samples_some_are_shown():
-    text = described_wait(AskedBatch(2, 0, list(range(20)), job=4), NumberDataset(20), [])
+    text = describe_wait(PendingBatch(2, 0, list(range(20)), job=4), NumberDataset(20), [])
     assert "sample 0, sample 1" in text
     assert "sample 7, 12 more" in text
     assert "sample 8" not in text

@@ -1,7 +1,9 @@
-"""Drawing tokens.
+"""Rules on next-token scores, and sampling.
 
-Pinned here: tokens are drawn with their probabilities and never at probability 0, at both ends of
-the uniform number; a row's numbers depend on the seed and its own place only.
+Pinned: every rule, and all of them together, give the values that transformers 5.23 gives (computed
+there and written down); padding of a prompt is no token that was seen, a chosen token is. Tokens
+are drawn with their probabilities and never at probability 0, at both ends of the uniform number; a
+prompt's numbers depend only on the seed and its own place.
 """
 
 import numpy as np
@@ -9,7 +11,109 @@ import paddle
 import pytest
 
 from paddle_vl import GenerationConfig
-from paddle_vl.generation.sampling import RowDraws, TokenChoice, draw_tokens
+from paddle_vl.generation.sampling import LogitsRules, RowDraws, TokenChoice, draw_tokens
+
+OUT = -np.inf
+SCORES = [
+    [2.0, -1.0, 0.5, 3.0, 0.25, -0.5, 1.5, 0.0],
+    [0.0, 1.0, -2.0, 0.75, 2.5, 2.25, -0.25, 1.25],
+]
+PROMPT = np.array([[7, 3, 1, 3], [6, 6, 4, 2]])
+IS_REAL = np.array([[1, 1, 1, 1], [0, 0, 1, 1]], dtype=bool)
+ENDING = {"min_new_tokens": 1, "eos_token_id": [3, 4]}
+
+
+def rules(**settings) -> LogitsRules:
+    config = GenerationConfig(**{"do_sample": True, "top_k": 0, **settings})
+    return LogitsRules(config, PROMPT, IS_REAL, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, SCORES),
+        (
+            {"repetition_penalty": 1.5},
+            [
+                [2.0, -1.5, 0.5, 2.0, 0.25, -0.5, 1.5, 0.0],
+                [0.0, 1.0, -3.0, 0.75, 1.666667, 2.25, -0.25, 1.25],
+            ],
+        ),
+        (
+            ENDING,
+            [
+                [2.0, -1.0, 0.5, OUT, OUT, -0.5, 1.5, 0.0],
+                [0.0, 1.0, -2.0, OUT, OUT, 2.25, -0.25, 1.25],
+            ],
+        ),
+        (
+            {"temperature": 0.5},
+            [
+                [4.0, -2.0, 1.0, 6.0, 0.5, -1.0, 3.0, 0.0],
+                [0.0, 2.0, -4.0, 1.5, 5.0, 4.5, -0.5, 2.5],
+            ],
+        ),
+        (
+            {"top_k": 3},
+            [
+                [2.0, OUT, OUT, 3.0, OUT, OUT, 1.5, OUT],
+                [OUT, OUT, OUT, OUT, 2.5, 2.25, OUT, 1.25],
+            ],
+        ),
+        ({"top_k": 50}, SCORES),
+        (
+            {"top_p": 0.8},
+            [
+                [2.0, OUT, OUT, 3.0, OUT, OUT, 1.5, OUT],
+                [OUT, 1.0, OUT, OUT, 2.5, 2.25, OUT, 1.25],
+            ],
+        ),
+        (
+            {"top_p": 1e-9},
+            [
+                [OUT, OUT, OUT, 3.0, OUT, OUT, OUT, OUT],
+                [OUT, OUT, OUT, OUT, 2.5, OUT, OUT, OUT],
+            ],
+        ),
+        (
+            {"repetition_penalty": 1.5, "temperature": 0.7, "top_k": 5, "top_p": 0.75, **ENDING},
+            [
+                [2.857143, OUT, OUT, OUT, OUT, OUT, 2.142857, OUT],
+                [OUT, OUT, OUT, OUT, OUT, 3.214286, OUT, 1.785714],
+            ],
+        ),
+    ],
+)
+def test_scores_are_those_of_transformers(settings, wanted):
+    found = rules(**settings)(paddle.to_tensor(SCORES)).numpy()
+    np.testing.assert_allclose(found, np.array(wanted, dtype=np.float32), rtol=1e-6)
+
+
+def test_without_sampling_only_penalty_and_ending_tokens_apply():
+    found = rules(do_sample=False, temperature=0.5, top_k=3, top_p=0.8, **ENDING)
+    wanted = rules(**ENDING)(paddle.to_tensor(SCORES))
+    assert found(paddle.to_tensor(SCORES)).equal_all(wanted)
+
+
+def test_scores_equal_to_the_kth_stay():
+    scores = paddle.to_tensor([[1.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]] * 2)
+    found = rules(top_k=2)(scores).numpy()
+    assert np.isfinite(found[0]).tolist() == [False, True, True, True] + [False] * 4
+
+
+def test_a_chosen_token_is_seen_and_counts_towards_the_least_length():
+    penalty = {"repetition_penalty": 2.0}
+    after = rules(**penalty, min_new_tokens=1, eos_token_id=0)
+    assert after(paddle.to_tensor(SCORES))[0, 0].item() == OUT
+    after.append(paddle.to_tensor([0, 5]))
+    found = after(paddle.to_tensor(SCORES)).numpy()
+    wanted = rules(**penalty)(paddle.to_tensor(SCORES)).numpy()
+    wanted[0, 0], wanted[1, 5] = 2.0 / 2, 2.25 / 2
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_scores_are_float32_whatever_the_logits():
+    assert rules()(paddle.to_tensor(SCORES, dtype="float64")).dtype == paddle.float32
 
 
 def test_tokens_come_as_often_as_their_probability_says():

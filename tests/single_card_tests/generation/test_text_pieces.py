@@ -6,7 +6,7 @@ torn apart, and one that never completes is still shown; what is certain is not 
 
 import pytest
 
-from paddle_vl.data.tokenizer import TextTokenizer, train_bpe
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer, train_bpe
 from paddle_vl.generation.text_pieces import text_pieces
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.batch.packing import segment_offsets
+from paddle_vl.batch.positions import segment_offsets
 from paddle_vl.nn import attention
 from paddle_vl.nn.attention import (
     MASKED_SCORE,

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import digits as digits_module
-from digits import make_digits_dataset
+import make_digits_dataset as digits_module
+from make_digits_dataset import make_digits_dataset
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 

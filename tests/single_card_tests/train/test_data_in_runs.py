@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run

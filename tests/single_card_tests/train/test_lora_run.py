@@ -113,7 +113,7 @@ def test_evaluate_generate_and_merge_take_the_run(trained, run_file, tmp_path, c
     for arguments, message in (
         (["merge", str(trained), str(merged)], "is not empty"),
         (["merge", str(merged), str(tmp_path / "other")], "nothing to merge"),
-        (["evaluate", str(merged), *data, "--base", str(merged)], "is a whole model"),
+        (["evaluate", str(merged), *data, "--base", str(merged)], "is a full model"),
     ):
         assert main(arguments) == 1
         assert message in capsys.readouterr().err

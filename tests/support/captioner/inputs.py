@@ -13,9 +13,15 @@ from typing import Annotated, Any, Required, TypedDict
 import numpy as np
 
 from paddle_vl.batch.schema import Array, Axes
-from paddle_vl.data.bad_sample import BadSampleError, sample_at
-from paddle_vl.data.line_index import MAX_LINE_BYTES, LineIndex, SamplesOfLines, parse_object
-from paddle_vl.data.tokenizer import TextTokenizer, train_bpe
+from paddle_vl.data.jsonl import (
+    MAX_LINE_BYTES,
+    BadSampleError,
+    LineIndex,
+    SamplesOfLines,
+    parse_object,
+    sample_at,
+)
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer, train_bpe
 
 END = "<end>"
 IGNORED_LABEL = -100

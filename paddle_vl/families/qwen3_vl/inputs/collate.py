@@ -1,16 +1,17 @@
-"""Samples to one batch: padding, positions, visual indices and the count of targets.
+"""Collators: samples to one batch with padding, positions and visual indices.
 
-Rows hold one sample (`VLCollator`) or several (`PackedCollator`).
+A row of the batch holds one sample (`VLCollator`) or several (`PackedCollator`). The axes of its
+arrays are those of `paddle_vl.batch.schema.VLBatch`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from paddle_vl.batch.packing import segment_offsets
-from paddle_vl.batch.positions import mrope_position_ids
+from paddle_vl.batch.positions import mrope_position_ids, segment_offsets
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
 
 PaddingSide = Literal["left", "right"]
@@ -23,7 +24,7 @@ VISUAL_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_g
 
 
 def pad_rows(rows: Sequence[np.ndarray], length: int, value: int, side: PaddingSide) -> np.ndarray:
-    """Rows of different lengths as one `[B, length]` int64 array, filled up with `value`."""
+    """Rows of different lengths as one `[B, length]` int64 array, padded with `value`."""
     padded = np.full((len(rows), length), value, dtype=np.int64)
     for target, row in zip(padded, rows, strict=True):
         if side == "left":
@@ -35,14 +36,14 @@ def pad_rows(rows: Sequence[np.ndarray], length: int, value: int, side: PaddingS
 
 @dataclass(frozen=True)
 class VLCollator:
-    """Makes the model's batch from samples of `Qwen3VLProcessor.encode_sample`.
+    """Collates samples of `Qwen3VLProcessor.encode_sample`.
 
     Attributes:
         pad_token_id, image_token_id, video_token_id: token ids.
         spatial_merge_size: patches per side of a visual token.
         padding_side: where padding goes.
         pad_to_multiple_of: the padded length is a multiple of it.
-        part: the rows of this model-parallel rank, for the visual indices.
+        part: this model-parallel rank's shard of the token rows, for the visual indices.
     """
 
     pad_token_id: int
@@ -57,29 +58,27 @@ class VLCollator:
         self,
         samples: Sequence[dict[str, np.ndarray]],
         segments: Sequence[Sequence[int]] | None = None,
-    ) -> dict[str, Any]:
+    ) -> VLBatch:
         """Collate samples.
 
         Args:
-            samples: input_ids and labels `[L]`; optionally pixel_values and image_grid_thw, and
-                pixel_values_videos and video_grid_thw.
-            segments: of rows that hold several samples, the length of each.
+            samples: input_ids and labels `[L]` int64; optionally pixel_values and image_grid_thw,
+                and pixel_values_videos and video_grid_thw.
+            segments: for packed rows, the lengths of the samples in each.
 
         Returns:
-            input_ids, attention_mask, labels `[B, L]` and position_ids `[3, B, L]`, all int64; the
-            visual arrays of the samples that have any, concatenated; visual_update_indices,
-            visual_gather_indices and, with images and videos, visual_source_indices;
-            num_target_tokens and has_left_padding as Python values; with `segments` their
-            offsets, cu_seqlens `[S + 1]` int32.
+            All required fields of a `VLBatch`; pixels and grids if samples have any; the visual
+            indices, `visual_source_indices` only with images and videos; `cu_seqlens` only with
+            `segments`.
 
         Raises:
-            ValueError: no sample, placeholders that do not match the grids, or B * L that `part`
-                does not divide.
+            ValueError: no sample, placeholders that do not match the grids, or B * L token rows
+                that `part` does not divide.
         """
         if not samples:
             raise ValueError("cannot collate a batch without samples")
         ids = [sample["input_ids"] for sample in samples]
-        # A packed row may be all padding.
+        # A packed row may be padding only.
         longest = max(1, *(len(row) for row in ids))
         length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         side = self.padding_side
@@ -116,7 +115,7 @@ class VLCollator:
         )
         batch["num_target_tokens"] = int(np.count_nonzero(batch["labels"][:, 1:] != IGNORED_LABEL))
         batch["has_left_padding"] = bool((batch["attention_mask"][:, 0] == 0).any())
-        return batch
+        return cast(VLBatch, batch)
 
     def _num_rows(self, grid_thw: np.ndarray | None) -> int:
         if grid_thw is None:
@@ -126,26 +125,25 @@ class VLCollator:
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Makes the model's batch from rows of several samples, one behind the other.
+    """Collates rows of several concatenated samples.
 
-    Positions begin anew in each sample, attention does not leave it, and its first token is no
-    target: it would be predicted from the sample before. Padding at the end of a row is a segment
-    of its own.
+    Positions restart in each sample, attention stays within it, and its first token is no target,
+    because it would be predicted from the previous sample. Padding is a segment of its own.
 
     Attributes:
-        collator: one that pads at the right.
+        collator: collator of the concatenated rows; pads at the right.
     """
 
     collator: VLCollator
 
-    def __call__(self, rows: Sequence[Sequence[dict[str, np.ndarray]]]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Sequence[dict[str, np.ndarray]]]) -> VLBatch:
         """Collate rows.
 
         Args:
-            rows: the samples of each row, in order; a row without one is all padding.
+            rows: the samples of each row, in order; an empty row becomes padding.
 
         Returns:
-            As `VLCollator`, and cu_seqlens `[S + 1]` int32, see `paddle_vl.batch.packing`.
+            As `VLCollator`, with `cu_seqlens`.
         """
         segments = [[len(sample["input_ids"]) for sample in row] for row in rows]
         return self.collator([_joined(row) for row in rows], segments)
@@ -153,11 +151,11 @@ class PackedCollator:
 
 def _joined(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     if not samples:
-        nothing = np.zeros(0, dtype=np.int64)
-        return {"input_ids": nothing, "labels": nothing}
+        empty = np.zeros(0, dtype=np.int64)
+        return {"input_ids": empty, "labels": empty}
     labels = [sample["labels"].copy() for sample in samples]
-    for own in labels:
-        own[0] = IGNORED_LABEL
+    for labels_L in labels:
+        labels_L[0] = IGNORED_LABEL
     row = {
         "input_ids": np.concatenate([sample["input_ids"] for sample in samples]),
         "labels": np.concatenate(labels),

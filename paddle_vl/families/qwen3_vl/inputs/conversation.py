@@ -1,6 +1,6 @@
-"""Chat messages to turns: roles, text, and which image or video stands where.
+"""Conversations: turns of text, images and videos, parsed from chat messages.
 
-Two spellings are read, the JSONL format of PaddleFormers and ms-swift and the message lists of HF:
+Two dialects are read, the JSONL format of PaddleFormers and ms-swift and the message lists of HF:
 
     {"messages": [{"role": "user", "content": "<image>What is this?"},
                   {"role": "assistant", "content": "A cat."}], "images": ["cat.png"]}
@@ -9,65 +9,142 @@ Two spellings are read, the JSONL format of PaddleFormers and ms-swift and the m
                                                {"type": "text", "text": "What is this?"}]}, ...]}
 
 In the first, `<image>` and `<video>` tags take the entries of `images` and `videos` in order. In
-the second, text is literal (no tags), and a part without a source of its own takes the next entry.
-`record_keys` says which other entries are honoured and which refused.
+the second, text is literal (no tags), and an image or video without a source takes the next entry.
+`record_keys` defines which further keys are read and which are refused.
 """
 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.line_index import parse_object
-from paddle_vl.data.media_path import MediaFolder
-from paddle_vl.data.video_reader import VideoFrames
+from paddle_vl.data.jsonl import BadSampleError, parse_object
+from paddle_vl.data.media_file import ImageSource, MediaFolder
+from paddle_vl.data.video_reader import VideoFrames, VideoSource
 from paddle_vl.families.qwen3_vl.inputs.record_keys import (
     RECORD_KEYS,
+    SOURCE_KEYS,
     check_box_tags,
     check_message_keys,
+    check_part_keys,
     check_record_keys,
     is_target,
     listed_targets,
-    refuse_unknown,
     role_remedy,
 )
-from paddle_vl.families.qwen3_vl.inputs.turns import Conversation, ImagePart, Part, Turn, VideoPart
+
+
+class ImagePart(NamedTuple):
+    """An image within a turn."""
+
+    source: ImageSource
+
+
+class VideoPart(NamedTuple):
+    """A video within a turn."""
+
+    source: VideoSource
+
+
+Part = str | ImagePart | VideoPart
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message: its role, and text, images and videos in reading order.
+
+    Attributes:
+        is_target: whether an assistant's turn is a training target.
+    """
+
+    role: str
+    parts: tuple[Part, ...]
+    is_target: bool = True
+
+    @property
+    def text(self) -> str:
+        """The text without images and videos."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A validated conversation.
+
+    Attributes:
+        turns: only the first may be a system turn.
+        extra: keys of the record that are neither messages nor media, such as `task`.
+    """
+
+    turns: tuple[Turn, ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def images(self) -> list[ImageSource]:
+        """Sources of all images in reading order."""
+        return self._sources(ImagePart)
+
+    @property
+    def videos(self) -> list[VideoSource]:
+        """Sources of all videos in reading order."""
+        return self._sources(VideoPart)
+
+    def _sources(self, kind: type) -> list[Any]:
+        return [part.source for turn in self.turns for part in turn.parts if isinstance(part, kind)]
+
+    def prompt_and_answer(self) -> tuple["Conversation", str]:
+        """The turns before the last target, and the text of that target.
+
+        Raises:
+            BadSampleError: there is no target.
+        """
+        self.check_targets()
+        last = self.targets[-1]
+        return replace(self, turns=self.turns[:last]), self.turns[last].text
+
+    @property
+    def targets(self) -> list[int]:
+        """Numbers of the turns that are training targets."""
+        turns = enumerate(self.turns)
+        return [i for i, turn in turns if turn.role == "assistant" and turn.is_target]
+
+    def check_targets(self) -> None:
+        """Check that there is a training target.
+
+        Raises:
+            BadSampleError: no assistant turn, no target among them, or an empty target.
+        """
+        answers = [i for i, turn in enumerate(self.turns) if turn.role == "assistant"]
+        if not answers:
+            raise BadSampleError(
+                "no_assistant",
+                "the conversation has no assistant turn, so no training target: add an answer",
+            )
+        if not self.targets:
+            raise BadSampleError(
+                "no_target",
+                f"none of the {len(answers)} assistant turn(s) is a training target (by 'loss', "
+                "'weight' or 'label'): leave the sample out, or set one to true",
+            )
+        for i in self.targets:
+            if not self.turns[i].text:
+                raise BadSampleError(
+                    "empty_answer",
+                    f"the answer in turn {i + 1} is empty, so that only the end token would be "
+                    "learned: write an answer, set its 'loss' to false, or leave the turn out",
+                )
+
 
 ROLES = ("system", "user", "assistant")
 
 _TAG = re.compile(r"<(image|video)>")
-# Keys of a part that hold its source; HF and OpenAI spell it in these ways.
-_SOURCE_KEYS = {
-    "image": ("image", "path", "url", "image_url"),
-    "video": ("video", "path", "url"),
-}
-_PART_KEYS = {kind: ("type", *keys) for kind, keys in _SOURCE_KEYS.items()} | {
-    "text": ("type", "text")
-}
-
-
 _PART_TYPES = {"image": ImagePart, "video": VideoPart}
-# What other readers of messages set for one image or video. Left out silently, another size or
-# number of frames would be trained on than its author meant.
-_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-_PART_SETTINGS = {
-    "image": _SIZES,
-    "video": (
-        "fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pixels", "video_start",
-        "video_end", *_SIZES,
-    ),
-}  # fmt: skip
-_SETTINGS_FOR_ALL = {
-    "image": "data.max_pixels or data.min_pixels",
-    "video": "data.video_fps, data.video_max_frames or data.video_max_pixels",
-}
-# Sources that are not file names.
+# Sources in memory instead of file names.
 _IN_MEMORY = (Image.Image, np.ndarray, VideoFrames)
 
 
@@ -75,11 +152,11 @@ def parse_line(line: bytes, directory: Path, allow_outside: bool = True) -> Conv
     """Parse one line of a JSONL file.
 
     Args:
-        directory: where relative paths start; the file's own directory.
-        allow_outside: whether images and videos may lie elsewhere.
+        directory: folder that relative paths start from; the data file's own.
+        allow_outside: whether paths may lead out of it.
 
     Raises:
-        BadSampleError: naming the fault.
+        BadSampleError: as `parse_record`, or broken JSON.
     """
     return parse_record(parse_object(line, "'messages'"), directory, allow_outside)
 
@@ -92,27 +169,26 @@ def parse_record(
     Args:
         record: `messages`, and optionally `images`, `videos`, `system` and `label`; sources may
             also be PIL images, arrays or `VideoFrames`.
-        directory: where relative paths start; None leaves them as they are.
-        allow_outside: whether paths may lead out of the directory.
+        directory: folder that relative paths start from; None leaves paths as they are.
+        allow_outside: whether paths may lead out of it.
 
     Raises:
-        BadSampleError: a missing or mistyped entry, an unknown role, an entry that nothing here
-            renders, a number of tags that differs from the number of images or videos, or a path
-            that is none.
+        BadSampleError: a missing or mistyped key, an unknown role, a refused key, a number of tags
+            that differs from the number of images or videos, or an unusable path.
     """
     if "messages" not in record:
         raise BadSampleError(
-            "missing_key", f"the record has no 'messages'; it has {sorted(record)}"
+            "missing_key", f"the record has no 'messages'; its keys are {sorted(record)}"
         )
     messages = record["messages"]
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise BadSampleError("missing_key", "'messages' must be a list with at least one message")
     check_record_keys(record)
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
-    learned = listed_targets(record, roles)
+    labels = listed_targets(record, roles)
     turns = [
-        _parse_message(message, number, target)
-        for number, (message, target) in enumerate(zip(messages, learned, strict=True), start=1)
+        _parse_message(message, number, label)
+        for number, (message, label) in enumerate(zip(messages, labels, strict=True), start=1)
     ]
     turns = _with_system(turns, record.get("system"))
     listed = {kind: _listed(record, kind, turns) for kind in _PART_TYPES}
@@ -126,12 +202,12 @@ def parse_record(
 
 
 def _with_system(turns: list[Turn], text: Any) -> list[Turn]:
-    """The turns with the record's own system message in front."""
+    """The turns, with the record's `system` text as first turn."""
     if text is None or text == "":
         return turns
     if not isinstance(text, str):
         raise BadSampleError(
-            "missing_key", f"'system' is of type {type(text).__name__}; a text is needed"
+            "missing_key", f"'system' is of type {type(text).__name__}; a string is needed"
         )
     check_box_tags(text, "'system'")
     system = Turn("system", tuple(_split_tags(text)), is_target=False)
@@ -140,13 +216,13 @@ def _with_system(turns: list[Turn], text: Any) -> list[Turn]:
     if turns[0] != system:
         raise BadSampleError(
             "two_systems",
-            "the record has 'system' and another text in its system message: keep one of them",
+            "the record has 'system' and a system message with another text: keep one of them",
         )
     return turns
 
 
 def _listed(record: Mapping[str, Any], kind: str, turns: Sequence[Turn]) -> Iterator[Any]:
-    """The entries of `images` or `videos`, as many as there are places for them."""
+    """The entries of `images` or `videos`, one for each place without a source."""
     sources = record.get(f"{kind}s")
     sources = [] if sources is None else sources
     if isinstance(sources, str) or not isinstance(sources, Sequence):
@@ -156,27 +232,29 @@ def _listed(record: Mapping[str, Any], kind: str, turns: Sequence[Turn]) -> Iter
         raise BadSampleError(
             "tag_count",
             f"{places} {kind} place(s) (<{kind}> tags, or {kind} parts without a source) but "
-            f"{len(sources)} entries in '{kind}s'; they are matched in order, so the numbers must "
-            "be equal",
+            f"{len(sources)} entries in '{kind}s'; they are matched in order and must be equal in "
+            "number",
         )
     return iter(sources)
 
 
-def _parse_message(message: Any, number: int, listed: bool | None) -> Turn:
-    """A turn whose parts have their own source, or None for the next of `images` or `videos`.
+def _parse_message(message: Any, number: int, label: bool | None) -> Turn:
+    """A turn; images and videos without a source of their own get None, see `_fill`.
 
     Args:
-        listed: whether the record's `label` says that it is a target.
+        number: place of the message, from 1.
+        label: the record's `label` for this message, None without.
     """
     where = f"message {number}"
     if not isinstance(message, Mapping):
         raise BadSampleError(
-            "missing_key", f"{where} is a {type(message).__name__}; an object is needed"
+            "missing_key", f"{where} is a {type(message).__name__}; a JSON object is needed"
         )
     check_message_keys(message, where)
     for key in ("role", "content"):
         if message.get(key) is None:
-            raise BadSampleError("missing_key", f"{where} has no {key!r}; it has {sorted(message)}")
+            reason = f"{where} has no {key!r}; its keys are {sorted(message)}"
+            raise BadSampleError("missing_key", reason)
     role, content = message["role"], message["content"]
     if role not in ROLES:
         raise BadSampleError(
@@ -186,7 +264,7 @@ def _parse_message(message: Any, number: int, listed: bool | None) -> Turn:
         )
     if role == "system" and number > 1:
         raise BadSampleError(
-            "unknown_role", f"{where} has role 'system', which only the first message may have"
+            "unknown_role", f"{where} has role 'system'; only the first message may have it"
         )
     if isinstance(content, str):
         check_box_tags(content, where)
@@ -196,20 +274,20 @@ def _parse_message(message: Any, number: int, listed: bool | None) -> Turn:
     else:
         raise BadSampleError(
             "missing_key",
-            f"{where} has content of type {type(content).__name__}; text or a list is needed",
+            f"{where} has content of type {type(content).__name__}; a string or list is needed",
         )
     kinds = [_kind(part) for part in parts if not isinstance(part, str)]
     if role == "assistant" and kinds:
         raise BadSampleError(
             "tag_count",
-            f"{where} is an assistant's and has a part of kind {kinds[0]} (or an <{kinds[0]}> "
-            "tag); the model answers in text only: put it into a user or system message",
+            f"{where} has role 'assistant' and a part of type {kinds[0]} (or an <{kinds[0]}> tag); "
+            "the model answers in text only: move it to a user or system message",
         )
-    return Turn(role, parts, is_target(message, where, listed))
+    return Turn(role, parts, is_target(message, where, label))
 
 
 def _split_tags(content: str) -> Iterator[Part]:
-    """Text and places of a tagged string, without empty text."""
+    """Non-empty text and media places of a string with tags."""
     for index, piece in enumerate(_TAG.split(content)):
         if index % 2:
             yield _PART_TYPES[piece](None)
@@ -221,10 +299,10 @@ def _parse_part(part: Any, where: str) -> Part:
     kind = part.get("type") if isinstance(part, Mapping) else None
     kind = "image" if kind == "image_url" else kind
     if kind == "text" and isinstance(part.get("text"), str):
-        _check_part_keys(part, kind, where)
+        check_part_keys(part, kind, where)
         return part["text"]
     if isinstance(kind, str) and kind in _PART_TYPES:
-        _check_part_keys(part, kind, where)
+        check_part_keys(part, kind, where)
         return _PART_TYPES[kind](_own_source(part, kind))
     raise BadSampleError(
         "missing_key",
@@ -233,22 +311,8 @@ def _parse_part(part: Any, where: str) -> Part:
     )
 
 
-def _check_part_keys(part: Mapping[str, Any], kind: str, where: str) -> None:
-    ignored = [key for key in _PART_SETTINGS.get(kind, ()) if part.get(key) is not None]
-    if ignored:
-        raise BadSampleError(
-            "unsupported",
-            f"{where} has a {kind} part with {', '.join(ignored)}, which cannot be set for one "
-            f"{kind}; set {_SETTINGS_FOR_ALL[kind]} for all",
-        )
-    for key, value in part.items():
-        # Tables that are written as JSON give every part the keys of all others, as null.
-        if key not in _PART_KEYS[kind] and value is not None:
-            refuse_unknown(key, f"a part of type {kind} of {where}", _PART_KEYS[kind])
-
-
 def _own_source(part: Mapping[str, Any], kind: str) -> Any:
-    return next((part[key] for key in _SOURCE_KEYS[kind] if part.get(key) is not None), None)
+    return next((part[key] for key in SOURCE_KEYS[kind] if part.get(key) is not None), None)
 
 
 def _fill(part: Part, listed: Mapping[str, Iterator[Any]], folder: MediaFolder) -> Part:
@@ -266,7 +330,7 @@ def _fill(part: Part, listed: Mapping[str, Iterator[Any]], folder: MediaFolder) 
     if text.startswith(("http://", "https://", "data:")):
         raise BadSampleError(
             "unsupported",
-            f"{kind} {text[:80]!r} is not a file; save it as one and write its path",
+            f"{kind} {text[:80]!r} is not a file name; save it as a file and write its path",
         )
     return part._replace(source=folder.path(text, kind))
 

@@ -1,4 +1,4 @@
-"""HF's preprocessor files: what images and videos have in common in them, read and checked."""
+"""HF's preprocessor files: the settings that image and video processors share."""
 
 import json
 from pathlib import Path
@@ -11,39 +11,41 @@ from paddle_vl.files.checked_values import Range, check_mapping, check_values
 from paddle_vl.files.json_file import read_json_object, shown
 from paddle_vl.files.named_errors import write_text
 
-# Where transformers 5 keeps all settings together, each under the name of its part.
+# File of transformers 5 with the settings of all processors, each under its name.
 NESTED_CONFIG_FILE = "processor_config.json"
 
 _REMEDY = "copy it from the checkpoint"
 _RANGES = {
-    # What is smaller is enlarged to it: 4096 x 4096 pixels.
+    # Smaller images are enlarged to it: at most 4096 x 4096 pixels.
     "min_pixels": Range(1, 1 << 24),
     "max_pixels": Range(1, 1 << 40),
     "patch_size": Range(1, 256),
     "temporal_patch_size": Range(1, 64),
     "merge_size": Range(1, 64),
     "image_mean": Range(-10, 10),
-    # Pixels lie between 0 and 1; beyond such numbers they would all be one value, or overflow.
+    # Pixels lie in [0, 1]; outside this range they would become one value, or overflow.
     "image_std": Range(1e-4, 1e4),
     "fps": Range(0, 1000, is_above=True),
     "min_frames": Range(1, 1 << 20),
     "max_frames": Range(1, 1 << 20),
 }
-# Of a visual token, which the smallest image is enlarged to.
+# Limit of the pixels of one visual token, which is the smallest image.
 _MOST_TOKEN_PIXELS = 1 << 24
 _REQUIRED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
-def find_settings(directory: Path, file_name: str, part: str) -> tuple[Path, dict[str, Any]] | None:
-    """The file that holds the settings of a part, and its settings; None where there is none.
+def find_settings(
+    directory: Path, file_name: str, processor: str
+) -> tuple[Path, dict[str, Any]] | None:
+    """The file that has the settings of a processor, and these settings; None if there is none.
 
     Args:
-        file_name: the part's own file, which is looked for first.
-        part: its name in `processor_config.json`.
+        file_name: the processor's own file, which is preferred.
+        processor: its key in `processor_config.json`.
 
     Raises:
         RuntimeError: a file cannot be read, or is damaged.
-        ValueError: a part's settings are something else.
+        ValueError: the settings are not a JSON object.
     """
     path = directory / file_name
     if path.is_file():
@@ -51,20 +53,19 @@ def find_settings(directory: Path, file_name: str, part: str) -> tuple[Path, dic
     nested = directory / NESTED_CONFIG_FILE
     if nested.is_file():
         outer = read_json_object(nested, "a processor's settings", _REMEDY)
-        if part in outer:
-            return nested, check_mapping(outer[part], f"{nested}: {part}")
+        if processor in outer:
+            return nested, check_mapping(outer[processor], f"{nested}: {processor}")
     return None
 
 
 def common_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Pixel budget, patch sizes, mean and standard deviation, by the names of our fields.
+    """Pixel limits, patch sizes, mean and standard deviation under the names of our fields.
 
-    The budget is read in either dialect: `size` with `shortest_edge` and `longest_edge` (numbers of
-    pixels, despite the names), or `min_pixels` and `max_pixels`; where both stand the latter win,
-    as in HF.
+    The limits are read in either dialect: `size` with `shortest_edge` and `longest_edge` (numbers
+    of pixels, despite the names), or `min_pixels` and `max_pixels`, which take precedence as in HF.
 
     Raises:
-        ValueError: naming every setting that is missing.
+        ValueError: settings are missing; all are named.
     """
     size = config.get("size") or {}
     if not isinstance(size, dict):
@@ -96,14 +97,14 @@ def common_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
 def refuse_unsupported(
     config: dict[str, Any], name: str, *, always_on: tuple[str, ...], either: tuple[str, ...] = ()
 ) -> None:
-    """Raise for every setting that would change the pixels and is not implemented.
+    """Raise for settings that would change the pixels and are not supported.
 
     Args:
-        always_on: steps that are always done here.
-        either: steps that a checkpoint may turn off.
+        always_on: steps that cannot be turned off.
+        either: steps that can be turned off.
 
     Raises:
-        ValueError: naming all of them.
+        ValueError: with all such settings.
     """
     refused = [
         f"{key} = {shown(value)}"
@@ -125,11 +126,36 @@ def refuse_unsupported(
     ):
         refused.append(f"rescale_factor = {shown(scale)} (only 1/255)")
     if refused:
-        raise ValueError(f"{name} asks for what is not implemented here: {'; '.join(refused)}")
+        raise ValueError(f"{name} has settings that are not supported: {'; '.join(refused)}")
+
+
+def hf_settings(settings: Any, kind: dict[str, str]) -> dict[str, Any]:
+    """The settings of a processor in the dialect of the published Qwen3-VL checkpoints.
+
+    Args:
+        settings: a dataclass with the fields of `common_settings` and `source_config`.
+        kind: name of HF's class, which `source_config` overrides.
+    """
+    kept = {
+        key: value
+        for key, value in settings.source_config.items()
+        if key not in ("min_pixels", "max_pixels")
+    }
+    return {
+        **kind,
+        "processor_class": "Qwen3VLProcessor",
+        **kept,
+        "size": {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels},
+        "patch_size": settings.patch_size,
+        "temporal_patch_size": settings.temporal_patch_size,
+        "merge_size": settings.merge_size,
+        "image_mean": list(settings.image_mean),
+        "image_std": list(settings.image_std),
+    }
 
 
 def write_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Write a settings file, and its folder where it is new."""
+    """Write a settings file, and its folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(settings, indent=2) + "\n")
 
@@ -139,14 +165,14 @@ def _first(*values: Any) -> Any:
 
 
 def check_settings(settings: Any, where: str) -> None:
-    """Refuse numbers of an image or video processor that make no sense.
+    """Refuse settings of an image or video processor that are out of range.
 
     Args:
         settings: a dataclass with the fields of `common_settings`.
-        where: what they are from, for the message.
+        where: prefix of the message.
 
     Raises:
-        ValueError: naming every setting, its value and what is needed.
+        ValueError: with every such setting, its value and what is needed.
     """
     check_values(settings, where, _RANGES)
     side = settings.patch_size * settings.merge_size
@@ -154,5 +180,5 @@ def check_settings(settings: Any, where: str) -> None:
         raise ValueError(
             f"{where + ': ' if where else ''}patch_size {settings.patch_size}, merge_size "
             f"{settings.merge_size} and temporal_patch_size {settings.temporal_patch_size} give a "
-            f"token more than {_MOST_TOKEN_PIXELS:,} pixels; correct them"
+            f"visual token more than {_MOST_TOKEN_PIXELS:,} pixels; correct them"
         )

@@ -1,4 +1,7 @@
-"""Qwen3-VL's processor: tokenizer, image and video processors and chat template, in HF's files."""
+"""Qwen3-VL's processor: tokenizer, image and video processors and chat template, in HF's files.
+
+Shapes: B conversations, L length, P patches, n images or videos.
+"""
 
 import hashlib
 import json
@@ -11,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.data.image_file import ImageSource
-from paddle_vl.data.tokenizer import TextTokenizer
+from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
 from paddle_vl.families.qwen3_vl.inputs.collate import VISUAL_KEYS, pad_rows
-from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
+from paddle_vl.families.qwen3_vl.inputs.conversation import Conversation, parse_record
 from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
-from paddle_vl.families.qwen3_vl.inputs.template import (
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import (
     CONTROL_TOKENS,
     END_OF_TEXT,
     IM_END,
@@ -27,16 +29,16 @@ from paddle_vl.families.qwen3_vl.inputs.template import (
     VISION_END,
     VISION_START,
     ChatTemplate,
+    TextTokenizer,
     VideoPrompt,
 )
-from paddle_vl.families.qwen3_vl.inputs.turns import Conversation
 from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
 from paddle_vl.files.json_file import parse_json_object, read_text
 from paddle_vl.files.named_errors import write_text
 
 Message = Mapping[str, Any]
 
-# Files of a checkpoint that are carried along as they are: other programs read them.
+# Files of a checkpoint that are copied unchanged, for other programs.
 _CARRIED_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -47,13 +49,13 @@ _CARRIED_FILES = (
 
 
 class Qwen3VLProcessor:
-    """Conversations, images and videos to model inputs.
+    """Encodes conversations with images and videos.
 
     Attributes:
-        tokenizer, image_processor, video_processor: the parts.
+        tokenizer, image_processor, video_processor: the components.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, pad_token_id:
             ids of the control tokens, found by name.
-        eos_token_ids: ids that end an answer: the turn's end first, then the text's.
+        eos_token_ids: ids of `<|im_end|>` and `<|endoftext|>`, which end an answer.
     """
 
     def __init__(
@@ -63,15 +65,14 @@ class Qwen3VLProcessor:
         video_processor: VideoProcessor | None = None,
         carried_files: Mapping[str, str] | None = None,
     ):
-        """Join the parts.
+        """Combine the components.
 
         Args:
-            video_processor: None for one that cuts videos as images are cut, see
-                `VideoProcessor.like_images`.
-            carried_files: name to text of further files that `save_pretrained` writes as they are.
+            video_processor: None for `VideoProcessor.like_images`.
+            carried_files: name to text of further files that `save_pretrained` writes unchanged.
 
         Raises:
-            ValueError: the tokenizer lacks a control token; it is named.
+            ValueError: the tokenizer lacks a control token.
         """
         self.tokenizer = tokenizer
         self.image_processor = image_processor
@@ -102,17 +103,16 @@ class Qwen3VLProcessor:
         """Read the processor files of a checkpoint directory.
 
         Args:
-            min_pixels, max_pixels: replace the checkpoint's area of an image; pixels.
-            video_fps: replaces how many frames are taken per second of video.
-            video_min_frames, video_max_frames: replace the bounds of how many are taken.
-            video_min_pixels, video_max_pixels: replace frames x height x width of a video.
+            min_pixels, max_pixels: override the area of an image; pixels.
+            video_fps: overrides the frames sampled per second of video.
+            video_min_frames, video_max_frames: override the bounds of sampled frames.
+            video_min_pixels, video_max_pixels: override frames x height x width of a video; pixels.
 
         Raises:
-            RuntimeError: `tokenizer.json` or `preprocessor_config.json` is missing or broken.
-            ValueError: a setting is missing or cannot be honoured, or a control token is missing.
+            RuntimeError: `tokenizer.json` or `preprocessor_config.json` is missing or damaged.
+            ValueError: a setting is missing or not supported, or a control token is missing.
         """
         directory = Path(directory)
-        tokenizer = TextTokenizer.from_file(directory)
         image_processor = ImageProcessor.from_pretrained(
             directory, min_pixels=min_pixels, max_pixels=max_pixels
         )
@@ -131,13 +131,13 @@ class Qwen3VLProcessor:
             if (directory / name).is_file()
         }
         _warn_of_other_template(_template_text(carried, directory), directory)
+        tokenizer = TextTokenizer.from_file(directory)
         return cls(tokenizer, image_processor, video_processor, carried)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write the processor in HF's files and names.
+        """Write the processor under HF's file names.
 
-        Files of the checkpoint that it was read from are written back unchanged; for a new
-        tokenizer they are made.
+        Tokenizer files of a checkpoint are written unchanged; those of a new tokenizer generated.
         """
         directory = Path(directory)
         self.tokenizer.save(directory)
@@ -155,9 +155,9 @@ class Qwen3VLProcessor:
         """One training sample.
 
         Returns:
-            input_ids and labels `[L]` int64 (labels not shifted, -100 outside answers); when
-            there are images, pixel_values `[P, 1536]` float32 and image_grid_thw `[n, 3]` int64;
-            when there are videos, pixel_values_videos and video_grid_thw.
+            input_ids and labels `[L]` int64 (labels not shifted, -100 outside targets); with
+            images, pixel_values `[P, 1536]` float32 and image_grid_thw `[n, 3]` int64; with videos,
+            pixel_values_videos and video_grid_thw likewise.
 
         Raises:
             BadSampleError: an image or video cannot be used, or text contains a special token.
@@ -166,22 +166,21 @@ class Qwen3VLProcessor:
         return self._encode(conversation, add_generation_prompt=False)
 
     def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
-        """A training sample without its pixels, which are not read: zeros stand for them that take
-        no memory. An image's height and width may be exchanged in its grid; sizes are right.
+        """A training sample from the headers of its images and videos, to measure its length.
 
-        Raises:
-            BadSampleError, RuntimeError: as `encode_sample`, as far as headers of files show it.
+        Pixels are broadcast zeros. Height and width may be exchanged in a grid. Errors are those of
+        `encode_sample` that headers show.
         """
         return self._encode(conversation, add_generation_prompt=False, with_pixels=False)
 
     def encode_prompts(
         self, conversations: Sequence[Conversation], *, add_generation_prompt: bool = True
     ) -> dict[str, np.ndarray]:
-        """A left-padded batch to continue by generation.
+        """A left-padded batch for generation.
 
         Returns:
-            input_ids and attention_mask `[B, L]` int64 and, when there are images or videos, the
-            pixels and grids of all of them, in order.
+            input_ids and attention_mask `[B, L]` int64; with images or videos, the pixels and
+            grids of all of them, in order. Errors are those of `encode_sample`.
         """
         if not conversations:
             raise ValueError("no conversation given: at least one is needed")
@@ -213,9 +212,9 @@ class Qwen3VLProcessor:
 
         Args:
             messages: one conversation (a list of messages) or several (a list of lists).
-            images: for `<image>` tags and image parts without a source, in order: a list, or for
-                several conversations a list of lists. Paths, PIL images or uint8 arrays.
-            videos: the same for `<video>` tags. Paths, `VideoFrames` or uint8 arrays of frames.
+            images: paths, PIL images or uint8 arrays for `<image>` tags and image parts without a
+                source, in order; for several conversations a list of lists.
+            videos: the same for videos: paths, `VideoFrames` or uint8 arrays of frames.
 
         Returns:
             As `encode_prompts`.
@@ -240,7 +239,7 @@ class Qwen3VLProcessor:
         return self.encode_prompts(conversations, add_generation_prompt=add_generation_prompt)
 
     def fingerprint(self) -> str:
-        """Changes with the tokenizer and with the settings of the image and video processors."""
+        """Hash of the tokenizer and of the settings of the image and video processors."""
         settings = [self.image_processor.to_dict(), self.video_processor.to_dict()]
         content = self.tokenizer.to_json() + json.dumps(settings, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
@@ -322,7 +321,7 @@ def _dump(content: dict[str, Any]) -> str:
 
 
 def _template_text(files: Mapping[str, str], directory: Path) -> str | None:
-    """The Jinja template among HF's files, wherever it stands."""
+    """The Jinja template, from whichever of HF's files has it."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"]
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -335,7 +334,7 @@ def _template_text(files: Mapping[str, str], directory: Path) -> str | None:
 
 
 def _warn_of_other_template(text: str | None, directory: Path) -> None:
-    """Warn once where a checkpoint's own template is known to render otherwise than this one."""
+    """Warn if the checkpoint's own template is known to differ from this one."""
     differences = []
     if text and re.search(r"add_generation_prompt[^#]*assistant\\n<think>", text):
         differences.append("opens every answer with <think>")
@@ -344,7 +343,7 @@ def _warn_of_other_template(text: str | None, directory: Path) -> None:
     if differences:
         warnings.warn(
             f"the chat template in {directory} {' and '.join(differences)}; paddle_vl uses "
-            "Qwen3-VL's plain template, which does not: write it into your messages if the model "
-            "should see it",
+            "Qwen3-VL's plain template, which does not: write this into your messages if the model "
+            "needs it",
             stacklevel=3,
         )

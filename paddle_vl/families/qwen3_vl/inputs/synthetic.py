@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paddle_vl.data.tokenizer import TextTokenizer
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer
 
 CONVERSATIONS_FILE = "conversations.jsonl"
 # Distinct image files; several, so that caching one does not hide the reading.

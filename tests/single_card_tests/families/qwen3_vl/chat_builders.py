@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paddle_vl.data.tokenizer import TextTokenizer, train_bpe
 from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.inputs.template import CONTROL_TOKENS
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import CONTROL_TOKENS, TextTokenizer, train_bpe
 from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
 
 TEXTS = ["user\n", "assistant\n", "system\n", "What is this?", "A cat on a mat.", "hello hello"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.qwen3_vl.inputs.conversation import ImagePart, parse_line, parse_record
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
@@ -85,7 +85,7 @@ def test_prompt_is_everything_before_the_last_answer():
 
 BAD_RECORDS = {
     "missing_key": [
-        ({"images": []}, "no 'messages'; it has .*'images'"),
+        ({"images": []}, "no 'messages'; its keys are .*'images'"),
         ({"messages": []}, "at least one message"),
         ({"messages": "hello"}, "must be a list"),
         ({"messages": ["hello"]}, "message 1 is a str"),
@@ -110,14 +110,14 @@ BAD_RECORDS = {
         (question("none", images=["a.png", "b.png"]), "0 image place.* but 2 entries"),
         (question("<image><video>", images=["a.png", "b.mp4"]), "1 image place.* but 2 entries"),
         (question("<video><video>", videos=["a.mp4"]), "2 video place.* but 1 entries"),
-        (question("a", "<image>", images=["a.png"]), "message 2 is an assistant's"),
-        (question("a", "<video>", videos=["a.mp4"]), "2 is an assistant's .*<video> tag"),
+        (question("a", "<image>", images=["a.png"]), "message 2 has role 'assistant' and a part"),
+        (question("a", "<video>", videos=["a.mp4"]), "2 has role 'assistant' .*<video> tag"),
     ],
     "unsupported": [
         (question("<video>", videos=["https://x.org/a.mp4"]), "video .* is not a file"),
         (question([{"type": "video", "video": "a.mp4", "fps": 1}]), "fps.*set data.video_fps"),
         (question("<image>", images=["https://x.org/a.png"]), "is not a file"),
-        (question(tools=[{"name": "f"}]), "'tools' cannot be used yet"),
+        (question(tools=[{"name": "f"}]), "'tools' is not supported"),
     ],
 }
 

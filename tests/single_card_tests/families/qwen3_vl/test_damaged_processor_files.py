@@ -9,9 +9,9 @@ import shutil
 
 import pytest
 
-from paddle_vl.data.tokenizer import TextTokenizer
 from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 

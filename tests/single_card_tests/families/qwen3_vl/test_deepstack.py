@@ -9,7 +9,7 @@ import paddle
 import pytest
 from paddle.static import InputSpec
 
-from paddle_vl.families.qwen3_vl.deepstack import DeepstackLayer
+from paddle_vl.families.qwen3_vl.decoder import DeepstackLayer
 from tests.support.tiny import forbid_host_reads, patches, tiny_model, token_rows
 
 GRIDS = [[1, 4, 4], [1, 2, 4]]

@@ -258,7 +258,7 @@ def test_counts_that_differ_are_named_for_each_modality():
 def test_indices_of_another_batch_are_refused():
     args = visual_args(MIXED) | carried(MIXED)
     args["image_embeds"] = args["image_embeds"][:-1]
-    with pytest.raises(ValueError, match="names 12 token rows but the batch has 11 visual rows"):
+    with pytest.raises(ValueError, match="12 token rows but the batch has 11 visual embeddings"):
         build()(args)
 
 
@@ -269,7 +269,7 @@ def test_half_a_pair_of_indices_is_refused():
         build()(visual_args(MIXED) | indices)
     indices = carried(MIXED)
     del indices["visual_source_indices"]
-    with pytest.raises(ValueError, match="visual_source_indices, which says how"):
+    with pytest.raises(ValueError, match="visual_source_indices, which give their order"):
         build()(visual_args(MIXED) | indices)
 
 

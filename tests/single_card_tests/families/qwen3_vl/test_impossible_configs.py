@@ -105,7 +105,7 @@ def test_rotary_sections_that_make_no_sense_are_refused(section, tmp_path):
 def test_two_rotary_bases_are_refused(tmp_path):
     values = tiny_config().to_dict()
     values["text_config"]["rope_scaling"]["rope_theta"] = 5.0
-    assert "rope_theta is 10000.0, and in the rotary parameters 5.0" in refusal(values, tmp_path)
+    assert "rope_theta is 10000.0 but in the rotary parameters 5.0" in refusal(values, tmp_path)
 
 
 @pytest.mark.parametrize(

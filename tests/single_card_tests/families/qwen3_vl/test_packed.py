@@ -135,7 +135,7 @@ def test_offsets_of_another_batch_and_caches_are_refused(batch):
     model = tiny_model()
     with pytest.raises(ValueError, match="crosses token row"):
         model(**batch | {"cu_seqlens": batch["cu_seqlens"][[0, -1]]})
-    with pytest.raises(ValueError, match="several samples in a row and there are caches"):
+    with pytest.raises(ValueError, match="caches are given but the batch has packed samples"):
         model(**batch, caches=[KeyValueCache() for _ in model.decoder_layers])
 
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.video_reader import VideoFrames
 from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
 from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor

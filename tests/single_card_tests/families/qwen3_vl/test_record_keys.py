@@ -7,11 +7,11 @@ what is learned and is not read is refused with its name and remedy; the rest is
 
 import pytest
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.families.qwen3_vl.evaluation import _questions
 from paddle_vl.families.qwen3_vl.inputs.collate import IGNORED_LABEL, PackedCollator, VLCollator
 from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
-from paddle_vl.train.evaluate import _questions
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
     question,
@@ -115,11 +115,11 @@ REFUSED = {
     "bad_target": [
         (two_answers({"weight": 0.5}), r"message 2 has 'weight' '0\.5'; true or false"),
         (two_answers({"loss": "false"}), "message 2 has 'loss' 'false'; true or false"),
-        (two_answers({"loss": True, "weight": 0}), "'loss' True, 'weight' False; give one"),
+        (two_answers({"loss": True, "weight": 0}), "'loss' True, 'weight' False; keep one"),
         (two_answers({"loss": False}, label=[1, 1]), "the record's 'label' True, 'loss' False"),
-        (two_answers(label=[1]), "'label' has 1 values and there are 2 assistant messages"),
+        (two_answers(label=[1]), "'label' has 1 values for 2 assistant messages"),
         (two_answers(label=[1, 2]), "'label' with '2'"),
-        (two_answers(label=True), "'label' is 'True'; .* rename the entry"),
+        (two_answers(label=True), "'label' is 'True'; .* rename the key"),
         ({"messages": [{**user("a"), "loss": True}, assistant("b")]}, "only an assistant's"),
     ],
     "two_systems": [
@@ -132,7 +132,7 @@ REFUSED = {
             "keep one of them",
         ),
     ],
-    "missing_key": [(question(system=["a"]), "'system' is of type list; a text")],
+    "missing_key": [(question(system=["a"]), "'system' is of type list; a string")],
     "no_target": [
         (two_answers({"loss": False}, {"weight": 0}), "none of the 2 assistant turn"),
         (question(label=[0]), "none of the 1"),
@@ -142,35 +142,35 @@ REFUSED = {
         (two_answers({"content": [{"type": "text", "text": ""}]}), "turn 2 is empty"),
     ],
     "unknown_role": [
-        ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "'tool'.*tools cannot"),
+        ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "'tool'.*tools are not"),
         ({"messages": [{"role": "developer", "content": "b"}]}, "write it as 'system'"),
         ({"messages": [{"role": ["user"], "content": "b"}]}, "role .*'user'.*; use one of"),
     ],
     "unknown_key": [
-        (two_answers({"los": True}), r"message 2 has 'los' \(is 'loss' meant\?\), which nothing"),
-        (two_answers({"mood": "glad"}), "message 2 has 'mood', which nothing reads"),
+        (two_answers({"los": True}), r"message 2 has the unknown key 'los' \(is 'loss' meant\?\)"),
+        (two_answers({"mood": "glad"}), "message 2 has the unknown key 'mood'"),
         (
             question([{"type": "text", "text": "a", "colour": "red"}]),
-            "a part of type text of message 1 has 'colour'",
+            "a part of type text of message 1 has the unknown key 'colour'",
         ),
     ],
     "unsupported": [
-        (question(rejected_response="No."), "'rejected_response' is for training by preferences"),
-        (question(chosen=[assistant("a")]), "'chosen' is for training by preferences"),
-        (two_answers({"rejected_content": "a"}), "message 2 has 'rejected_content', .*preferences"),
+        (question(rejected_response="No."), "'rejected_response' is for preference training"),
+        (question(chosen=[assistant("a")]), "'chosen' is for preference training"),
+        (two_answers({"rejected_content": "a"}), "message 2 has 'rejected_content', .*preference"),
         (
             two_answers({"content": "", "tool_calls": [{"type": "function"}]}),
-            "message 2 has 'tool_calls', which cannot be used yet",
+            "message 2 has 'tool_calls', which is not supported",
         ),
-        (question(functions=[{"name": "f"}]), "'functions' cannot be used yet"),
+        (question(functions=[{"name": "f"}]), "'functions' is not supported"),
         (two_answers({"reasoning_content": "hm"}), "'reasoning_content'.*<think>"),
-        (two_answers({"train": False}), "'train', which is not read: write it as 'loss'"),
-        ({"messages": [{"from": "human", "value": "a"}]}, "'from'.* write 'role'"),
+        (two_answers({"train": False}), "'train', which is not read: use 'loss'"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "'from'.* use 'role'"),
         (question("the <bbox>"), "message 1 has the tag <bbox>.*coordinates"),
         (question("where?", "the <ref-object> there"), "message 2 has the tag <ref-object>"),
-        (question(objects={"bbox": [[1, 2, 3, 4]]}), "'objects' cannot be used yet"),
-        (question(image="a.png"), "'image' is not read: write a list, 'images'"),
-        (question(weight=0.5), "'weight' of a whole record is not read"),
+        (question(objects={"bbox": [[1, 2, 3, 4]]}), "'objects' is not supported"),
+        (question(image="a.png"), "'image' is not read: use a list, 'images'"),
+        (question(weight=0.5), "'weight' of a record is not read"),
         (
             question([{"type": "image", "image": "a.png", "max_pixels": 9}]),
             "an? image part with max_pixels.*data.max_pixels",

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_vl.data.bad_sample import BadSampleError
-from paddle_vl.data.tokenizer import train_bpe
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
-from paddle_vl.families.qwen3_vl.inputs.template import (
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import (
     CONTROL_TOKENS,
     JINJA_TEMPLATE,
     ChatTemplate,
     VideoPrompt,
+    train_bpe,
 )
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     TEXTS,
@@ -120,7 +120,11 @@ def test_targets_are_the_answers_and_their_end_tokens():
     assert all(label in (-100, token_id) for token_id, label in aligned)
 
 
-@given(st.text(max_size=8), st.text(max_size=8))
+# Hypothesis also tries string literals of the package, among them tags.
+PLAIN_TEXT = st.text(max_size=8).filter(lambda text: "<" not in text)
+
+
+@given(PLAIN_TEXT, PLAIN_TEXT)
 def test_training_sees_the_ids_that_generation_starts_from(text, answer):
     prompt = encode([user(text)], add_generation_prompt=True).input_ids
     sample = encode([user(text), assistant(answer)])

@@ -1,9 +1,13 @@
 """Video processor: settings of HF's files, and videos to patches, grids and timestamps.
 
 Pinned: a file's sampled frames, its grid and its timestamps are those of a full decode cut by the
-plain rules, whether it is read from disk or given as frames; settings are read from and written to
-HF's files, and replaced one by one; what cannot be honoured is refused by name; several videos keep
-their order; a bad one is told by its number and file.
+plain rules, read from disk or given as frames; settings are read from and written to HF's files,
+and replaced one by one; what is not supported is refused by name; several videos keep their order;
+a bad one is named by its number and file. Every row of the golden size table and every golden
+sampling; timestamp text; an odd number of frames repeats the last one. Pixels may differ from HF's
+by one 8-bit step, because HF's video processor resizes with torchvision and this one with PIL.
+
+The oracle is the output of transformers 5.23.0 (tests/golden/qwen_vl/processor).
 """
 
 import json
@@ -13,10 +17,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paddle_vl.data.bad_sample import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.video_reader import VideoFrames
-from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
-from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
+from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor, smart_resize_video
+from paddle_vl.families.qwen3_vl.inputs.video_processor import (
+    VideoProcessor,
+    patch_timestamps,
+    process_frames,
+    sample_frame_indices,
+    timestamp_text,
+)
 from tests.single_card_tests.data.video_files import decode_all, moving_frames, write_video
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "qwen_vl" / "processor"
@@ -109,10 +119,10 @@ def test_bad_video_is_told_by_number_and_file(tmp_path):
     good, bad = VideoFrames(moving_frames(4), 2.0), tmp_path / "gone.mp4"
     with pytest.raises(BadSampleError, match=r"video 2 \(.*gone\.mp4\): there is no file"):
         processor()([good, bad])
-    with pytest.raises(BadSampleError, match=r"^video 1: video has 1 frame"):
+    with pytest.raises(BadSampleError, match=r"^video 1: the video has 1 frame"):
         processor()([VideoFrames(moving_frames(1), 2.0)])
     thin = VideoFrames(moving_frames(4, 8, 4000), 2.0)
-    with pytest.raises(BadSampleError, match="too long and thin"):
+    with pytest.raises(BadSampleError, match="may be at most 200 times"):
         processor()([thin])
 
 
@@ -175,3 +185,49 @@ def test_setting_that_cannot_be_honoured_is_refused_by_name(tmp_path, settings, 
 def test_no_video_is_a_fault_of_the_caller():
     with pytest.raises(ValueError, match="no video given"):
         processor()([])
+
+
+ONE_STEP = 2 / 255 + 1e-6
+
+
+@pytest.mark.parametrize("row", TABLES["video_smart_resize"]["rows"], ids=str)
+def test_smart_resize_video_gives_every_golden_size(row):
+    frames, height, width, min_pixels, max_pixels, expected = row
+    arguments = (frames, height, width, 32, min_pixels, max_pixels)
+    if expected == "ValueError":
+        with pytest.raises(ValueError, match=r"1 frame\(s\)"):
+            smart_resize_video(*arguments)
+    else:
+        assert list(smart_resize_video(*arguments)) == expected
+
+
+@pytest.mark.parametrize("case", TABLES["frame_sampling"], ids=lambda c: str(c["fps"]))
+def test_frame_sampling_and_timestamps_equal_hf(case):
+    indices = sample_frame_indices(
+        case["total_num_frames"],
+        case["fps"],
+        target_fps=case["target_fps"],
+        min_frames=case["min_frames"],
+        max_frames=case["max_frames"],
+    )
+    assert indices.tolist() == case["indices"]
+    times = patch_timestamps(indices, case["fps"])
+    np.testing.assert_allclose(times, case["timestamps"], atol=1e-6)
+    assert [timestamp_text(time) for time in times] == case["text"]
+
+
+def test_video_patches_equal_hf_up_to_one_step_of_resizing():
+    golden = load_file(GOLDEN / "processor.safetensors")
+    settings = TABLES["image"]["config"]
+    size = TABLES["video"]["size"]
+    output = process_frames(
+        golden["video.rgb_uint8"],
+        len(golden["video.rgb_uint8"]),
+        min_pixels=size["shortest_edge"],
+        max_pixels=size["longest_edge"],
+        **{key: value for key, value in settings.items() if key != "size"},
+    )
+    np.testing.assert_array_equal(output["video_grid_thw"], golden["video.video_grid_thw"])
+    difference = np.abs(output["pixel_values_videos"] - golden["video.pixel_values_videos"])
+    assert difference.max() <= ONE_STEP
+    assert difference.mean() < 0.1 * ONE_STEP

@@ -1,0 +1,318 @@
+"""Samples in JSONL files: the index of usable lines, and the error for a sample that is not."""
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
+
+import numpy as np
+from xxhash import xxh3_64
+
+OnBadSample = Literal["fail", "skip"]
+
+# Tokenizing takes about 400 bytes of memory per byte of text.
+MAX_LINE_BYTES = 1 << 20
+# Errors that a malformed sample can cause beside BadSampleError: numbers out of range, brackets
+# nested too deep, invalid Unicode, impossible paths. No MemoryError: that is the machine's limit.
+_HOSTILE = (ValueError, ArithmeticError, RecursionError, OSError)
+# Reasons quote names from the line, which may be very long.
+_LONGEST_REASON = 2000
+
+
+class BadSampleError(ValueError):
+    """A sample that cannot be used.
+
+    Code that finds a fault raises it without a place; `sample_at` adds the place. It can be
+    pickled, so that a worker's error reaches the main process unchanged.
+
+    Attributes:
+        kind: short name of the fault (`broken_json`, `missing_image`, ...), for counting.
+        reason: what was found, what is needed, what to do.
+        place: `file:line`, None until it is known.
+    """
+
+    def __init__(self, kind: str, reason: str, place: str | None = None):
+        super().__init__(kind, reason, place)
+        self.kind = kind
+        self.reason = reason
+        self.place = place
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}" if self.place else self.reason
+
+
+@contextmanager
+def sample_at(place: str) -> Iterator[None]:
+    """Turn errors of reading a sample into a `BadSampleError` with its place (`file:line`).
+
+    Unforeseen errors become bad samples here, so that a run that skips bad samples does not end.
+    A `RuntimeError`, a fault of the machine, passes unchanged.
+    """
+    try:
+        yield
+    except BadSampleError as error:
+        reason = error.reason
+        if len(reason) > _LONGEST_REASON:
+            reason = f"{reason[:_LONGEST_REASON]}... ({len(reason)} characters)"
+        raise BadSampleError(error.kind, reason, place) from error
+    except _HOSTILE as error:
+        reason = f"the sample cannot be read: {type(error).__name__}: {str(error)[:200]}"
+        raise BadSampleError("unreadable_sample", reason, place) from error
+
+
+class FileContent(NamedTuple):
+    """Hashes of the content of one data file; JSON values.
+
+    Attributes:
+        file: path of the file.
+        lines: hash of the bytes of its usable lines.
+        media: hash of the sizes of the images and videos that they name. Modification times are
+            left out, because a copy of the data has others.
+    """
+
+    file: str
+    lines: str
+    media: str
+
+
+class LineIndex:
+    """Index of the usable lines of one or several files, numbered in file order.
+
+    It holds positions of lines, not the lines, so that it is cheap to pickle.
+
+    Attributes:
+        skipped: number of lines left out when opening, by kind of fault.
+        positions_N3: file number, byte offset and line number of each usable line; `[N, 3]` int64.
+        contents: hashes of every file.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        check: Callable[[bytes, int], Iterable[int]],
+        on_bad_sample: OnBadSample,
+        max_line_bytes: int = MAX_LINE_BYTES,
+    ):
+        """Read the files and check every line that is not empty.
+
+        Args:
+            check: takes a line and its file number, returns the sizes in bytes of the files that
+                the line names, and raises `BadSampleError`.
+            on_bad_sample: "fail" raises at the first bad line; "skip" leaves bad lines out.
+            max_line_bytes: a longer line is bad, and is not read into memory.
+
+        Raises:
+            RuntimeError: a file does not exist.
+            BadSampleError: with "fail", the first bad line, as `file:line: reason`.
+            ValueError: a file is empty, or no line of all files is usable.
+        """
+        if on_bad_sample not in get_args(OnBadSample):
+            raise ValueError(f"on_bad_sample is {on_bad_sample!r}; use 'fail' or 'skip'")
+        if not files:
+            raise ValueError("no data file given: name at least one JSONL file")
+        self._files = list(files)
+        self._max_line_bytes = max_line_bytes
+        index: list[tuple[int, int, int]] = []
+        bad: list[BadSampleError] = []
+        self.contents: list[FileContent] = []
+        for file_number, path in enumerate(self._files):
+            lines = 0
+            line_hash, media_hash = xxh3_64(), xxh3_64()
+            for line_number, offset, line in bounded_lines(path, max_line_bytes):
+                lines += 1
+                try:
+                    with sample_at(f"{path}:{line_number}"):
+                        check_length(line, max_line_bytes)
+                        sizes = np.array([*check(line, file_number)], dtype="<i8")
+                except BadSampleError as error:
+                    # A copy without traceback, which would keep the line in memory.
+                    bad.append(BadSampleError(error.kind, error.reason, error.place))
+                    continue
+                index.append((file_number, offset, line_number))
+                line_hash.update(line)
+                media_hash.update(sizes.tobytes())
+            if not lines:
+                raise ValueError(f"data file {path} is empty: one JSON object per line is needed")
+            hashes = line_hash.hexdigest(), media_hash.hexdigest()
+            self.contents.append(FileContent(str(path), *hashes))
+        if bad and on_bad_sample == "fail":
+            raise _first_of(bad)
+        self.skipped = Counter(error.kind for error in bad)
+        if not index:
+            raise ValueError(
+                f"all {len(bad)} samples are bad: {dict(self.skipped)}; the first is {bad[0]}"
+            )
+        self.positions_N3 = np.array(index, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.positions_N3)
+
+    def line(self, number: int) -> tuple[bytes, int]:
+        """The bytes of a line, and the number of its file."""
+        file_number, offset, _ = self.positions_N3[number]
+        with self._files[file_number].open("rb") as file:
+            file.seek(offset)
+            return file.readline(self._max_line_bytes + 1), int(file_number)
+
+    def place(self, number: int) -> str:
+        """Location of a line: `file:line`."""
+        file_number, _, line_number = self.positions_N3[number]
+        return f"{self._files[file_number]}:{line_number}"
+
+    @property
+    def fingerprint(self) -> int:
+        """Hash that changes when lines are added, removed or edited, or media change their size."""
+        hashes = "".join(content.lines + content.media for content in self.contents)
+        return xxh3_64(self.positions_N3.tobytes() + hashes.encode()).intdigest()
+
+    @property
+    def positions_fingerprint(self) -> int:
+        """Hash of positions alone, as older checkpoints store it; blind to some edits."""
+        return zlib.crc32(self.positions_N3.tobytes())
+
+
+class SamplesOfLines:
+    """Base of datasets whose samples are lines of files; subclasses set `_lines`."""
+
+    _lines: LineIndex
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def place(self, number: int) -> str:
+        """Location of a sample: `file:line`."""
+        return self._lines.place(number)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Number of samples left out when opening, by kind of fault."""
+        return self._lines.skipped
+
+    @property
+    def fingerprint(self) -> int:
+        """Hash of all samples, see `LineIndex`."""
+        return self._lines.fingerprint
+
+    @property
+    def positions_fingerprint(self) -> int:
+        """Hash of the positions of samples alone, see `LineIndex`."""
+        return self._lines.positions_fingerprint
+
+    @property
+    def contents(self) -> list[FileContent]:
+        """Hashes of the content of every file."""
+        return self._lines.contents
+
+
+def bounded_lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+    """Number, byte offset and bytes of every line of a file that is not empty.
+
+    A line longer than `max_line_bytes` is cut to `max_line_bytes + 1` bytes.
+
+    Raises:
+        RuntimeError: the file does not exist.
+    """
+    if not path.is_file():
+        raise RuntimeError(f"data file {path} does not exist")
+    with path.open("rb") as file:
+        offset = number = 0
+        while line := file.readline(max_line_bytes + 1):
+            number += 1
+            length = len(line)
+            if length > max_line_bytes and not line.endswith(b"\n"):
+                length += _rest_of_line(file, max_line_bytes)
+            if line.strip():
+                yield number, offset, line
+            offset += length
+
+
+def _rest_of_line(file: BinaryIO, at_once: int) -> int:
+    """Skip to the end of the line; the number of bytes skipped."""
+    length = 0
+    while chunk := file.readline(at_once):
+        length += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return length
+
+
+def check_length(line: bytes, max_line_bytes: int) -> None:
+    """Raise a BadSampleError for a line of more bytes."""
+    if len(line) > max_line_bytes:
+        raise BadSampleError(
+            "line_too_long",
+            f"the line has more than {max_line_bytes} bytes (data.max_line_bytes): shorten the "
+            "sample, or raise the setting (tokenizing takes about 400 bytes of memory per byte)",
+        )
+
+
+def parse_object(line: bytes, needed: str, *, finite: bool = True) -> dict[str, Any]:
+    """The JSON object of a line; a byte order mark in front is ignored.
+
+    Args:
+        needed: keys that the object needs, for the message.
+        finite: refuse NaN, Infinity and numbers out of a float's range.
+
+    Raises:
+        BadSampleError: broken JSON, invalid Unicode, or no JSON object.
+    """
+    try:
+        text = line.decode("utf-8-sig")
+        record = (_FINITE if finite else _ANY).decode(text)
+    except UnicodeDecodeError as error:
+        reason = f"the line is not UTF-8 ({error.reason} at byte {error.start}); convert the file"
+        raise BadSampleError("broken_json", reason) from error
+    except (ValueError, RecursionError) as error:
+        why = "brackets are nested too deep" if isinstance(error, RecursionError) else error
+        reason = f"broken JSON: {why}; each line must be one complete JSON object"
+        raise BadSampleError("broken_json", reason) from error
+    if not isinstance(record, dict):
+        raise BadSampleError(
+            "broken_json",
+            f"the line holds a JSON {type(record).__name__}; an object with {needed} is needed",
+        )
+    # Only a JSON escape can spell half of a surrogate pair.
+    if "\\ud" in text or "\\uD" in text:
+        check_unicode(json.dumps(record, ensure_ascii=False))
+    return record
+
+
+def check_unicode(text: str) -> None:
+    """Raise a BadSampleError for half of a surrogate pair, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadSampleError(
+            "bad_text",
+            f"the text contains half of a surrogate pair ({text[error.start]!a}), which is no "
+            "character: write the character itself, or remove it",
+        ) from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"it contains {name}, which is no JSON number")
+
+
+def _finite_float(digits: str) -> float:
+    value = float(digits)
+    if value - value != 0:
+        raise ValueError(f"the number {digits[:40]} is beyond the range of a float")
+    return value
+
+
+# Built once: json.loads with hooks builds a decoder per call.
+_FINITE = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite_float)
+_ANY = json.JSONDecoder()
+
+
+def _first_of(bad: Sequence[BadSampleError]) -> BadSampleError:
+    """The first error, extended by the number of further ones."""
+    if len(bad) == 1:
+        return bad[0]
+    first = bad[0]
+    more = f" ({len(bad) - 1} more bad samples follow, the next at {bad[1].place}"
+    more += "; data.on_bad_sample: skip leaves them out)"
+    return BadSampleError(first.kind, first.reason + more, first.place)

@@ -1,0 +1,210 @@
+"""Image files to 8-bit RGB, and the paths by which lines of data files name images and videos.
+
+Images are turned upright; of an animation the first frame is taken. Only the formats of `FORMATS`
+are opened. Transparent pixels become white.
+"""
+
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from paddle_vl.data.jsonl import BadSampleError
+
+_SHOWN = 200
+
+
+class MediaFolder(NamedTuple):
+    """The folder that paths of a data file are relative to.
+
+    Attributes:
+        directory: folder of the data file; None leaves paths as they are.
+        allow_outside: whether absolute paths, `../` and links may lead out of the folder.
+    """
+
+    directory: Path | None = None
+    allow_outside: bool = True
+
+    def path(self, text: str, what: str) -> str:
+        """The path of a line joined to the folder.
+
+        Args:
+            text: path as the line has it.
+            what: kind of file for messages: `image`, `video`.
+
+        Raises:
+            BadSampleError: the path has a NUL character, or leads outside though it may not.
+        """
+        if "\0" in text:
+            raise BadSampleError(
+                "bad_path", f"{what} path {shown(text)!r} contains a NUL character"
+            )
+        if self.directory is None:
+            return text
+        joined = str(self.directory / text)
+        if not self.allow_outside:
+            self._check_inside(text, joined, what)
+        return joined
+
+    def _check_inside(self, text: str, joined: str, what: str) -> None:
+        folder, found = os.path.realpath(self.directory), os.path.realpath(joined)
+        if os.path.commonpath([folder, found]) != folder:
+            raise BadSampleError(
+                "outside_path",
+                f"{what} path {shown(text)!r} leads to {shown(found)}, outside the folder of the "
+                f"data file ({folder}), and data.allow_outside is false: move the file into the "
+                "folder, or set data.allow_outside to true",
+            )
+
+
+def shown(path: str) -> str:
+    """A path for a message: very long ones shortened, NUL characters escaped."""
+    text = path.replace("\0", "\\0")
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+def file_size(path: str | os.PathLike, what: str) -> int:
+    """Size of a file in bytes.
+
+    Raises:
+        BadSampleError: the file does not exist, of kind `missing_image` or `missing_video`.
+    """
+    with suppress(OSError, ValueError):
+        found = os.stat(path)
+        if stat.S_ISREG(found.st_mode):
+            return found.st_size
+    raise BadSampleError(f"missing_{what}", f"{what} file {shown(os.fspath(path))} does not exist")
+
+
+ImageSource = str | os.PathLike | Image.Image | np.ndarray
+
+# A selection: Pillow would run Ghostscript for EPS, and its rare formats are an attack surface.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+
+# Decoding takes up to 13 bytes per pixel, 1 GB here.
+_MOST_PIXELS = 80_000_000
+
+# Pillow converts these modes to RGB by clipping at 255, which gives an almost white image.
+_WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+_TRANSPARENT_MODES = ("RGBA", "RGBa", "LA", "PA")
+# What Pillow's decoders raise for broken files; MemoryError for impossible sizes.
+_BROKEN = (
+    OSError, SyntaxError, ValueError, EOFError, struct.error, ArithmeticError, LookupError,
+    TypeError, MemoryError,
+)  # fmt: skip
+
+
+def image_size(source: ImageSource) -> tuple[int, int]:
+    """Width and height in pixels from the file's header; EXIF may exchange them on loading.
+
+    Raises:
+        BadSampleError: as `load_rgb`, as far as the header shows it.
+    """
+    if isinstance(source, np.ndarray | Image.Image):
+        return load_rgb(source).size
+    with _opened(Path(source)) as image:
+        _check_mode(image)
+        return image.size
+
+
+def load_rgb(source: ImageSource) -> Image.Image:
+    """Open an image as 8-bit RGB, turned upright by its EXIF orientation.
+
+    Args:
+        source: a path, a PIL image, or a uint8 `[H, W, 3]` array.
+
+    Raises:
+        BadSampleError: no such file, not an image of `FORMATS`, too large to be decoded, or more
+            than 8 bits per channel.
+    """
+    if isinstance(source, np.ndarray):
+        if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3:
+            raise BadSampleError(
+                "unreadable_image",
+                f"image array has dtype {source.dtype} and shape {list(source.shape)}; "
+                "uint8 [height, width, 3] is needed",
+            )
+        return Image.fromarray(source)
+    if isinstance(source, Image.Image):
+        _check_mode(source)
+        return _to_rgb(ImageOps.exif_transpose(source))
+    with _opened(Path(source)) as image:
+        image.load()
+        _check_mode(image)
+        # In place: a second copy of a large image may not fit into memory.
+        ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    if not os.path.isfile(path):
+        raise BadSampleError("missing_image", f"there is no file {shown(str(path))}")
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            _check_size(image)
+            yield image
+    except BadSampleError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise BadSampleError(
+            "unreadable_image",
+            f"the file cannot be decoded as an image: {error} Shrink it or cut it into tiles",
+        ) from error
+    except _BROKEN as error:
+        if found := _other_format(path):
+            raise BadSampleError(
+                "unreadable_image",
+                f"the file has the format {found}, which is not supported; convert it to one of "
+                f"{', '.join(FORMATS)}",
+            ) from error
+        raise BadSampleError(
+            "unreadable_image",
+            f"the file cannot be decoded as an image ({', '.join(FORMATS)}): {error}",
+        ) from error
+
+
+def _other_format(path: Path) -> str | None:
+    """Pillow's name of an unsupported format, told by the first bytes; None if unknown."""
+    with path.open("rb") as file:
+        # Some of Pillow's checks read beyond the end of a shorter head.
+        head = file.read(16).ljust(16, b"\0")
+    Image.init()
+    accepting = {name: accept for name, (_, accept) in Image.OPEN.items() if accept}
+    if any(accepting[name](head) for name in FORMATS if name in accepting):
+        return None
+    return next((name for name, accept in accepting.items() if accept(head) is True), None)
+
+
+def _check_size(image: Image.Image) -> None:
+    if image.width * image.height > _MOST_PIXELS:
+        raise BadSampleError(
+            "unreadable_image",
+            f"the file states {image.width} x {image.height} pixels; at most {_MOST_PIXELS} are "
+            "decoded. Shrink it or cut it into tiles",
+        )
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """The image as RGB; itself if it is RGB already."""
+    if image.mode not in _TRANSPARENT_MODES and "transparency" not in image.info:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    rgba = image if image.mode == "RGBA" else image.convert("RGBA")
+    on_white = Image.new("RGB", rgba.size, "white")
+    on_white.paste(rgba, mask=rgba.getchannel("A"))
+    return on_white
+
+
+def _check_mode(image: Image.Image) -> None:
+    if image.mode in _WIDE_MODES:
+        raise BadSampleError(
+            "unreadable_image",
+            f"the image has mode {image.mode} (more than 8 bits per channel), which would be "
+            "clipped; convert it to 8-bit RGB or grayscale first",
+        )

@@ -1,0 +1,313 @@
+"""The decoder: layers with a backbone half and an expert half, which run either or both streams.
+
+The halves of a layer meet in attention only: the suffix reads keys and values of the prefix, never
+the other way round. So three ways to run it give the same numbers: both streams at once; the prefix
+first and the suffix on its cached keys; or, for decoding, the prefix in pieces.
+
+`sliding_window` has no effect, as in OpenTau: every layer sees the whole prefix.
+
+Shapes: B batch, L prefix tokens of width D, C suffix tokens of width E, S keys. Inside the layers,
+tokens are rows, batch-major: T = B * L of the prefix and T' = B * C of the suffix; under sequence
+parallelism this rank's shard of them.
+
+Source: OpenTau's Gemma3WithExpertModel and make_att_2d_masks.
+"""
+
+from typing import NamedTuple
+
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.families.pi07.decoder_layers import (
+    BackboneLayer,
+    ExpertLayer,
+    KeyValue,
+    StreamView,
+)
+from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
+from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, Rotary
+from paddle_vl.nn.attention import AttentionMask
+from paddle_vl.nn.placement import Placement
+
+
+def block_mask(pad_masks_BL: Tensor, att_masks_BL: Tensor) -> Tensor:
+    """Which tokens each token sees: `[B, L, L]` bool; nothing to or from padding.
+
+    Tokens see their own block and the earlier ones. Mark 1 begins a block, 0 joins the block
+    before. Marks 0 0 0 | 1 0 | 1 | 1 are a block of three, a block of two and two causal tokens:
+
+        1 1 1 0 0 0 0
+        1 1 1 0 0 0 0
+        1 1 1 0 0 0 0
+        1 1 1 1 1 0 0
+        1 1 1 1 1 0 0
+        1 1 1 1 1 1 0
+        1 1 1 1 1 1 1
+
+    Args:
+        pad_masks_BL: bool, True for real tokens.
+        att_masks_BL: marks, bool or int.
+    """
+    block_BL = paddle.cumsum(att_masks_BL.astype("int64"), axis=1)
+    earlier = block_BL.unsqueeze(1) <= block_BL.unsqueeze(2)
+    real = paddle.logical_and(pad_masks_BL.unsqueeze(1), pad_masks_BL.unsqueeze(2))
+    return paddle.logical_and(earlier, real)
+
+
+def suffix_mask(prefix_pad_BL: Tensor, pad_masks_BC: Tensor, att_masks_BC: Tensor) -> Tensor:
+    """`[B, C, L + C]` bool: a suffix sees all real tokens of the prefix, and itself by blocks."""
+    cross = paddle.logical_and(prefix_pad_BL.unsqueeze(1), pad_masks_BC.unsqueeze(2))
+    return paddle.concat([cross, block_mask(pad_masks_BC, att_masks_BC)], axis=2)
+
+
+def prefix_positions(pad_masks_BL: Tensor) -> Tensor:
+    """int64 `[B, L]`: real tokens count up from 0; padding repeats the position before it, or
+    -1."""
+    return paddle.cumsum(pad_masks_BL.astype("int64"), axis=1) - 1
+
+
+def suffix_positions(prefix_pad_BL: Tensor, num_tokens: int) -> Tensor:
+    """int64 `[B, C]`: counts on from the number of real tokens in the prefix."""
+    first_B1 = prefix_pad_BL.astype("int64").sum(axis=1, keepdim=True)
+    return first_B1 + paddle.arange(num_tokens, dtype="int64")
+
+
+class SuffixView:
+    """How a suffix reads the prefix. Not a tuple: Paddle's recomputation looks for tensors in one.
+
+    Args:
+        own: positions and mask of the suffix.
+        num_keys: number of leading prefix keys that it sees.
+        insulated: no gradient flows from it into the prefix (`knowledge_insulation`).
+    """
+
+    def __init__(self, own: StreamView, num_keys: int, insulated: bool):
+        self.own, self.num_keys, self.insulated = own, num_keys, insulated
+
+    def read(self, prefix: KeyValue) -> KeyValue:
+        """The keys and values that the suffix sees."""
+        key, value = prefix
+        if key.shape[1] != self.num_keys:
+            key, value = key[:, : self.num_keys], value[:, : self.num_keys]
+        return (key.detach(), value.detach()) if self.insulated else (key, value)
+
+
+class InterleavedDecoderLayer(nn.Layer):
+    """One layer of each stream; the unit of recomputation and parameter sharding."""
+
+    def __init__(self, config: Gemma3WithExpertConfig, number: int, placement: Placement):
+        super().__init__()
+        text = config.gemma3_config.text_config
+        base, dropout = text.rope_base(number), config.dropout
+        has_expert = not config.disable_action_expert
+        is_last = number == text.num_hidden_layers - 1
+        self.backbone_layer = BackboneLayer(
+            text, base, dropout, placement, serves_tokens_alone=has_expert and is_last
+        )
+        self.expert_layer = (
+            ExpertLayer(config.gemma_expert_config, base, dropout, placement)
+            if has_expert
+            else None
+        )
+
+    def forward(
+        self,
+        prefix_TD: Tensor | None,
+        suffix_TE: Tensor | None = None,
+        cond_TE: Tensor | None = None,
+        prefix_view: StreamView | None = None,
+        suffix_view: SuffixView | None = None,
+        past: KeyValue | None = None,
+        keep: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """Run the given streams.
+
+        Args:
+            past: keys and values of an earlier prefix; a suffix alone needs them.
+            keep: also return the keys and values of the prefix.
+
+        Returns:
+            The given streams, in order; then keys and values with `keep`.
+        """
+        rows: list[Tensor] = []
+        if prefix_TD is not None:
+            prefix_TD, past = self.backbone_layer(prefix_TD, prefix_view, past)
+            rows.append(prefix_TD)
+        if suffix_TE is not None:
+            rows.append(
+                self.expert_layer(suffix_TE, cond_TE, suffix_view.own, suffix_view.read(past))
+            )
+        return (*rows, *past) if keep else tuple(rows)
+
+
+class DecoderOutput(NamedTuple):
+    """Both streams after the final norms; None for a stream that was not given.
+
+    Attributes:
+        prefix: `[B, L, D]`.
+        suffix: `[B, C, E]`.
+        cache: keys and values of the prefix by layer, if they were to be kept.
+    """
+
+    prefix: Tensor | None
+    suffix: Tensor | None
+    cache: list[KeyValue] | None
+
+
+class Streams(NamedTuple):
+    """This rank's token rows of both streams; None for a stream that is not given.
+
+    Attributes:
+        prefix: `[T, D]`.
+        suffix: `[T', E]`.
+        cond: condition of the suffix's norms, `[T', E]`, or `[C, E]` where all samples share it and
+            rows are not sharded.
+    """
+
+    prefix: Tensor | None
+    suffix: Tensor | None
+    cond: Tensor | None
+
+
+class InterleavedDecoder(nn.Layer):
+    """The layers, and the final norm of each stream.
+
+    A pipeline stage has its own layers and a placeholder for each of the others; only the last
+    stage has the norms.
+
+    Attributes:
+        attention_implementation: `eager` or `sdpa`; starts as configured, read at every call.
+    """
+
+    def __init__(self, config: Gemma3WithExpertConfig, placement: Placement):
+        super().__init__()
+        self.config, self.placement = config, placement
+        self.attention_implementation: str = config.attention_implementation
+        text, expert = config.gemma3_config.text_config, config.gemma_expert_config
+        self.layers = nn.LayerList(
+            [
+                InterleavedDecoderLayer(config, i, placement)
+                if placement.stage_layers.has_layer(i)
+                else nn.Identity()
+                for i in range(text.num_hidden_layers)
+            ]
+        )
+        self.norm, self.expert_norm = None, None
+        if not placement.stage_layers.head:
+            return
+        self.norm = placement.layers.row_wise(GemmaRMSNorm(text.hidden_size, text.rms_norm_eps))
+        if not config.disable_action_expert:
+            sizes = (expert.hidden_size, expert.adarms_cond_dim, expert.rms_norm_eps)
+            self.expert_norm = placement.layers.row_wise(AdaptiveRMSNorm(*sizes))
+
+    def view(self, position_ids_BL: Tensor, visible_BLS: Tensor) -> StreamView:
+        """Positions and mask of a stream, shared by all layers.
+
+        Args:
+            position_ids_BL: int64.
+            visible_BLS: bool, over cached keys and then the stream's own.
+        """
+        text = self.config.gemma3_config.text_config
+        rotary = {
+            base: Rotary(position_ids_BL, text.head_dim, base)
+            for base in {text.rope_base(i) for i in range(text.num_hidden_layers)}
+        }
+        return StreamView(
+            tuple(position_ids_BL.shape),
+            rotary,
+            AttentionMask(visible_BLS),
+            text.query_pre_attn_scalar**-0.5,
+            self.attention_implementation,
+        )
+
+    def forward(
+        self,
+        prefix_BLD: Tensor | None,
+        suffix_BCE: Tensor | None = None,
+        cond_BCE: Tensor | None = None,
+        prefix_view: StreamView | None = None,
+        suffix_view: SuffixView | None = None,
+        cache: list[KeyValue] | None = None,
+        keep: bool = False,
+    ) -> DecoderOutput:
+        """Run the given streams through all layers.
+
+        Args:
+            cond_BCE: condition of the suffix's norms, `[1, C, E]` where all samples share it.
+            cache: keys and values by layer, kept by an earlier call with a prefix.
+            keep: return keys and values, the earlier ones in front.
+
+        Raises:
+            ValueError: a suffix without an expert, or without a prefix to see.
+        """
+        if suffix_BCE is not None and self.config.disable_action_expert:
+            raise ValueError(
+                "a suffix was given but disable_action_expert leaves no expert to run it"
+            )
+        if suffix_BCE is not None and prefix_BLD is None and cache is None:
+            raise ValueError("a suffix was given without a prefix or the keys that one left")
+        streams, every_layer = self.enter(prefix_BLD, suffix_BCE, cond_BCE), range(len(self.layers))
+        streams, kept = self.run_layers(every_layer, streams, prefix_view, suffix_view, cache, keep)
+        return self.leave(streams, prefix_view, suffix_view)._replace(cache=kept)
+
+    def enter(
+        self,
+        prefix_BLD: Tensor | None,
+        suffix_BCE: Tensor | None = None,
+        cond_BCE: Tensor | None = None,
+    ) -> Streams:
+        """Token rows of this rank, as the layers take them."""
+        streams = Streams(None, None, None)
+        if prefix_BLD is not None:
+            streams = streams._replace(prefix=self._enter(prefix_BLD))
+        if suffix_BCE is None:
+            return streams
+        if self.placement.ops.row_part.size > 1:
+            # Sharded rows need a condition each.
+            cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], cond_BCE.shape[-1]])
+        return streams._replace(suffix=self._enter(suffix_BCE), cond=self._enter(cond_BCE))
+
+    def run_layers(
+        self,
+        layers: range,
+        streams: Streams,
+        prefix_view: StreamView | None = None,
+        suffix_view: SuffixView | None = None,
+        cache: list[KeyValue] | None = None,
+        keep: bool = False,
+    ) -> tuple[Streams, list[KeyValue] | None]:
+        """Run some layers in order; also returns their keys and values with `keep`."""
+        kept: list[KeyValue] = []
+        for i in layers:
+            past = None if cache is None else cache[i]
+            rows = list(self.layers[i](*streams, prefix_view, suffix_view, past, keep))
+            if streams.prefix is not None:
+                streams = streams._replace(prefix=rows.pop(0))
+            if streams.suffix is not None:
+                streams = streams._replace(suffix=rows.pop(0))
+            if keep:
+                kept.append((rows[0], rows[1]))
+        return streams, kept if keep else None
+
+    def leave(
+        self,
+        streams: Streams,
+        prefix_view: StreamView | None = None,
+        suffix_view: SuffixView | None = None,
+    ) -> DecoderOutput:
+        """All token rows again, after the final norms."""
+        prefix_TD, suffix_TE, cond_TE = streams
+        prefix_BLD = suffix_BCE = None
+        if prefix_TD is not None:
+            prefix_BLD = self._leave(self.norm(prefix_TD), prefix_view)
+        if suffix_TE is not None:
+            suffix_BCE = self._leave(self.expert_norm(suffix_TE, cond_TE)[0], suffix_view.own)
+        return DecoderOutput(prefix_BLD, suffix_BCE, None)
+
+    def _enter(self, x_BLD: Tensor) -> Tensor:
+        x_TD = x_BLD.reshape([-1, x_BLD.shape[-1]])
+        return self.placement.ops.enter_rows(self.placement.ops.pad_rows(x_TD))
+
+    def _leave(self, x_TD: Tensor, view: StreamView) -> Tensor:
+        x_TD = self.placement.ops.leave_rows(x_TD, view.num_rows)
+        return x_TD.reshape([*view.shape, -1])

@@ -1,0 +1,196 @@
+"""The two halves of a decoder layer: Gemma 3 for the prefix, an adaptive Gemma for the actions.
+
+Shapes: B batch, L tokens of the stream, T = B * L token rows, batch-major (under sequence
+parallelism this rank's shard of them); S keys; D width of the stream, E width of the condition, F
+inner width of the MLP; N query heads, K key/value heads, H head width.
+
+Source: Gemma3DecoderLayer of HF transformers; the adaptive expert is openpi's; both as in OpenTau's
+InterleavedDecoderLayer.
+"""
+
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.families.pi07.engine_config import Gemma3TextConfig, GemmaExpertConfig
+from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, Rotary
+from paddle_vl.nn.attention import AttentionMask, masked_attention
+from paddle_vl.nn.functional import activation
+from paddle_vl.nn.linear import Columns
+from paddle_vl.nn.placement import Placement
+
+# Keys and values `[B, S, K, H]`; keys are normalized and rotated.
+KeyValue = tuple[Tensor, Tensor]
+
+
+class StreamView:
+    """Positions and mask of a stream's tokens, the same for all layers.
+
+    Not a tuple: Paddle's recomputation looks for tensors in one.
+
+    Args:
+        shape: B and L.
+        rotary: rotary embedding by base.
+        mask: over the keys that the stream is given, then its own.
+        scale: factor of the scores; the backbone's for both streams.
+        implementation: `eager` or `sdpa` attention.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        rotary: dict[float, Rotary],
+        mask: AttentionMask,
+        scale: float,
+        implementation: str,
+    ):
+        self.shape, self.rotary, self.mask = shape, rotary, mask
+        self.scale, self.implementation = scale, implementation
+
+    @property
+    def num_rows(self) -> int:
+        """B * L."""
+        return self.shape[0] * self.shape[1]
+
+    def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        """Attention output `[B, L, N, H]`."""
+        return masked_attention(q_BLNH, k_BSKH, v_BSKH, self.mask, self.scale, self.implementation)
+
+
+class BackboneLayer(nn.Layer):
+    """`x + norm(attention(norm(x)))`, then `x + norm(mlp(norm(x)))`.
+
+    Args:
+        rope_base: base of this layer's rotary angles.
+        serves_tokens_alone: True for the last layer beside an expert. Its attention output reaches
+            the token loss only, while its keys and values reach the action loss too. Queries then
+            get a gradient in fewer steps than keys and values, so they need a weight of their own.
+    """
+
+    def __init__(
+        self,
+        config: Gemma3TextConfig,
+        rope_base: float,
+        dropout: float,
+        placement: Placement,
+        serves_tokens_alone: bool = False,
+    ):
+        super().__init__()
+        self.rope_base = rope_base
+        width, head_dim, epsilon = config.hidden_size, config.head_dim, config.rms_norm_eps
+        self.input_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
+        self.self_attn = Attention(config, width, placement, is_fused=not serves_tokens_alone)
+        self.self_attn.q_norm = placement.layers.head_wise(GemmaRMSNorm(head_dim, epsilon))
+        self.self_attn.k_norm = placement.layers.head_wise(GemmaRMSNorm(head_dim, epsilon))
+        self.post_attention_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
+        self.pre_feedforward_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
+        self.mlp = GemmaMLP(width, config.intermediate_size, placement)
+        self.post_feedforward_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
+        self.dropout = placement.layers.row_dropout(dropout)
+
+    def forward(
+        self, x_TD: Tensor, view: StreamView, past: KeyValue | None = None
+    ) -> tuple[Tensor, KeyValue]:
+        """The rows `[T, D]`, and the keys and values of `past` followed by this call's."""
+        attended_TD, key_value = self.self_attn(
+            self.input_layernorm(x_TD), view, self.rope_base, past
+        )
+        x_TD = x_TD + self.post_attention_layernorm(self.dropout(attended_TD))
+        mlp_TD = self.mlp(self.pre_feedforward_layernorm(x_TD))
+        return x_TD + self.post_feedforward_layernorm(self.dropout(mlp_TD)), key_value
+
+
+class ExpertLayer(nn.Layer):
+    """`x + gate * attention(norm(x))`, then `x + gate * mlp(norm(x))`; the norms give the gates."""
+
+    def __init__(
+        self,
+        config: GemmaExpertConfig,
+        rope_base: float,
+        dropout: float,
+        placement: Placement,
+    ):
+        super().__init__()
+        self.rope_base = rope_base
+        width, cond, epsilon = config.hidden_size, config.adarms_cond_dim, config.rms_norm_eps
+        self.input_layernorm = placement.layers.row_wise(AdaptiveRMSNorm(width, cond, epsilon))
+        self.self_attn = Attention(config, width, placement)
+        self.post_attention_layernorm = placement.layers.row_wise(
+            AdaptiveRMSNorm(width, cond, epsilon)
+        )
+        self.mlp = GemmaMLP(width, config.intermediate_size, placement)
+        self.dropout = placement.layers.row_dropout(dropout)
+
+    def forward(self, x_TD: Tensor, cond_TE: Tensor, view: StreamView, prefix: KeyValue) -> Tensor:
+        """Rows `[T, D]`, which see the prefix and each other.
+
+        Args:
+            cond_TE: condition of the norms, see `AdaptiveRMSNorm`.
+            prefix: the keys and values that the suffix sees.
+        """
+        rows_TD, gate_TD = self.input_layernorm(x_TD, cond_TE)
+        attended_TD, _ = self.self_attn(rows_TD, view, self.rope_base, prefix)
+        x_TD = x_TD + self.dropout(attended_TD) * gate_TD
+        rows_TD, gate_TD = self.post_attention_layernorm(x_TD, cond_TE)
+        return x_TD + self.dropout(self.mlp(rows_TD)) * gate_TD
+
+
+class Attention(nn.Layer):
+    """Grouped-query attention; `q_norm` and `k_norm`, if set, are applied before the rotation."""
+
+    def __init__(
+        self,
+        config: Gemma3TextConfig | GemmaExpertConfig,
+        width: int,
+        placement: Placement,
+        is_fused: bool = True,
+    ):
+        """
+        Args:
+            is_fused: queries, keys and values come from one weight.
+        """
+        super().__init__()
+        self.placement, self.head_dim = placement, config.head_dim
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        query_width, key_width = heads * config.head_dim, key_heads * config.head_dim
+        columns = [
+            Columns("q_proj", query_width, heads),
+            Columns("k_proj", key_width, key_heads),
+            Columns("v_proj", key_width, key_heads),
+        ]
+        make = placement.layers.projections if is_fused else placement.layers.separate_projections
+        self.qkv_proj = make(width, columns)
+        self.o_proj = placement.layers.row_linear(query_width, width)
+        self.q_norm: GemmaRMSNorm | None = None
+        self.k_norm: GemmaRMSNorm | None = None
+
+    def forward(
+        self, x_TD: Tensor, view: StreamView, rope_base: float, past: KeyValue | None
+    ) -> tuple[Tensor, KeyValue]:
+        heads = [*view.shape, -1, self.head_dim]
+        q_BLNH, k_BSKH, v_BSKH = (
+            rows.reshape(heads) for rows in self.qkv_proj(x_TD, view.num_rows)
+        )
+        if self.q_norm is not None:
+            q_BLNH, k_BSKH = self.q_norm(q_BLNH), self.k_norm(k_BSKH)
+        rotary = view.rotary[rope_base]
+        q_BLNH, k_BSKH = rotary(q_BLNH), rotary(k_BSKH)
+        if past is not None:
+            k_BSKH = paddle.concat([past[0], k_BSKH], axis=1)
+            v_BSKH = paddle.concat([past[1], v_BSKH], axis=1)
+        out_TD = view.attend(q_BLNH, k_BSKH, v_BSKH).reshape([view.num_rows, -1])
+        return self.o_proj(self.placement.ops.pad_rows(out_TD)), (k_BSKH, v_BSKH)
+
+
+class GemmaMLP(nn.Layer):
+    """`down(gelu(gate(x)) * up(x))` with the tanh form of GELU."""
+
+    def __init__(self, width: int, inner: int, placement: Placement):
+        super().__init__()
+        columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
+        self.gate_up_proj = placement.layers.projections(width, columns)
+        self.down_proj = placement.layers.row_linear(inner, width)
+        self.act = activation("gelu_pytorch_tanh")
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate_up_proj(x_TD)
+        return self.down_proj(self.act(gate_TF) * up_TF)

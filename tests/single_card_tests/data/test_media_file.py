@@ -1,0 +1,250 @@
+"""Image files, and which files data may name.
+
+Pinned: transparent pixels become white in all modes that have them, other images are unchanged;
+formats beside the list are refused by name without being parsed; images beyond a size are refused
+before they are decoded; of animations the first frame is taken. Absolute paths, `../` and links
+that lead out of the data file's folder are read, or refused with `allow_outside` off, for images
+and videos, conversations and demonstrations, when opening and when reading; paths that lead back
+are inside.
+"""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import EpsImagePlugin, Image
+
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.media_file import FORMATS, image_size, load_rgb
+from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
+from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from tests.single_card_tests.data.video_files import write_video
+from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, line, write_lines
+from tests.single_card_tests.families.qwen3_vl.chat_builders import (
+    question,
+    random_image,
+    tiny_processor,
+    write_jsonl,
+)
+
+RED = (255, 0, 0)
+WHITE = (255, 255, 255)
+
+
+def random_rgba(seed=0):
+    values = np.random.default_rng(seed).integers(0, 256, (8, 8, 4), dtype=np.uint8)
+    values[..., 3].flat[:8] = 0
+    values[..., 3].flat[8:16] = 255
+    return values
+
+
+def test_transparency_is_put_on_white(tmp_path):
+    values = random_rgba()
+    Image.fromarray(values).save(tmp_path / "a.png")
+    alpha = values[..., 3:] / 255
+    expected = values[..., :3] * alpha + 255 * (1 - alpha)
+    for source in (tmp_path / "a.png", Image.fromarray(values)):
+        found = np.asarray(load_rgb(source))
+        # Pillow rounds to the nearest level.
+        assert np.abs(found - expected).max() <= 0.5
+        np.testing.assert_array_equal(found.reshape(-1, 3)[:8], 255)
+        np.testing.assert_array_equal(found.reshape(-1, 3)[8:16], values.reshape(-1, 4)[8:16, :3])
+
+
+@pytest.mark.parametrize("mode", ["LA", "PA", "P", "L", "RGB", "GIF"])
+def test_every_kind_of_transparency_is_put_on_white(tmp_path, mode):
+    """Two pixels: a black one that is transparent, and one that is not."""
+    path = tmp_path / ("a.gif" if mode == "GIF" else "a.png")
+    if mode in ("LA", "PA"):
+        image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+        image.putpixel((1, 0), (200, 200, 200, 255))
+        image = image.convert("LA") if mode == "LA" else image
+        if mode == "PA":
+            image = Image.new("PA", (2, 1), (0, 0))
+            image.putpalette([0, 0, 0, 200, 200, 200])
+            image.putpixel((1, 0), (1, 255))
+            assert load_rgb(image).getpixel((0, 0)) == WHITE
+            assert load_rgb(image).getpixel((1, 0)) == (200, 200, 200)
+            return
+        image.save(path)
+    else:
+        image = Image.new("RGB", (2, 1), "black")
+        image.putpixel((1, 0), (200, 200, 200))
+        key = (0, 0, 0)
+        if mode in ("P", "GIF"):
+            image = image.quantize(2)
+            key = image.getpixel((0, 0))
+        elif mode == "L":
+            image, key = image.convert("L"), 0
+        image.save(path, transparency=key)
+    found = load_rgb(path)
+    assert [found.getpixel((x, 0)) for x in range(2)] == [WHITE, (200, 200, 200)]
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.bmp", "a.tiff", "a.webp", "a.jpg", "a.ppm"])
+def test_images_without_transparency_are_left_to_the_bit(tmp_path, name):
+    options = {"lossless": True} if name == "a.webp" else {}
+    random_image(16, 24).save(tmp_path / name, **options)
+    with Image.open(tmp_path / name) as image:
+        np.testing.assert_array_equal(np.asarray(load_rgb(tmp_path / name)), np.asarray(image))
+
+
+def test_opaque_alpha_changes_nothing():
+    values = random_rgba()
+    values[..., 3] = 255
+    np.testing.assert_array_equal(np.asarray(load_rgb(Image.fromarray(values))), values[..., :3])
+
+
+@pytest.mark.parametrize("format", ["EPS", "PDF", "ICO", "PCX", "TGA", "ICNS", "SGI", "JPEG2000"])
+def test_other_formats_are_refused_by_name(tmp_path, format, monkeypatch):
+    path = tmp_path / "a.png"
+    random_image(16, 16).save(path, format)
+
+    def never(*arguments, **options):
+        raise AssertionError("Ghostscript was asked for")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", never)
+    for read in (load_rgb, image_size):
+        with pytest.raises(BadSampleError, match=", ".join(FORMATS)) as info:
+            read(path)
+        assert info.value.kind == "unreadable_image"
+    # TGA has no beginning of its own, and Pillow does not read PDF.
+    if format not in ("TGA", "PDF"):
+        assert f"the file has the format {format}" in str(info.value)
+
+
+def png_header(width, height):
+    """A PNG of that size with next to no pixels."""
+
+    def chunk(name, content):
+        body = name + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(b"\0" * 10))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("read", [load_rgb, image_size])
+@pytest.mark.parametrize("size", [(60_000, 60_000), (2**31 - 1, 2**31 - 1)])
+def test_an_image_of_absurd_size_is_refused_by_its_header(tmp_path, read, size):
+    (tmp_path / "a.png").write_bytes(png_header(*size))
+    with pytest.raises(BadSampleError, match=r"\d+ pixels.*exceeds.*Shrink it"):
+        read(tmp_path / "a.png")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("read", [load_rgb, image_size])
+def test_an_image_that_memory_would_hold_several_times_is_refused_by_its_header(tmp_path, read):
+    (tmp_path / "a.png").write_bytes(png_header(10_000, 9_000))
+    with pytest.raises(BadSampleError, match="states 10000 x 9000 pixels; at most 80000000 are"):
+        read(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(png_header(10_000, 8_000))
+    assert image_size(tmp_path / "a.png") == (10_000, 8_000)
+
+
+def test_an_image_that_is_given_is_left_as_it_is():
+    image = Image.new("RGB", (2, 1), "black")
+    image.getexif()[0x0112] = 6
+    assert load_rgb(image).size == (1, 2)
+    assert image.size == (2, 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0", b"BM", png_header(0, 5), png_header(8, 8)])
+def test_broken_files_are_refused(tmp_path, content):
+    (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(BadSampleError, match="cannot be decoded as an image") as info:
+        load_rgb(tmp_path / "a.png")
+    assert info.value.kind == "unreadable_image"
+
+
+@pytest.mark.parametrize("path", ["a\0.png", "a" * 5000, "gone.png", "."])
+def test_paths_that_are_no_files_are_refused(path):
+    for read in (load_rgb, image_size):
+        with pytest.raises(BadSampleError, match="there is no file") as info:
+            read(path)
+        assert len(str(info.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.png", "a.webp", "a.tiff"])
+def test_of_an_animation_the_first_frame_is_taken(tmp_path, name):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in (RED, (0, 255, 0), (0, 0, 255))]
+    options = {"lossless": True} if name == "a.webp" else {}
+    frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], **options)
+    assert load_rgb(tmp_path / name).getpixel((4, 4)) == RED
+
+
+PROCESSOR = tiny_processor()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """`data/` with pictures of its own, and pictures and links beside and below it."""
+    inside = tmp_path / "data"
+    inside.mkdir()
+    (tmp_path / "data2").mkdir()
+    for place in (tmp_path, inside, tmp_path / "data2"):
+        random_image(8, 8).save(place / "a.png")
+        write_video(place / "v.mp4", 4, size=(16, 16))
+    (inside / "link.png").symlink_to(tmp_path / "a.png")
+    (inside / "linked").symlink_to(tmp_path / "data2")
+    (inside / "own.png").symlink_to("a.png")
+    return inside
+
+
+OUTSIDE = ["../a.png", "{outer}/a.png", "file://{outer}/a.png", "link.png", "linked/a.png",
+           "../data2/a.png"]  # fmt: skip
+INSIDE = ["a.png", "own.png", "../data/a.png", "{outer}/data/a.png", "linked/../data/a.png"]
+
+
+def conversations(folder, path, **options):
+    row = question("<image>", images=[path])
+    return MessagesDataset([write_jsonl(folder / "a.jsonl", [row])], PROCESSOR, **options)
+
+
+def demonstrations(folder, path, **options):
+    row = line(folder, 1, camera1=[path.removeprefix("file://")])
+    return DemonstrationsDataset([write_lines(folder / "d.jsonl", row)], SHAPES, **options)
+
+
+@pytest.mark.parametrize("opened", [conversations, demonstrations])
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_paths_that_lead_outside_are_taken_or_refused(folder, opened, path):
+    path = path.format(outer=folder.parent)
+    assert opened(folder, path)[0]
+    message = r"jsonl:1: .*a\.png.*outside the folder .*data\.allow_outside is false: move"
+    with pytest.raises(BadSampleError, match=message) as info:
+        opened(folder, path, allow_outside=False)
+    assert info.value.kind == "outside_path"
+
+
+@pytest.mark.parametrize("opened", [conversations, demonstrations])
+@pytest.mark.parametrize("path", INSIDE)
+def test_paths_that_stay_inside_are_taken(folder, opened, path):
+    assert opened(folder, path.format(outer=folder.parent), allow_outside=False)[0]
+
+
+def test_videos_and_goals_are_no_exception(folder):
+    row = question("<video>", videos=["../v.mp4"])
+    file = write_jsonl(folder / "a.jsonl", [row])
+    assert MessagesDataset([file], PROCESSOR)[0]
+    with pytest.raises(BadSampleError, match=r"video path '\.\./v\.mp4' leads to"):
+        MessagesDataset([file], PROCESSOR, allow_outside=False)
+    file = write_lines(folder / "d.jsonl", line(folder, 1, subgoal0="../a.png"))
+    with pytest.raises(BadSampleError, match=r"'subgoal0' path '\.\./a\.png' leads to"):
+        DemonstrationsDataset([file], SHAPES, ["subgoal"], allow_outside=False)
+
+
+def test_a_link_that_is_turned_later_is_refused_when_reading(folder):
+    dataset = conversations(folder, "own.png", allow_outside=False)
+    (folder / "own.png").unlink()
+    (folder / "own.png").symlink_to(folder.parent / "a.png")
+    with pytest.raises(BadSampleError, match="outside the folder"):
+        dataset[0]
+
+
+def test_the_folder_may_be_a_link_itself(folder):
+    linked = folder.parent / "through"
+    linked.symlink_to(folder)
+    assert conversations(linked, "a.png", allow_outside=False)[0]

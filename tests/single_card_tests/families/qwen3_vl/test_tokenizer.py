@@ -1,0 +1,93 @@
+"""Tokenizer: HF files are read, special tokens found by name, and training is reproducible.
+
+Pinned: any text survives encoding and decoding (byte level); text is cut as Qwen2 cuts it; special
+tokens take the last ids; the same texts give the same file; a missing file, a broken file and a
+missing token are named; settings in the file that would cut text do not.
+"""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer, train_bpe
+from tests.single_card_tests.families.qwen3_vl.chat_builders import TEXTS, tiny_tokenizer
+
+SPECIAL = ("<|endoftext|>", "<|im_end|>")
+TOKENIZER = train_bpe(TEXTS, 280, SPECIAL)
+
+
+@given(st.text())
+def test_any_text_survives_encoding_and_decoding(text):
+    import unicodedata
+
+    decoded = TOKENIZER.decode(TOKENIZER.encode(text), skip_special_tokens=False)
+    assert decoded == unicodedata.normalize("NFC", text)
+
+
+def test_numbers_are_cut_into_digits_and_words_learned():
+    tokenizer = train_bpe(["hello 2024 2024 2024", "hello"], 300, SPECIAL)
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("hello 2024")]
+    assert pieces == ["hello", " ", "2", "0", "2", "4"]
+
+
+def test_special_tokens_take_the_last_ids_in_order():
+    ids = [TOKENIZER.token_id(token) for token in SPECIAL]
+    assert ids == [TOKENIZER.vocab_size - 2, TOKENIZER.vocab_size - 1]
+    assert TOKENIZER.special_tokens == dict(zip(ids, SPECIAL, strict=True))
+
+
+def test_special_tokens_in_text_become_their_ids_and_can_be_left_out():
+    ids = TOKENIZER.encode("hello<|im_end|>")
+    assert ids[-1] == TOKENIZER.token_id("<|im_end|>")
+    assert TOKENIZER.decode(ids) == "hello"
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == "hello<|im_end|>"
+
+
+def test_training_depends_on_the_texts_only(tmp_path):
+    for name, texts in (("a", TEXTS), ("b", TEXTS[::-1])):
+        train_bpe(texts, 300, SPECIAL).save(tmp_path / name)
+    first, second = ((tmp_path / name / "tokenizer.json").read_bytes() for name in "ab")
+    assert first == second
+
+
+def test_vocabulary_keeps_to_its_size():
+    assert TOKENIZER.vocab_size == 280
+    with pytest.raises(ValueError, match="257 is too small.*258"):
+        train_bpe(TEXTS, 257, SPECIAL)
+
+
+def test_saved_tokenizer_is_read_from_its_file_and_its_directory(tmp_path):
+    tiny_tokenizer().save(tmp_path)
+    expected = tiny_tokenizer().encode("A cat. <|im_start|>")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        assert TextTokenizer.from_file(path).encode("A cat. <|im_start|>") == expected
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
+    tiny_tokenizer().save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["truncation"] = {
+        "direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0
+    }  # fmt: skip
+    path.write_text(json.dumps(content))
+    assert len(TextTokenizer.from_file(tmp_path).encode("A cat on a mat.")) > 2
+
+
+def test_missing_token_is_named_with_the_file(tmp_path):
+    tiny_tokenizer().save(tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer\.json has no token '<\|nothing\|>'"):
+        TextTokenizer.from_file(tmp_path).token_id("<|nothing|>")
+
+
+def test_missing_and_broken_files_are_named(tmp_path):
+    with pytest.raises(RuntimeError, match=r"no tokenizer file .*tokenizer\.json"):
+        TextTokenizer.from_file(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(RuntimeError, match=r"tokenizer\.json is not valid JSON"):
+        TextTokenizer.from_file(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RuntimeError, match=r"tokenizer\.json is not a tokenizer file"):
+        TextTokenizer.from_file(tmp_path)
