@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from harness import Table, launch, leave, parser, show
-from step_counts import NO_PHASE, recorded_phases
+from step_counts import recorded_phases
 
 TOPOLOGIES = {
     "dp2": {"dp_degree": 2},
@@ -80,7 +80,7 @@ PHASES = {
     "agreement": "agreement",
     "forward": "forward",
     "bwd": "backward",
-    NO_PHASE: "pipeline",
+    "forward_bwd": "pipeline",
     "gradient_sum": "gradients",
     "unscale_clip": "loss and norm",
     "optim_step": "update",
