@@ -17,7 +17,7 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.base import BatchAdapter
 from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
-from paddle_vl.families.pi07.flow_matching import as_tensors
+from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.nn.loss import Loss
 

@@ -8,10 +8,10 @@ what is learned and is not read is refused with its name and remedy; the rest is
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.families.qwen3_vl.evaluation import _questions
 from paddle_vl.families.qwen3_vl.inputs.collate import IGNORED_LABEL, PackedCollator, VLCollator
 from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
-from paddle_vl.train.evaluate import _questions
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
     question,
