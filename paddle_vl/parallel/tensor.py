@@ -252,6 +252,7 @@ class FleetLayers(LayerFactory):
     def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
         layer.add_low_rank(settings)
         lora, of_weight = layer.lora, self.parameter_table[layer.weight]
+        assert lora is not None
         if of_weight.split_axis is None:
             self.parameter_table.add([lora.A, lora.B], of_weight)
         elif of_weight.split_axis == layer.input_axis:
