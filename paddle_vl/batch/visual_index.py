@@ -133,18 +133,22 @@ def compute_visual_indices(
         rows_mask, rows_order = rows_mask[start:stop], rows_order[start:stop]
     update = nonzero(rows_mask)
     gather = rows_order[update]
-    source = None if video_mask_BL is None else _source_rows(image_mask_BL, video_mask_BL, nonzero)
+    source = None
+    if video_mask_BL is not None:
+        source = _source_rows(image_mask_BL, video_mask_BL, visual_BL, nonzero)
     return VisualIndices(update, gather, source)
 
 
-def _source_rows(image_mask_BL: Array, video_mask_BL: Array, nonzero: Callable) -> Array:
+def _source_rows(
+    image_mask_BL: Array, video_mask_BL: Array, visual_BL: Array, nonzero: Callable
+) -> Array:
     """Row in `[images; videos]` of every visual embedding in reading order: `[M]` int64."""
     image_T = _running_count(image_mask_BL)
     video_T = _running_count(video_mask_BL)
     is_video_T = video_mask_BL.reshape([-1]).astype("int64")
     # The last running count is the number of image tokens; slicing keeps it on the device.
     source_T = (image_T - 1) * (1 - is_video_T) + (image_T[-1:] + video_T - 1) * is_video_T
-    return source_T[nonzero((image_mask_BL | video_mask_BL).reshape([-1]))]
+    return source_T[nonzero(visual_BL.reshape([-1]))]
 
 
 def _running_count(mask_BL: Array) -> Array:

@@ -8,15 +8,17 @@ rank ever holds more than its shards and one full tensor.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
 from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_parameter
-from paddle_vl.checkpoint.safetensors_io import FLOATING, StoredTensor, read_checkpoint_headers
 from paddle_vl.nn.linear import whole_slices
+
+if TYPE_CHECKING:
+    from paddle_vl.checkpoint.safetensors_io import StoredTensor
 
 
 class MaterializeStep(NamedTuple):
@@ -91,7 +93,7 @@ class Keyed(Protocol):
 
 def check_keys(
     folder: Path,
-    stored: dict[str, StoredTensor],
+    stored: "dict[str, StoredTensor]",
     wanted: Iterable[Keyed],
     ignored: set[str],
     owner: str = "the model of its config.json",
@@ -107,6 +109,8 @@ def check_keys(
         ValueError: every missing, unexpected and misshapen key, and those that hold other things
             than floating point numbers, all at once.
     """
+    from paddle_vl.checkpoint.safetensors_io import FLOATING
+
     shapes = {item.key: item.stored_shape for item in wanted}
     missing = sorted(set(shapes) - set(stored))
     unexpected = sorted(set(stored) - set(shapes) - ignored)
@@ -134,19 +138,23 @@ def check_keys(
         raise ValueError(f"the checkpoint in {folder} does not fit {owner}; " + "; ".join(problems))
 
 
-def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:
+def checkpoint_tensors(folder: Path) -> "dict[str, StoredTensor]":
     """The tensors of a model folder by key, unread."""
+    from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+
     return read_checkpoint_headers(Path(folder))
 
 
-def fill_parameters(parameters: Iterable[StoredParameter], stored: dict[str, StoredTensor]) -> None:
+def fill_parameters(
+    parameters: Iterable[StoredParameter], stored: "dict[str, StoredTensor]"
+) -> None:
     """Give every parameter its stored value."""
     for step in stored_values(parameters, stored):
         step.run()
 
 
 def stored_values(
-    parameters: Iterable[StoredParameter], stored: dict[str, StoredTensor]
+    parameters: Iterable[StoredParameter], stored: "dict[str, StoredTensor]"
 ) -> list[MaterializeStep]:
     """Steps that give every parameter its stored value.
 
@@ -160,7 +168,7 @@ def stored_values(
     ]
 
 
-def _read_into(items: Sequence[StoredParameter], stored: Sequence[StoredTensor]) -> None:
+def _read_into(items: Sequence[StoredParameter], stored: "Sequence[StoredTensor]") -> None:
     parameter, table = items[0].parameter, items[0].table
     if items[0].block is None:
         set_value(parameter, items[0].from_stored(stored[0].read()))

@@ -173,7 +173,7 @@ class PrefetchLoader:
         self._num_workers = num_workers
         self._max_pending = max(prefetch_batches, num_workers)
         self._pool: WorkerPool | None = None
-        self._pending: deque[PendingBatch] = deque()
+        self._pending: deque[tuple[PendingBatch, Future[LoadedBatch]]] = deque()
         self._awaited: PendingBatch | None = None
         self._skipped: Counter[str] = Counter()
         self._move_to(0, 0)
@@ -232,7 +232,7 @@ class PrefetchLoader:
         was, here = state["stream"], self._stream()
         contents = here.pop("contents", [])
         edited = _edited(was.get("contents", []), contents)
-        if contents and "contents" not in was:
+        if "contents" not in was and isinstance(self._dataset, HasContents) and contents:
             here["fingerprint"] = self._dataset.positions_fingerprint
         elif edited:
             # The edited files explain why the fingerprints differ.
@@ -294,18 +294,19 @@ class PrefetchLoader:
 
     def _job(self, epoch: int, number: int) -> tuple[list[int], tuple]:
         """Samples of a batch, and the function that loads it with its further arguments."""
-        samples = self._order.batch(epoch, number)
         if isinstance(self._order, PackedOrder):
-            job = (load_packed_batch, samples, self._order.budget.tokens)
-            return np.concatenate([*samples, []]).astype(np.int64).tolist(), job
+            rows = self._order.batch(epoch, number)
+            job = (load_packed_batch, rows, self._order.budget.tokens)
+            return np.concatenate([*rows, []]).astype(np.int64).tolist(), job
+        samples = self._order.batch(epoch, number)
         return samples.tolist(), (load_batch, samples, self._drop_last, epoch)
 
     def _load_from_workers(self) -> LoadedBatch:
         try:
             self._request()
-            self._awaited = self._pending[0]
-            self._wait_for(self._awaited.future)
-            loaded = self._awaited.future.result()
+            self._awaited, future = self._pending[0]
+            self._wait_for(future)
+            loaded = future.result()
             self._pending.popleft()
             self._request()
         except BrokenProcessPool as error:
@@ -340,13 +341,13 @@ class PrefetchLoader:
             job_number = self._pool.num_jobs
             samples, job = self._job(epoch, number)
             future = self._pool.submit(*job)
-            self._pending.append(PendingBatch(epoch, number, samples, job_number, future))
+            self._pending.append((PendingBatch(epoch, number, samples, job_number), future))
             is_last = number + 1 == self._order.batches_in(epoch)
             self._requested = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
     def _move_to(self, epoch: int, batches_consumed: int) -> None:
-        for batch in self._pending:
-            batch.future.cancel()
+        for _, future in self._pending:
+            future.cancel()
         self._pending.clear()
         self.epoch = epoch
         self.batches_consumed = batches_consumed

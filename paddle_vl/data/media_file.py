@@ -49,18 +49,19 @@ class MediaFolder(NamedTuple):
             return text
         joined = str(self.directory / text)
         if not self.allow_outside:
-            self._check_inside(text, joined, what)
+            _check_inside(self.directory, text, joined, what)
         return joined
 
-    def _check_inside(self, text: str, joined: str, what: str) -> None:
-        folder, found = os.path.realpath(self.directory), os.path.realpath(joined)
-        if os.path.commonpath([folder, found]) != folder:
-            raise BadSampleError(
-                "outside_path",
-                f"{what} path {shown(text)!r} leads to {shown(found)}, outside the folder of the "
-                f"data file ({folder}), and data.allow_outside is false: move the file into the "
-                "folder, or set data.allow_outside to true",
-            )
+
+def _check_inside(directory: Path, text: str, joined: str, what: str) -> None:
+    folder, found = os.path.realpath(directory), os.path.realpath(joined)
+    if os.path.commonpath([folder, found]) != folder:
+        raise BadSampleError(
+            "outside_path",
+            f"{what} path {shown(text)!r} leads to {shown(found)}, outside the folder of the data "
+            f"file ({folder}), and data.allow_outside is false: move the file into the folder, or "
+            "set data.allow_outside to true",
+        )
 
 
 def shown(path: str) -> str:

@@ -13,7 +13,7 @@ import os
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 from typing import Protocol
@@ -91,7 +91,7 @@ def _measure(dataset: MeasuredSource, num_workers: int) -> tuple[np.ndarray, Cou
 
 def _measured_chunks(
     dataset: MeasuredSource, chunks: list[tuple[int, int]], num_workers: int
-) -> Iterator[tuple[np.ndarray, Counter[str]]]:
+) -> Generator[tuple[np.ndarray, Counter[str]], None, None]:
     if num_workers == 0 or len(chunks) == 1:
         for chunk in chunks:
             yield measure_chunk(dataset, None, *chunk)

@@ -14,7 +14,7 @@ make FFmpeg open other files or the network are refused.
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from paddle_vl.data.media_file import shown
 
 if TYPE_CHECKING:
     import av
+    import av.container
 
 # HF's assumption for a video without a frame rate.
 DEFAULT_FPS = 24.0
@@ -75,7 +76,7 @@ class VideoFrames:
         """Number of frames."""
         return len(self.pixels)
 
-    def frames(self, indices: Iterable[int]) -> Iterator[np.ndarray]:
+    def frames(self, indices: Iterable[int]) -> Generator[np.ndarray, None, None]:
         """Frames with these numbers, each uint8 RGB `[height, width, 3]`."""
         return (self.pixels[index] for index in indices)
 
@@ -129,7 +130,7 @@ class VideoFile:
             # Decoding is the only way that works for every codec.
             self.num_frames = sum(1 for _ in self._decode())
 
-    def frames(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
+    def frames(self, indices: Sequence[int]) -> Generator[np.ndarray, None, None]:
         """Decode these frames, upright; one is in memory at a time.
 
         Args:
@@ -178,6 +179,7 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
     # Imported here: PyAV is needed for video files only.
     try:
         import av
+        from av.error import ArgumentError, FFmpegError
     except ImportError as error:
         raise RuntimeError(
             f"cannot read the video {path}: video files are read by PyAV, which is not installed; "
@@ -199,7 +201,7 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
             # Frames may be larger than the header states.
             stream.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
             yield container, stream
-    except av.FFmpegError as error:
+    except FFmpegError as error:
         if found := _nesting(path):
             raise BadSampleError(
                 "unreadable_video",
@@ -207,7 +209,7 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
                 f"video itself, in one of the containers {', '.join(CONTAINERS)}",
             ) from error
         # FFmpeg raises this for a format outside the whitelist.
-        is_other = isinstance(error, av.ArgumentError)
+        is_other = isinstance(error, ArgumentError)
         others = f", or convert it to one of {', '.join(CONTAINERS)}" if is_other else ""
         raise BadSampleError(
             "unreadable_video",

@@ -1,16 +1,9 @@
 """Description of a batch that the trainer waits for: its samples and who prepares them."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
-from paddle_vl.data.worker_pool import (
-    FromFiles,
-    LoadedBatch,
-    SampleSource,
-    WorkerProgress,
-    current_sample,
-)
+from paddle_vl.data.worker_pool import FromFiles, SampleSource, WorkerProgress, current_sample
 
 _SHOWN_SAMPLES = 8
 
@@ -22,14 +15,12 @@ class PendingBatch(NamedTuple):
         epoch, number: its epoch and its place in the epoch.
         samples: its sample numbers.
         job: its number among the jobs of the workers, None where this process prepares it.
-        future: its result, None where this process prepares it.
     """
 
     epoch: int
     number: int
     samples: list[int]
     job: int | None = None
-    future: "Future[LoadedBatch] | None" = None
 
 
 def describe_wait(

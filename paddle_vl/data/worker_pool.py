@@ -35,16 +35,21 @@ _LOOK_S = 1.0
 _LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Sample = dict[str, np.ndarray]
-# Takes a list of samples; for packed rows a list of lists.
+# From a list of samples, for packed rows a list of lists, to a batch.
 Collator = Callable[[Sequence[Any]], Any]
 
 
 class SampleSource(Protocol):
     """What a loader needs of a dataset. It must pickle, and not be defined in `__main__`."""
 
-    on_bad_sample: str
-    skipped: Counter[str]
-    fingerprint: int
+    @property
+    def on_bad_sample(self) -> str: ...
+
+    @property
+    def skipped(self) -> Counter[str]: ...
+
+    @property
+    def fingerprint(self) -> int: ...
 
     def __len__(self) -> int: ...
 
@@ -57,6 +62,7 @@ class DrawsByEpoch(Protocol):
 
     def in_epoch(self, epoch: int) -> SampleSource:
         """The dataset with the draws of that epoch."""
+        ...
 
 
 @runtime_checkable
@@ -67,6 +73,7 @@ class FromFiles(Protocol):
 
     def place(self, number: int) -> str:
         """Location of a sample: `file:line`."""
+        ...
 
 
 @runtime_checkable
@@ -257,17 +264,21 @@ def load_packed_batch(
 class WorkerPool:
     """Worker processes, started by the first job.
 
+    Args:
+        dataset, collator: first arguments of every job; they are pickled once per worker.
+
     Attributes:
         num_jobs: jobs submitted so far; a job's number is its place in this order.
     """
 
-    def __init__(self, dataset: SampleSource, collator: Collator | None, num_workers: int):
+    def __init__(self, dataset: Any, collator: Collator | None, num_workers: int):
         # "spawn": a fork of a process in which Paddle runs threads can hang.
         context = multiprocessing.get_context("spawn")
         self.num_jobs = 0
         self._table = ProgressTable(num_workers, context)
         self._changing, self._is_broken = threading.Lock(), False
-        self._executor = ProcessPoolExecutor(
+        # Any: the pool reads private attributes.
+        self._executor: Any = ProcessPoolExecutor(
             num_workers,
             mp_context=context,
             initializer=_start_worker,
@@ -364,10 +375,10 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_worker_state: tuple[SampleSource, Collator | None]
+_worker_state: tuple[Any, Collator | None]
 
 
-def _start_worker(dataset: SampleSource, collator: Collator | None, table: ProgressTable) -> None:
+def _start_worker(dataset: Any, collator: Collator | None, table: ProgressTable) -> None:
     global _worker_state, _slot
     _worker_state, _slot = (dataset, collator), table.take_slot()
     for target in (_exit_on_sigterm, _exit_with_parent):
@@ -386,7 +397,8 @@ def _exit_on_sigterm() -> None:
 
 def _exit_with_parent() -> None:
     """A killed main process cannot close its pool; workers would wait for jobs for ever."""
-    multiprocessing.parent_process().join()
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
     os._exit(1)
 
 

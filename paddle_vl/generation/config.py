@@ -134,10 +134,10 @@ class GenerationConfig:
     @property
     def eos_token_ids(self) -> list[int]:
         """The end tokens as a list."""
-        if self.eos_token_id is None:
+        ids = self.eos_token_id
+        if ids is None:
             return []
-        several = isinstance(self.eos_token_id, tuple)
-        return list(self.eos_token_id) if several else [self.eos_token_id]
+        return list(ids) if isinstance(ids, tuple | list) else [ids]
 
     @property
     def fill_token_id(self) -> int | None:

@@ -7,6 +7,8 @@ Source: generation/logits_process.py of HF transformers; equal to it on equal lo
 of top-p falls between tokens of equal score, those of smaller id are excluded.
 """
 
+from typing import Any
+
 import numpy as np
 import paddle
 import paddle.nn.functional as F
@@ -103,7 +105,7 @@ class RowDraws:
     """
 
     def __init__(self, seed: int | None, num_rows: int):
-        entropy = np.random.SeedSequence(seed).entropy
+        entropy: Any = np.random.SeedSequence(seed).entropy
         self._rows = [np.random.default_rng([entropy, row]) for row in range(num_rows)]
 
     def next(self) -> Tensor:

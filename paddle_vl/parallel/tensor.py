@@ -31,8 +31,8 @@ from paddle_vl.nn.placement import (
     RegionOps,
     StageLayers,
 )
+from paddle_vl.parallel.agree import gather_arrays, gather_values
 from paddle_vl.parallel.expert_parallel import FleetExpertSharding
-from paddle_vl.parallel.objects import gather_arrays, gather_values
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.region_ops import FleetRegionOps
 from paddle_vl.parallel.split_layers import (

@@ -5,10 +5,11 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
-from paddle import Tensor, nn
+from paddle import Tensor
 
 from paddle_vl.checkpoint.adapter_files import (
     A_KEY,
@@ -60,8 +61,13 @@ def add_lora(model: PretrainedQwen3VL, config: LoRAConfig) -> None:
         raise ValueError("the model has adapters already: merge_lora() first, to add others")
     targets, saved = _resolved(model, config)
     attach(model, Adapter(config, targets, saved, model.name_or_path))
-    # Drawn after the model's own weights, if these are drawn.
-    seed = cache(lambda: paddle.randint(0, 2**31 - 1, [1]).item())
+
+    @cache
+    def seed() -> int:
+        # Called after the model's own weights are drawn, if they are.
+        drawn: Any = paddle.randint(0, 2**31 - 1, [1]).item()
+        return drawn
+
     model.materialize_too(
         lambda: [
             MaterializeStep(item.parameter, partial(_draw_adapter, item, seed))
@@ -186,7 +192,8 @@ def _own_adapter(model: PretrainedQwen3VL) -> Adapter:
 
 
 def _adapter_parameters(model: PretrainedQwen3VL) -> list[StoredParameter]:
-    return [item for item in model.stored_parameters() if model.adapter.owns(item.key)]
+    adapter = _own_adapter(model)
+    return [item for item in model.stored_parameters() if adapter.owns(item.key)]
 
 
 def _divided_by(model: PretrainedQwen3VL, adapter: Adapter) -> list[Tensor]:
@@ -201,7 +208,7 @@ def _divided_by(model: PretrainedQwen3VL, adapter: Adapter) -> list[Tensor]:
     return divided
 
 
-def _linears(model: PretrainedQwen3VL) -> dict[str, nn.Layer]:
+def _linears(model: PretrainedQwen3VL) -> dict[str, Any]:
     """Linears of this rank by HF module name; fused ones share a layer, a tied head is left out."""
     items: dict[int, list[StoredParameter]] = {}
     for item in model.stored_parameters():
@@ -288,7 +295,8 @@ def _draw_adapter(item: StoredParameter, seed: Callable[[], int]) -> None:
         item.parameter.initialize()
         return
     rng = np.random.default_rng([seed(), zlib.crc32(item.key.encode())])
-    full = initial_a(rng, item.table.full_shape(item.parameter))
+    inputs, rank = item.table.full_shape(item.parameter)
+    full = initial_a(rng, (inputs, rank))
     set_value(item.parameter, item.table.own_shard(item.parameter, full))
 
 

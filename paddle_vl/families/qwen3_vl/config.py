@@ -22,7 +22,6 @@ from paddle_vl.families.qwen3_vl.text_config import (
 from paddle_vl.files.checked_values import Range, check_mapping, check_values
 from paddle_vl.files.hub_keys import INERT_KEYS
 from paddle_vl.files.json_file import read_json_object, shown
-from paddle_vl.files.named_errors import write_text
 from paddle_vl.nn.functional import ACTIVATIONS
 
 _MOE_TYPE = "qwen3_vl_moe"
@@ -242,6 +241,8 @@ class Qwen3VLConfig:
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write `config.json` into a folder."""
+        from paddle_vl.files.named_errors import write_text
+
         text = json.dumps(self.to_dict(), indent=2) + "\n"
         write_text(Path(path) / "config.json", text)
 

@@ -54,8 +54,7 @@ class KeyValueCache:
 
     def _written(self, buffer_BKCH: Tensor | None, new_BLKH: Tensor, begin: int) -> Tensor:
         batch, _, heads, width = new_BLKH.shape
-        capacity = 0 if buffer_BKCH is None else buffer_BKCH.shape[2]
-        if self.length > capacity:
+        if buffer_BKCH is None or self.length > buffer_BKCH.shape[2]:
             capacity = -(-self.length // self.CHUNK) * self.CHUNK
             grown = paddle.empty([batch, heads, capacity, width], dtype=new_BLKH.dtype)
             if buffer_BKCH is not None:
@@ -75,7 +74,8 @@ class LanguageModel(nn.Layer):
     def __init__(self, config: Qwen3VLConfig, placement: Placement):
         super().__init__()
         text = config.text_config
-        self.embedding = (
+        # Embedding and final norm are None on pipeline stages without them.
+        self.embedding: Any = (
             GPTEmbedding(config, placement) if placement.stage_layers.embedding else None
         )
         self.layers = nn.LayerList(
@@ -89,7 +89,7 @@ class LanguageModel(nn.Layer):
         self.deepstack_layers = nn.LayerList(
             [DeepstackLayer() for _ in config.vision_config.deepstack_visual_indexes]
         )
-        self.norm = (
+        self.norm: Any = (
             placement.layers.row_wise(RMSNorm(text.hidden_size, text.rms_norm_eps))
             if placement.stage_layers.head
             else None
@@ -172,9 +172,12 @@ class DecoderLayer(nn.Layer):
 
     def __init__(self, config: Qwen3VLTextConfig, placement: Placement, number: int):
         super().__init__()
-        self.has_experts = config.has_experts(number)
+        experts = config.experts_of(number)
+        self.has_experts = experts is not None
         self.self_attn = SelfAttention(config, placement)
-        self.mlp = (SparseMoE if self.has_experts else SwiGLUMLP)(config, placement)
+        self.mlp = (
+            SwiGLUMLP(config, placement) if experts is None else SparseMoE(experts, placement)
+        )
         width, epsilon = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = placement.layers.row_wise(RMSNorm(width, epsilon))
         self.post_attention_layernorm = placement.layers.row_wise(RMSNorm(width, epsilon))

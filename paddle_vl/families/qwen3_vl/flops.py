@@ -129,8 +129,10 @@ def _decoder_layer(operations: Operations, config: Qwen3VLConfig, number: int, r
     seen = operations.attention("token_pairs", queries, q, k, v)
     rows |= operations.linear("tokens", f"{attention}.o_proj", queries, width, seen)
     normed = operations.norm(f"{layer}.post_attention_layernorm", rows)
-    mlp = _experts if text.has_experts(number) else _mlp
-    return mlp(operations, text, f"{layer}.mlp", normed)
+    experts = text.experts_of(number)
+    if experts is None:
+        return _mlp(operations, text, f"{layer}.mlp", normed)
+    return _experts(operations, experts, f"{layer}.mlp", normed)
 
 
 def _mlp(operations: Operations, text: Any, module: str, rows: bool) -> bool:

@@ -100,9 +100,8 @@ def _chosen_tokens(
     try:
         token_B = None
         for _ in range(config.max_new_tokens):
-            is_prefill = token_B is None
-            with paddle.no_grad(), nullcontext() if is_prefill else strided_views():
-                logits_BV = decoder.prefill() if is_prefill else decoder.advance(token_B)
+            with paddle.no_grad(), nullcontext() if token_B is None else strided_views():
+                logits_BV = decoder.prefill() if token_B is None else decoder.advance(token_B)
                 if on_logits is not None:
                     on_logits(logits_BV.numpy())
                 chosen_B = choose(rules(logits_BV))

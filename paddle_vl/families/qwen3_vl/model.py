@@ -26,10 +26,11 @@ from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.decoder import KeyValueCache, LanguageModel
 from paddle_vl.families.qwen3_vl.moe import LoadBalance
 from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
+from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 from paddle_vl.families.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.attention import PackedSamples
 from paddle_vl.nn.functional import next_token_targets
-from paddle_vl.nn.placement import Placement, SingleDevicePlacement
+from paddle_vl.nn.placement import Placement
 
 Array = np.ndarray | Tensor
 _GRIDS = ("image_grid_thw", "video_grid_thw")
@@ -64,6 +65,7 @@ class Qwen3VLOutput:
                 their mean.
             num_batches: number of these micro-batches; the auxiliary loss is their mean.
         """
+        assert self.loss_sum is not None, "the batch has no labels"
         loss = self.loss_sum / num_target_tokens
         if self.aux_loss is not None:
             loss = loss + self.aux_weight * self.aux_loss / num_batches
@@ -74,9 +76,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
     """The complete model. Build it with `from_pretrained` or `from_config`."""
 
     def __init__(self, config: Qwen3VLConfig, placement: Placement | None = None):
-        super().__init__(config, placement or SingleDevicePlacement())
-        text = config.text_config
-        self.visual, self.lm_head, tied = None, None, None
+        super().__init__(config, placement)
+        text, tied = config.text_config, None
         if self.placement.stage_layers.embedding:
             self.visual = self.placement.layers.tower(VisionTower(config.vision_config))
         self.language_model = LanguageModel(config, self.placement)
@@ -199,24 +200,24 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         Raises:
             ValueError: segments that do not tile the token rows.
         """
-        cu_seqlens = _host(cu_seqlens)
+        offsets = _host(cu_seqlens)
         if position_ids is None:
             position_ids, _ = self.position_ids(
-                input_ids, attention_mask, image_grid_thw, video_grid_thw, cu_seqlens
+                input_ids, attention_mask, image_grid_thw, video_grid_thw, offsets
             )
         elif position_ids.shape[0] == 4:
-            if cu_seqlens is None and attention_mask is None:
-                cu_seqlens = restart_offsets(_host(position_ids[0]))
+            if offsets is None and attention_mask is None:
+                offsets = restart_offsets(_host(position_ids[0]))
             position_ids = position_ids[1:]
         packed = None
-        if cu_seqlens is not None:
+        if offsets is not None:
             batch, length = input_ids.shape
-            check_offsets(cu_seqlens, batch, length)
+            check_offsets(offsets, batch, length)
             # With one segment per row causality suffices, and attention stays one batched product.
-            if len(cu_seqlens) > batch + 1:
-                packed = PackedSamples(cu_seqlens, length)
+            if len(offsets) > batch + 1:
+                packed = PackedSamples(offsets, length)
         mask_is_needed = (
-            attention_mask is not None and has_left_padding is not False and cu_seqlens is None
+            attention_mask is not None and has_left_padding is not False and offsets is None
         )
         return {
             "input_ids": device_tensor(input_ids),
@@ -248,9 +249,10 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             output.loss = output.loss_sum / (
                 max(num_target_tokens, 1) if known else count.clip(min=1.0)
             )
-        if balance is not None:
+        text = self.config.text_config
+        if balance is not None and isinstance(text, Qwen3VLMoeTextConfig):
             output.aux_loss = balance.loss()
-            output.aux_weight = self.config.text_config.router_aux_loss_coef
+            output.aux_weight = text.router_aux_loss_coef
             if output.loss is not None:
                 output.loss = output.loss + output.aux_weight * output.aux_loss
         return output
@@ -276,7 +278,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             ValueError: pixels without their grid or the reverse, or a different number of patches.
         """
         vision = self.config.vision_config
-        kinds = [
+        kinds: list[tuple[str, Any, np.ndarray]] = [
             (kind, pixels, checked_grid(kind, None if pixels is None else pixels.shape[0], grid))
             for kind, pixels, grid in (
                 ("image", pixel_values, image_grid_thw),
@@ -376,12 +378,13 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         return layers if self.lm_head is None else [*layers, self.lm_head]
 
 
-def _host(array: Array | None) -> np.ndarray | None:
+def _host(array: Array | None) -> Any:
+    """An array as a NumPy array; None stays None."""
     return array.numpy() if isinstance(array, Tensor) else array
 
 
-def device_tensor(array: Array | None) -> Tensor | None:
-    """An array as a tensor on the device; tensors are returned unchanged."""
+def device_tensor(array: Array | None) -> Any:
+    """An array as a tensor on the device; tensors and None are returned unchanged."""
     return paddle.to_tensor(array) if isinstance(array, np.ndarray) else array
 
 

@@ -49,10 +49,11 @@ def layer_costs(config: Qwen3VLConfig) -> tuple[list[float], float, float]:
 
 
 def _mlp_cost(text: Qwen3VLTextConfig, layer: int) -> int:
-    if not text.has_experts(layer):
+    experts = text.experts_of(layer)
+    if experts is None:
         return 3 * text.hidden_size * text.intermediate_size
-    inner = text.num_experts_per_tok * text.moe_intermediate_size
-    return text.hidden_size * (3 * inner + text.num_experts)
+    inner = experts.num_experts_per_tok * experts.moe_intermediate_size
+    return text.hidden_size * (3 * inner + experts.num_experts)
 
 
 class Qwen3VLStage:
@@ -69,10 +70,10 @@ class Qwen3VLStage:
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.text_config.num_hidden_layers
         self.num_levels = len(config.vision_config.deepstack_visual_indexes)
-        # Shape of the routing sums that stages send on for the load-balancing loss.
+        # Routing sums that stages send on for the load-balancing loss: whether, and their shape.
         text = config.text_config
-        has_balance = getattr(text, "output_router_logits", False)
-        self.sums_shape = (2, text.num_experts) if has_balance else None
+        self.sends_sums = text.has_balance_loss(None)
+        self.sums_shape = (2, getattr(text, "num_experts", 0))
         self.num_layers_before = sum(text.has_experts(i) for i in range(layers.start))
         self._dtype = model.parameters()[0].dtype
 
@@ -115,7 +116,7 @@ class Qwen3VLStage:
     def _shape(self, tokens: int, visual: int) -> tuple[int, int]:
         rows = tokens + len(self._travelling(self.layers.start)) * visual
         width = self.model.config.text_config.hidden_size
-        if self.sums_shape is not None:
+        if self.sends_sums:
             rows += num_float32_rows(self.sums_shape, width, self._dtype)
         return rows, width
 
@@ -133,7 +134,7 @@ class Qwen3VLStage:
             **{name: value for name, value in batch.items() if name not in _NOT_FOR_DECODER}
         )
         balance = None
-        if model.config.text_config.has_balance_loss(None):
+        if self.sends_sums:
             mask_BL = device_tensor(batch["attention_mask"])
             balance = LoadBalance(mask_BL, tuple(batch["input_ids"].shape))
         if self.is_first:
@@ -142,6 +143,7 @@ class Qwen3VLStage:
             levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         else:
             inputs = dict_args | decoder_positions(model.config, dict_args)
+            assert rows_RD is not None, "a later stage needs the message of the previous one"
             x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch), balance)
         x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, balance=balance)
         if self.is_last:

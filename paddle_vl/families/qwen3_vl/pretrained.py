@@ -7,7 +7,7 @@ alone imports little.
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import paddle
@@ -23,7 +23,7 @@ from paddle_vl.families.qwen3_vl.checkpoint_map import (
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.nn.linear import default_dtype, separate
-from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.adapter_files import Adapter
@@ -45,9 +45,13 @@ class PretrainedQwen3VL(Materializable, nn.Layer):
         adapter: the low-rank adapters; None without.
     """
 
-    def __init__(self, config: Qwen3VLConfig, placement: Placement):
+    def __init__(self, config: Qwen3VLConfig, placement: Placement | None = None):
         super().__init__()
-        self.config, self.placement = config, placement
+        self.config = config
+        self.placement: Placement = placement or SingleDevicePlacement()
+        # Layers that the model sets; None on pipeline stages without them.
+        self.visual: Any = None
+        self.lm_head: Any = None
         self.generation_config: GenerationConfig | None = None
         self.name_or_path: str | None = None
         self.adapter: Adapter | None = None
@@ -85,7 +89,7 @@ class PretrainedQwen3VL(Materializable, nn.Layer):
     def from_pretrained(
         cls: type[Model],
         path: str | Path,
-        dtype: str = "float32",
+        dtype: Any = "float32",
         placement: Placement | None = None,
         base: str | Path | None = None,
         materialize: bool = True,

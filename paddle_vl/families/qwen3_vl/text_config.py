@@ -87,9 +87,13 @@ class Qwen3VLTextConfig:
                 "not supported (no Qwen3-VL checkpoint uses it): set it to 0"
             )
 
+    def experts_of(self, layer: int) -> "Qwen3VLMoeTextConfig | None":
+        """The configuration of that decoder layer's experts; None for a layer with an MLP."""
+        return None
+
     def has_experts(self, layer: int) -> bool:
         """Whether that decoder layer has experts instead of an MLP."""
-        return False
+        return self.experts_of(layer) is not None
 
     def has_balance_loss(self, requested: bool | None) -> bool:
         """Whether a call computes the load-balancing loss; None leaves it to the configuration.
@@ -146,8 +150,9 @@ class Qwen3VLMoeTextConfig(Qwen3VLTextConfig):
     def has_balance_loss(self, requested: bool | None) -> bool:
         return self.output_router_logits if requested is None else requested
 
-    def has_experts(self, layer: int) -> bool:
-        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+    def experts_of(self, layer: int) -> "Qwen3VLMoeTextConfig | None":
+        is_sparse = (layer + 1) % self.decoder_sparse_step == 0
+        return self if is_sparse and layer not in self.mlp_only_layers else None
 
 
 def plain_text(text: dict[str, Any]) -> dict[str, Any]:

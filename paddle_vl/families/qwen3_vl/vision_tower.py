@@ -7,7 +7,7 @@ frame of one image or video.
 Source: Qwen3VLVisionModel and Qwen3VLVisionPatchMerger of HF transformers.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import paddle
 import paddle.nn.functional as F
@@ -58,7 +58,7 @@ class VisionTower(nn.Layer):
         head_dim = self.config.hidden_size // self.config.num_heads
         coordinates_P2 = paddle.to_tensor(layout.coordinates)
         cos_PH, sin_PH = vision_cos_sin(coordinates_P2, head_dim, self.config.rope_theta)
-        levels: list[Tensor] = [None] * len(self.deepstack_merger_list)
+        levels: list[Any] = [None] * len(self.deepstack_merger_list)
         for i, block in enumerate(self.blocks):
             x_PU = block(x_PU, cos_PH, sin_PH, layout.segments)
             if i in self.config.deepstack_visual_indexes:
@@ -81,10 +81,11 @@ class PositionTable(nn.Layer):
         tap_rows_4P = paddle.to_tensor(layout.tap_rows)
         tap_weights_4P = paddle.to_tensor(layout.tap_weights)
         table = self.weight.astype("float32")
-        value_PU = sum(
+        taps_PU = [
             F.embedding(tap_rows_4P[tap], table) * tap_weights_4P[tap].unsqueeze(-1)
             for tap in range(4)
-        )
+        ]
+        value_PU = taps_PU[0] + taps_PU[1] + taps_PU[2] + taps_PU[3]
         return value_PU.astype(self.weight.dtype)
 
 

@@ -94,7 +94,7 @@ class Conversation:
         """Sources of all videos in reading order."""
         return self._sources(VideoPart)
 
-    def _sources(self, kind: type) -> list[Any]:
+    def _sources(self, kind: type[ImagePart] | type[VideoPart]) -> list[Any]:
         return [part.source for turn in self.turns for part in turn.parts if isinstance(part, kind)]
 
     def prompt_and_answer(self) -> tuple["Conversation", str]:
@@ -143,7 +143,7 @@ class Conversation:
 ROLES = ("system", "user", "assistant")
 
 _TAG = re.compile(r"<(image|video)>")
-_PART_TYPES = {"image": ImagePart, "video": VideoPart}
+_PART_TYPES: dict[str, Any] = {"image": ImagePart, "video": VideoPart}
 # Sources in memory instead of file names.
 _IN_MEMORY = (Image.Image, np.ndarray, VideoFrames)
 
@@ -340,4 +340,4 @@ def _kind(part: ImagePart | VideoPart) -> str:
 
 
 def _is_open(part: Part, kind: str) -> bool:
-    return isinstance(part, _PART_TYPES[kind]) and part.source is None
+    return not isinstance(part, str) and _kind(part) == kind and part.source is None

@@ -222,19 +222,20 @@ class Qwen3VLProcessor:
         Raises:
             BadSampleError: as for training records.
         """
+        batch: Sequence[Any] = messages
+        media: dict[str, Any] = {"images": images, "videos": videos}
         if messages and isinstance(messages[0], Mapping):
-            messages, images, videos = [messages], [images or ()], [videos or ()]
-        media = {"images": images, "videos": videos}
+            batch, media = [messages], {name: [own or ()] for name, own in media.items()}
         for name, lists in media.items():
-            media[name] = lists = [()] * len(messages) if lists is None else lists
-            if len(lists) != len(messages):
+            media[name] = lists = [()] * len(batch) if lists is None else lists
+            if len(lists) != len(batch):
                 raise ValueError(
-                    f"{len(messages)} conversations but {len(lists)} lists of {name}: give one "
-                    "list per conversation (empty where it has none)"
+                    f"{len(batch)} conversations but {len(lists)} lists of {name}: give one list "
+                    "per conversation (empty where it has none)"
                 )
         conversations = [
             parse_record({"messages": each, "images": list(own or ()), "videos": list(clips or ())})
-            for each, own, clips in zip(messages, *media.values(), strict=True)
+            for each, own, clips in zip(batch, *media.values(), strict=True)
         ]
         return self.encode_prompts(conversations, add_generation_prompt=add_generation_prompt)
 

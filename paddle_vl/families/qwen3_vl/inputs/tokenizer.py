@@ -102,8 +102,8 @@ class TextTokenizer:
             )
         return token_id
 
-    def token(self, token_id: int) -> str:
-        """Name of one token id."""
+    def token(self, token_id: int) -> str | None:
+        """Name of a token id; None for an unused id."""
         return self._tokenizer.id_to_token(token_id)
 
     @property
@@ -266,7 +266,7 @@ class ChatTemplate:
             BadSampleError: text contains the name of a special token.
         """
         chat = EncodedChat([], [])
-        images, videos = iter(num_image_tokens), iter(videos)
+        images, prompts = iter(num_image_tokens), iter(videos)
         for turn in conversation.turns:
             self._add(chat, [self.ids[IM_START]])
             if turn.role == "assistant":
@@ -274,7 +274,7 @@ class ChatTemplate:
                 answer = [*self._encode_text(turn.text), self.ids[IM_END]]
                 self._add(chat, answer, turn.is_target)
             else:
-                for run in self._runs(turn, images, videos):
+                for run in self._runs(turn, images, prompts):
                     self._add(chat, self._encode_text(run) if isinstance(run, str) else run)
                 self._add(chat, [self.ids[IM_END]])
             self._add(chat, self._encode_text("\n"))

@@ -318,12 +318,13 @@ def process_frames(
     Raises:
         BadSampleError: as `smart_resize_video`.
     """
-    resized_RHWC = None
+    resized_RHWC: Any = None
     for number, frame in enumerate(frames):
         if resized_RHWC is None:
             height, width = smart_resize_video(
                 num_frames,
-                *frame.shape[:2],
+                frame.shape[0],
+                frame.shape[1],
                 patch_size * merge_size,
                 min_pixels,
                 max_pixels,
