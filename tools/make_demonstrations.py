@@ -1,15 +1,25 @@
-"""Write a small data set of demonstrations, as an example of the format: JSONL, PNG, statistics.
+"""Write a small data set of synthetic demonstrations, an example of the format.
 
-Beside it, in `processor/`, tokenizers made for it, for a policy with weights of its own.
+JSONL files with PNG images, statistics, and in `processor/` tokenizers that are trained on the
+data, for a policy with weights of its own.
 """
 
 import argparse
+import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from demonstration_files import write_demonstrations
-from paddle_vl.families.pi07.demonstrations.sample import DemonstrationShapes
+from paddle_vl.families.pi07.demonstrations.sample import (
+    NUMBER_TYPES,
+    OPTIONAL_TEXTS,
+    Demonstration,
+    DemonstrationShapes,
+    DemonstrationSource,
+)
 from paddle_vl.families.pi07.demonstrations.statistics import (
     demonstration_statistics,
     write_statistics,
@@ -18,7 +28,7 @@ from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrat
 from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
 
-# What every policy's prefix has between the words of the data.
+# The fixed texts between the data's in every policy's prefix.
 _FIXED_TEXTS = ["Task: , State: , Subtask: , Metadata: Speed: Quality: Mistake: Subgoal: Action: "]
 
 
@@ -61,7 +71,7 @@ def main() -> None:
 def write_processor(
     source: SyntheticDemonstrations, folder: Path, vocab_size: int, action_vocab_size: int
 ) -> None:
-    """Tokenizers of the prompts and of the actions, these normalised by their extremes."""
+    """Train and write the tokenizers of prompts and of actions, normalized to [-1, 1]."""
     samples = [source.demonstration(number) for number in range(len(source))]
     texts = {sample[name] for sample in samples for name in ("prompt", "response")}
     (folder / "action_tokenizer").mkdir(parents=True, exist_ok=True)
@@ -72,6 +82,60 @@ def write_processor(
     ActionTokenizer.fit(normalized, vocab_size=action_vocab_size).save_pretrained(
         folder / "action_tokenizer"
     )
+
+
+def write_demonstrations(source: DemonstrationSource, directory: str | Path) -> list[Path]:
+    """Write all samples of a source as lines that `DemonstrationsDataset` reads, with PNG images.
+
+    Leaves out padding and absent fields. Texts, numbers and images of 8 bits per channel are exact.
+
+    Returns:
+        A JSONL file per group that has samples, in the order of the groups.
+    """
+    directory = Path(directory)
+    lines: dict[int, list[str]] = {}
+    for number in range(len(source)):
+        sample = source.demonstration(number)
+        folder = directory / "images" / f"{number:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        record = _record(sample, source.shapes, folder, directory)
+        lines.setdefault(int(sample["dataset_index"]), []).append(json.dumps(record))
+    files = []
+    for group in sorted(lines):
+        name = source.group_names[group].replace("::", "-")
+        files.append(directory / f"{name}.jsonl")
+        files[-1].write_text("\n".join(lines[group]) + "\n", encoding="utf-8")
+    return files
+
+
+def _record(
+    sample: Demonstration, shapes: DemonstrationShapes, folder: Path, directory: Path
+) -> dict[str, Any]:
+    is_real = ~sample["obs_history_is_pad"]
+    record: dict[str, Any] = {
+        "prompt": sample["prompt"],
+        "state": sample["state"][is_real].tolist(),
+    }
+    for camera in shapes.cameras:
+        frames = sample[camera][is_real]
+        paths = [folder / f"{camera}_{index}.png" for index in range(len(frames))]
+        record[camera] = [_saved(*pair, directory) for pair in zip(frames, paths, strict=True)]
+    if "actions" in sample:
+        record["actions"] = sample["actions"][~sample["action_is_pad"]].tolist()
+    record |= {name: sample[name] for name in OPTIONAL_TEXTS if sample.get(name)}
+    for name in NUMBER_TYPES:
+        if name in sample and not sample[f"{name}_is_pad"]:
+            record[name] = sample[name].item()
+    if "subgoal_is_pad" in sample and not sample["subgoal_is_pad"]:
+        for goal in shapes.goals.values():
+            record[goal] = _saved(sample[goal], folder / f"{goal}.png", directory)
+    return record
+
+
+def _saved(image_3HW: np.ndarray, path: Path, directory: Path) -> str:
+    pixels = np.rint(image_3HW.transpose(1, 2, 0) * 255).astype(np.uint8)
+    Image.fromarray(pixels).save(path)
+    return os.path.relpath(path, directory)
 
 
 if __name__ == "__main__":

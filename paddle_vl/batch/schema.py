@@ -9,7 +9,7 @@ items, S segments; a number is an axis of that size.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple, Required, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 # A NumPy array, made by a loader worker; on the device a Paddle tensor.
 Array = Any
@@ -24,25 +24,29 @@ class Axes(NamedTuple):
     dtype: str
 
 
-class VLBatch(TypedDict, total=False):
-    """A batch of a vision-language model.
-
-    All fields come from a collator in a loader worker (`VLCollator`, `PackedCollator`). The text
-    fields are always there, visual ones only where a sample has images or videos.
-    """
+class TextFields(TypedDict):
+    """Fields that every batch of a vision-language model has."""
 
     # For the embedding; placeholder ids stand where visual rows go.
-    input_ids: Required[Annotated[Array, Axes("B L", "int64")]]
+    input_ids: Annotated[Array, Axes("B L", "int64")]
     # 1 at real tokens. For attention over left-padded rows, the load-balancing loss and counts.
-    attention_mask: Required[Annotated[Array, Axes("B L", "int64")]]
+    attention_mask: Annotated[Array, Axes("B L", "int64")]
     # Not shifted, -100 ignored. For the loss.
-    labels: Required[Annotated[Array, Axes("B L", "int64")]]
+    labels: Annotated[Array, Axes("B L", "int64")]
     # Temporal, vertical and horizontal position. For rotary embedding.
-    position_ids: Required[Annotated[Array, Axes("3 B L", "int64")]]
+    position_ids: Annotated[Array, Axes("3 B L", "int64")]
     # Labels that count. The loss's divisor; read on the host.
-    num_target_tokens: Required[int]
+    num_target_tokens: int
     # Whether a real token follows padding. Chooses the attention mask; read on the host.
-    has_left_padding: Required[bool]
+    has_left_padding: bool
+
+
+class VLBatch(TextFields, total=False):
+    """A batch of a vision-language model; visual fields only where a sample has images or videos.
+
+    All fields come from a collator in a loader worker (`VLCollator`, `PackedCollator`).
+    """
+
     # Patches of all images, of all videos. For the vision tower.
     pixel_values: Annotated[Array, Axes("P patch_dim", "float32")]
     pixel_values_videos: Annotated[Array, Axes("P patch_dim", "float32")]

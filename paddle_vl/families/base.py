@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.batch.schema import Batch
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import ModelShape
 from paddle_vl.config.schema import RunConfig
@@ -27,7 +28,7 @@ from paddle_vl.nn.loss import Loss
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
-BatchT = TypeVar("BatchT")
+BatchT = TypeVar("BatchT", bound=Batch)
 # Relative cost of every decoder layer, of what comes before them, and of what comes after them.
 LayerCosts = tuple[Sequence[float], float, float]
 
@@ -65,9 +66,11 @@ class TrainableModel(Protocol):
 
     def materialize(self) -> Iterator[Tensor]:
         """Give parameters their values one at a time, see `paddle_vl.checkpoint.reading`."""
+        ...
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Unsharded shape of every parameter of the full model, by checkpoint key."""
+        ...
 
 
 class BatchAdapter(ABC, Generic[BatchT]):
@@ -123,12 +126,13 @@ class BatchAdapter(ABC, Generic[BatchT]):
 
     def to_device(self, batch: BatchT) -> BatchT:
         """The batch with tensors in place of the arrays that the model computes with."""
-        return {
+        moved = {
             name: paddle.to_tensor(value)
             if isinstance(value, np.ndarray) and self.is_for_device(name)
             else value
             for name, value in batch.items()
         }
+        return cast(BatchT, moved)
 
     def forward(self, model: Any, batch: BatchT) -> Any:
         """The model's output for a batch on the device."""
@@ -254,11 +258,13 @@ class Chat(Protocol):
         self, messages: Sequence[Any], images: Sequence[Any], videos: Sequence[Any], **settings: Any
     ) -> str:
         """The answer to the last message."""
+        ...
 
     def stream(
         self, messages: Sequence[Any], images: Sequence[Any], videos: Sequence[Any], **settings: Any
     ) -> Iterator[str]:
         """The same answer in pieces."""
+        ...
 
 
 class Family(ABC):

@@ -152,7 +152,8 @@ def run_cell(
                 time.sleep(_LOOK_EVERY_SECONDS)
                 watch.look()
         finally:
-            _kill_all(process, watch.ranks)
+            # Read again: a launcher may end before the last look saw its ranks.
+            _kill_all(process, read_statuses(folder))
     if watch.verdict is not None:
         return watch.verdict
     return watch.judged(process.returncode, _kernel_kills(kernel_counts) > kills)

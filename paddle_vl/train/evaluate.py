@@ -68,7 +68,8 @@ def _groups(
     if runner.model.placement.ops.layers_are_collective:
         stream = in_step(batches, runner, processes, received)
         while group := list(islice(stream, size)):
-            yield None if group[-1] is None else group
+            batches_there = [batch for batch in group if batch is not None]
+            yield batches_there if len(batches_there) == len(group) else None
         return
     # `next` on a loader behind its end would begin a new epoch; on a chain it does not.
     stream = chain(batches)

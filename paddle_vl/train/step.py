@@ -140,9 +140,11 @@ class Runner(Protocol):
         Returns:
             `[n]` float32, what this rank adds to each term.
         """
+        ...
 
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
         """`[n]`, each term before division, summed over the batches."""
+        ...
 
 
 class ModelRunner:
@@ -179,7 +181,8 @@ class ModelRunner:
 
     @paddle.no_grad()
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
-        return sum(self.loss.sums(self._output(batch)) for batch in batches)
+        first, *others = (self.loss.sums(self._output(batch)) for batch in batches)
+        return sum(others, first)
 
     def _output(self, batch: Batch) -> Any:
         with phase(Phase.HOST_TO_DEVICE):

@@ -93,7 +93,7 @@ class StopSignals:
                 for descriptor in dict(ready):
                     if descriptor == self._end_reader:
                         return
-                    if descriptor == launcher:
+                    if launcher is not None and descriptor == launcher:
                         poll.unregister(launcher)
                         self._orphaned()
                 for request in self._requests.read():

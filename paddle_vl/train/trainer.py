@@ -101,7 +101,7 @@ class Trainer:
         # Position after the last trained step, not after the last prefetched batch.
         self._data_place = DataPlace.of(data)
         # Numbers in `agree_on_step`, known after the first step.
-        self._num_agreed: int | None = None
+        self._num_agreed = 0
         # A stop signal interrupted the evaluation of the last step.
         self._owes_evaluation = False
         self._saved_settings = False
@@ -238,7 +238,7 @@ class Trainer:
         Raises:
             DataWaitLeftError: a stop signal was received.
         """
-        if self.stop.received is not None and self._num_agreed is not None:
+        if self.stop.received is not None and self._num_agreed:
             raise DataWaitLeftError
 
     def _between_steps(self) -> None:
@@ -282,6 +282,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Report the evaluation losses; after a stop signal the resumed run evaluates instead."""
+        assert self.evaluate is not None
         with self.reporter.bar.evaluating():
             losses = self.evaluate(lambda: self.stop.received)
         self._owes_evaluation = losses is None

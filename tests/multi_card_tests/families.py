@@ -17,7 +17,7 @@ from paddle_vl.checkpoint.reading import stored_values
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
 from tests.support.pi07_golden import CASES, case, config_values

@@ -17,13 +17,11 @@ from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
-from paddle_vl.families.pi07.block_embedding import joined, look_up, of_cameras
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
-from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
-from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding, joined, look_up, of_cameras
 from paddle_vl.families.pi07.prefix_layout import (
     PREFIX_BLOCKS,
     Block,

@@ -29,10 +29,9 @@ from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
 from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
-from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees

@@ -1,4 +1,4 @@
-"""Parts of the pi07 golden cases that several tests need."""
+"""Golden cases of pi07 for the tests."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from paddle_vl.families.pi07.config import PI07Config
 from tests.support.tiny import GOLDEN
 
 CASES = GOLDEN / "pi07"
-# As `18_policy_level.json` has them.
+# Those of `18_policy_level.json`.
 _POLICY = {
     "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MIN_MAX", "ACTION": "MEAN_STD"},
     "resize_imgs_with_padding": (56, 56),
@@ -30,12 +30,12 @@ def case(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def under(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Tensors whose names begin with `prefix`, without it."""
+    """Tensors whose names begin with `prefix`, by the rest of their names."""
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
 def config_values(description: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A case's configuration as a config.json has it."""
+    """A case's configuration as in config.json."""
     values = dict(description["config"])
     del values["indicator_token_ids"]
     vlm = values.pop("vlm")
@@ -59,7 +59,7 @@ def group_statistics() -> list[dict[str, dict[str, np.ndarray]]]:
 
 
 class CharacterTokenizer:
-    """The stand-in for Gemma's tokenizer that case 18 was made with: an id for every character."""
+    """Case 18's substitute for Gemma's tokenizer: an id for every character."""
 
     def __init__(self):
         self._fixed = case("18_policy_level")[0]["config"]["indicator_token_ids"]
@@ -77,7 +77,7 @@ class CharacterTokenizer:
 
 
 class FirstValueActionTokenizer:
-    """The stand-in for FAST that case 18 was made with: the first action value, in steps of 1/8."""
+    """Case 18's substitute for FAST: the first action value, in steps of 1/8."""
 
     vocab_size = 40
 

@@ -91,6 +91,7 @@ def saved(training: Training, config: TrainConfig, folder: Path, saves: int, bet
                 writer.poll()
                 steps, step = steps + 1, step + 1
             writer.wait()
+            assert writer.times is not None
             stall = writer.times.stall if config.async_save else called
             times.append({"stall_s": stall, "write_s": writer.times.write, "steps": steps})
     return times, target
@@ -125,8 +126,9 @@ def main() -> int:
 def verification(folder: Path) -> dict[str, float]:
     """Bytes of a checkpoint, and GB verified per second."""
     manifest = Manifest.read(folder)
+    assert manifest is not None
     size = sum(file.size for file in manifest.files.values())
-    rates = {"bytes": size}
+    rates: dict[str, float] = {"bytes": size}
     for name, drop_cache in (("disk", True), ("memory", False)):
         begin = time.perf_counter()
         assert not damaged_files(folder, manifest.files, drop_cache=drop_cache)

@@ -203,7 +203,6 @@ def measure(degrees: dict) -> dict[str, Any]:
     layout = Layout(run_config, topology, model_shape(config), layer_costs(config))
     placement = layout.placement()
     model = Qwen3VLForConditionalGeneration.from_config(config, placement)
-    layout.prepare_training(model)
     store = layout.parameter_store(model)
     runner = layout.runner(model, Qwen3VLStage, processes, VLLoss(), VLBatchAdapter())
     named = list(model.hf_named_parameters())

@@ -71,14 +71,14 @@ class Table:
         return f"{table}\n\n{self.note}".rstrip()
 
 
-def parser(doc: str, json: bool = True) -> argparse.ArgumentParser:
+def parser(doc: str | None, json: bool = True) -> argparse.ArgumentParser:
     """A parser with the options of all benchmarks.
 
     Args:
         doc: docstring of the benchmark; its first paragraph is shown.
         json: whether the benchmark has `--json`.
     """
-    made = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    made = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
     if json:
         made.add_argument("--json", action="store_true", help="print one line of JSON")
     made.add_argument(
@@ -142,8 +142,9 @@ def write_section(file: Path, name: str, text: str) -> None:
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """First quartile, median and third quartile."""
     if len(values) < 2:
-        return (values[0],) * 3
-    return tuple(statistics.quantiles(values, n=4, method="inclusive"))
+        return values[0], values[0], values[0]
+    first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, middle, third
 
 
 def spread(values: Iterable[float], digits: int = 1) -> str:

@@ -20,16 +20,19 @@ IDS = {"image_token_id": 2040, "vision_start_token_id": 2041, "vision_end_token_
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("config", metavar="CONFIG", help="configs/bench/qwen3_vl_step.yaml")
     parser.add_argument("steps", metavar="STEPS", type=int)
     parser.add_argument("threads", metavar="THREADS", type=int)
     options = parser.parse_args()
     # Imported here, so that --help needs neither.
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
     import yaml
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import (  # pyright: ignore[reportMissingImports]
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+    )
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

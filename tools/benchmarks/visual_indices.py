@@ -42,7 +42,7 @@ def layer_indices_by_loop(mask_BL: paddle.Tensor, rank: int, size: int):
     gather, offset = [], 0
     for sample in range(batch):
         row = mask_BL[sample].astype("int64")
-        before, inside, total = (x.sum().item() for x in (row[:begin], row[begin:end], row))
+        before, inside, total = (int(x.sum().numpy()) for x in (row[:begin], row[begin:end], row))
         gather.append(paddle.arange(offset + before, offset + before + inside))
         offset += total
     return update, paddle.concat(gather)

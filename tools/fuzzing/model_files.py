@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from fuzzing.mutations import as_json, json_bytes
 from fuzzing.parser import Files, Parser
 from fuzzing.samples import small_processor
-from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.planner_config import PLANNER_TYPE, PI07PlannerConfig
+from paddle_vl.families.pi07.config import PLANNER_TYPE, PI07Config, PI07PlannerConfig
 from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.generation.config import GenerationConfig

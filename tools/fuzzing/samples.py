@@ -14,8 +14,8 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.pi07.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
 from paddle_vl.families.pi07.demonstrations.statistics import read_statistics
-from paddle_vl.families.pi07.features import PolicyFeature
 from paddle_vl.families.pi07.inputs.normalize import Normalizer
+from paddle_vl.families.pi07.policy_config import PolicyFeature
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor

@@ -1,12 +1,12 @@
-"""Golden cases of pi07: training with every gradient, sampling, and the parts by themselves.
+"""Golden cases of pi07: training with every gradient, sampling, and single components.
 
-Tolerances are those of the golden README: in float32 a relative 1e-4 and an absolute 1e-5 on top.
-Gradients, which may all be small, have 1e-4 of the largest entry of each tensor, and 1e-6 where
-all of them are rounding (a key's bias shifts a whole row of scores, so its gradient is zero). A
-trajectory may drift by 5e-4 of the largest loss or norm, and of the norm of each weight.
+Tolerances are those of the golden README: in float32 1e-4 relative plus 1e-5 absolute; gradients
+1e-4 of the largest entry of a tensor, or 1e-6 absolute where the whole gradient is rounding (a
+key's bias shifts a whole row of scores, so its gradient is zero); a trajectory 5e-4 of the largest
+loss or norm, and of the norm of each weight.
 
-What was computed in bfloat16 is compared with a float32 run on the same weights: 2e-2 of a tensor's
-largest entry, gradients 6e-2 of its norm (Paddle's CPU build cannot compute in bfloat16).
+Cases computed in bfloat16 are compared with a float32 run on the same weights: 2e-2 of a tensor's
+largest entry, 6e-2 of the norm of a gradient (Paddle's CPU build cannot compute in bfloat16).
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,7 @@ from parity.pi07_optimizer import run_optimizer
 from parity.pi07_parts import run_engine, run_freeze, run_ops, run_video
 from parity.pi07_planner import run_planner
 from parity.pi07_policy import run_normalize, run_policy
-from parity.pi07_sampling import run_sampling
-from parity.pi07_training import run_training, run_trajectory
+from parity.pi07_training import run_sampling, run_training, run_trajectory
 
 __all__ = ["GoldenFolders", "run_cases"]
 
@@ -33,7 +32,7 @@ RUNNERS = {
     "policy": run_policy,
     "freeze": run_freeze,
 }
-# Kinds of two cases are told by their numbers in the golden README.
+# Cases whose kind does not tell which runner they need, by number in the golden README.
 NUMBERED = {"13": run_training, "19": run_planner, "20": run_trajectory}
 
 
@@ -52,6 +51,6 @@ def run_cases(
             try:
                 run(case, report)
             except (KeyError, ValueError, RuntimeError) as error:
-                # A case that is not as the README says, or lacks a file, fails alone.
+                # A malformed case fails alone.
                 report.unsupported = f"{type(error).__name__}: {error}"
         yield report

@@ -1,7 +1,7 @@
-"""Finding golden cases of pi07, and the models they are about.
+"""Golden cases of pi07 and their models.
 
-A case is `NAME.json` with `NAME.safetensors` beside it; weights and inputs that it points to may
-lie in any of the folders.
+A case is `NAME.json` with `NAME.safetensors` beside it; files of weights and inputs that it names
+may be in any of the folders.
 """
 
 import json
@@ -15,7 +15,7 @@ from paddle_vl.checkpoint.reading import check_keys, fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
 from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 
 _SECTIONS = {"vlm": "vlm_config", "gemma3": "gemma3_config", "expert": "gemma_expert_config"}
 _PER_CAMERA = {
@@ -28,7 +28,7 @@ _PER_CAMERA = {
 
 @dataclass(frozen=True)
 class GoldenCase:
-    """A case of some kind, with its description and tensors."""
+    """A case with its description and tensors."""
 
     name: str
     kind: str
@@ -41,7 +41,7 @@ class GoldenCase:
 
     @cached_property
     def tensors(self) -> dict[str, np.ndarray]:
-        """Its tensors, and the inputs of the case that it takes them from; bfloat16 widened."""
+        """Its tensors, and the inputs that it takes from another case; bfloat16 as float32."""
         found = {}
         if "inputs_from" in self.meta:
             found = _read(self.folders.file(self.meta["inputs_from"]))
@@ -55,7 +55,7 @@ class GoldenCase:
         return "bf16" in self.meta.get("weights_file", "")
 
     def inputs(self) -> dict:
-        """The `in.*` tensors as the model takes them: cameras in lists."""
+        """The `in.*` tensors as the model takes them, cameras in lists."""
         given = {name[3:]: value for name, value in self.tensors.items() if name[:3] == "in."}
         for one, many in _PER_CAMERA.items():
             if f"{one}0" in given:
@@ -84,7 +84,7 @@ class GoldenFolders:
         """A file by name.
 
         Raises:
-            ValueError: no given folder holds it.
+            ValueError: it is in no folder.
         """
         for folder in self.folders:
             for file in sorted(folder.rglob(name)):
@@ -92,10 +92,10 @@ class GoldenFolders:
         raise ValueError(f"{name} is in none of the folders {[str(f) for f in self.folders]}")
 
     def case(self, start: str) -> GoldenCase:
-        """The case whose name starts so.
+        """The case whose name begins with `start`.
 
         Raises:
-            ValueError: no given folder holds it.
+            ValueError: it is in no folder.
         """
         for case in self.cases:
             if case.name.startswith(start):
@@ -118,7 +118,7 @@ def model_of(case: GoldenCase, weights: str = "", **settings) -> PI07LowLevelFlo
 
 
 def fill(model, case: GoldenCase, stored: dict | None = None) -> None:
-    """Give a model the case's weights, all of them unless it has no expert."""
+    """Load the case's weights, all of them unless the model has no expert."""
     stored = _stored_weights(case) if stored is None else stored
     placed = model.stored_parameters()
     if model.config.vlm_config.disable_action_expert:
@@ -132,7 +132,7 @@ def _stored_weights(case: GoldenCase, name: str = "") -> dict:
 
 
 def config_of(case: GoldenCase, stored: dict | None = None, **settings) -> PI07Config:
-    """The configuration, with as many groups as the weights have; `settings` as in `model_of`."""
+    """The case's configuration with the groups of its weights; `settings` as in `model_of`."""
     given = case.meta["config"]
     own = {k: v for k, v in given.items() if k not in _SECTIONS and k != "indicator_token_ids"}
     side = given["gemma3"]["vision_config"]["image_size"]

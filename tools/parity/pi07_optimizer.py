@@ -1,8 +1,8 @@
-"""AdamW on float32 masters of bfloat16 parameters: steps, clipping, a parameter left out.
+"""AdamW on float32 master weights of bfloat16 parameters: steps, clipping, a missing gradient.
 
-The case was written after its last step from tensors that the steps had changed in place: `init.*`
-and every step's values are those of the end. So the end is compared, and the beginning is what
-leads there: a bfloat16 number, which the steps from another one would miss by its spacing.
+The case was written after its last step, from tensors that the steps had changed in place: `init.*`
+and the values of every step are the final ones. So only the final values are compared, from the
+initial bfloat16 values that lead to them.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase
 from parity.pi07_quantities import Comparison, array
 
-# The parameter that has no gradient in this step, although the case holds one.
+# Step and parameter without a gradient, although the case has one.
 _WITHOUT_GRADIENT = (3, "p1")
 
 
 def run_optimizer(case: GoldenCase, report: CaseReport) -> None:
-    """All steps by the package's own masters and optimizer."""
+    """All steps with the package's master weights and optimizer."""
     given = case.tensors
     init = {name[5:]: value for name, value in given.items() if name.startswith("init.")}
     moved = [name for name in init if f"step0.master.{name}" in given]
@@ -50,14 +50,14 @@ def run_optimizer(case: GoldenCase, report: CaseReport) -> None:
 
 
 def _is_end(given: dict[str, np.ndarray], name: str, last: int) -> bool:
-    """Whether a parameter's arrays are all those of the last step."""
+    """Whether all arrays of a parameter are those of the last step."""
     masters = [given[f"step{n}.master.{name}"] for n in range(last + 1)]
     is_constant = all(np.array_equal(master, masters[0]) for master in masters)
     return is_constant and np.array_equal(given[f"init.{name}"], given[f"step{last}.live.{name}"])
 
 
 def _steps(case: GoldenCase, init: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-    """Masters, parameters and norm behind each step, by golden names."""
+    """Master weights, parameters and gradient norm after each step, by golden names."""
     given, settings, layer = case.tensors, case.meta["adamw"], paddle.nn.Layer()
     for name, value in init.items():
         parameter = layer.create_parameter(value.shape, dtype="bfloat16")

@@ -1,18 +1,16 @@
-"""Parts of pi07 by themselves: engine, video encoder, formulas, what is frozen."""
+"""Single components of pi07: engine, video encoder, formulas, trainable parameters."""
 
 import json
 
 import numpy as np
 import paddle
 
-from paddle_vl.families.pi07.attention_masks import block_mask, prefix_positions, suffix_mask
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS
+from paddle_vl.families.pi07.decoder import SuffixView, block_mask, prefix_positions, suffix_mask
+from paddle_vl.families.pi07.flow import time_embedding
 from paddle_vl.families.pi07.inputs.images import letterbox
-from paddle_vl.families.pi07.interleaved import SuffixView
-from paddle_vl.families.pi07.rotary import Rotary
-from paddle_vl.families.pi07.siglip import visible_frames
-from paddle_vl.families.pi07.suffix import time_embedding
-from paddle_vl.families.pi07.video_encoder import frame_codes
+from paddle_vl.families.pi07.layers import Rotary
+from paddle_vl.families.pi07.vision import frame_codes, visible_frames
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, model_of
 from parity.pi07_quantities import Comparison, array
@@ -21,7 +19,7 @@ _ENGINE = "gemma3_with_expert."
 
 
 def run_engine(case: GoldenCase, report: CaseReport) -> None:
-    """Both streams in two passes and at once; without an expert if the case has no tensors."""
+    """Both streams in two passes and at once; a case with key names has no expert."""
     if "state_dict_keys" in case.meta:
         _run_without_expert(case, report)
         return
@@ -94,7 +92,7 @@ def _run_without_expert(case: GoldenCase, report: CaseReport) -> None:
 
 
 def run_video(case: GoldenCase, report: CaseReport) -> None:
-    """The tower layer by layer, videos of several lengths, single images."""
+    """The tower layer by layer, for videos of several lengths and single images."""
     compare = Comparison(case, report)
     starts = sorted({name.partition("in.video")[0] for name in case.tensors if ".in.video" in name})
     models = {4: None}
@@ -120,7 +118,7 @@ def run_video(case: GoldenCase, report: CaseReport) -> None:
 
 
 def run_ops(case: GoldenCase, report: CaseReport) -> None:
-    """Rotary angles, masks, sinusoids and the resizing of images."""
+    """Rotary embedding, masks, sinusoids and image resizing."""
     compare, given = Comparison(case, report), case.tensors
     x, positions = paddle.to_tensor(given["rope.in"]), paddle.to_tensor(given["rope.pos"])
     for name, base in (("rope.theta1e4", 1e4), ("rope.theta1e6", 1e6)):
@@ -133,7 +131,7 @@ def run_ops(case: GoldenCase, report: CaseReport) -> None:
     compare.check("mask", {"mask.2d_cross": array(suffix_mask(cross, pad, marks))})
     for name in given:
         if name.startswith("temporal_pe."):
-            frames, width = (int(part[1:]) for part in name.split(".")[1:])
+            frames, width = (int(field[1:]) for field in name.split(".")[1:])
             compare.check("codes", {name: frame_codes(frames, width).astype(np.float32)})
         elif name.startswith("resize.") and name.endswith(".in"):
             out = name.removesuffix(".in") + ".out"
@@ -150,7 +148,7 @@ def run_ops(case: GoldenCase, report: CaseReport) -> None:
 
 
 def run_freeze(case: GoldenCase, report: CaseReport) -> None:
-    """The names of the parameters that train, in every mode."""
+    """The names of the trainable parameters in every mode."""
     switches = (
         "freeze_vision_encoder",
         "train_expert_only",

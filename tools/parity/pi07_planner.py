@@ -1,14 +1,14 @@
-"""The planner of pi07: its losses and its greedy decoding."""
+"""pi07's planner: losses, gradients and greedy decoding."""
 
 import numpy as np
 
 from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
-from paddle_vl.families.pi07.attention_masks import block_mask, prefix_positions
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
-from paddle_vl.families.pi07.flow_matching import as_tensors
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.config import PI07PlannerConfig
+from paddle_vl.families.pi07.decoder import block_mask, prefix_positions
+from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS, Presence, presence_of
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase
@@ -25,7 +25,7 @@ _SETTINGS = (
 
 
 def run_planner(case: GoldenCase, report: CaseReport) -> None:
-    """Embedded prefix, loss, what is written, and gradients if the case has any."""
+    """Embedded prefix, losses, decoded tokens, and gradients if the case has any."""
     compare, batch = Comparison(case, report), _batch(case)
     model = _model(case, batch)
     tensors = as_tensors(batch)
@@ -58,7 +58,7 @@ def run_planner(case: GoldenCase, report: CaseReport) -> None:
 
 
 def _batch(case: GoldenCase) -> dict:
-    """Its inputs, cameras in lists; a video of one frame in [0, 1] is an image."""
+    """The case's inputs, cameras in lists; a video of one frame in [0, 1] becomes an image."""
     given = {name[3:]: value for name, value in case.tensors.items() if name.startswith("in.")}
     images, masks = [], []
     for i in range(len(given)):
@@ -78,21 +78,21 @@ def _model(case: GoldenCase, batch: dict) -> PI07HighLevelPlannerModel:
     given = case.meta["config"]
     own = {name: given[name] for name in _SETTINGS if name in given}
     for text in ("memory", "response"):
-        # What is written has the length of what is to be written.
+        # Decoded texts have the length of the targets.
         own[f"{text}_max_length"] = batch[f"{text}_tokens"].shape[1]
     vlm = given["vlm"] | {"gemma3_config": given["gemma3"], "disable_action_expert": True}
     own["vlm_config"] = vlm | {"gemma_expert_config": given.get("expert", {})}
     labels = {label: given["indicator_token_ids"][label] for label in PLANNER_LABELS}
     model = PI07HighLevelPlannerModel(PI07PlannerConfig.from_dict(own), labels)
     stored = engine_keys(read_header(case.folders.file(case.meta["weights_file"])))
-    # The planner has no use for what else the file holds: expert and projections.
+    # The file also has the expert and the projections, which the planner lacks.
     fill_parameters(model.stored_parameters(), stored)
     model.train()
     return model
 
 
 def _special_tokens(case: GoldenCase) -> tuple[int, int]:
-    """BOS and EOS, Gemma's if the case does not say."""
+    """Ids of BOS and EOS, Gemma's unless the case names them."""
 
     def found(name: str, default: int) -> int:
         places = (case.meta, case.meta["config"], case.meta.get("special_tokens") or {})

@@ -1,16 +1,16 @@
-"""The policy around pi07's model: normalisation, prepared inputs, losses, a rollout."""
+"""pi07's low-level policy: normalization, model inputs, losses, a rollout."""
 
 import numpy as np
 
 from paddle_vl import PI07LowLevelPolicy
-from paddle_vl.families.pi07.features import PolicyFeature
 from paddle_vl.families.pi07.inputs.normalize import Normalizer
+from paddle_vl.families.pi07.policy_config import PolicyFeature
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, config_of, fill
 from parity.pi07_quantities import Comparison, array
 
 _BOS, _MODES = 2, ("MEAN_STD", "MIN_MAX", "QUANTILE")
-# The rollout's queue is emptied in front of this call.
+# The golden rollout empties its queue before this call.
 _CLEARED_STEP = 3
 
 
@@ -44,7 +44,7 @@ class _ActionTokenizer:
 
 
 def run_normalize(case: GoldenCase, report: CaseReport) -> None:
-    """All modes of both conventions, there and back, a row of statistics for each sample."""
+    """Every mode in both conventions and back, with per-sample rows of statistics."""
     compare, given = Comparison(case, report), case.tensors
     kinds = {"state": "STATE", "actions": "ACTION"}
     features = {name: PolicyFeature(kinds[name], given[f"in.{name}"].shape[-1:]) for name in kinds}
@@ -66,7 +66,7 @@ def run_normalize(case: GoldenCase, report: CaseReport) -> None:
 
 
 def run_policy(case: GoldenCase, report: CaseReport) -> None:
-    """From a raw batch to the model's inputs and losses, and from observations to actions."""
+    """A raw batch to model inputs and losses; observations to actions."""
     policy, compare, given = _policy(case), Comparison(case, report), case.tensors
     batch = {name[3:]: value for name, value in given.items() if name.startswith("in.")}
     drawn = {name: batch.pop(name) for name in ("noise", "time")}

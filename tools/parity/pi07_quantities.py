@@ -1,4 +1,4 @@
-"""Values inside pi07 under their golden names, and how they are compared."""
+"""Values inside pi07 by their golden names, and how they are compared."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_vl.families.pi07.attention_masks import (
+from paddle_vl.families.pi07.decoder import (
     block_mask,
     prefix_positions,
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, suffix_marks
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, suffix_marks
 from paddle_vl.families.pi07.prefix import Prefix
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase
@@ -23,28 +23,28 @@ _ALL_ROUNDING = 1e-6
 
 
 class Comparison:
-    """Compares quantities of a case, and knows which of them were."""
+    """Compares values of a case and tracks which were compared."""
 
     def __init__(self, case: GoldenCase, report: CaseReport):
         self.case, self.report = case, report
         self.compared: set[str] = set()
 
     def check(self, group: str, values: Mapping[str, Any]) -> None:
-        """Compare those of the named values that the case holds."""
+        """Compare the named values that the case has."""
         for name, found in values.items():
             if name in self.case.tensors:
                 self.compared.add(name)
                 self.value(group, name, found, self.case.tensors[name])
 
     def value(self, group: str, name: str, found: Any, wanted: np.ndarray) -> None:
-        """Compare one value, of any name."""
+        """Compare one value."""
         found = np.asarray(found)
         if wanted.dtype.kind in "bi":
             self.report.exact(group, name, found, wanted)
         elif group == "grads" and np.abs(wanted).max() < _ALL_ROUNDING:
             self.report.absolute(group, name, found, wanted, _ALL_ROUNDING)
         elif self.case.is_bfloat16 and group == "grads":
-            # Of the tensor's norm; of a neighbour's where all of it is rounding.
+            # Relative to the tensor's norm; to that of the queries' bias where it is all rounding.
             like = self.case.tensors.get(name.replace("k_proj.bias", "q_proj.bias"), wanted)
             away = np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(like)
             self.report.absolute(group, name, away, 0.0, BFLOAT16_GRADIENT)
@@ -56,14 +56,14 @@ class Comparison:
             self.report.near(group, name, found, wanted, RTOL, ATOL)
 
     def all_compared(self, start: str = "out.") -> None:
-        """Fail for everything under a name's start that was not compared."""
+        """Fail for every value of the case with this start that was not compared."""
         for name in sorted(set(self.case.tensors) - self.compared):
             if name.startswith(start):
-                self.report.fail("coverage", name, "the case holds it and it was not compared")
+                self.report.fail("coverage", name, "the case has it and it was not compared")
 
 
 class Recording:
-    """What the layers of a model gave while it ran, in the order of their calls."""
+    """Records outputs and inputs of a model's layers, in the order of the calls."""
 
     def __init__(self, model: PI07LowLevelFlowMatching):
         self.calls: dict[str, list[Any]] = {}
@@ -101,18 +101,18 @@ class Recording:
 
 
 def array(x) -> np.ndarray:
-    """A tensor's values, half precision as float32."""
+    """A tensor as an array, half precision as float32."""
     return (x.astype("float32") if x.dtype in (paddle.bfloat16, paddle.float16) else x).numpy()
 
 
 def samples_of(rows, size: int) -> np.ndarray:
-    """Token rows `[B * L, D]` of so many samples as `[B, L, D]`."""
+    """Token rows `[B * L, D]` of B = `size` samples as `[B, L, D]`."""
     return array(rows).reshape(size, -1, rows.shape[-1])
 
 
 def prefix_quantities(prefix: Prefix, tokens, num_cams: int) -> dict[str, np.ndarray]:
-    """Camera tokens, embedded prefix, its mask and positions."""
-    # Goals come behind the cameras in one pass.
+    """Camera tokens, embedded prefix, its masks and positions."""
+    # Goal images follow the cameras' in one pass.
     cameras = np.split(array(tokens)[: num_cams * prefix.embs.shape[0]], num_cams)
     return {f"out.video{i}.embs": camera for i, camera in enumerate(cameras)} | {
         "out.embed_prefix.embs": array(prefix.embs),
@@ -124,7 +124,7 @@ def prefix_quantities(prefix: Prefix, tokens, num_cams: int) -> dict[str, np.nda
 
 
 def suffix_quantities(prefix: Prefix, num_steps: int) -> dict[str, np.ndarray]:
-    """Masks and positions of a chunk behind a prefix, names without their beginning."""
+    """Masks and positions of a chunk after a prefix; names without their start."""
     seen = prefix.pad_masks[:, : prefix.num_seen]
     pad = paddle.ones([seen.shape[0], num_steps], dtype="bool")
     marks = suffix_marks(pad)

@@ -1,4 +1,4 @@
-"""A training step of pi07: losses, everything on the way to them, gradients; and a few updates."""
+"""The low-level model of pi07: training step, sampling, and a few updates, value by value."""
 
 import numpy as np
 import paddle
@@ -6,8 +6,8 @@ import paddle
 from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
-from paddle_vl.families.pi07.losses import flow_counts
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, flow_counts
+from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.train.optimizer import Optimizer
 from parity.comparison import CaseReport
@@ -22,18 +22,22 @@ from parity.pi07_quantities import (
     suffix_quantities,
 )
 
-# Adam divides a gradient by its own size, so entries that are rounding move by whole steps: two
-# settings of Paddle's own kernels are 1e-4 apart after six.
+# Adam divides a gradient by its own size, so rounding errors move weights by whole steps: two
+# settings of Paddle's own kernels are 1e-4 apart after six steps.
 DRIFT = 5e-4
+_NOT_FOR_SAMPLING = {
+    "actions", "time", "discrete_actions", "discrete_action_masks", "actions_is_pad",
+    "real_action_dim", "delay", "noise", "action_prefix",
+}  # fmt: skip
 
 
 def run_training(case: GoldenCase, report: CaseReport) -> None:
-    """Losses and gradients of the joint call, and the same streams one after the other."""
+    """Losses and gradients of both streams at once; the streams one after the other."""
     model, batch, compare = model_of(case), case.inputs(), Comparison(case, report)
     model.train()
     presence = presence_of(batch)
     if "forced_gates" in case.name:
-        # As if other ranks had all of the optional parts.
+        # As if other ranks had all optional fields.
         presence = Presence(True, True, True)
     with Recording(model) as recorded:
         losses = model(batch, presence, per_sample=True)
@@ -91,7 +95,7 @@ def _loss_quantities(model, batch, noisy, calls, losses) -> dict[str, np.ndarray
 
 
 def _compare_two_passes(model, prefix, suffix_rows, cond, compare: Comparison) -> None:
-    """The prefix first, then the suffix with the keys and values that it left."""
+    """The prefix first, then the suffix on its cached keys and values."""
     with paddle.no_grad():
         first = model.decoder(prefix.embs, prefix_view=model.prefix_view(prefix), keep=True)
         second = model.decoder(
@@ -105,7 +109,7 @@ def _compare_two_passes(model, prefix, suffix_rows, cond, compare: Comparison) -
 def _compare_gradients(
     model: PI07LowLevelFlowMatching, case: GoldenCase, compare: Comparison
 ) -> None:
-    """Every gradient, and that exactly the parameters without one in the case have none here."""
+    """Every gradient; and the same parameters have none as in the case."""
     report, without, squares = compare.report, set(UNUSED_KEYS), 0.0
     holds_gradients = any(name.startswith("grad.") for name in case.tensors)
     for item in model.stored_parameters():
@@ -130,8 +134,48 @@ def _compare_gradients(
         compare.value("grads", "global norm", squares**0.5, norm)
 
 
+def run_sampling(case: GoldenCase, report: CaseReport) -> None:
+    """Sampling with cached keys and values: prefix, cache, every Euler step, actions."""
+    model, inputs, compare = model_of(case), case.inputs(), Comparison(case, report)
+    model.eval()
+    batch = {name: value for name, value in inputs.items() if name not in _NOT_FOR_SAMPLING}
+    # Inputs of a training case have a delay per sample, which sampling does not use.
+    delay = int(inputs["delay"]) if "action_prefix" in inputs else 0
+    steps = case.meta["num_denoise_steps"]
+    with Recording(model) as recorded:
+        actions = model.sample_actions(
+            batch, inputs["noise"], delay, inputs.get("action_prefix"), num_steps=steps
+        )
+    calls = recorded.calls
+    (prefix,) = calls["prefix"]
+    passes = calls["decoder"]
+    if len(passes) != steps + 1:
+        report.fail("steps", "number of steps", f"{len(passes) - 1} were made, golden {steps}")
+        return
+    compare.check("prefix", prefix_quantities(prefix, calls["tokens"][0], case.meta["n_cams"]))
+    compare.check("layers", {"out.prefix.final": array(passes[0].prefix)})
+    compare.check("cache", cache_quantities(passes[0].cache, prefix.num_seen))
+    for i in range(len(model.decoder.layers)):
+        rows = calls[f"layer{i}"]
+        prefix_rows, suffix_rows = (samples_of(x[0], len(actions)) for x in rows[:2])
+        compare.check("layers", {f"out.prefix.layer{i}": prefix_rows})
+        compare.check("layers", {f"out.step0.suffix.layer{i}": suffix_rows})
+    masks = suffix_quantities(prefix, actions.shape[1])
+    compare.check("steps", {f"out.step0.suffix.{name}": value for name, value in masks.items()})
+    for n in range(steps):
+        x_t, time = calls["suffix input"][n][:2]
+        rows, cond = calls["suffix"][n]
+        values = {"x_t": x_t, "time_bc": time, "embs": rows, "adarms_cond": cond}
+        values["final"] = passes[n + 1].suffix
+        found = {f"out.step{n}.suffix.{name}": array(value) for name, value in values.items()}
+        found[f"out.step{n}.v_t"] = array(calls["velocity"][n].astype(paddle.float32))
+        compare.check("steps", found)
+    compare.check("actions", {"out.actions": array(actions)})
+    compare.all_compared()
+
+
 def run_trajectory(case: GoldenCase, report: CaseReport) -> None:
-    """AdamW on one batch: losses and gradient norm of every step, and the weights in the end."""
+    """AdamW on one batch: losses and gradient norm of every step, and the final weights."""
     settings = _adamw_settings(case.meta)
     beta1, beta2 = settings.get("betas", (0.9, 0.95))
     clip = case.meta.get("clip") or 0.0
@@ -171,7 +215,7 @@ def run_trajectory(case: GoldenCase, report: CaseReport) -> None:
             compare.compared.add(name)
             wanted = case.tensors[name]
             away = np.linalg.norm(parameter_array(item) - wanted)
-            # Adam makes full steps of gradients that are rounding, as a tower's keys' biases are.
+            # Adam makes full steps along gradients that are rounding errors: biases of vision keys.
             is_rounding = item.key.endswith("k_proj.bias")
             steps = len(found["MSE"]) * train.learning_rate * 2 * wanted.size**0.5
             limit = steps if is_rounding else DRIFT * np.linalg.norm(wanted)
@@ -182,9 +226,9 @@ def run_trajectory(case: GoldenCase, report: CaseReport) -> None:
 
 
 def _adamw_settings(meta: dict) -> dict:
-    """What the case says of its optimizer, the original's defaults where it says nothing."""
-    said = [value for value in (meta, *meta.values()) if isinstance(value, dict) and "lr" in value]
-    return {"lr": 2.5e-5} | (said[0] if said else {})
+    """The case's optimizer settings, with OpenTau's defaults."""
+    given = [value for value in (meta, *meta.values()) if isinstance(value, dict) and "lr" in value]
+    return {"lr": 2.5e-5} | (given[0] if given else {})
 
 
 def _trains(item) -> bool:

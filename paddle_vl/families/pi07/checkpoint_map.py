@@ -1,5 +1,12 @@
-"""pi07's parameters under OpenTau's key names, without the policy's `model.` in front."""
+"""pi07's parameters under OpenTau's checkpoint keys (without `model.`), and rows of groups by name.
 
+A checkpoint may have been trained on other groups of data than the policy has. A projection of one
+group serves all; a group that the checkpoint does not know starts from its first group's
+projection. Statistics are measured, so they are taken by name only.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,8 +15,10 @@ from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
 from paddle_vl.checkpoint.safetensors_io import StoredTensor
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
 
-# Never read by the original either: the expert predicts no tokens, the backbone's head is the
-# embedding of its tokens.
+logger = logging.getLogger(__name__)
+_PROJECTIONS = ("state_proj.", "action_in_proj.", "action_out_proj.")
+# OpenTau never reads them either: the expert predicts no tokens, and the backbone's head is tied to
+# its token embedding.
 UNUSED_KEYS = frozenset(
     {"gemma3_with_expert.gemma_expert.lm_head.weight", "gemma3_with_expert.gemma3.lm_head.weight"}
 )
@@ -21,7 +30,7 @@ _RENAMES = (
 
 @dataclass(frozen=True)
 class GroupWeights:
-    """Matrices of groups are `[G, out, in]` in the checkpoint and `[G, in, out]` here."""
+    """Weights of groups are `[G, out, in]` in the checkpoint and `[G, in, out]` here."""
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[0], *shape[:0:-1])
@@ -34,10 +43,10 @@ class GroupWeights:
 
 
 def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -> tuple[Rule, ...]:
-    """The rule table, special cases first.
+    """Rules from parameter names to checkpoint keys, special cases first.
 
     Args:
-        is_grouped: whether projections of states and actions have a group axis.
+        is_grouped: projections of states and actions have a group axis.
     """
     size = config.gemma3_config.vision_config.patch_size
     engine = "gemma3_with_expert"
@@ -73,15 +82,17 @@ def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -
         Rule("decoder.norm.*", f"{backbone}.language_model.norm.*", Same()),
         Rule("decoder.expert_norm.*", f"{expert}.norm.*", LinearWeights()),
         Rule("da_head.*", f"{engine}.da_head.*", LinearWeights()),
-        # The planner's, where the token table is on another stage of a pipeline.
+        # The planner's head on a pipeline stage without the token table that it is tied to.
         Rule("lm_head.*", f"{backbone}.language_model.embed_tokens.*", Same()),
     )
 
 
 def engine_keys(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """A checkpoint's tensors under today's keys of the model, `model.` and old names taken off.
+    """A checkpoint's tensors by today's keys, without `model.`, old names replaced.
 
-    Weights of norms that have become adaptive are left out: they have none.
+    Weights of the expert's norms are left out: adaptive norms have none.
+
+    Source: the key renames of OpenTau's `from_pretrained`.
     """
     found = {}
     for key, tensor in stored.items():
@@ -92,3 +103,101 @@ def engine_keys(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         if not (is_expert and key.endswith(("layernorm.weight", "model.norm.weight"))):
             found[key] = tensor
     return found
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """A stored tensor `[groups, ...]`, or one without a group axis, read as chosen rows of groups.
+
+    Attributes:
+        rows: stored row of each of the policy's groups.
+    """
+
+    stored: StoredTensor
+    rows: tuple[int, ...]
+    has_groups: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.rows), *(self.stored.shape[1:] if self.has_groups else self.stored.shape))
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
+        """As `StoredTensor.read`."""
+        array = self.stored.read(must_be_finite=must_be_finite)
+        array = array if self.has_groups else array[None]
+        return np.ascontiguousarray(array[list(self.rows)])
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Group names of a checkpoint and of the policy, in the order of the rows; None if unnamed."""
+
+    stored: Sequence[str] | None
+    policy: Sequence[str] | None
+
+    @property
+    def are_same(self) -> bool:
+        """Whether the policy's rows are the checkpoint's, as far as the names tell."""
+        return self.policy is None or list(self.stored or ()) == list(self.policy)
+
+
+def grouped_projections(
+    stored: Mapping[str, StoredTensor], groups: Groups, num_groups: int
+) -> dict[str, GroupRows]:
+    """Stored projections, by key, for a policy with one projection per group.
+
+    Raises:
+        ValueError: the checkpoint has rows of several groups and does not name them.
+    """
+    found = {}
+    for key, tensor in stored.items():
+        if not key.startswith(_PROJECTIONS):
+            continue
+        has_groups = len(tensor.shape) > (2 if key.endswith(".weight") else 1)
+        if not has_groups or tensor.shape[0] == 1:
+            found[key] = GroupRows(tensor, (0,) * num_groups, has_groups)
+        elif not groups.are_same:
+            found[key] = GroupRows(tensor, _rows(key, groups, may_be_new=True))
+    return found
+
+
+def grouped_statistics(
+    stored: Mapping[str, StoredTensor], groups: Groups, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, GroupRows]:
+    """Stored statistics, by key, in the order of the policy's groups.
+
+    Args:
+        shapes: of the policy's statistics by key; older checkpoints have no group axis.
+
+    Raises:
+        ValueError: the checkpoint lacks a group, or does not name its groups.
+    """
+    found = {}
+    for key, tensor in stored.items():
+        if key in shapes and tensor.shape == shapes[key][1:] and shapes[key][0] == 1:
+            found[key] = GroupRows(tensor, (0,), has_groups=False)
+        elif not groups.are_same and (tensor.shape[:1] != (1,) or len(groups.policy) > 1):
+            found[key] = GroupRows(tensor, _rows(key, groups, may_be_new=False))
+    return found
+
+
+def _rows(key: str, groups: Groups, may_be_new: bool) -> tuple[int, ...]:
+    numbers = {name: number for number, name in enumerate(groups.stored or ())}
+    new = [name for name in groups.policy if name not in numbers]
+    if new and not may_be_new:
+        raise ValueError(
+            f"the checkpoint has statistics of {groups.stored or 'groups without names'}, not of "
+            f"{new}: give statistics of every group, and set skip_normalization_weights"
+        )
+    if not numbers:
+        raise ValueError(
+            f"{key} of the checkpoint has rows of several groups, and its configuration has no "
+            f"dataset_names to tell which is which of the policy's {groups.policy}"
+        )
+    if new:
+        logger.info("%s: new groups %s begin as %r", key, new, groups.stored[0])
+    return tuple(numbers.get(name, 0) for name in groups.policy)

@@ -1,8 +1,9 @@
 """Configuration of pi07's engine: the Gemma 3 backbone, its SigLIP tower and the action expert.
 
-The sections have HF's field names. Keys of HF's that the engine does not use (`sliding_window`,
-`rope_scaling`, the expert's `rope_theta`, token ids and the like) are kept in `other` and written
-back as they were read; a key that nobody knows is refused.
+The sections have HF's field names. HF's keys that the engine does not use (`sliding_window`, token
+ids and the like) are kept in `other` and written back as they were read; others are refused.
+
+Source: Gemma3WithExpertConfig of OpenTau; Gemma3Config and SiglipVisionConfig of HF transformers.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from paddle_vl.files.checked_values import Range, check_mapping, check_values
 from paddle_vl.files.hub_keys import INERT_KEYS
 
-# Known to HF's classes of these models and without effect on the engine's numbers.
+# Keys of HF's configuration classes without effect on the engine's numbers.
 _UNUSED = {
     "text_config": """attention_dropout attn_logit_softcapping cache_implementation
         final_logit_softcapping initializer_range max_position_embeddings rope_parameters
@@ -30,7 +31,7 @@ _UNUSED = {
         tie_word_embeddings""",
 }
 _ACTIVATION = "gelu_pytorch_tanh"
-# Far beyond every published model; what is beyond them is a slip of the hand.
+# Far beyond every published model; larger values are typing errors.
 _LAYERS, _WIDTH, _HEADS = Range(1, 1024), Range(1, 1 << 20), Range(1, 4096)
 _EPSILON, _BASE = Range(0, 1, is_above=True), Range(1, is_above=True)
 _RANGES = {
@@ -62,10 +63,9 @@ class Gemma3TextConfig:
     """The backbone's decoder.
 
     Attributes:
-        rope_theta, rope_local_base_freq: bases of the full and the sliding layers.
-        layer_types: `full_attention` or `sliding_attention` of each layer; says which rotary base a
-            layer has, and nothing about its mask. None for a full layer after every
-            `sliding_window_pattern - 1` sliding ones.
+        rope_theta, rope_local_base_freq: rotary bases of the full and the sliding layers.
+        layer_types: `full_attention` or `sliding_attention` per layer. Decides its rotary base, not
+            its mask. None: every `sliding_window_pattern`-th layer is full.
     """
 
     hidden_size: int = 2560
@@ -89,7 +89,7 @@ class Gemma3TextConfig:
         where = "vlm_config.gemma3_config.text_config"
         check_values(self, where, _RANGES)
         _fixed(self, where, attention_bias=False, hidden_activation=_ACTIVATION)
-        _whole_groups(self, where)
+        _check_heads(self, where)
         types = self.layer_types
         if types is None:
             types = [
@@ -107,7 +107,7 @@ class Gemma3TextConfig:
             )
 
     def rope_base(self, layer: int) -> float:
-        """Base of the rotary angles of a layer, for both streams."""
+        """Rotary base of a layer, for both streams."""
         is_local = self.layer_types[layer] == "sliding_attention"
         return self.rope_local_base_freq if is_local else self.rope_theta
 
@@ -144,7 +144,7 @@ class SiglipVisionConfig:
 
     @property
     def grid_side(self) -> int:
-        """Patches of an image in one direction."""
+        """Patches along one side of the image."""
         return self.image_size // self.patch_size
 
     @property
@@ -173,7 +173,7 @@ class Gemma3Config:
 
 @dataclass(frozen=True)
 class GemmaExpertConfig:
-    """The action expert: layers and heads of the backbone's count, adaptive norms."""
+    """The action expert: as many layers and heads as the backbone, with adaptive norms."""
 
     hidden_size: int = 1280
     intermediate_size: int = 5120
@@ -194,24 +194,24 @@ class GemmaExpertConfig:
         where = "vlm_config.gemma_expert_config"
         check_values(self, where, _RANGES)
         _fixed(self, where, attention_bias=False, use_adarms=True, hidden_activation=_ACTIVATION)
-        _whole_groups(self, where)
+        _check_heads(self, where)
 
 
 @dataclass(frozen=True)
 class Gemma3WithExpertConfig:
     """The engine: backbone and expert, and which of their parameters train.
 
-    A setting that is None stands at the policy's level too and was given there or nowhere; inside a
-    policy's configuration all of them have values.
+    Settings that default to None also stand at the policy's level, see `policy_config.py`; inside a
+    policy's configuration they have values.
 
     Attributes:
         freeze_vision_encoder: the tower does not train; the projector does.
-        train_expert_only: nor does anything else of the backbone.
+        train_expert_only: nothing of the backbone trains.
         train_vision_encoder_only: only the tower and the projector train.
-        train_state_action_representation_only: only the projections of states and actions, the
-            embedding and the head of discrete actions train.
+        train_state_action_representation_only: only the projections of states and actions, and the
+            embedding and head of discrete actions train.
         disable_action_expert: there is no expert, as in the planner.
-        discrete_action_vocab_size: of the action tokenizer; None until one is there.
+        discrete_action_vocab_size: of the action tokenizer; None until one is loaded.
     """
 
     gemma3_config: Gemma3Config = field(default_factory=Gemma3Config)
@@ -239,10 +239,10 @@ class Gemma3WithExpertConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Gemma3WithExpertConfig":
-        """Build from the `vlm_config` section of a config.json; what is absent has its default.
+        """From the `vlm_config` section of a config.json; absent keys have their defaults.
 
         Raises:
-            ValueError: a value that does not fit, or a key that is not known.
+            ValueError: a wrong value or an unknown key.
         """
         values = check_mapping(values, "vlm_config")
         backbone = check_mapping(values.pop("gemma3_config", None), "gemma3_config")
@@ -256,7 +256,7 @@ class Gemma3WithExpertConfig:
         return section(cls, values, "vlm_config")
 
     def to_dict(self) -> dict[str, Any]:
-        """The section in the original's form."""
+        """The section as OpenTau writes it."""
         backbone = self.gemma3_config
         return written(self) | {
             "model_type": "Gemma3WithExpertModel",
@@ -272,10 +272,10 @@ class Gemma3WithExpertConfig:
 
 
 def check_training(config: Gemma3WithExpertConfig) -> None:
-    """Refuse settings of what trains that contradict each other.
+    """Refuse training settings that contradict each other.
 
     Raises:
-        ValueError: naming both.
+        ValueError: names both.
     """
     refused = (
         ("train_expert_only", "without", "freeze_vision_encoder"),
@@ -297,7 +297,7 @@ def section(cls: type[Section], values: Mapping[str, Any] | None, name: str) -> 
     """A section from its dictionary, keys without effect in `other`.
 
     Raises:
-        ValueError: keys that are not known.
+        ValueError: unknown keys.
     """
     values = check_mapping(values, name)
     names = {f.name for f in fields(cls)} - {"other"}
@@ -312,14 +312,14 @@ def section(cls: type[Section], values: Mapping[str, Any] | None, name: str) -> 
 
 
 def written(config: Any) -> dict[str, Any]:
-    """A section's own values and those in `other`; tuples as lists."""
+    """A section's own values and those in `other`; tuples become lists."""
     own = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "other"}
     own = {name: list(v) if isinstance(v, tuple) else v for name, v in own.items()}
     return config.other | own
 
 
 def _with_plain_rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 5 has the two bases in `rope_parameters`; here they are fields, as before it."""
+    """Move the two bases of transformers 5's `rope_parameters` to the fields of transformers 4."""
     text = dict(text)
     rope = check_mapping(text.get("rope_parameters"), "text_config: rope_parameters")
     for kind, name in (
@@ -339,7 +339,7 @@ def _fixed(config: Any, where: str, **values: Any) -> None:
             raise ValueError(f"{where}: {name} is {found!r}; this model has {wanted!r} only")
 
 
-def _whole_groups(config: Any, where: str) -> None:
+def _check_heads(config: Any, where: str) -> None:
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % key_value_heads:
         raise ValueError(

@@ -1,15 +1,15 @@
-"""Operations of pi07's models for a batch, by what they do for real frames, tokens and steps.
+"""FLOPs of pi07's models for a batch, counted for real frames, tokens and steps only.
 
-The tower: patch embedding and layers for every patch of every real frame and goal image, attention
-within a frame, and in the layers that look back that of each patch with itself in the real frames
-up to its own; past frames go through all layers, as the model has it, though only current ones come
-out. The backbone: linears for every real token of the prefix, attention of the pairs that its
-blocks let see each other, a head at the real tokens that it predicts. The expert: all steps of a
-chunk, which see each other and the real tokens before the action tail.
+Tower: patch embedding and layers for every patch of every real frame and goal image; attention
+within a frame; in layers with temporal attention also each patch with itself in the real frames up
+to its own. Past frames go through all layers, though only current ones come out.
+Backbone: linears for every real token of the prefix, attention for the pairs that its blocks let
+see each other, heads at the real tokens that they predict.
+Expert: all steps of a chunk, which see each other and the real tokens before the action tail.
 
-Real are the frames and states that the history has, the current one always, of the cameras that
-there are, and the tokens that masks say; labels are, where they are laid out. See
-`paddle_vl.families.flops` for what is counted at all.
+Real are the frames and states that the history has (the current one always) of the cameras that
+there are, the tokens that masks say, and the labels that are laid out. What an operation counts:
+`paddle_vl.families.flops`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,11 +18,15 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.families.flops import FlopCounter, Operations
-from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.engine_config import Gemma3Config, Gemma3TextConfig, GemmaExpertConfig
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.families.pi07.prefix_counts import PrefixCounts, how_many, real_steps
-from paddle_vl.families.pi07.prefix_layout import PLANNER_BLOCKS, PREFIX_BLOCKS
+from paddle_vl.families.pi07.prefix_layout import (
+    PLANNER_BLOCKS,
+    PREFIX_BLOCKS,
+    PrefixTokens,
+    presence_of,
+    real_frames,
+)
 
 _ENGINE = "model.gemma3_with_expert"
 _BACKBONE = f"{_ENGINE}.gemma3.model"
@@ -34,9 +38,9 @@ class PI07Flops(FlopCounter):
     """Counts the operations of the low-level policy's batches, see `FlopCounter`.
 
     Args:
-        label_ids: token ids of the labels of the prefix, see `PI07LowLevelFlowMatching`.
-        trained: checkpoint names of the parameters that are trained; None for all.
-        losses: those of `MSE` and `CE` that are a part of the graph.
+        label_ids: token ids of the prefix's labels, see `PI07LowLevelFlowMatching`.
+        trained: checkpoint names of the trained parameters; None for all.
+        losses: of `MSE` and `CE`, those that are computed.
     """
 
     def __init__(
@@ -46,21 +50,23 @@ class PI07Flops(FlopCounter):
         trained: Collection[str] | None = None,
         losses: Collection[str] = ("MSE", "CE"),
     ):
-        self.config, self._labels = config, {text: len(ids) for text, ids in label_ids.items()}
+        self.config = config
+        camera_tokens = config.vlm_config.gemma3_config.mm_tokens_per_image
+        self._tokens = PrefixTokens(PREFIX_BLOCKS, label_ids, camera_tokens)
         self._operations = self._walk(Operations(trained), losses)
 
     def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Those of the tower; `tokens` of the prefix and `token_pairs`; `states`, `action_tokens`;
+        """Units of the tower; `tokens` of the prefix and `token_pairs`; `states`, `action_tokens`;
         `steps` of chunks, `step_pairs`, and `cross_pairs` of steps and prefix tokens."""
         backbone = self.config.vlm_config.gemma3_config
-        real_BT = real_steps(batch)
-        real_B = real_BT.sum(axis=1)
-        cameras_B = how_many(batch["vid_masks"])
-        goals_B = how_many(batch.get("subgoal_img_masks") or [np.zeros_like(real_B)])
+        real_BF = real_frames(batch, np)
+        real_B = real_BF.sum(axis=1)
+        cameras_B = _num_true(batch["vid_masks"])
+        goals_B = _num_true(batch.get("subgoal_img_masks") or [np.zeros_like(real_B)])
         frame_pairs = 0
-        if real_BT.shape[1] > 1:
+        if real_BF.shape[1] > 1:
             frame_pairs = int((cameras_B * (real_B * (real_B + 1) // 2)).sum())
-        prefix = PrefixCounts(PREFIX_BLOCKS, batch, backbone.mm_tokens_per_image, self._labels)
+        prefix = self._tokens.counts(batch, batch.get("presence") or presence_of(batch))
         samples, steps = batch["actions"].shape[:2]
         frames = int((cameras_B * real_B + goals_B).sum())
         return _tower_units(backbone, frames, frame_pairs, int((cameras_B + goals_B).sum())) | {
@@ -81,7 +87,7 @@ class PI07Flops(FlopCounter):
         text = vlm.gemma3_config.text_config
         width, insulated = text.hidden_size, config.knowledge_insulation
         quiet = operations.without_backward()
-        # What the tokens' loss trains, the flow's does too unless it is kept out.
+        # The flow loss trains what the token loss does, unless knowledge insulation keeps it out.
         prefix = operations if "CE" in losses or not insulated else quiet
         tokens = operations if "CE" in losses else quiet
         actions = operations if "MSE" in losses else quiet
@@ -116,7 +122,8 @@ class PI07Flops(FlopCounter):
 
 
 class PI07PlannerFlops(FlopCounter):
-    """The same for the planner, whose losses are `CE_memory` and `CE_response`."""
+    """Counts the operations of the planner's batches; its losses are `CE_memory` and
+    `CE_response`."""
 
     def __init__(
         self,
@@ -125,15 +132,17 @@ class PI07PlannerFlops(FlopCounter):
         trained: Collection[str] | None = None,
         losses: Collection[str] = ("CE_memory", "CE_response"),
     ):
-        self.config, self._labels = config, {text: len(ids) for text, ids in label_ids.items()}
+        self.config = config
+        camera_tokens = config.vlm_config.gemma3_config.mm_tokens_per_image
+        self._tokens = PrefixTokens(PLANNER_BLOCKS, label_ids, camera_tokens)
         self._operations = self._walk(Operations(trained), losses)
 
     def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Those of the tower; `tokens` of the prefix and `token_pairs`; `memory_tokens` and
-        `response_tokens` that are predicted: each segment's but the first."""
+        """Units of the tower; `tokens` of the prefix and `token_pairs`; `memory_tokens` and
+        `response_tokens`, the predicted ones: all but each segment's first."""
         backbone = self.config.vlm_config.gemma3_config
-        images = int(how_many(batch["img_masks"]).sum())
-        prefix = PrefixCounts(PLANNER_BLOCKS, batch, backbone.mm_tokens_per_image, self._labels)
+        images = int(_num_true(batch["img_masks"]).sum())
+        prefix = self._tokens.counts(batch, batch.get("presence") or presence_of(batch))
         return _tower_units(backbone, images, 0, images) | {
             "tokens": prefix.num_tokens,
             "token_pairs": prefix.num_pairs,
@@ -162,11 +171,13 @@ class PI07PlannerFlops(FlopCounter):
 def _tower_units(
     backbone: Gemma3Config, frames: int, frame_pairs: int, images: int
 ) -> dict[str, int]:
-    """`patches`; `patch_pairs` and `time_pairs`, that see each other; `image_tokens`.
+    """Units `patches`, `image_tokens`, and pairs of patches that see each other: `patch_pairs` in a
+    frame, `time_pairs` in time.
 
     Args:
-        frames: that the tower sees; frame_pairs: of a video, that see each other.
-        images: that come out.
+        frames: that go into the tower.
+        frame_pairs: pairs of frames of a video that see each other.
+        images: that come out of the tower.
     """
     patches = backbone.vision_config.num_patches
     return {
@@ -178,7 +189,7 @@ def _tower_units(
 
 
 def _tower(operations: Operations, backbone: Gemma3Config, stride: int) -> bool:
-    """The tower and the projector."""
+    """Tower and projector; whether a gradient passes the rows that come out."""
     vision, tower = backbone.vision_config, f"{_BACKBONE}.vision_tower.vision_model"
     width, inner, embeddings = vision.hidden_size, vision.intermediate_size, f"{tower}.embeddings"
     rows = operations.linear(
@@ -209,10 +220,11 @@ def _tower(operations: Operations, backbone: Gemma3Config, stride: int) -> bool:
 def _backbone_layer(
     operations: Operations, rest: Operations, text: Gemma3TextConfig, number: int, rows: bool
 ) -> tuple[bool, bool, bool]:
-    """Whether gradients pass the rows that come out, and the keys and values of the layer.
+    """Whether gradients pass the rows that come out, the keys, and the values.
 
     Args:
-        rest: where all but keys and values is counted.
+        rest: counts everything but keys and values.
+        rows: a gradient passes the rows that go in.
     """
     layer = f"{_ENGINE}.interleaved_layers.{number}.backbone_layer"
     width, queries = text.hidden_size, text.num_attention_heads * text.head_dim
@@ -239,9 +251,11 @@ def _expert_layer(
     time: bool,
     seen: tuple[bool, bool],
 ) -> bool:
-    """
+    """Whether a gradient passes the rows that come out.
+
     Args:
-        time: whether a gradient passes the condition; seen: keys and values of the prefix.
+        rows, time: a gradient passes the rows that go in, the condition.
+        seen: a gradient passes the prefix's keys, and its values.
     """
     layer = f"{_ENGINE}.interleaved_layers.{number}.expert_layer"
     width, queries = expert.hidden_size, expert.num_attention_heads * expert.head_dim
@@ -253,7 +267,7 @@ def _expert_layer(
     v = operations.linear("steps", f"{attention}.v_proj", width, keys, normed)
     out = operations.attention("step_pairs", queries, q, k, v)
     out |= operations.attention("cross_pairs", queries, q, *seen)
-    # The condition is a gate too, which carries nothing that the gated rows do not.
+    # The condition gives a gate too; a gradient passes it only where it passes the gated rows.
     rows |= operations.linear("steps", f"{attention}.o_proj", queries, width, out)
     condition = _condition(operations, f"{layer}.post_attention_layernorm", expert, time)
     inner = expert.intermediate_size
@@ -273,3 +287,8 @@ def _mlp(
     gate = operations.linear(unit, f"{module}.gate_proj", width, inner, rows)
     up = operations.linear(unit, f"{module}.up_proj", width, inner, rows)
     return operations.linear(unit, f"{module}.down_proj", inner, width, gate or up)
+
+
+def _num_true(masks: Sequence[np.ndarray]) -> np.ndarray:
+    """Number of several `[B]` masks that are True, `[B]` int64."""
+    return np.sum(np.asarray(masks, dtype=np.int64), axis=0)

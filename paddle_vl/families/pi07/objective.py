@@ -12,16 +12,14 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.batch.schema import Batch
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.base import BatchAdapter
 from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
-from paddle_vl.families.pi07.flow_matching import as_tensors
-from paddle_vl.families.pi07.inputs.collate import PlannerBatch, PolicyBatch
+from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.nn.loss import Loss
-
-PI07Batch = PolicyBatch | PlannerBatch
 
 
 class PolicyLoss(Loss):
@@ -76,7 +74,7 @@ class PolicyLoss(Loss):
             for value, total in zip(self._sums(output), self._divisors(totals), strict=True)
         ]
         weighted = [w * term for w, term in zip(self.terms.values(), terms, strict=True) if w]
-        return sum(weighted), paddle.stack([term.detach() for term in terms])
+        return sum(weighted[1:], weighted[0]), paddle.stack([term.detach() for term in terms])
 
     def sums(self, output: dict[str, Any]) -> Tensor:
         return paddle.stack(self._sums(output))
@@ -102,8 +100,8 @@ class PlannerLoss(PolicyLoss):
         return [max(total, 1) for total in totals]
 
 
-class PolicyBatchAdapter(BatchAdapter[PI07Batch]):
-    """Batches of the low-level policy.
+class PolicyBatchAdapter(BatchAdapter[Batch]):
+    """Batches of the low-level policy (`PolicyBatch`).
 
     Args:
         make_example: makes any batch of the run, from which idle ranks make theirs.
@@ -112,43 +110,43 @@ class PolicyBatchAdapter(BatchAdapter[PI07Batch]):
 
     counted: tuple[str, ...] = ("num_flow_values", "num_action_slots")
 
-    def __init__(self, make_example: Callable[[], PI07Batch], agrees_on_presence: bool = False):
+    def __init__(self, make_example: Callable[[], Batch], agrees_on_presence: bool = False):
         self.make_example, self.agrees_on_presence = make_example, agrees_on_presence
 
-    def counts(self, batch: PI07Batch) -> list[int]:
+    def counts(self, batch: Batch) -> list[int]:
         return [batch[name] for name in self.counted]
 
-    def num_samples(self, batch: PI07Batch) -> int:
+    def num_samples(self, batch: Batch) -> int:
         return len(batch["lang_tokens"])
 
-    def optional_branches(self, batch: PI07Batch) -> list[bool]:
+    def optional_branches(self, batch: Batch) -> list[bool]:
         return list(presence_of(batch)) if self.agrees_on_presence else []
 
-    def prepared(self, batch: PI07Batch) -> PI07Batch:
+    def prepared(self, batch: Batch) -> Batch:
         # With agreement `synchronized` sets it.
         return batch if self.agrees_on_presence else {**batch, "presence": presence_of(batch)}
 
-    def synchronized(self, batch: PI07Batch, needed: Sequence[int], model: nn.Layer) -> PI07Batch:
+    def synchronized(self, batch: Batch, needed: Sequence[int], model: nn.Layer) -> Batch:
         if not self.agrees_on_presence:
             return batch
         return {**batch, "presence": Presence(*map(bool, needed))}
 
-    def idle_batch(self, model: nn.Layer) -> PI07Batch:
+    def idle_batch(self, model: nn.Layer) -> Batch:
         example = self.make_example()
         return {**example, **dict.fromkeys(self.counted, 0), **self._without_targets(example)}
 
-    def to_device(self, batch: PI07Batch) -> PI07Batch:
-        batch = {name: value for name, value in batch.items() if name not in self.counted}
-        presence = batch.pop("presence", None)
+    def to_device(self, batch: Batch) -> Batch:
+        fields = {name: value for name, value in batch.items() if name not in self.counted}
+        presence = fields.pop("presence", None)
         # Masks are read on the host, before they become tensors.
-        presence = presence_of(batch) if presence is None else presence
-        return {**as_tensors(batch), "presence": presence}
+        presence = presence_of(fields) if presence is None else presence
+        return {**as_tensors(fields), "presence": presence}
 
-    def forward(self, model: nn.Layer, batch: PI07Batch) -> dict[str, Tensor]:
-        batch = dict(batch)
-        return model(batch, presence=batch.pop("presence"), per_sample=True)
+    def forward(self, model: nn.Layer, batch: Batch) -> dict[str, Tensor]:
+        fields = dict(batch)
+        return model(fields, presence=fields.pop("presence"), per_sample=True)
 
-    def _without_targets(self, batch: PI07Batch) -> dict[str, np.ndarray]:
+    def _without_targets(self, batch: Batch) -> dict[str, np.ndarray]:
         return {
             "actions_is_pad": np.ones(batch["actions"].shape[:2], dtype=bool),
             "discrete_action_masks": np.zeros_like(batch["discrete_action_masks"]),
@@ -156,22 +154,22 @@ class PolicyBatchAdapter(BatchAdapter[PI07Batch]):
 
 
 class PlannerBatchAdapter(PolicyBatchAdapter):
-    """Batches of the planner, whose model makes the tensors itself."""
+    """Batches of the planner (`PlannerBatch`), whose model makes the tensors itself."""
 
     counted = ("num_memory_slots", "num_response_slots")
 
-    def to_device(self, batch: PI07Batch) -> PI07Batch:
+    def to_device(self, batch: Batch) -> Batch:
         return {name: value for name, value in batch.items() if name not in self.counted}
 
-    def forward(self, model: nn.Layer, batch: PI07Batch) -> dict[str, Tensor]:
-        batch = dict(batch)
-        return model(batch, presence=batch.pop("presence", None))
+    def forward(self, model: nn.Layer, batch: Batch) -> dict[str, Tensor]:
+        fields = dict(batch)
+        return model(fields, presence=fields.pop("presence", None))
 
-    def _without_targets(self, batch: PI07Batch) -> dict[str, np.ndarray]:
+    def _without_targets(self, batch: Batch) -> dict[str, np.ndarray]:
         return {name: np.zeros_like(batch[name]) for name in ("memory_masks", "response_masks")}
 
 
-def first_batch(samples: DrawnDemonstrations, collator: Collator) -> PI07Batch:
+def first_batch(samples: DrawnDemonstrations, collator: Collator) -> Batch:
     """A batch of the first sample that can be used."""
     for number in range(len(samples) - 1):
         try:

@@ -1,11 +1,12 @@
-"""Consecutive layers of a pi07 model as one function of a batch, for a pipeline.
+"""A pi07 model in pipeline stages: each stage as a function of a batch, and what its layers cost.
 
-What travels from a part to the next is one tensor without dims: the rows of the prefix, those of
-the suffix, and the condition of the suffix's norms, one behind the other. Positions and masks do
-not travel: every process has the batch. So both ends of a message know its size beforehand, from
-the shapes of the batch and which optional parts are laid out, and micro-batches may differ in both.
+A stage sends the next one a flat tensor: rows of the prefix, rows of the suffix and the condition
+of the suffix's norms, one after the other. Positions and masks are not sent: every rank has the
+batch. So sender and receiver know the size beforehand, from the shapes of the batch and which
+optional fields are laid out, and micro-batches may differ in both.
 
-Shapes: T rows of the prefix and T' of the suffix of this rank, D and E wide; R = T D + 2 T' E.
+Shapes: T rows of the prefix of width D and T' of the suffix of width E on this rank;
+R = T * D + 2 * T' * E.
 """
 
 from abc import ABC, abstractmethod
@@ -15,26 +16,32 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
-from paddle_vl.families.pi07.interleaved import DecoderOutput, Streams, SuffixView
-from paddle_vl.families.pi07.placed_model import PlacedModel
-from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
-from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
-from paddle_vl.families.pi07.prefix_tokens import PrefixMasks
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.decoder import DecoderOutput, Streams, SuffixView
+from paddle_vl.families.pi07.engine_config import Gemma3Config, Gemma3TextConfig, GemmaExpertConfig
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
+from paddle_vl.families.pi07.prefix_layout import PrefixMasks, Presence, presence_of
 
 _IMAGES = ("videos", "images", "subgoal_images")
 _DRAWN = ("noise", "time", "delay")
+# A backward pass takes twice the time of a forward pass; a frozen tower has none.
+FROZEN_SHARE = 1 / 3
+
+# Of each decoder layer, of what comes before the layers, and of what comes after.
+Costs = tuple[list[float], float, float]
 
 
 class PI07Stage(ABC):
-    """Some of a model's layers; with the first the embeddings, with the last the losses.
+    """Consecutive decoder layers; the first stage also embeds, the last one computes the losses.
 
     Args:
-        model: one that holds these layers.
+        model: has these layers.
         layers: their numbers.
     """
 
-    def __init__(self, model: PlacedModel, layers: range):
+    def __init__(self, model: PolicyModel, layers: range):
         self.model, self.layers = model, layers
         text = model.config.vlm_config.gemma3_config.text_config
         self.is_first = layers.start == 0
@@ -42,22 +49,22 @@ class PI07Stage(ABC):
         self.width = text.hidden_size
 
     def input_shape(self, batch: Mapping[str, Any]) -> tuple[int]:
-        """(R,) of what arrives, from the batch on the host alone."""
+        """(R,), the shape that the stage receives, from the batch on the host alone."""
         shapes = self._shapes(batch, _presence(batch))
         return (sum(rows * width for rows, width in shapes),)
 
     def __call__(
         self, batch: Mapping[str, Any], arrived_R: Tensor | None = None
     ) -> Tensor | dict[str, Any]:
-        """What the next part gets, `[R]`; of the last part the losses.
+        """`[R]` for the next stage; the losses on the last stage.
 
         Args:
-            batch: as the collator makes it; with a `presence`, where that is not its own.
-            arrived_R: what the part before returned; None for the first.
+            batch: of the collator; `presence`, if given, replaces the batch's own.
+            arrived_R: result of the previous stage; None on the first.
         """
         model, presence = self.model, _presence(batch)
         batch = {name: value for name, value in batch.items() if name != "presence"}
-        # Of images a part that embeds none needs to know only that there are some.
+        # A stage that embeds nothing needs to know only whether there are images.
         unread = () if self.is_first else _IMAGES
         batch |= as_tensors({name: batch[name] for name in batch if name not in unread})
         masks = model.tokens.masks(batch, presence)
@@ -73,17 +80,17 @@ class PI07Stage(ABC):
         return paddle.concat([rows.reshape([-1]) for rows in streams if rows is not None])
 
     def _shapes(self, batch: Mapping[str, Any], presence: Presence) -> list[tuple[int, int]]:
-        """Rows and widths of the streams, see `Streams`."""
+        """(rows, width) of each tensor of `Streams` that the stages send."""
         size, length = batch["lang_tokens"].shape[0], self.model.tokens.length(batch, presence)
         return [(self._num_rows(size * length), self.width)]
 
     def _num_rows(self, of_all: int) -> int:
-        """This rank's rows of so many."""
+        """This rank's share of `of_all` rows under sequence parallelism."""
         return -(-of_all // self.model.placement.ops.row_part.size)
 
     def _unpacked(self, arrived_R: Tensor, shapes: list[tuple[int, int]]) -> Streams:
-        parts = paddle.split(arrived_R, [rows * width for rows, width in shapes])
-        streams = [x.reshape(list(shape)) for x, shape in zip(parts, shapes, strict=True)]
+        pieces = paddle.split(arrived_R, [rows * width for rows, width in shapes])
+        streams = [x.reshape(list(shape)) for x, shape in zip(pieces, shapes, strict=True)]
         return Streams(*streams, *[None] * (len(Streams._fields) - len(streams)))
 
     def _suffix_view(self, masks: PrefixMasks) -> SuffixView | None:
@@ -91,14 +98,14 @@ class PI07Stage(ABC):
 
     @abstractmethod
     def _embedded(self, batch: Mapping[str, Any], presence: Presence) -> Streams:
-        """The rows in front of the first layer."""
+        """The rows before the first layer."""
 
     @abstractmethod
     def _losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Any]: ...
 
 
 class PI07LowLevelStage(PI07Stage):
-    """A part of the low-level policy's model: layers of both streams."""
+    """A stage of the low-level policy: layers of both streams."""
 
     model: PI07LowLevelFlowMatching
 
@@ -108,12 +115,12 @@ class PI07LowLevelStage(PI07Stage):
         """See `PI07Stage`.
 
         Raises:
-            ValueError: noise, time or delay are not given: every part would draw others.
+            ValueError: noise, time or delay are not given: every stage would draw its own.
         """
         if missing := [name for name in _DRAWN if batch.get(name) is None]:
             raise ValueError(
                 f"the batch has no {', '.join(missing)}: a batch that goes through a pipeline "
-                "needs them, as the first part mixes the actions with the noise and the last one "
+                "needs them, as the first stage mixes the actions with the noise and the last one "
                 "compares; the collator adds them"
             )
         return super().__call__(batch, arrived_R)
@@ -136,7 +143,7 @@ class PI07LowLevelStage(PI07Stage):
 
 
 class PI07PlannerStage(PI07Stage):
-    """A part of the planner: layers of the prefix alone."""
+    """A stage of the planner: layers of the prefix alone."""
 
     model: PI07HighLevelPlannerModel
 
@@ -148,6 +155,69 @@ class PI07PlannerStage(PI07Stage):
 
 
 def _presence(batch: Mapping[str, Any]) -> Presence:
-    """Which optional parts are laid out: those that the batch has, unless it says otherwise."""
+    """The optional fields to lay out: `presence` of the batch, else those that it fills."""
     given = batch.get("presence")
     return presence_of(batch) if given is None else given
+
+
+def low_level_costs(config: PI07Config) -> Costs:
+    """Costs of the low-level policy, for balancing the stages of a pipeline.
+
+    In multiplications for one sample in which every optional field is laid out. Attention scores
+    are
+    left out: they cost every layer the same.
+    """
+    vlm = config.vlm_config
+    backbone, text = vlm.gemma3_config, vlm.gemma3_config.text_config
+    cameras = _num_cameras(config)
+    tokens = 2 * cameras * backbone.mm_tokens_per_image + config.n_obs_steps
+    tokens += config.prompt_max_length + config.response_max_length
+    tokens += config.metadata_max_length + config.discrete_action_max_length
+    layer = tokens * _layer_cost(text)
+    layer += config.chunk_size * _expert_cost(vlm.gemma_expert_config)
+    # The frames and the goal of every camera.
+    before = _tower_cost(backbone, cameras * (config.n_obs_steps + 1), vlm.freeze_vision_encoder)
+    width = config.proj_width
+    before += config.chunk_size * width * (config.max_action_dim + 2 * width)
+    vocabulary = vlm.discrete_action_vocab_size or 0
+    after = config.discrete_action_max_length * text.hidden_size * vocabulary
+    after += config.chunk_size * width * config.max_action_dim
+    return [float(layer)] * text.num_hidden_layers, float(before), float(after)
+
+
+def planner_costs(config: PI07PlannerConfig) -> Costs:
+    """Costs of the planner, see `low_level_costs`."""
+    vlm = config.vlm_config
+    backbone, text = vlm.gemma3_config, vlm.gemma3_config.text_config
+    cameras, written = _num_cameras(config), config.memory_max_length + config.response_max_length
+    tokens = cameras * backbone.mm_tokens_per_image + written
+    tokens += config.prompt_max_length + config.metadata_max_length
+    layers = [float(tokens * _layer_cost(text))] * text.num_hidden_layers
+    before = _tower_cost(backbone, cameras, vlm.freeze_vision_encoder)
+    # No token predicts the first one of memory and response.
+    return layers, float(before), float((written - 2) * text.hidden_size * text.vocab_size)
+
+
+def _num_cameras(config: PI07Config | PI07PlannerConfig) -> int:
+    return sum(feature.type == "VISUAL" for feature in config.input_features.values())
+
+
+def _layer_cost(config: Gemma3TextConfig | GemmaExpertConfig) -> int:
+    """Cost per token."""
+    heads = config.num_attention_heads + config.num_key_value_heads
+    attention = 2 * config.hidden_size * heads * config.head_dim
+    return attention + 3 * config.hidden_size * config.intermediate_size
+
+
+def _expert_cost(config: GemmaExpertConfig) -> int:
+    """Cost per step of a chunk; each of a layer's two norms computes scale, shift and gate."""
+    return _layer_cost(config) + 2 * config.adarms_cond_dim * 3 * config.hidden_size
+
+
+def _tower_cost(config: Gemma3Config, num_frames: int, is_frozen: bool) -> float:
+    vision = config.vision_config
+    width = vision.hidden_size
+    block = 4 * width**2 + 2 * width * vision.intermediate_size
+    patch = 3 * vision.patch_size**2 * width + vision.num_hidden_layers * block
+    cost = num_frames * vision.num_patches * patch
+    return cost * FROZEN_SHARE if is_frozen else cost

@@ -1,46 +1,225 @@
-"""The high-level planner: from raw observations to a memory and the next subtask, as texts.
+"""The high-level planner: raw observations in, a memory and the next subtask out, as texts.
 
-Batches are as for `paddle_vl.families.pi07.policy`, of one frame: `state` `[B, S]`, a camera's
-image under its name `[B, 3, H, W]` in [0, 1], `prompt`, `past_memory` and metadata; to learn from
+Raw batches are as in `paddle_vl.families.pi07.policy`, of one frame: `state` `[B, S]`, a camera's
+image under its name `[B, 3, H, W]` in [0, 1], `prompt`, `past_memory` and metadata; for training
 also `next_memory` and `response`.
 
-Source: PI07HighLevelPlannerPolicy of OpenTau.
+Shapes: B batch, L prefix tokens, D backbone width, V vocabulary; n tokens of a segment that the
+planner writes, its memory or its response.
+
+Source: PI07HighLevelPlannerPolicy and PI07HighLevelPlannerModel of OpenTau.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
+from paddle import Tensor
 
-from paddle_vl.checkpoint.safetensors_io import FileWriter, write_file
-from paddle_vl.families.pi07.config import CURRENT_CONFIG_VERSION
-from paddle_vl.families.pi07.inputs.feature_statistics import Statistics
-from paddle_vl.families.pi07.inputs.normalize import Normalizer
-from paddle_vl.families.pi07.inputs.planner_inputs import EOS, PlannerInputs
+from paddle_vl.families.pi07.base_policy import BasePolicy, PolicyCheckpoint
+from paddle_vl.families.pi07.config import PI07PlannerConfig
+from paddle_vl.families.pi07.decoder import (
+    DecoderOutput,
+    InterleavedDecoder,
+    prefix_positions,
+    suffix_mask,
+    suffix_positions,
+)
+from paddle_vl.families.pi07.decoder_layers import KeyValue
+from paddle_vl.families.pi07.inputs.model_inputs import EOS, PlannerInputs
+from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer, check_vocabulary
-from paddle_vl.families.pi07.placed_policy import PlacedPolicy
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
-from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, takes_statistics, write_policy
-from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS
+from paddle_vl.families.pi07.layers import PAD_ID
+from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
+from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix
+from paddle_vl.families.pi07.prefix_layout import (
+    MEMORY_LABEL,
+    PLANNER_BLOCKS,
+    PLANNER_LABELS,
+    RESPONSE_LABEL,
+    PrefixTokens,
+    Presence,
+    presence_of,
+)
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
-from paddle_vl.nn.linear import default_dtype
-from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.functional import IGNORE_INDEX
 from paddle_vl.nn.placement import Placement
 
 _BOS = "<bos>"
-# The original's engine has these in every policy.
-_UNUSED = ("*.da_head.*", "*.discrete_action_embedding.*")
+
+
+class PI07HighLevelPlannerModel(PolicyModel):
+    """Prefix embedding, the backbone half of the decoder, and a head tied to the token table."""
+
+    def __init__(
+        self,
+        config: PI07PlannerConfig,
+        label_ids: Mapping[str, Sequence[int]],
+        placement: Placement | None = None,
+    ):
+        """
+        Args:
+            label_ids: token ids, without special tokens, of `prefix_layout.PLANNER_LABELS`.
+
+        Raises:
+            ValueError: a label has no ids, or another number of them than the configuration says.
+        """
+        super().__init__(config, label_ids, placement)
+        backbone = config.vlm_config.gemma3_config
+        self.tokens = PrefixTokens(PLANNER_BLOCKS, label_ids, backbone.mm_tokens_per_image)
+        for label, name in (
+            (RESPONSE_LABEL, "subtask_indicator_max_length"),
+            (MEMORY_LABEL, "memory_indicator_max_length"),
+        ):
+            if getattr(config, name) not in (None, len(label_ids[label])):
+                raise ValueError(
+                    f"{name} is {getattr(config, name)}, but the tokenizer makes "
+                    f"{len(label_ids[label])} tokens of {label!r}: set it to that, or to None"
+                )
+        stage = self.placement.stage_layers
+        self.prefix, self.lm_head, table = None, None, None
+        if stage.embedding:
+            self.prefix = PlannerEmbedding(config, self.tokens, self.placement)
+            table = self.prefix.embed_tokens.weight
+        self.decoder = InterleavedDecoder(config.vlm_config, self.placement)
+        if stage.head:
+            text = backbone.text_config
+            self.lm_head = self.placement.layers.vocab_head(
+                text.hidden_size, text.vocab_size, tied_weight=table, is_tied=True
+            )
+        self.placement.parameter_table.add_replicated(self.parameters())
+        freeze(self, config.vlm_config)
+
+    def forward(
+        self, batch: Mapping[str, Any], presence: Presence | None = None
+    ) -> dict[str, Tensor]:
+        """The losses of a batch.
+
+        Args:
+            batch: NumPy arrays or tensors: `images`, a list of `[B, 3, H, W]` in [-1, 1] with
+                `img_masks`, a list of `[B]` bool; `lang_`, `memory_`, `response_` and optionally
+                `metadata_`, each with `tokens` int64 and `masks` bool.
+            presence: whether to lay out metadata; None for whether the batch fills any.
+
+        Returns:
+            `CE`, the sum of the means of memory and response over all their slots but the first;
+            `CE_memory_sum` and `CE_response_sum`, the sums behind these means; `MSE`, which is 0.
+        """
+        presence = presence_of(batch) if presence is None else presence
+        batch = as_tensors(batch)
+        prefix = self.prefix(batch, presence, training=True)
+        out = self.decoder(prefix.embs, prefix_view=self.prefix_view(prefix))
+        return self.losses(out, batch)
+
+    def losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What `forward` returns."""
+        out_BLD = out.prefix
+        response, memory = batch["response_tokens"], batch["memory_tokens"]
+        response_at = out_BLD.shape[1] - response.shape[1]
+        label = len(self.tokens.label_ids[RESPONSE_LABEL])
+        memory_at = response_at - label - memory.shape[1]
+        sums = [
+            self._segment_loss_sum(out_BLD, memory_at, memory, batch["memory_masks"]),
+            self._segment_loss_sum(out_BLD, response_at, response, batch["response_masks"]),
+        ]
+        # OpenTau's means are over all slots, padding too.
+        slots = [tokens_Bn[:, 1:].size for tokens_Bn in (memory, response)]
+        loss = sums[0] / slots[0] + sums[1] / slots[1]
+        return {
+            "MSE": paddle.zeros_like(loss),
+            "CE": loss,
+            "CE_memory_sum": sums[0],
+            "CE_response_sum": sums[1],
+        }
+
+    def _segment_loss_sum(
+        self, out_BLD: Tensor, begin: int, tokens_Bn: Tensor, masks_Bn: Tensor
+    ) -> Tensor:
+        """Summed cross entropy of a segment that begins at row `begin` of the prefix.
+
+        Each token predicts the next; no token predicts the first.
+        """
+        rows = out_BLD[:, begin : begin + tokens_Bn.shape[1] - 1]
+        tokens, ignored = tokens_Bn[:, 1:], paddle.full_like(tokens_Bn[:, 1:], IGNORE_INDEX)
+        targets_T = paddle.where(masks_Bn[:, 1:], tokens, ignored).reshape([-1])
+        logits_TV = self.head(rows.reshape([-1, rows.shape[-1]]))
+        return self.placement.ops.token_loss(logits_TV, targets_T)[0]
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Logits `[..., V]` of rows `[..., D]`, or this rank's vocabulary shard of them."""
+        return self.lm_head(self.placement.ops.enter_head(rows))
+
+    @paddle.no_grad()
+    def generate(
+        self, batch: Mapping[str, Any], bos_id: int, eos_id: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Greedily decoded memory and response, each int64 `[B, length]` as configured.
+
+        Both begin with `bos_id` and have padding after `eos_id`.
+
+        Args:
+            batch: see `forward`, without memory and response.
+
+        Raises:
+            ValueError: the model is sharded.
+        """
+        if self.placement.splits_parameters:
+            raise ValueError(
+                "this model is one rank's shard of a model; to generate, load the checkpoint in a "
+                "single process"
+            )
+        presence, batch = presence_of(batch), as_tensors(batch)
+        prefix = self.prefix(batch, presence, training=False)
+        writer = _Writer(self, prefix)
+        memory = writer.write(self.config.memory_max_length, bos_id, eos_id)
+        label_Bn = self.tokens.label(RESPONSE_LABEL, memory.shape[0])
+        writer.read(label_Bn, paddle.ones(label_Bn.shape, dtype="bool"))
+        return memory, writer.write(self.config.response_max_length, bos_id, eos_id)
+
+
+class _Writer:
+    """Greedy decoding with cached keys and values of all tokens read so far."""
+
+    def __init__(self, model: PI07HighLevelPlannerModel, prefix: Prefix):
+        self.model, self.pad_BL = model, prefix.pad_masks
+        output = model.decoder(prefix.embs, prefix_view=model.prefix_view(prefix), keep=True)
+        self.cache: list[KeyValue] = output.cache
+        self.last_B1D = output.prefix[:, -1:]
+
+    def read(self, ids_Bn: Tensor, pad_Bn: Tensor) -> None:
+        """Append tokens; each sees all real tokens before it."""
+        decoder = self.model.decoder
+        marks = paddle.ones(pad_Bn.shape, dtype="bool")
+        positions = suffix_positions(self.pad_BL, 1) + prefix_positions(pad_Bn)
+        view = decoder.view(positions, suffix_mask(self.pad_BL, pad_Bn, marks))
+        rows = self.model.prefix.embed_tokens(ids_Bn)
+        output = decoder(rows, prefix_view=view, cache=self.cache, keep=True)
+        self.pad_BL = paddle.concat([self.pad_BL, pad_Bn], axis=1)
+        self.cache, self.last_B1D = output.cache, output.prefix[:, -1:]
+
+    def write(self, length: int, bos_id: int, eos_id: int) -> np.ndarray:
+        """Decode a segment, int64 `[B, length]`."""
+        size = self.last_B1D.shape[0]
+        tokens = np.full((size, 1), bos_id, dtype=np.int64)
+        self.read(paddle.to_tensor(tokens), paddle.ones([size, 1], dtype="bool"))
+        while tokens.shape[1] < length:
+            token = self.model.head(self.last_B1D).argmax(axis=-1).numpy()
+            # BOS alone does not count, so the first token after it is always decoded.
+            ended = np.isin(tokens, (eos_id, PAD_ID)).any(axis=1, keepdims=True)
+            ended &= tokens.shape[1] > 1
+            token = np.where(ended, PAD_ID, token)
+            tokens = np.concatenate([tokens, token], axis=1)
+            self.read(paddle.to_tensor(token), paddle.to_tensor(~ended))
+        return tokens
 
 
 class Plan(NamedTuple):
-    """What the planner wrote, for every sample.
+    """The planner's texts, one per sample.
 
     Attributes:
-        memory: what is to be remembered, the next `past_memory`.
+        memory: the next step's `past_memory`.
         response: the next subtask, the low-level policy's `response`.
     """
 
@@ -48,13 +227,13 @@ class Plan(NamedTuple):
     response: list[str]
 
 
-class PI07HighLevelPlanner(PlacedPolicy):
-    """The planner's model with what stands between it and a robot.
+class PI07HighLevelPlanner(BasePolicy):
+    """The planner's model with its tokenizer and the normalizer of its inputs."""
 
-    Attributes:
-        model: `PI07HighLevelPlannerModel`.
-        normalizers: by their names in a checkpoint; of the inputs only.
-    """
+    config: PI07PlannerConfig
+    model: PI07HighLevelPlannerModel
+    # OpenTau's engine has these in every policy.
+    unused_keys = ("*.da_head.*", "*.discrete_action_embedding.*")
 
     def __init__(
         self,
@@ -63,15 +242,15 @@ class PI07HighLevelPlanner(PlacedPolicy):
         statistics: Sequence[Statistics] | None = None,
         placement: Placement | None = None,
     ):
-        """Weights are fresh; a rank that holds parts is built with `from_config`.
+        """A planner with fresh weights. For a shard of one use `from_config`.
 
         Args:
             tokenizer: the backbone's, or its file or folder.
             statistics: of each group of data, in the order of `config.dataset_names`.
-            placement: what this process has of the model; None for all of it.
+            placement: what this rank has of the model; None for all of it.
 
         Raises:
-            ValueError: settings, statistics and tokenizer that do not fit each other.
+            ValueError: settings, statistics and tokenizer do not fit together.
             RuntimeError: the tokenizer's files are missing or damaged.
         """
         super().__init__()
@@ -81,7 +260,8 @@ class PI07HighLevelPlanner(PlacedPolicy):
         self.config, self.tokenizer = config, tokenizer
         labels = {label: tokenizer.encode(label) for label in PLANNER_LABELS}
         self.model = PI07HighLevelPlannerModel(config, labels, placement)
-        self._make_normalizers(config.num_groups if statistics is None else len(statistics))
+        groups = config.num_groups if statistics is None else len(statistics)
+        self.normalizers = self.make_normalizers(groups)
         if statistics is not None:
             self.normalizers["normalize_inputs"].set_statistics(statistics)
 
@@ -102,83 +282,28 @@ class PI07HighLevelPlanner(PlacedPolicy):
         """Load a planner's folder; arguments and errors as for `PI07LowLevelPolicy`."""
         folder = Path(path)
         config = PI07PlannerConfig.from_pretrained(folder) if config is None else config
-        stored = PolicyCheckpoint(folder)
-        takes = takes_statistics(config.skip_normalization_weights, stored, statistics)
-        if config.config_version is None:
-            # Checkpoints did not say before the convention changed.
-            config = replace(config, config_version=0)
-        try:
-            with default_dtype(dtype), paddle.LazyGuard():
-                planner = cls(config, tokenizer or folder / TOKENIZER_FILE, statistics, placement)
-        except ValueError as error:
-            raise ValueError(f"{folder}: {error}") from error
-        if takes and config.dataset_names is None:
-            planner._make_normalizers(stored.num_groups(planner.normalizers))
-        stored.regroup(config, planner.normalizers if takes else {})
-        stored.fill(planner.model, planner.normalizers, fresh, [*ignore, *_UNUSED], takes)
-        if materialize:
-            planner.model.materialize_all()
-        planner.config = replace(config, skip_normalization_weights=False)
-        planner.eval()
-        return planner
+        return cls._loaded(
+            PolicyCheckpoint(folder),
+            config,
+            {"tokenizer": tokenizer or folder / TOKENIZER_FILE},
+            statistics,
+            dtype,
+            fresh,
+            ignore,
+            placement,
+            materialize,
+        )
 
-    def save_pretrained(
-        self,
-        path: str | Path,
-        write: FileWriter = write_file,
-        store: ParameterStore | None = None,
-    ) -> None:
-        """Write `config.json`, `model.safetensors` and the tokenizer into a folder.
-
-        Where ranks hold parts, all of them call this together.
-
-        Args:
-            write: takes the files of weights.
-            store: of the model in training, see `paddle_vl.checkpoint.writing`.
-        """
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        version = self.config.config_version
-        version = CURRENT_CONFIG_VERSION if version is None else version
-        keeps = self.normalizers if self.config.save_normalization_stats else {}
-        write_policy(folder, self.model, keeps, write, store)
-        if not self.model.placement.checkpoint_ranks.is_first:
-            return
-        replace(self.config, config_version=version).save_pretrained(folder)
+    def save_tokenizers(self, folder: Path) -> None:
+        """Write the prompt tokenizer."""
         self.tokenizer.save_pretrained(folder)
 
-    def forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The losses of raw demonstrations: `CE` of memory and response; `MSE` is 0."""
-        return self.model(self.training_inputs(batch))
+    def make_normalizers(self, num_groups: int) -> dict[str, Normalizer]:
+        """The normalizer of the inputs, without statistics.
 
-    @property
-    def inputs(self) -> PlannerInputs:
-        """What makes the model's inputs of raw batches."""
-        return PlannerInputs(self.config, self.tokenizer, self.normalizers["normalize_inputs"])
-
-    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """See `PlannerInputs.training_inputs`."""
-        return self.inputs.training_inputs(batch)
-
-    def observation_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """See `PlannerInputs.observation_inputs`."""
-        return self.inputs.observation_inputs(batch)
-
-    def plan(self, batch: Mapping[str, Any]) -> Plan:
-        """Memory and subtask for raw observations, written greedily."""
-        self.eval()
-        eos_id = self.tokenizer.token_id(EOS)
-        written = self.model.generate(
-            self.observation_inputs(batch), self.tokenizer.token_id(_BOS), eos_id
-        )
-        return Plan(*([self._text(row, eos_id) for row in ids_BS] for ids_BS in written))
-
-    def _text(self, ids: np.ndarray, eos_id: int) -> str:
-        """What stands before the first EOS or padding, special tokens left out."""
-        end = np.flatnonzero((ids == eos_id) | (ids == self.tokenizer.pad_id))
-        return self.tokenizer.decode(ids[: end[0] if end.size else None])
-
-    def _make_normalizers(self, num_groups: int) -> None:
+        Raises:
+            ValueError: the configuration names another number of groups.
+        """
         config = self.config
         if config.dataset_names and num_groups != config.num_groups:
             raise ValueError(
@@ -187,4 +312,35 @@ class PI07HighLevelPlanner(PlacedPolicy):
             )
         modes, version = config.normalization_mapping, config.normalization_version
         inputs = Normalizer(config.input_features, modes, version, num_groups)
-        self.normalizers = {"normalize_inputs": inputs}
+        return {"normalize_inputs": inputs}
+
+    def forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The losses of raw demonstrations, see `PI07HighLevelPlannerModel.forward`."""
+        return self.model(self.training_inputs(batch))
+
+    @property
+    def inputs(self) -> PlannerInputs:
+        """Makes the model's inputs from raw batches."""
+        return PlannerInputs(self.config, self.tokenizer, self.normalizers["normalize_inputs"])
+
+    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's inputs, see `PlannerInputs.training_inputs`."""
+        return self.inputs.training_inputs(batch)
+
+    def observation_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's inputs, see `PlannerInputs.observation_inputs`."""
+        return self.inputs.observation_inputs(batch)
+
+    def plan(self, batch: Mapping[str, Any]) -> Plan:
+        """Greedily decoded memory and subtask for raw observations."""
+        self.eval()
+        eos_id = self.tokenizer.token_id(EOS)
+        written = self.model.generate(
+            self.observation_inputs(batch), self.tokenizer.token_id(_BOS), eos_id
+        )
+        return Plan(*([self._text(row, eos_id) for row in ids_Bn] for ids_Bn in written))
+
+    def _text(self, ids: np.ndarray, eos_id: int) -> str:
+        """The text before the first EOS or padding, without special tokens."""
+        end = np.flatnonzero((ids == eos_id) | (ids == self.tokenizer.pad_id))
+        return self.tokenizer.decode(ids[: end[0] if end.size else None])

@@ -1,11 +1,15 @@
 """The low-level policy: raw observations in, raw actions out; raw demonstrations in, losses out.
 
-Batches are mappings of arrays or tensors, with texts as lists: `state` `[B, T, S]`, a camera's
-frames under its name `[B, T, 3, H, W]` in [0, 1], `prompt`, and what there is of `response`,
-`subgoal0`... with `subgoal_is_pad`, `speed`, `quality`, `mistake`, `fps` with `<name>_is_pad`,
-`robot_type`, `control_mode`, `obs_history_is_pad` (absent: the past is taken for padding),
-`dataset_index`, `dataset_repo_id`; to learn from also `actions` `[B, C, A]` with `action_is_pad`
-and `real_action_dim`. Where one frame is asked for, T may be left out.
+A raw batch is a mapping of NumPy arrays or tensors, with texts as lists of strings. Shapes: B
+batch, F frames of an observation (the current one last), S state dims, C steps of a chunk, A action
+dims.
+
+Observation: `state` `[B, F, S]`; the frames of each camera under its name, `[B, F, 3, H, W]` float
+    in [0, 1]; `prompt`. With a single frame F may be left out.
+Optional: `obs_history_is_pad` `[B, F]` (without it, the past is padding); `response`; `subgoal0`...
+    with `subgoal_is_pad`; `speed`, `quality`, `mistake`, `fps`, each with `<name>_is_pad`;
+    `robot_type`, `control_mode`; `dataset_index`, `dataset_repo_id`.
+Training: also `actions` `[B, C, A]`, optionally with `action_is_pad` and `real_action_dim`.
 
 Source: PI07LowLevelPolicy of OpenTau.
 """
@@ -19,44 +23,37 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.checkpoint.safetensors_io import FileWriter, write_file
-from paddle_vl.families.pi07.action_queue import ActionQueue
-from paddle_vl.families.pi07.config import CURRENT_CONFIG_VERSION, PI07Config
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.base_policy import NORMALIZERS, BasePolicy, PolicyCheckpoint
+from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.inputs.acting import ActionQueue, ObservationHistory
 from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
-from paddle_vl.families.pi07.inputs.feature_statistics import Statistics
-from paddle_vl.families.pi07.inputs.history import ObservationHistory
 from paddle_vl.families.pi07.inputs.model_inputs import (
+    PolicyInputs,
     as_arrays,
     cameras_of,
-    whole_action_prefix,
+    padded_action_prefix,
 )
-from paddle_vl.families.pi07.inputs.normalize import Normalizer
-from paddle_vl.families.pi07.inputs.policy_inputs import PolicyInputs
+from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer, check_vocabulary
-from paddle_vl.families.pi07.placed_policy import PlacedPolicy
-from paddle_vl.families.pi07.policy_files import (
-    ACTION_TOKENIZER_FOLDER,
-    NORMALIZERS,
-    PolicyCheckpoint,
-    takes_statistics,
-    write_policy,
-)
 from paddle_vl.families.pi07.prefix_layout import LABELS
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
-from paddle_vl.nn.linear import default_dtype
-from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
+# Folder of the action tokenizer in a policy's folder.
+ACTION_TOKENIZER_FOLDER = "action_tokenizer"
 
-class PI07LowLevelPolicy(PlacedPolicy):
-    """The model with all that stands between it and a robot.
+
+class PI07LowLevelPolicy(BasePolicy):
+    """The model with its tokenizers, normalizers and the state of an episode.
 
     Attributes:
-        model: `PI07LowLevelFlowMatching`.
-        normalizers: the four of `NORMALIZERS`, which hold the statistics.
-        action_tokenizer: None where the policy only acts.
+        normalizers: the four of `NORMALIZERS`.
+        action_tokenizer: None for a policy that only acts.
     """
+
+    config: PI07Config
+    model: PI07LowLevelFlowMatching
 
     def __init__(
         self,
@@ -66,17 +63,17 @@ class PI07LowLevelPolicy(PlacedPolicy):
         statistics: Sequence[Statistics] | None = None,
         placement: Placement | None = None,
     ):
-        """Weights are fresh; a rank that holds parts is built with `from_config`.
+        """A policy with fresh weights. For a shard of one use `from_config`.
 
         Args:
             tokenizer: the backbone's, or its file or folder.
             action_tokenizer: FAST, or its folder; None for the folder that the configuration
-                names, if it is there. Acting does not need one.
+                names, if it exists. Acting does not need one.
             statistics: of each group of data, in the order of `config.dataset_names`.
-            placement: what this process has of the model; None for all of it.
+            placement: what this rank has of the model; None for all of it.
 
         Raises:
-            ValueError: settings, statistics and tokenizers that do not fit each other.
+            ValueError: settings, statistics and tokenizers do not fit together.
             RuntimeError: files of a tokenizer are missing or damaged.
         """
         super().__init__()
@@ -93,7 +90,7 @@ class PI07LowLevelPolicy(PlacedPolicy):
         labels = {label: tokenizer.encode(label) for label in LABELS}
         self.model = PI07LowLevelFlowMatching(self.config, labels, placement)
         groups = config.num_groups if statistics is None else len(statistics)
-        self.normalizers = make_normalizers(self.config, groups)
+        self.normalizers = self.make_normalizers(groups)
         if statistics is not None:
             for normalizer in self.normalizers.values():
                 normalizer.set_statistics(statistics)
@@ -118,28 +115,24 @@ class PI07LowLevelPolicy(PlacedPolicy):
         """Load a policy's folder, one tensor at a time.
 
         Args:
-            config: instead of the folder's. Rows of groups that it names in another order, or
-                others, are found by name, see `paddle_vl.families.pi07.group_rows`.
+            config: instead of the folder's. Rows of groups are found by name, see
+                `paddle_vl.families.pi07.checkpoint_map`.
             tokenizer, action_tokenizer: None for those in the folder; OpenTau saves none.
-            statistics: for a checkpoint without any, or one whose are not to be taken
-                (`skip_normalization_weights`).
-            fresh: patterns of keys that the checkpoint need not have; they are drawn.
-            ignore: patterns of keys that it may have beyond the model's.
-            placement: what this process has of the model; None for all of it.
+            statistics: for a checkpoint without statistics, or with `skip_normalization_weights`.
+            dtype: of the weights.
+            fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
+            ignore: patterns of the checkpoint's keys that the model may lack.
+            placement: what this rank has of the model; None for all of it.
             materialize: read the weights now; otherwise the model's `materialize` does.
 
         Raises:
-            ValueError: keys are missing, unexpected or misshapen, all named at once; statistics
-                were given beside those of the checkpoint.
+            ValueError: keys are missing, unexpected or misshapen, all named; or both the checkpoint
+                and the caller give statistics.
             RuntimeError: files are missing or damaged.
         """
         folder = Path(path)
         config = PI07Config.from_pretrained(folder) if config is None else config
         stored = PolicyCheckpoint(folder)
-        takes = takes_statistics(config.skip_normalization_weights, stored, statistics)
-        if config.config_version is None:
-            # Checkpoints did not say before the convention changed.
-            config = config.changed(config_version=0)
         if config.vlm_config.discrete_action_vocab_size is None:
             config = _with_vocabulary_size(config, stored.discrete_vocabulary)
         own_actions = folder / ACTION_TOKENIZER_FOLDER
@@ -147,50 +140,46 @@ class PI07LowLevelPolicy(PlacedPolicy):
             action_tokenizer = own_actions
         if tokenizer is None:
             tokenizer = folder / TOKENIZER_FILE
-        try:
-            with default_dtype(dtype), paddle.LazyGuard():
-                policy = cls(config, tokenizer, action_tokenizer, statistics, placement)
-        except ValueError as error:
-            raise ValueError(f"{folder}: {error}") from error
-        if takes and config.dataset_names is None:
-            groups = stored.num_groups(policy.normalizers)
-            policy.normalizers = make_normalizers(config, groups)
-        stored.regroup(config, policy.normalizers if takes else {})
-        stored.fill(policy.model, policy.normalizers, fresh, ignore, takes)
-        if materialize:
-            policy.model.materialize_all()
-        # Once left out, the statistics in use are this policy's own.
-        policy.config = policy.config.changed(skip_normalization_weights=False)
-        policy.eval()
-        return policy
+        return cls._loaded(
+            stored,
+            config,
+            {"tokenizer": tokenizer, "action_tokenizer": action_tokenizer},
+            statistics,
+            dtype,
+            fresh,
+            ignore,
+            placement,
+            materialize,
+        )
 
-    def save_pretrained(
-        self,
-        path: str | Path,
-        write: FileWriter = write_file,
-        store: ParameterStore | None = None,
-    ) -> None:
-        """Write `config.json`, `model.safetensors` and the tokenizers into a folder.
-
-        Where ranks hold parts, all of them call this together.
-
-        Args:
-            write: takes the files of weights.
-            store: of the model in training, see `paddle_vl.checkpoint.writing`.
-        """
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        config = self.config
-        if config.config_version is None:
-            config = config.changed(config_version=CURRENT_CONFIG_VERSION)
-        keeps = self.normalizers if config.save_normalization_stats else {}
-        write_policy(folder, self.model, keeps, write, store)
-        if not self.model.placement.checkpoint_ranks.is_first:
-            return
-        config.save_pretrained(folder)
+    def save_tokenizers(self, folder: Path) -> None:
+        """Write the prompt tokenizer, and the action tokenizer in a folder of its own."""
         self.tokenizer.save_pretrained(folder)
         if self.action_tokenizer is not None:
             self.action_tokenizer.save_pretrained(folder / ACTION_TOKENIZER_FOLDER)
+
+    def make_normalizers(self, num_groups: int) -> dict[str, Normalizer]:
+        """The four normalizers, without statistics.
+
+        Raises:
+            ValueError: the configuration names another number of groups, or has as many
+                projections.
+        """
+        config = self.config
+        names = config.dataset_names
+        if (names or config.per_group_projection) and num_groups != config.num_groups:
+            raise ValueError(
+                f"there are statistics of {num_groups} groups, dataset_names has {names}: name "
+                "every group there, in the order of the statistics"
+            )
+        inputs, outputs = config.input_features, config.output_features
+        modes, version = config.normalization_mapping, config.normalization_version
+        discrete = {"ACTION": "MIN_MAX"}
+        made = ((inputs, modes), (outputs, modes), (outputs, discrete), (outputs, modes))
+        return {
+            name: Normalizer(features, of_kind, version, num_groups)
+            for name, (features, of_kind) in zip(NORMALIZERS, made, strict=True)
+        }
 
     def forward(
         self,
@@ -203,8 +192,8 @@ class PI07LowLevelPolicy(PlacedPolicy):
         """The losses of raw demonstrations: `MSE` of the flow, `CE` of the discrete actions.
 
         Args:
-            noise, time, delay: as `PI07LowLevelFlowMatching.forward` takes them; drawn if None.
-            per_sample: add sums and counts of every sample.
+            noise, time, delay: see `PI07LowLevelFlowMatching.forward`; drawn if None.
+            per_sample: add sums and counts per sample.
         """
         inputs = self.training_inputs(batch)
         drawn = {"noise": noise, "time": time, "delay": delay}
@@ -213,13 +202,13 @@ class PI07LowLevelPolicy(PlacedPolicy):
 
     @property
     def inputs(self) -> PolicyInputs:
-        """What makes the model's inputs of raw batches."""
+        """Makes the model's inputs from raw batches."""
         return PolicyInputs(
             self.config, self.tokenizer, self.action_tokenizer, dict(self.normalizers)
         )
 
     def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """See `PolicyInputs.training_inputs`."""
+        """The model's inputs, see `PolicyInputs.training_inputs`."""
         return self.inputs.training_inputs(batch)
 
     @paddle.no_grad()
@@ -234,19 +223,19 @@ class PI07LowLevelPolicy(PlacedPolicy):
 
         Args:
             noise: `[B, C, max_action_dim]`; drawn if None.
-            delay: so many first actions of the chunk are settled already, at most `max_delay`.
-            action_prefix: those, raw, `[B, delay, action dims]`.
+            delay: number of first actions of the chunk that are already given, at most `max_delay`.
+            action_prefix: these actions, raw, `[B, delay, action dims]`.
 
         Raises:
-            ValueError: what is missing or does not fit, named.
+            ValueError: an entry is missing or does not fit.
         """
         if not 0 <= delay <= self.config.max_delay:
             raise ValueError(f"delay is {delay}; max_delay allows 0 to {self.config.max_delay}")
         inputs, _, index_B = self.inputs.observed(as_arrays(batch))
         if action_prefix is not None:
             raw = as_arrays({"actions": action_prefix})
-            settled = self.normalizers["normalize_targets"].normalize(raw, index_B)["actions"]
-            action_prefix = whole_action_prefix(settled, self.config)
+            given = self.normalizers["normalize_targets"].normalize(raw, index_B)["actions"]
+            action_prefix = padded_action_prefix(given, self.config)
         chunk = self.model.sample_actions(inputs, noise, int(delay), action_prefix)
         dims = self.config.output_features["actions"].shape[0]
         actions = {"actions": chunk[:, :, :dims].numpy()}
@@ -257,12 +246,12 @@ class PI07LowLevelPolicy(PlacedPolicy):
     ) -> np.ndarray:
         """The next raw action, `[B, action dims]`, for the current raw observation.
 
-        Remembers observations for those to come, and actions until they are executed: call it at
-        every step of an episode, and `reset` before each episode.
+        Keeps past observations and the rest of the predicted chunk: call it at every step of an
+        episode, and `reset` before each episode.
 
         Args:
-            batch: one step, no entry has T.
-            noise: as in `sample_actions`, for steps at which a chunk is predicted.
+            batch: one step; entries have no F axis.
+            noise: see `sample_actions`; used at steps that predict a chunk.
         """
         self.eval()
         batch = as_arrays(batch)
@@ -277,35 +266,13 @@ class PI07LowLevelPolicy(PlacedPolicy):
         return self.action_queue.pop()
 
     def reset(self) -> None:
-        """Forget observations and actions: a new episode begins."""
+        """Begin a new episode: forget observations and actions."""
         self.history.clear()
         self.action_queue.clear()
 
 
-def make_normalizers(config: PI07Config, num_groups: int) -> dict[str, Normalizer]:
-    """The four normalisers, their statistics not given yet.
-
-    Raises:
-        ValueError: another number of groups than the configuration has names, or projections.
-    """
-    names = config.dataset_names
-    if (names or config.per_group_projection) and num_groups != config.num_groups:
-        raise ValueError(
-            f"there are statistics of {num_groups} groups, dataset_names has {names}: name every "
-            "group there, in the order of the statistics"
-        )
-    inputs, outputs = config.input_features, config.output_features
-    modes, version = config.normalization_mapping, config.normalization_version
-    discrete = {"ACTION": "MIN_MAX"}
-    made = ((inputs, modes), (outputs, modes), (outputs, discrete), (outputs, modes))
-    return {
-        name: Normalizer(features, of_kind, version, num_groups)
-        for name, (features, of_kind) in zip(NORMALIZERS, made, strict=True)
-    }
-
-
 def _check_features(config: PI07Config) -> None:
-    """A state or action of another name would be left as it is without a word."""
+    """Refuse a state or action feature of another name, which nothing would normalize."""
     for where, features, kind, name in (
         ("input_features", config.input_features, "STATE", "state"),
         ("output_features", config.output_features, "ACTION", "actions"),

@@ -1,6 +1,11 @@
-"""The prefix: what the backbone sees and reads, block by block.
+"""Embedding of the prefix: what the backbone sees and reads, block by block.
 
-Shapes: B batch, L prefix tokens, D backbone width, T steps of history, M tokens of a camera.
+Shapes: B batch, L prefix tokens, n tokens of a block, M tokens of an image, D backbone width, F
+frames of the history, S state values, Z images of all samples and cameras.
+
+Every layer runs once per batch, whatever optional fields the samples fill, and blocks that are not
+laid out stay in the graph with no tokens. So ranks that shard parameters issue the same
+collectives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,20 +14,23 @@ from typing import Any, NamedTuple
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.families.pi07.block_embedding import joined, look_up, of_cameras
-from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.embeddings import PaddedEmbedding
-from paddle_vl.families.pi07.group_linear import GroupedProjection
-from paddle_vl.families.pi07.prefix_layout import Block, Presence, Source
-from paddle_vl.families.pi07.prefix_tokens import PrefixTokens, real_steps
-from paddle_vl.families.pi07.video_encoder import VideoEncoder
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.layers import GroupedProjection, PaddedEmbedding
+from paddle_vl.families.pi07.prefix_layout import (
+    Block,
+    PrefixTokens,
+    Presence,
+    Source,
+    real_frames,
+)
+from paddle_vl.families.pi07.vision import VideoEncoder
 from paddle_vl.nn.functional import slice_axis
 from paddle_vl.nn.linear import Embedding
 from paddle_vl.nn.placement import Placement
 
 
 class Prefix(NamedTuple):
-    """A prefix with its masks.
+    """An embedded prefix with its masks.
 
     Attributes:
         embs: `[B, L, D]`.
@@ -36,9 +44,9 @@ class Prefix(NamedTuple):
 
 
 class PrefixEmbedding(nn.Layer):
-    """Everything that turns a batch into the rows of the prefix.
+    """Embeds the low-level policy's prefix: videos, texts, states and, in training, actions.
 
-    Every layer is called once, whatever optional parts the samples have.
+    Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching.
     """
 
     def __init__(
@@ -50,17 +58,19 @@ class PrefixEmbedding(nn.Layer):
     ):
         """
         Args:
-            tokens: of the layout `prefix_layout.PREFIX_BLOCKS`.
+            tokens: of the layout `PREFIX_BLOCKS`.
+            num_groups: groups with a state projection of their own; None for one projection.
 
         Raises:
-            ValueError: no vocabulary of discrete actions.
+            ValueError: the vocabulary of discrete actions is not known.
         """
         super().__init__()
         vlm = config.vlm_config
         backbone = vlm.gemma3_config
         if vlm.discrete_action_vocab_size is None:
             raise ValueError(
-                "vlm_config.discrete_action_vocab_size is None: it is that of the action tokenizer"
+                "vlm_config.discrete_action_vocab_size is None: set it to that of the action "
+                "tokenizer"
             )
         width = backbone.text_config.hidden_size
         self.config, self.tokens = config, tokens
@@ -83,11 +93,11 @@ class PrefixEmbedding(nn.Layer):
 
         Args:
             batch: see `PI07LowLevelFlowMatching.forward`.
-            presence: which optional parts to lay out.
-            training: with the action tail, which needs `discrete_actions`.
+            presence: the optional fields to lay out.
+            training: add the action tail, which needs `discrete_actions`.
 
         Raises:
-            ValueError: a part is to be laid out that the batch has no field for.
+            ValueError: the batch has no field for a block that is to be laid out.
         """
         blocks = self.tokens.embedded(batch, presence, training)
         rows = self.embed_blocks(batch, blocks, presence.subgoal)
@@ -97,11 +107,11 @@ class PrefixEmbedding(nn.Layer):
     def embed_blocks(
         self, batch: Mapping[str, Any], blocks: Sequence[Block], with_goals: bool = True
     ) -> dict[str, Tensor]:
-        """Rows `[B, n, D]` of each of the blocks, laid out or not.
+        """Rows `[B, n, D]` of each block, laid out or not.
 
         Args:
-            with_goals: run the tower over goal images too. They are the one part that would cost
-                much where no sample has one, and the tower runs for the videos anyway.
+            with_goals: run the tower over the goal images too. They are the one block that would
+                cost much where no sample has one, and the tower runs for the videos anyway.
         """
         texts = [block for block in blocks if block.source in (Source.FIELD, Source.LABEL)]
         ids = {block.name: self.tokens.ids(block, batch) for block in texts}
@@ -131,16 +141,16 @@ class PrefixEmbedding(nn.Layer):
                 slice_axis(rows_ZMD, num_videos, rows_ZMD.shape[0]), len(goals)
             )
         elif goals:
-            # Any rows do where none are laid out: the same graph as with goals.
+            # None of these rows is laid out; they keep the graph the same as with goals.
             found["subgoals"] = of_cameras(slice_axis(rows_ZMD, 0, videos[0].shape[0]), 1)
         return found
 
     def _state(self, batch: Mapping[str, Any]) -> Tensor:
-        state_BTS = batch["state"]
-        is_real_BT1 = real_steps(batch).unsqueeze(-1)
-        state_BTS = paddle.where(is_real_BT1, state_BTS, paddle.zeros_like(state_BTS))
-        state_BTS = state_BTS.astype(self.embed_tokens.weight.dtype)
-        return self.state_proj(state_BTS, batch.get("group_index"))
+        state_BFS = batch["state"]
+        is_real_BF1 = real_frames(batch, paddle).unsqueeze(-1)
+        state_BFS = paddle.where(is_real_BF1, state_BFS, paddle.zeros_like(state_BFS))
+        state_BFS = state_BFS.astype(self.embed_tokens.weight.dtype)
+        return self.state_proj(state_BFS, batch.get("group_index"))
 
     def _actions(self, batch: Mapping[str, Any]) -> Tensor:
         tokens_BL = batch["discrete_actions"]
@@ -151,3 +161,80 @@ class PrefixEmbedding(nn.Layer):
                 f"discrete_action_max_length is {wanted}"
             )
         return self.discrete_action_embedding(tokens_BL)
+
+
+class PlannerEmbedding(nn.Layer):
+    """Embeds the planner's prefix: images and texts.
+
+    Source: `embed_prefix` of OpenTau's PI07HighLevelPlannerModel.
+    """
+
+    def __init__(
+        self,
+        config: PI07PlannerConfig,
+        tokens: PrefixTokens,
+        placement: Placement,
+    ):
+        super().__init__()
+        backbone = config.vlm_config.gemma3_config
+        width = backbone.text_config.hidden_size
+        self.tokens = tokens
+        # One frame: a stride beyond the last layer leaves out temporal attention.
+        layers = backbone.vision_config.num_hidden_layers
+        self.video_encoder = VideoEncoder(backbone, 1, layers + 1, placement)
+        self.embed_tokens = PaddedEmbedding(
+            placement.layers.vocab_embedding(backbone.text_config.vocab_size, width, is_tied=True),
+            scale=width**0.5,
+        )
+
+    def forward(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> Prefix:
+        """Embed a batch.
+
+        Args:
+            presence: whether to lay out metadata; the other fields are ignored.
+            training: add the memory and the response that the planner is to write.
+
+        Raises:
+            ValueError: metadata is to be laid out and the batch has no field for it.
+        """
+        blocks = self.tokens.embedded(batch, presence, training)
+        texts = [block for block in blocks if block.source is not Source.IMAGES]
+        ids = {block.name: self.tokens.ids(block, batch) for block in texts}
+        rows = look_up(self.embed_tokens, ids)
+        images = self.video_encoder.embed_image(paddle.concat(batch["images"]))
+        rows["images"] = of_cameras(images, len(batch["images"]))
+        masks = self.tokens.masks(batch, presence, training)
+        return Prefix(joined(blocks, rows, presence, training), *masks)
+
+
+def look_up(table: PaddedEmbedding, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rows `[B, n, D]` of blocks of text from their ids `[B, n]`."""
+    # One look-up for all blocks: each would have a gradient as large as the table.
+    ids = list(texts.values())
+    rows = paddle.split(table(paddle.concat(ids, axis=1)), [x.shape[1] for x in ids], axis=1)
+    return dict(zip(texts, rows, strict=True))
+
+
+def of_cameras(rows_ZMD: Tensor, num_cameras: int) -> Tensor:
+    """Camera-major rows `[cameras * B, M, D]` to `[B, cameras * M, D]`."""
+    tokens, width = rows_ZMD.shape[1:]
+    rows = rows_ZMD.reshape([num_cameras, -1, tokens, width]).transpose([1, 0, 2, 3])
+    return rows.reshape([-1, num_cameras * tokens, width])
+
+
+def joined(
+    blocks: Sequence[Block], rows: Mapping[str, Tensor], presence: Presence, training: bool
+) -> Tensor:
+    """Rows `[B, L, D]` of the blocks, in their order.
+
+    A block that is not laid out is cut to no tokens, not left out: the graph has one structure
+    whatever is present, so ranks that shard parameters walk it in the same order.
+    """
+    pieces = []
+    for block in blocks:
+        rows_BnD = rows[block.name]
+        if block.is_optional:
+            tokens = rows_BnD.shape[1] if presence.has(block, training) else 0
+            rows_BnD = slice_axis(rows_BnD, 0, tokens, axis=1)
+        pieces.append(rows_BnD)
+    return paddle.concat(pieces, axis=1)

@@ -1,57 +1,74 @@
-"""What the prefix of a policy consists of, in order: the one description of its layout.
+"""The layout of a policy's prefix: its blocks as data, and the masks that follow from them.
 
-Training and sampling, embedding and masks all read `PREFIX_BLOCKS`, the planner's `PLANNER_BLOCKS`.
+Embedding, masks and FLOPs, in training and sampling, all read `PREFIX_BLOCKS`, or the planner's
+`PLANNER_BLOCKS`. Two questions are kept apart. Which optional fields a batch has is a property of
+the data set and the same on all ranks: their blocks are always embedded. Which of these fields any
+sample fills differs between batches and ranks: only their blocks are laid out.
 
-Two questions are kept apart. Which optional parts a batch has a field for is a property of the data
-and the same on all ranks: all of these are embedded, always. Which of them any sample fills
-differs from batch to batch and from rank to rank: only these are laid out.
+Shapes: B batch, L prefix tokens, n tokens of a block, M tokens of an image, c cameras, F frames of
+the history. Masks are True for real tokens. With `xp`, which is `numpy` or `paddle`, the same
+formula serves arrays and tensors.
+
+Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching and PI07HighLevelPlannerModel.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+import numpy as np
+import paddle
+from paddle import Tensor
+
 
 class Source(Enum):
-    """Where the tokens of a block come from; `Block.text` says more."""
+    """Where the tokens of a block come from."""
 
-    VIDEOS = auto()  # every camera's video, one after the other
-    IMAGES = auto()  # every camera's image, one after the other
-    SUBGOALS = auto()  # every camera's goal image, one after the other
-    STATE = auto()  # a token for every step of the history
-    FIELD = auto()  # token ids of the batch: TEXT_tokens, TEXT_masks
-    LABEL = auto()  # TEXT itself, through the tokenizer
+    VIDEOS = auto()  # the video of every camera, one after the other
+    IMAGES = auto()  # the image of every camera
+    SUBGOALS = auto()  # the goal image of every camera
+    STATE = auto()  # one token per frame of the history
+    FIELD = auto()  # token ids of the batch: `<Block.text>_tokens` and `_masks`
+    LABEL = auto()  # `Block.text` itself, tokenized
     ACTIONS = auto()  # discrete action tokens
 
 
-class Attends(Enum):
-    """How a block's tokens see each other; all of them see every block before."""
+# Batch entry with the camera masks of a source of images.
+CAMERA_MASKS = {
+    Source.VIDEOS: "vid_masks",
+    Source.IMAGES: "img_masks",
+    Source.SUBGOALS: "subgoal_img_masks",
+}
 
-    JOINED = auto()  # all, and those of the block before see them
-    TOGETHER = auto()  # all; each camera of a block by itself
-    CAUSAL = auto()  # each sees those before it
+
+class Attends(Enum):
+    """How the tokens of a block see each other. All of them see every earlier block."""
+
+    JOINED = auto()  # all see each other; the block before sees them too
+    TOGETHER = auto()  # all see each other; each camera of a block by itself
+    CAUSAL = auto()  # each sees the ones before it
 
 
 class When(Enum):
-    """When a block is there, for all samples of a batch alike."""
+    """When a block is laid out, for all samples of a batch alike."""
 
     ALWAYS = auto()
     RESPONSE = auto()
     METADATA = auto()
     SUBGOAL = auto()
-    ANY_FIELD = auto()  # any of the three
-    NO_FIELD = auto()
+    ANY_FIELD = auto()  # any of these three
+    NO_FIELD = auto()  # none of them
     TRAINING = auto()
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive tokens of one source.
+    """Consecutive tokens from one source.
 
     Attributes:
-        hidden_without_subgoal: padding in samples that have no subgoal. Other labels are real for
-            all samples, whether these have what follows or not.
+        hidden_without_subgoal: a label that is padding in samples without a subgoal. Other labels
+            are real in all samples, whether or not the field they announce is filled.
     """
 
     name: str
@@ -63,7 +80,7 @@ class Block:
 
     @property
     def is_optional(self) -> bool:
-        """Whether it depends on the data."""
+        """Whether the data decides if it is laid out."""
         return self.when not in (When.ALWAYS, When.TRAINING)
 
 
@@ -85,15 +102,16 @@ PREFIX_BLOCKS: tuple[Block, ...] = (
     Block("action_label", Source.LABEL, "Action: ", _CAUSAL, When.TRAINING),
     Block("actions", Source.ACTIONS, "", _CAUSAL, When.TRAINING),
 )
-# The planner reads the state as a part of the language, and writes what is there in training only.
+MEMORY_LABEL, RESPONSE_LABEL = "Updated Memory: ", "Subtask: "
+# The planner reads the state as text. What it writes is in the prefix in training only.
 PLANNER_BLOCKS: tuple[Block, ...] = (
     Block("images", Source.IMAGES, "", Attends.JOINED, When.ALWAYS),
     Block("language", Source.FIELD, "lang", _CAUSAL, When.ALWAYS),
     Block("metadata", Source.FIELD, "metadata", _CAUSAL, When.METADATA),
     Block("fields_end", Source.LABEL, ";\n ", _CAUSAL, When.METADATA),
-    Block("memory_label", Source.LABEL, "Updated Memory: ", _CAUSAL, When.ALWAYS),
+    Block("memory_label", Source.LABEL, MEMORY_LABEL, _CAUSAL, When.ALWAYS),
     Block("memory", Source.FIELD, "memory", _CAUSAL, When.TRAINING),
-    Block("response_label", Source.LABEL, "Subtask: ", _CAUSAL, When.TRAINING),
+    Block("response_label", Source.LABEL, RESPONSE_LABEL, _CAUSAL, When.TRAINING),
     Block("response", Source.FIELD, "response", _CAUSAL, When.TRAINING),
 )
 
@@ -107,14 +125,14 @@ LABELS, PLANNER_LABELS = labels_of(PREFIX_BLOCKS), labels_of(PLANNER_BLOCKS)
 
 
 class Presence(NamedTuple):
-    """Which optional parts there are: filled by any sample of a batch, or as fields of it."""
+    """The optional fields that a batch has, or that any of its samples fills."""
 
     response: bool
     metadata: bool
     subgoal: bool
 
     def has(self, block: Block, training: bool) -> bool:
-        """Whether the block is a part of the prefix."""
+        """Whether the block belongs to the prefix."""
         return {
             When.ALWAYS: True,
             When.RESPONSE: self.response,
@@ -127,7 +145,7 @@ class Presence(NamedTuple):
 
 
 def fields_of(batch: Mapping[str, Any]) -> Presence:
-    """Which optional parts a batch has a field for, filled or not."""
+    """The optional fields that a batch has, filled or not."""
     return Presence(
         batch.get("response_tokens") is not None,
         batch.get("metadata_tokens") is not None,
@@ -135,13 +153,29 @@ def fields_of(batch: Mapping[str, Any]) -> Presence:
     )
 
 
+def presence_of(batch: Mapping[str, Any]) -> Presence:
+    """The optional fields with a real token or image in any sample.
+
+    Call it on the collated NumPy batch: reading a mask on a GPU would wait for the device.
+    """
+
+    def any_real(*masks: Any) -> bool:
+        return any(bool(mask.any()) for mask in masks if mask is not None)
+
+    return Presence(
+        any_real(batch.get("response_masks")),
+        any_real(batch.get("metadata_masks")),
+        any_real(*(batch.get("subgoal_img_masks") or ())),
+    )
+
+
 def embedded_blocks(
     blocks: tuple[Block, ...], fields: Presence, presence: Presence, training: bool
 ) -> list[Block]:
-    """Those of the blocks that are embedded, laid out or not: the same on ranks of equal fields.
+    """The blocks to embed, laid out or not: the same on all ranks whose batches have these fields.
 
     Raises:
-        ValueError: a part is to be laid out that there is no field for.
+        ValueError: a block of `presence` has no field in the batch.
     """
     found = [b for b in blocks if fields.has(b, training) or b.when is When.NO_FIELD]
     lacking = [b.name for b in blocks if presence.has(b, training) and b not in found]
@@ -153,17 +187,162 @@ def embedded_blocks(
     return found
 
 
-def presence_of(batch: Mapping[str, Any]) -> Presence:
-    """Which optional parts have a real token or image in any sample.
+def real_frames(batch: Mapping[str, Any], xp: Any) -> Any:
+    """Which frames of the history have a state: `[B, F]` bool. The last, current one always has."""
+    history, (size, frames) = batch.get("obs_history_is_pad"), batch["state"].shape[:2]
+    is_current = xp.arange(frames) == frames - 1
+    if history is None:
+        return xp.broadcast_to(is_current, [size, frames])
+    return xp.logical_or(xp.logical_not(history), is_current)
 
-    Reads the masks on the host: they are to be NumPy arrays, a GPU would have to be waited for.
+
+class PrefixMasks(NamedTuple):
+    """The masks of a prefix.
+
+    Attributes:
+        pad_masks: `[B, L]` bool.
+        att_masks: `[B, L]` bool marks, see `decoder.block_mask`.
+        num_seen: number of leading tokens that the expert sees: those before the action tail, so
+            that the prefix looks the same to it in training and sampling.
     """
 
-    def any_real(*masks: Any) -> bool:
-        return any(bool(mask.any()) for mask in masks if mask is not None)
+    pad_masks: Any
+    att_masks: Any
+    num_seen: int
 
-    return Presence(
-        any_real(batch.get("response_masks")),
-        any_real(batch.get("metadata_masks")),
-        any_real(*(batch.get("subgoal_img_masks") or ())),
-    )
+
+class PrefixTokens:
+    """Lengths, masks and token ids of a layout's blocks in a batch.
+
+    It needs no weights, so a pipeline stage without embeddings can compute the masks too.
+
+    Args:
+        blocks: the layout.
+        label_ids: token ids, without special tokens, of each label of the layout.
+        camera_tokens: M.
+
+    Raises:
+        ValueError: a label has no ids.
+    """
+
+    def __init__(
+        self, blocks: tuple[Block, ...], label_ids: Mapping[str, Sequence[int]], camera_tokens: int
+    ):
+        labels = labels_of(blocks)
+        missing = [label for label in labels if not label_ids.get(label)]
+        if missing:
+            raise ValueError(f"no token ids for the labels {missing} of the prefix")
+        self.blocks, self.camera_tokens = blocks, camera_tokens
+        self.label_ids = {label: list(label_ids[label]) for label in labels}
+
+    def embedded(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> list[Block]:
+        """The blocks to embed, see `embedded_blocks`."""
+        return embedded_blocks(self.blocks, fields_of(batch), presence, training)
+
+    def length(self, batch: Mapping[str, Any], presence: Presence, training: bool = True) -> int:
+        """L, from the shapes of the batch alone."""
+        return sum(
+            self._num_tokens(block, batch) for block in self._laid_out(batch, presence, training)
+        )
+
+    def masks(
+        self,
+        batch: Mapping[str, Any],
+        presence: Presence,
+        training: bool = True,
+        xp: Any = paddle,
+    ) -> PrefixMasks:
+        """The masks of the blocks that are laid out.
+
+        Args:
+            batch: see `PI07LowLevelFlowMatching.forward`; the masks of the images, not the images.
+        """
+        pads, marks, num_seen = [], [], 0
+        for block in self._laid_out(batch, presence, training):
+            num_tokens = self._num_tokens(block, batch)
+            pads.append(self._pad(block, batch, xp))
+            marks += _marks(block.attends, num_tokens, len(self._cameras(block, batch)) or 1)
+            num_seen += num_tokens if block.when is not When.TRAINING else 0
+        pad_BL = (np.concatenate if xp is np else paddle.concat)(pads, axis=1)
+        marks_1L = np.array([marks], dtype=bool)
+        marks_1L = paddle.to_tensor(marks_1L) if xp is paddle else marks_1L
+        return PrefixMasks(pad_BL, xp.broadcast_to(marks_1L, pad_BL.shape), num_seen)
+
+    def counts(self, batch: Mapping[str, np.ndarray], presence: Presence) -> "PrefixCounts":
+        """Sums over a training batch of NumPy arrays, see `PrefixCounts`."""
+        (pad_BL, marks_BL, num_seen), num_pairs = self.masks(batch, presence, xp=np), 0
+        for pad_L, block_L in zip(pad_BL, np.cumsum(marks_BL, axis=1), strict=True):
+            real = np.bincount(block_L[pad_L])
+            num_pairs += int((real * np.cumsum(real)).sum())
+        return PrefixCounts(int(pad_BL.sum()), num_pairs, int(pad_BL[:, :num_seen].sum()))
+
+    def ids(self, block: Block, batch: Mapping[str, Any]) -> Tensor:
+        """Token ids of a block of text, int64 `[B, n]`."""
+        if block.source is Source.FIELD:
+            return batch[f"{block.text}_tokens"]
+        return self.label(block.text, batch["lang_tokens"].shape[0])
+
+    def label(self, text: str, size: int) -> Tensor:
+        """Token ids of a label, repeated for `size` samples, int64 `[size, n]`."""
+        ids = np.array(self.label_ids[text], dtype=np.int64)
+        return paddle.to_tensor(np.tile(ids, (size, 1)))
+
+    def _laid_out(
+        self, batch: Mapping[str, Any], presence: Presence, training: bool
+    ) -> list[Block]:
+        embedded = self.embedded(batch, presence, training)
+        return [block for block in embedded if presence.has(block, training)]
+
+    def _cameras(self, block: Block, batch: Mapping[str, Any]) -> Sequence[Any]:
+        """The `[B]` mask of each camera of the block; empty for a block without images."""
+        return batch[CAMERA_MASKS[block.source]] if block.source in CAMERA_MASKS else ()
+
+    def _num_tokens(self, block: Block, batch: Mapping[str, Any]) -> int:
+        if block.source in CAMERA_MASKS:
+            return len(self._cameras(block, batch)) * self.camera_tokens
+        if block.source is Source.LABEL:
+            return len(self.label_ids[block.text])
+        names = {Source.STATE: "state", Source.ACTIONS: "discrete_actions"}
+        return batch[names.get(block.source, f"{block.text}_tokens")].shape[1]
+
+    def _pad(self, block: Block, batch: Mapping[str, Any], xp: Any) -> Any:
+        """`[B, n]` bool."""
+        if block.source in CAMERA_MASKS:
+            pad_Bc1 = xp.stack(list(self._cameras(block, batch)), axis=1)[:, :, None]
+            size, cameras, _ = pad_Bc1.shape
+            pad_BcM = xp.broadcast_to(pad_Bc1, [size, cameras, self.camera_tokens])
+            return pad_BcM.reshape([size, cameras * self.camera_tokens])
+        if block.source is Source.STATE:
+            return real_frames(batch, xp)
+        if block.source is Source.ACTIONS:
+            return batch["discrete_action_masks"]
+        if block.source is Source.FIELD:
+            return batch[f"{block.text}_masks"]
+        shape = [batch["lang_masks"].shape[0], len(self.label_ids[block.text])]
+        pad = xp.ones(shape, dtype="bool")
+        if block.hidden_without_subgoal:
+            has_goal = xp.stack(list(batch[CAMERA_MASKS[Source.SUBGOALS]])).any(axis=0)
+            pad = xp.logical_and(pad, has_goal[:, None])
+        return pad
+
+
+class PrefixCounts(NamedTuple):
+    """Sums over a batch.
+
+    Attributes:
+        num_tokens: real tokens.
+        num_pairs: pairs of real tokens of which the first sees the second.
+        num_seen: real tokens that the expert sees.
+    """
+
+    num_tokens: int
+    num_pairs: int
+    num_seen: int
+
+
+def _marks(attends: Attends, num_tokens: int, num_cameras: int) -> list[bool]:
+    if attends is Attends.CAUSAL:
+        return [True] * num_tokens
+    begins = attends is Attends.TOGETHER
+    of_camera = num_tokens // num_cameras
+    return [begins and i % of_camera == 0 for i in range(num_tokens)]

@@ -27,11 +27,9 @@ from paddle_vl.families.base import (
     losses_report,
 )
 from paddle_vl.families.flops import FlopCounter
-from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.pi07.demonstrations.draws import FlowDraws
-from paddle_vl.families.pi07.demonstrations.drops import NO_DROPS
-from paddle_vl.families.pi07.demonstrations.present_fields import present_fields
+from paddle_vl.families.pi07.base_policy import BasePolicy
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.pi07.demonstrations.sample import (
     OPTIONAL_FIELDS,
     DemonstrationShapes,
@@ -42,13 +40,14 @@ from paddle_vl.families.pi07.demonstrations.statistics import (
     read_statistics,
 )
 from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
-from paddle_vl.families.pi07.features import PolicyFeature
+from paddle_vl.families.pi07.demonstrations.training_set import (
+    NO_DROPS,
+    DrawnDemonstrations,
+    FlowDraws,
+)
 from paddle_vl.families.pi07.flops import PI07Flops, PI07PlannerFlops
-from paddle_vl.families.pi07.freeze import is_reached
 from paddle_vl.families.pi07.inputs.collate import PlannerCollator, PolicyCollator
 from paddle_vl.families.pi07.inputs.model_inputs import cameras_of
-from paddle_vl.families.pi07.layer_costs import low_level_costs, planner_costs
 from paddle_vl.families.pi07.objective import (
     PlannerBatchAdapter,
     PlannerLoss,
@@ -56,12 +55,17 @@ from paddle_vl.families.pi07.objective import (
     PolicyLoss,
     first_batch,
 )
-from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07PlannerStage, PI07Stage
-from paddle_vl.families.pi07.placed_policy import PlacedPolicy
+from paddle_vl.families.pi07.pipeline import (
+    PI07LowLevelStage,
+    PI07PlannerStage,
+    PI07Stage,
+    low_level_costs,
+    planner_costs,
+)
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
-from paddle_vl.families.pi07.policy_files import ACTION_TOKENIZER_FOLDER
+from paddle_vl.families.pi07.policy import ACTION_TOKENIZER_FOLDER, PI07LowLevelPolicy
+from paddle_vl.families.pi07.policy_config import PolicyFeature
+from paddle_vl.families.pi07.policy_model import is_reached
 from paddle_vl.families.pi07.settings import PARTS, PI07Run
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
@@ -77,7 +81,7 @@ class PI07Recipe(Family):
 
     config: PI07Run
     config_class: type[PI07Config] | type[PI07PlannerConfig] = PI07Config
-    policy_class: type[PlacedPolicy] = PI07LowLevelPolicy
+    policy_class: type[BasePolicy] = PI07LowLevelPolicy
     loss_class: type[PolicyLoss] = PolicyLoss
     adapter_class: type[PolicyBatchAdapter] = PolicyBatchAdapter
     counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops

@@ -42,6 +42,7 @@ class VLLoss(Loss):
         return loss, loss.detach().astype("float32").reshape([1])
 
     def sums(self, output: Qwen3VLOutput) -> Tensor:
+        assert output.loss_sum is not None, "a batch of the collator has labels"
         return output.loss_sum.reshape([1])
 
     def metric_counts(self, model: nn.Layer) -> dict[str, Tensor]:

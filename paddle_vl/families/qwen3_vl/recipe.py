@@ -1,9 +1,10 @@
 """Qwen3-VL as a family: see `paddle_vl.families.base.Family`."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from paddle import Tensor
 
@@ -28,7 +29,7 @@ from paddle_vl.families.qwen3_vl.chat import Chat
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.evaluation import build_evaluation
 from paddle_vl.families.qwen3_vl.flops import Qwen3VLFlops
-from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator
+from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.inputs.synthetic import ConversationShapes, write_conversations
@@ -60,7 +61,7 @@ class Qwen3VLRecipe(Family):
         self.config, self.checkpoint = config, checkpoint
         data = config.data
         self.processor = Qwen3VLProcessor.from_pretrained(
-            data.processor or config.model.pretrained,
+            _processor_folder(config),
             min_pixels=data.min_pixels,
             max_pixels=data.max_pixels,
             video_fps=data.video_fps,
@@ -116,7 +117,7 @@ class Qwen3VLRecipe(Family):
         train = self.config.train
         return self._loader(
             self.train_data,
-            collator if packing is None else PackedCollator(collator),
+            collator if packing is None else PackedCollator(cast(VLCollator, collator)),
             train.per_device_train_batch_size,
             ranks,
             shuffle=True,
@@ -154,7 +155,7 @@ class Qwen3VLRecipe(Family):
     @classmethod
     def with_synthetic_data(cls, config: Qwen3VLRun, data: SyntheticData) -> Qwen3VLRun:
         """Conversations in files; `cameras` are the images of each, one by default."""
-        tokenizer = TextTokenizer.from_file(config.data.processor or config.model.pretrained)
+        tokenizer = TextTokenizer.from_file(_processor_folder(config))
         given = {
             "num_images": data.cameras,
             "image_side": data.image_side,
@@ -168,12 +169,12 @@ class Qwen3VLRecipe(Family):
         return type(config).model_validate(values)
 
     def _model_config(self) -> Qwen3VLConfig:
-        source = self._weights
-        found = (
-            model_config(self.config.model.config, self.processor)
-            if source is None
-            else Qwen3VLConfig.from_pretrained(source)
-        )
+        source, described = self._weights, self.config.model.config
+        if source is not None:
+            found = Qwen3VLConfig.from_pretrained(source)
+        else:
+            assert described is not None, "refused when the settings were read"
+            found = model_config(described, self.processor)
         check_processor_fits(found, self.processor)
         return found
 
@@ -214,7 +215,7 @@ class Qwen3VLRecipe(Family):
         collator: Collator,
         batch_size: int,
         ranks: RankInfo,
-        **settings: object,
+        **settings: Any,
     ) -> PrefetchLoader:
         return PrefetchLoader(
             samples,
@@ -248,7 +249,21 @@ class Qwen3VLRecipe(Family):
 def model_shape(config: Qwen3VLConfig) -> ModelShape:
     """Decoder sizes for the parallel plan."""
     text = config.text_config
-    return ModelShape(**{f.name: getattr(text, f.name, f.default) for f in fields(ModelShape)})
+    return ModelShape(
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        vocab_size=text.vocab_size,
+        intermediate_size=text.intermediate_size,
+        num_hidden_layers=text.num_hidden_layers,
+        moe_intermediate_size=getattr(text, "moe_intermediate_size", 0),
+        num_experts=getattr(text, "num_experts", 0),
+    )
+
+
+def _processor_folder(config: Qwen3VLRun) -> str:
+    folder = config.data.processor or config.model.pretrained
+    assert folder is not None, "refused when the settings were read"
+    return folder
 
 
 def _save(model: Model, folder: Path, write: FileWriter, store: ParameterStore | None) -> None:

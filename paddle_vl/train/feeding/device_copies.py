@@ -22,7 +22,8 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-Batch = dict[str, Any]
+from paddle_vl.batch.schema import Batch
+
 # Spare capacity of a buffer, as batches differ in length.
 _SPARE = 1 / 8
 
@@ -34,6 +35,7 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether the stream has reached it."""
+        ...
 
     def synchronize(self) -> None:
         """Block the host until the stream has reached it."""
@@ -77,8 +79,8 @@ class GpuDevice:
     """
 
     def __init__(self):
-        self.compute = paddle.device.current_stream()
-        self.copies = paddle.device.Stream()
+        self.compute: Any = paddle.device.current_stream()
+        self.copies: Any = paddle.device.Stream()
         self.pinned(np.zeros(1, dtype=np.float32))
 
     def pinned(self, array: np.ndarray) -> Tensor:
@@ -88,13 +90,14 @@ class GpuDevice:
             raise RuntimeError(f"a tensor asked for in pinned memory lies in {tensor.place}")
         return tensor
 
-    def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: Any) -> Tensor:
         return paddle.empty(shape, dtype)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         with paddle.device.stream_guard(self.copies):
             for source, target in pairs:
-                target.copy_(source, blocking=False)
+                # Paddle types it without arguments.
+                target.copy_(source, blocking=False)  # pyright: ignore[reportCallIssue]
 
 
 class _BufferSet:
@@ -146,7 +149,7 @@ class DeviceCopies:
             pairs.append((device.pinned(value), buffer))
             return buffer
 
-        tensors = [
+        tensors: list[Any] = [
             {
                 name: placed((number, name), value) if is_for_device(name) else value
                 for name, value in batch.items()
@@ -165,6 +168,7 @@ class DeviceCopies:
 
     def wait(self) -> None:
         """Make the compute stream wait for the copies started last."""
+        assert self._copied is not None, "no copies were started"
         self._device.compute.wait_event(self._copied)
 
     def launched(self) -> None:

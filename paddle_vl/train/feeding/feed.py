@@ -38,6 +38,7 @@ class TrainingData(Protocol):
 
     def waiting_for(self) -> str:
         """Describes what the next batch waits for; called from any thread."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class BatchFeed:
         with phase(Phase.DATA_WAIT), self._watch.waiting(f"step {self.steps_fed + 1}"):
             batches = [next(self._data) for _ in range(self._num_micro_batches)]
         wait_s = time.perf_counter() - begin
-        if is_ahead and not copies.is_idle():
+        if is_ahead and copies is not None and not copies.is_idle():
             # The device was busy all the time, so the data delayed nothing.
             wait_s = 0.0
         place = DataPlace.of(self._data)
@@ -245,11 +246,13 @@ class WaitWatch:
     def _run(self) -> None:
         with self._changed:
             while self._thread is threading.current_thread():
-                left = None if self._wait is None else self._wait.left()
-                if left is None or left > 0:
+                wait = self._wait
+                if wait is None:
+                    self._changed.wait()
+                elif (left := wait.left()) > 0:
                     self._changed.wait(left)
                 else:
-                    self._wait.warn(self._describe())
+                    wait.warn(self._describe())
 
 
 class _Wait:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
@@ -47,7 +48,7 @@ def local_values(gauges: Sequence[Gauge]) -> Tensor:
     return paddle.concat(
         [
             gauge.value.astype("float64").reshape([-1])
-            if _is_tensor(gauge)
+            if isinstance(gauge.value, Tensor)
             else paddle.full([1], float(gauge.value), dtype="float64")
             for gauge in gauges
         ]
@@ -68,7 +69,11 @@ class GaugeLayout:
     def of(cls, gauges: Sequence[Gauge]) -> "GaugeLayout":
         return cls(
             tuple(
-                (gauge.name, gauge.how, gauge.value.size if _is_tensor(gauge) else None)
+                (
+                    gauge.name,
+                    gauge.how,
+                    gauge.value.size if isinstance(gauge.value, Tensor) else None,
+                )
                 for gauge in gauges
             )
         )
@@ -85,10 +90,6 @@ class GaugeLayout:
         return found
 
 
-def _is_tensor(gauge: Gauge) -> bool:
-    return isinstance(gauge.value, Tensor)
-
-
 class HostCopy:
     """An asynchronous copy of a tensor to the host; only `read` waits for it.
 
@@ -97,7 +98,7 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor):
-        self._event = None
+        self._event: Any = None
         if tensor.place.is_gpu_place():
             self._tensor = tensor._copy_to(paddle.CUDAPinnedPlace(), False)
             self._event = paddle.device.cuda.Event()

@@ -159,7 +159,7 @@ class StepMeter:
     @property
     def skipped_in_a_row(self) -> int:
         """Current streak of skipped updates; reads from the device."""
-        return int(self._skips[1].item())
+        return int(self._skips[1].numpy())
 
     def _begin_window(self) -> None:
         self._sums, self._counts = paddle.zeros_like(self._sums), paddle.zeros_like(self._counts)

@@ -50,15 +50,17 @@ class Reporter:
         processes: ranks of the run; all of them collect, the first one writes.
 
     Attributes:
-        bar: progress bar, which shows the last line.
+        bar: progress bar, which shows the last line; set by `open`.
     """
+
+    bar: "ProgressBar"
+    _writers: "ScalarWriters"
 
     def __init__(self, config: LoggingConfig, output_dir: Path, processes: SingleProcess):
         self._config, self._output_dir, self._processes = config, output_dir, processes
         self._file = MetricsFile(output_dir / METRICS_FILE)
-        self._writers: ScalarWriters | None = None
         self._pending: _Pending | None = None
-        self.bar: ProgressBar | None = None
+        self._is_open = False
 
     def open(self, step: int, num_steps: int) -> None:
         """Start after `step` completed steps; lines of later steps are removed."""
@@ -67,6 +69,7 @@ class Reporter:
             report_to, lines = self._config.report_to, self._file.read()
             self._writers = ScalarWriters(report_to, self._output_dir, lines)
         self.bar = ProgressBar(num_steps, step, self._processes.is_main, self._config.progress_bar)
+        self._is_open = True
 
     def collect(
         self,
@@ -91,10 +94,11 @@ class Reporter:
             step: step of the entries; they share the report's line if its step is the same.
         """
         pending, self._pending, line = self._pending, None, {}
+        values: Values = {}
         if pending is not None:
             values = pending.layout.reduced(pending.copy.read())
             line = {"step": pending.step, **pending.make_line(values)}
-        if line and entries and pending.step != step:
+        if line and entries and line["step"] != step:
             self._write_line(line)
             self._write_line({"step": step, **entries})
         elif line or entries:
@@ -110,7 +114,9 @@ class Reporter:
         self.bar.show(line)
 
     def close(self) -> None:
-        """Write what is pending, and draw the loss curve."""
+        """Write what is pending, and draw the loss curve; nothing unless opened."""
+        if not self._is_open:
+            return
         try:
             self.write()
         finally:

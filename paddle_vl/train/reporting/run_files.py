@@ -179,7 +179,7 @@ def _problem(start: Any) -> str | None:
     begin, end = start.get("started"), start.get("ended")
     if end is not None and begin is None:
         return "has ended, but no 'started'"
-    if end is not None and _has_zone(begin) != _has_zone(end):
+    if end is not None and begin is not None and _has_zone(begin) != _has_zone(end):
         return f"has started {begin!r} and ended {end!r}, of which one has no time zone"
     return None
 

@@ -116,7 +116,9 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     if paddle.is_compiled_with_cuda():
-        found |= {"cuda": paddle.version.cuda(), "cudnn": paddle.version.cudnn()}
+        from paddle import version
+
+        found |= {"cuda": version.cuda(), "cudnn": version.cudnn()}
     return found
 
 

@@ -53,7 +53,7 @@ class CheckpointWriter:
         self._verifies = train.verify_checkpoint
         self._reads_back = self._verifies and train.save_total_limit is not None
         self._memory = HostMemory()
-        self._ranks: list[int] | None = None
+        self._ranks: list[int] = []
         self._target: Path | None = None
         self._write: FolderWrite | None = None
 
@@ -181,7 +181,7 @@ class CheckpointWriter:
         begin = time.perf_counter()
         self.wait()
         processes, partial = self.processes, partial_of(target)
-        if self._ranks is None:
+        if not self._ranks:
             holders = processes.gathered(bool(processes.holds_model))
             self._ranks = [rank for rank, holds in enumerate(holders) if holds]
         if processes.is_main:
@@ -239,7 +239,7 @@ class CheckpointWriter:
         failed = [rank for rank, error in enumerate(errors) if error is not None]
         if not failed:
             return
-        if own is not None:
+        if write is not None and own is not None:
             write.is_told = True
             raise own
         raise RuntimeError(f"{target.name} failed on rank {failed[0]}: {errors[failed[0]]}")
@@ -269,7 +269,7 @@ class Pruner:
         """
         if self.limit is None or newest.name not in self._good:
             return
-        steps = dict(map(reversed, checkpoint_folders(self.output_dir)))
+        steps = {path: step for step, path in checkpoint_folders(self.output_dir)}
         older = [path for path, step in steps.items() if step <= steps[newest]]
         num_kept = 0
         for path in reversed(older):

@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 from paddle_vl import PI07Config
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.prefix_layout import LABELS
 from paddle_vl.parallel.sharding import ShardingOptions
 from paddle_vl.parallel.sharding.memory import (

@@ -19,7 +19,7 @@ OBJECT_FUNCTIONS = {
     "all_gather_object", "broadcast_object_list", "scatter_object_list", "gather_object",
 }  # fmt: skip
 # Multiprocessing between a process and its own workers.
-OWN_WORKERS = {"data/worker_pool.py", "data/work_board.py"}
+OWN_WORKERS = {"data/worker_pool.py"}
 
 
 def tree(module: str) -> ast.Module:

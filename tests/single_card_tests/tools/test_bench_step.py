@@ -12,7 +12,7 @@ import yaml
 
 import harness
 import step
-from paddle_vl.families.pi07.flow_matching import as_tensors
+from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import presence_of
 
 # OpenTau's unused head of the expert, which this package leaves out: 8 tokens of width 128.

@@ -1,12 +1,22 @@
-"""Demonstrations in JSONL files with images beside them; `moment` shows a line.
+"""Demonstrations in JSONL files with images beside them.
 
-Opening a dataset reads every line once and checks all but the images themselves, which are decoded
-when a sample is taken.
+A line is one moment of an episode:
+
+    {"state": [[0.1, 0.2], [0.1, 0.3]], "camera0": ["0/0.png", "0/1.png"], "prompt": "stack them",
+     "actions": [[0.0, 1.0], ...], "subgoal0": "0/9.png", "response": "grasp the cube", "speed": 50}
+
+Image paths are relative to the file. States and frames are in order of time, the current one last.
+Where the episode begins, a line may have fewer frames than the policy reads; where it ends, fewer
+actions than a chunk. Of more frames the newest are read, of more actions the first. An entry of one
+frame may omit the outer list. An entry that is missing or null is absent. The file decides the
+group of data, so a line has no `dataset_index`.
 """
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,33 +26,206 @@ from paddle_vl.data.jsonl import (
     LineIndex,
     OnBadSample,
     SamplesOfLines,
+    bounded_lines,
+    check_length,
+    parse_object,
     sample_at,
 )
-from paddle_vl.data.media_file import MediaFolder, load_rgb
-from paddle_vl.families.pi07.demonstrations.moment import Moment, file_sizes, parse_moment
+from paddle_vl.data.media_file import MediaFolder, file_size, load_rgb
 from paddle_vl.families.pi07.demonstrations.sample import (
+    NUMBER_TYPES,
+    OPTIONAL_FIELDS,
+    OPTIONAL_TEXTS,
     Demonstration,
     DemonstrationShapes,
     chosen_fields,
     finished_sample,
 )
-from paddle_vl.families.pi07.inputs.letterbox import letterbox
+from paddle_vl.families.pi07.inputs.images import letterbox
+from paddle_vl.families.pi07.inputs.prompt import metadata_problem
 
-# The name of the only group, where groups have none.
+# Name of the only group of data, if groups have no names.
 UNNAMED_GROUP = "all"
 
 Files = Sequence[str | os.PathLike]
 
 
+@dataclass(frozen=True)
+class Moment:
+    """One parsed line; images are paths.
+
+    Attributes:
+        state: `[R, S]` float32, R real frames, the current one last.
+        actions: `[N, A]` float32, N real steps; None if no actions are needed.
+        frames: R paths per camera.
+        goals: the goal images that the line has, by name.
+        words: the prompt, and the optional texts and numbers that the line has.
+    """
+
+    state: np.ndarray
+    actions: np.ndarray | None
+    frames: Mapping[str, list[str]]
+    goals: Mapping[str, str]
+    words: Mapping[str, Any]
+
+
+def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) -> Moment:
+    """Parse one line of a JSONL file.
+
+    Args:
+        folder: the file's own, which relative paths start from.
+
+    Raises:
+        BadSampleError: names the fault.
+    """
+    # Numbers that are not finite are refused below, with the name of their entry.
+    record = parse_object(line, "'state', images, 'actions' and 'prompt'", finite=False)
+    record = {name: value for name, value in record.items() if value is not None}
+    _check_names(record, shapes)
+    state_RS, newest = _rows(record, "state", shapes.state_dim), slice(-shapes.n_obs_steps, None)
+    frames = {name: _paths(record, name, folder, len(state_RS))[newest] for name in shapes.cameras}
+    actions_NA = None
+    if shapes.chunk_size is not None:
+        actions_NA = _rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
+    goals = {
+        goal: _paths(record, goal, folder, 1)[0] for goal in shapes.goals.values() if goal in record
+    }
+    words = {name: _text(record, name) for name in ("prompt", *OPTIONAL_TEXTS) if name in record}
+    words |= {name: _number(record, name) for name in NUMBER_TYPES if name in record}
+    return Moment(state_RS[newest], actions_NA, frames, goals, words)
+
+
+def file_sizes(moment: Moment, with_goals: bool) -> list[int]:
+    """Sizes of the image files, in bytes.
+
+    Raises:
+        BadSampleError: names a file that does not exist.
+    """
+    paths = [path for of_camera in moment.frames.values() for path in of_camera]
+    paths += list(moment.goals.values()) if with_goals else []
+    return [file_size(path, "image") for path in paths]
+
+
+def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None:
+    needed = ["state", *shapes.cameras, "prompt"]
+    if shapes.chunk_size is not None:
+        needed.append("actions")
+    if missing := [name for name in needed if name not in record]:
+        raise BadSampleError(
+            "missing_key",
+            f"the line has no {', '.join(map(repr, missing))}; it has {sorted(record)}",
+        )
+    known = {*needed, "actions", *OPTIONAL_TEXTS, *NUMBER_TYPES}
+    unknown = [
+        name
+        for name in record
+        # A line may have cameras and goals that this policy does not read.
+        if name not in known and not name.startswith(("camera", "subgoal"))
+    ]
+    if unknown:
+        raise BadSampleError(
+            "unknown_key",
+            f"the line has {', '.join(map(repr, unknown))}, which nothing reads; entries are "
+            f"{', '.join(sorted(known))}, cameras and subgoals",
+        )
+
+
+def _rows(record: Mapping[str, Any], name: str, width: int) -> np.ndarray:
+    """An entry as `[1 or more, width]` float32."""
+    try:
+        given = np.asarray(record[name])
+    except ValueError as error:
+        raise BadSampleError(
+            "bad_shape", f"{name!r} has rows of several lengths: {error}"
+        ) from error
+    if given.dtype.kind not in "iuf":
+        raise BadSampleError(
+            "bad_type", f"{name!r} is {str(record[name])[:80]}; numbers are needed"
+        )
+    values = given[None] if given.ndim == 1 else given
+    if values.ndim != 2 or values.shape[1] != width or not len(values):
+        raise BadSampleError(
+            "bad_shape",
+            f"{name!r} has shape {list(values.shape)}; [1 or more, {width}] is needed",
+        )
+    largest = np.finfo(np.float32).max
+    if not (np.abs(values) <= largest).all():
+        raise BadSampleError("not_finite", f"{name!r} holds NaN, or values beyond {largest:.3g}")
+    return values.astype(np.float32)
+
+
+def _paths(record: Mapping[str, Any], name: str, folder: MediaFolder, count: int) -> list[str]:
+    given = record[name]
+    given = [given] if isinstance(given, str) else given
+    if not isinstance(given, list) or not all(isinstance(path, str) and path for path in given):
+        raise BadSampleError("bad_type", f"{name!r} is {str(given)[:80]}; paths are needed")
+    if len(given) != count:
+        what = "1 is needed" if name.startswith("subgoal") else f"'state' has {count} frames"
+        raise BadSampleError("bad_shape", f"{name!r} has {len(given)} images; {what}")
+    return [folder.path(path, repr(name)) for path in given]
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    text = record[name]
+    if not isinstance(text, str):
+        raise BadSampleError("bad_type", f"{name!r} is {str(text)[:80]}; a text is needed")
+    return text
+
+
+def _number(record: Mapping[str, Any], name: str) -> Any:
+    value, kind = record[name], NUMBER_TYPES[name]
+    is_truth = kind is np.bool_
+    if type(value) is not (bool if is_truth else int):
+        needed = "true or false" if is_truth else "a whole number"
+        raise BadSampleError("bad_type", f"{name!r} is {str(value)[:80]!r}; {needed} is needed")
+    if (problem := metadata_problem(name, value)) is not None:
+        raise BadSampleError("out_of_range", problem)
+    return value
+
+
+def present_fields(
+    files: Files | Mapping[str, Files],
+    shapes: DemonstrationShapes,
+    max_line_bytes: int = MAX_LINE_BYTES,
+) -> list[str]:
+    """The optional fields that any line of any file has; the same on every rank.
+
+    Lines that are too long or not JSON objects are ignored here; opening the dataset reports them.
+
+    Raises:
+        RuntimeError: a file does not exist.
+    """
+    groups = files.values() if isinstance(files, Mapping) else [files]
+    names: set[str] = set()
+    for file in (file for group in groups for file in group):
+        if not Path(file).is_file():
+            raise RuntimeError(f"there is no data file {file}")
+        for _, _, line in bounded_lines(Path(file), max_line_bytes):
+            names |= _field_names(line, max_line_bytes)
+    if names & set(shapes.goals.values()):
+        names.add("subgoal")
+    return [name for name in OPTIONAL_FIELDS if name in names]
+
+
+def _field_names(line: bytes, max_line_bytes: int) -> set[str]:
+    try:
+        check_length(line, max_line_bytes)
+        record = parse_object(line, "a demonstration", finite=False)
+    except BadSampleError:
+        return set()
+    return {name for name, value in record.items() if value is not None}
+
+
 class DemonstrationsDataset(SamplesOfLines):
     """Demonstrations from one or several JSONL files, numbered in file order.
 
-    Cheap to pickle: it holds positions of lines, not lines.
+    Opening reads every line once and checks all but the images, which are decoded when a sample is
+    read. Cheap to pickle: it keeps positions of lines, not lines.
 
     Attributes:
         shapes, fields, group_names: see `DemonstrationSource`.
-        on_bad_sample: "fail" raises at the first bad sample; "skip" leaves out the ones found when
-            opening, and lets the loader pass over the ones found later.
+        on_bad_sample: "fail" raises at the first bad sample; "skip" leaves out bad samples found on
+            opening, and lets the loader skip those found later.
     """
 
     def __init__(
@@ -59,12 +242,12 @@ class DemonstrationsDataset(SamplesOfLines):
         """Open the files and check every line.
 
         Args:
-            files: of one group of data, or of each group by its name.
-            shapes: what the policy asks for.
-            fields: the optional fields that samples have, whatever a line holds.
+            files: of one group of data, or of each group by name.
+            shapes: of the samples.
+            fields: the optional fields of every sample, whether or not its line has them.
             group_names: in the order of `dataset_index`, a policy's `dataset_names`; None for the
-                groups in the order of `files`.
-            allow_outside: whether images may lie outside their data file's folder.
+                order of `files`.
+            allow_outside: images may lie outside their data file's folder.
             max_line_bytes: a longer line is a bad sample.
 
         Raises:
@@ -89,16 +272,16 @@ class DemonstrationsDataset(SamplesOfLines):
         self._lines = LineIndex(self.files, self._check_line, on_bad_sample, max_line_bytes)
 
     def __getitem__(self, number: int) -> Demonstration:
-        """A whole sample; see `demonstration`."""
+        """A complete sample, see `demonstration`."""
         return self.demonstration(number)
 
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample; without history, frames but the current one are black and not read.
+        """A sample. Without history, past frames are black and not read.
 
         Raises:
-            BadSampleError: it cannot be used, as `file:line: reason`.
+            BadSampleError: the sample cannot be used; says `file:line: reason`.
         """
         moment, group = self._moment(number)
         with sample_at(self.place(number)):
@@ -113,7 +296,7 @@ class DemonstrationsDataset(SamplesOfLines):
             return finished_sample(given, self.shapes, self.fields)
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """Real frames of the state, real steps of the actions, and the group; no images are read.
+        """State, actions and group of a sample, see `DemonstrationSource`; reads no images.
 
         Raises:
             BadSampleError: the file has changed since it was opened.
@@ -128,12 +311,12 @@ class DemonstrationsDataset(SamplesOfLines):
         return moment, self._groups[file_number]
 
     def _check_line(self, line: bytes, file_number: int) -> list[int]:
-        """Check what needs no decoding: the sizes of the files that the line names."""
+        """Check a line without decoding images; returns the sizes of its files."""
         moment = parse_moment(line, self._folders[file_number], self.shapes)
         return file_sizes(moment, self.fields["subgoal"])
 
     def _image(self, name: str, path: str) -> np.ndarray:
-        """`[3, H, W]` float32 in [0, 1], fitted into the size that is asked for."""
+        """`[3, H, W]` float32 in [0, 1], fitted into the image size."""
         try:
             pixels_HW3 = np.asarray(load_rgb(path), dtype=np.float32) / np.float32(255)
         except BadSampleError as error:
@@ -145,10 +328,10 @@ class DemonstrationsDataset(SamplesOfLines):
 
 
 def _only_group(group_names: Sequence[str] | None) -> str:
-    """The group that files without one belong to.
+    """The group of files that do not name one.
 
     Raises:
-        ValueError: there are several to choose from.
+        ValueError: there are several groups.
     """
     if group_names is None:
         return UNNAMED_GROUP

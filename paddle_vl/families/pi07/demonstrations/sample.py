@@ -1,26 +1,26 @@
-"""What one demonstration is: a moment of an episode, what was seen and what was done then.
+"""One demonstration, a moment of an episode: its entries and shapes, and batches of them.
 
-A sample is a mapping under the names of OpenTau's standard data format, which the policies of
-`models/pi07/policy` read. Shapes: T frames of an observation (`n_obs_steps`, the current one last),
-S state dims, C steps of a chunk, A action dims, H x W pixels.
+A sample is a mapping with the names of OpenTau's standard data format. Shapes: F frames of an
+observation (`n_obs_steps`, the current one last), S state dims, C steps of a chunk, A action dims,
+H x W pixels.
 
-Always there:
-    `state` `[T, S]` float32; a camera's frames under its name, `camera0`..., `[T, 3, H, W]` float32
-    in [0, 1]; `obs_history_is_pad` `[T]` bool, True at frames from before the episode's beginning,
-    which are zeros; `prompt`, text; `dataset_index`, int64, the group of data.
-Where actions are asked for:
-    `actions` `[C, A]` float32; `action_is_pad` `[C]` bool, True behind the episode's end, where the
-    last action stands again.
-Optional, each of `OPTIONAL_FIELDS`, and there in all samples of a source or in none:
+Always:
+    `state` `[F, S]` float32; the frames of each camera under its name, `camera0`...,
+    `[F, 3, H, W]` float32 in [0, 1]; `obs_history_is_pad` `[F]` bool, True for frames from before
+    the episode, which are zeros; `prompt`, text; `dataset_index`, int64, the group of data.
+If actions are needed:
+    `actions` `[C, A]` float32; `action_is_pad` `[C]` bool, True after the episode's end, where the
+    last action is repeated.
+Optional (`OPTIONAL_FIELDS`), in all samples of a source or in none:
     `response`, `robot_type`, `control_mode`, `past_memory`, `next_memory`: texts; empty is absent.
     `speed`, `quality`, `fps` int64 and `mistake` bool with `<name>_is_pad`; absent is 0 with True.
-    `subgoal`: a goal image `[3, H, W]` for each camera, `subgoal0` for `camera0`, in [0, 1], and
+    `subgoal`: a goal image `[3, H, W]` in [0, 1] per camera, `subgoal0` for `camera0`, and
     `subgoal_is_pad`; absent is black with True, for all cameras or for none.
-Drawn for training, see `draws`:
+Drawn for training, see `training_set.py`:
     `noise` `[C, max_action_dim]` float32; `time` float32; `delay` int64.
 
-Values are raw: the policy normalises. Which fields a source has is its configuration, `fields`,
-not what its samples hold, so that every rank and every batch has the same entries.
+Values are raw: the policy normalizes. The configuration decides which fields a source has, not its
+samples, so every rank and every batch has the same entries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,15 +48,14 @@ OPTIONAL_FIELDS = (*OPTIONAL_TEXTS, *NUMBER_TYPES, "subgoal")
 
 @dataclass(frozen=True)
 class DemonstrationShapes:
-    """What a policy asks of demonstrations, in plain values of its configuration.
+    """Cameras and sizes that a policy needs, from its configuration.
 
     Attributes:
         cameras: names of the cameras.
-        image_size: (height, width) that images are fitted into (`resize_imgs_with_padding`).
-        state_dim: values of a state.
-        n_obs_steps: frames of an observation.
-        chunk_size, action_dim: steps and values of the actions; None where actions are not asked
-            for, as by the planner.
+        image_size: (height, width) of images, `resize_imgs_with_padding`.
+        state_dim: S.
+        n_obs_steps: F.
+        chunk_size, action_dim: C and A; None if no actions are needed, as for the planner.
     """
 
     cameras: tuple[str, ...]
@@ -70,7 +69,7 @@ class DemonstrationShapes:
         """Check the numbers.
 
         Raises:
-            ValueError: naming what is wrong.
+            ValueError: names what is wrong.
         """
         object.__setattr__(self, "cameras", tuple(self.cameras))
         object.__setattr__(self, "image_size", tuple(self.image_size))
@@ -92,19 +91,19 @@ class DemonstrationShapes:
 
     @property
     def goals(self) -> dict[str, str]:
-        """Name of each camera's goal image, as the policy looks for it."""
+        """Name of each camera's goal image."""
         return {camera: camera.replace("camera", "subgoal") for camera in self.cameras}
 
 
 class DemonstrationSource(SampleSource, Protocol):
-    """Where demonstrations come from: files, or a formula.
+    """A source of demonstrations: files or a formula.
 
     Attributes:
         shapes: of the samples.
-        fields: for each of `OPTIONAL_FIELDS`, whether samples have it.
-        group_names: of the groups that `dataset_index` counts.
-        files: that they stand in; none of a formula.
-        contents, positions_fingerprint: see `paddle_vl.data.worker_pool.HasContents`; no contents
+        fields: whether samples have each of `OPTIONAL_FIELDS`.
+        group_names: of the groups, in the order of `dataset_index`.
+        files: of the samples; none for a formula.
+        contents, positions_fingerprint: see `paddle_vl.data.worker_pool.KnowsContents`; no contents
             of a formula.
     """
 
@@ -116,28 +115,28 @@ class DemonstrationSource(SampleSource, Protocol):
     positions_fingerprint: int
 
     def place(self, number: int) -> str:
-        """Where a sample comes from, for messages: `file:line`, or its number."""
+        """Origin of a sample for messages: `file:line`, or its number."""
 
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample; past frames and goal images that are not asked for may be left out as absent.
+        """A sample; without history or subgoals, these may be absent from it.
 
         Raises:
-            BadSampleError: it cannot be used, as `file:line: reason`.
+            BadSampleError: the sample cannot be used; says `file:line: reason`.
         """
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """Real frames of the state `[at most T, S]`, real steps of the actions `[at most C, A]` or
-        None, and the `dataset_index`; without reading images.
+        """Real frames of the state `[at most F, S]`, real steps of the actions `[at most C, A]` or
+        None, and the `dataset_index`. Reads no images.
         """
 
 
 def chosen_fields(names: Sequence[str], shapes: DemonstrationShapes) -> dict[str, bool]:
-    """For each optional field, whether it is among the names.
+    """Whether each optional field is among the names.
 
     Raises:
-        ValueError: an unknown name, or goal images of cameras that no goal's name follows from.
+        ValueError: an unknown name, or goal images for cameras not named `camera...`.
     """
     if unknown := sorted(set(names) - set(OPTIONAL_FIELDS)):
         raise ValueError(
@@ -155,17 +154,17 @@ def chosen_fields(names: Sequence[str], shapes: DemonstrationShapes) -> dict[str
 def finished_sample(
     given: Mapping[str, Any], shapes: DemonstrationShapes, fields: Mapping[str, bool]
 ) -> Demonstration:
-    """A sample of what is known of a moment, filled up to the shapes.
+    """A sample from the entries of a moment, padded to the shapes.
 
     Args:
-        given: `prompt`, `dataset_index`; `state` `[F, S]` of the newest frames, at most T, and each
-            camera `[<= F, 3, H, W]`; `actions` `[N, A]` of the first steps if asked for; what there
-            is of optional fields, one that is missing or None is absent. Others are left out.
+        given: `prompt`, `dataset_index`; `state` `[R, S]` of the newest frames, at most F, and per
+            camera `[<= R, 3, H, W]`; `actions` `[N, A]` of the first steps, if needed; optional
+            fields, absent if missing or None. Further entries are ignored.
     """
     num_frames, num_real = shapes.n_obs_steps, len(given["state"])
     sample: Demonstration = {
-        "state": _front_filled(np.asarray(given["state"], dtype=np.float32), num_frames),
-        **{camera: _front_filled(given[camera], num_frames) for camera in shapes.cameras},
+        "state": _front_padded(np.asarray(given["state"], dtype=np.float32), num_frames),
+        **{camera: _front_padded(given[camera], num_frames) for camera in shapes.cameras},
         "obs_history_is_pad": np.arange(num_frames) < num_frames - num_real,
         "prompt": given["prompt"],
         "dataset_index": np.int64(given["dataset_index"]),
@@ -193,5 +192,36 @@ def finished_sample(
     return sample
 
 
-def _front_filled(frames: np.ndarray, num_frames: int) -> np.ndarray:
+def _front_padded(frames: np.ndarray, num_frames: int) -> np.ndarray:
     return np.pad(frames, [(num_frames - len(frames), 0)] + [(0, 0)] * (frames.ndim - 1))
+
+
+def collate_demonstrations(samples: Sequence[Demonstration]) -> dict[str, Any]:
+    """A raw batch: texts as lists, arrays and numbers stacked; without entries that are all None.
+
+    Raises:
+        RuntimeError: samples differ in entries, types or shapes. The samples of one source never
+            do, those of joined sources may.
+    """
+    batch: dict[str, Any] = {}
+    for name in sorted({name for sample in samples for name in sample}):
+        values = [sample.get(name) for sample in samples]
+        kinds = {_kind(value) for value in values}
+        if len(kinds) > 1:
+            raise RuntimeError(
+                f"samples of one batch differ in {name!r}: {', '.join(sorted(kinds))}; sources "
+                "that are joined need the same optional fields and shapes"
+            )
+        if isinstance(values[0], str):
+            batch[name] = values
+        elif values[0] is not None:
+            batch[name] = np.stack(values)
+    return batch
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "absent"
+    if isinstance(value, str):
+        return "text"
+    return f"{value.dtype} {list(value.shape)}"

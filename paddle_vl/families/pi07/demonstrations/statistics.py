@@ -1,7 +1,7 @@
-"""Statistics of states and actions for a policy's normalisers, and their file.
+"""Statistics of states and actions for a policy's normalizers, and their JSON file.
 
-Names are those of OpenTau's data sets: of each feature `mean`, `std`, `min`, `max`, `q01`, `q99`
-and `count`.
+Names are those of OpenTau's data sets: `mean`, `std`, `min`, `max`, `q01`, `q99` and `count` of
+each feature.
 """
 
 import json
@@ -15,28 +15,28 @@ from paddle_vl.files.json_file import read_json_object
 from paddle_vl.files.named_errors import write_text
 from paddle_vl.files.spreads import spread_problem
 
-# Of one group: feature -> statistic -> values; float64 `[feature dims]`, `count` int64 `[1]`.
+# Of one group: feature -> statistic -> values, float64 `[dims]`; `count` is int64 `[1]`.
 GroupStatistics = dict[str, dict[str, np.ndarray]]
 
 
 def demonstration_statistics(source: DemonstrationSource) -> dict[str, GroupStatistics]:
-    """Statistics of each group by its name, in the order of `dataset_index`.
+    """Statistics of each group by name, in the order of `dataset_index`.
 
-    Over all real frames of the states and all real steps of the actions, as often as samples have
-    them; what is filled up does not count. Images are not read. Quantiles are exact, for which the
-    values of all samples are held in memory once.
+    Over all real frames of the states and real steps of the actions, counted as often as samples
+    have them; padding does not count. Reads no images. Quantiles are exact, so the values of all
+    samples are in memory at once.
 
     Raises:
         ValueError: a group has no samples.
     """
-    parts: dict[int, dict[str, list[np.ndarray]]] = {}
+    values: dict[int, dict[str, list[np.ndarray]]] = {}
     for number in range(len(source)):
         state, actions, group = source.motion(number)
-        of_group = parts.setdefault(group, {"state": [], "actions": []})
+        of_group = values.setdefault(group, {"state": [], "actions": []})
         of_group["state"].append(state)
         if actions is not None:
             of_group["actions"].append(actions)
-    empty = [name for row, name in enumerate(source.group_names) if row not in parts]
+    empty = [name for row, name in enumerate(source.group_names) if row not in values]
     if empty:
         raise ValueError(
             f"the groups {empty} have no samples, so no statistics: add their data, or take them "
@@ -45,7 +45,7 @@ def demonstration_statistics(source: DemonstrationSource) -> dict[str, GroupStat
     return {
         name: {
             feature: _statistics(np.concatenate(arrays))
-            for feature, arrays in parts[row].items()
+            for feature, arrays in values[row].items()
             if arrays
         }
         for row, name in enumerate(source.group_names)
@@ -69,16 +69,16 @@ def read_statistics(
     group_names: Sequence[str] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> dict[str, GroupStatistics]:
-    """The statistics of a file of `write_statistics`.
+    """Read a file of `write_statistics`.
 
     Args:
-        group_names: the groups to take, in this order; None for all as they stand.
-        sizes: dims that features of these names must have.
+        group_names: the groups to return, in this order; None for all in the order of the file.
+        sizes: required dims of features, by name.
 
     Raises:
-        RuntimeError: there is no such file, or it holds something else.
-        ValueError: it lacks a group or has none, or a feature's statistics are of another size or
-            contradict themselves: a negative spread, NaN.
+        RuntimeError: there is no such file, or it has another content.
+        ValueError: a group is missing, or a statistic has another size, is NaN, or gives a negative
+            spread.
     """
     path = Path(path)
     values = read_json_object(

@@ -1,8 +1,8 @@
-"""Demonstrations by a formula: an arm that moves to a mark, whose colour says where it is to go.
+"""Synthetic demonstrations: an arm moves to a mark whose colour says where the mark is.
 
-The next states follow from the current one and the mark's place alone, and the place from the
-colour, which the images show and the response names. So a policy can learn the actions, and only
-one that looks or reads.
+The next states follow from the current one and the mark's place, and the place from the colour,
+which the images show and the response names. So a policy can learn the actions only if it uses the
+images or the response.
 """
 
 import zlib
@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from paddle_vl.data.jsonl import FileContent
-from paddle_vl.families.pi07.demonstrations.draws import Stream, sample_rng
 from paddle_vl.families.pi07.demonstrations.sample import (
     OPTIONAL_FIELDS,
     Demonstration,
@@ -22,20 +21,21 @@ from paddle_vl.families.pi07.demonstrations.sample import (
     chosen_fields,
     finished_sample,
 )
+from paddle_vl.families.pi07.demonstrations.training_set import Stream, sample_rng
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220)}
 _PROMPTS = ("move to the mark", "reach the mark", "go where the mark tells")
-# Moments of an episode that are samples, and how many of the last have no whole chunk any more.
+# Samples of an episode, and how many of the last lack actions for a full chunk.
 EPISODE_LENGTH = 12
 _CUT_CHUNKS = 4
-# The share of the way that is left after each step.
+# Fraction of the way that is left after each step.
 _LEFT = 0.8
 _BACKGROUND = 60
 
 
 @dataclass(frozen=True)
 class _Episode:
-    """What all moments of an episode share: vectors of as many values as state or action have."""
+    """What all moments of an episode share. Vectors have max(S, A) values."""
 
     colour: str
     start: np.ndarray
@@ -46,13 +46,13 @@ class _Episode:
     mistake: bool
 
     def at(self, steps: np.ndarray) -> np.ndarray:
-        """Where the arm is after so many steps."""
+        """Positions of the arm after these numbers of steps, `[steps, max(S, A)]` float64."""
         left = _LEFT ** np.asarray(steps, dtype=np.float64)[:, None]
         return self.target + (self.start - self.target) * left
 
 
 class SyntheticDemonstrations:
-    """A source of demonstrations that needs no files.
+    """A source of demonstrations without files (`data.synthetic_samples`).
 
     Attributes:
         shapes, fields, group_names: see `DemonstrationSource`.
@@ -70,15 +70,15 @@ class SyntheticDemonstrations:
         seed: int = 0,
         group_names: Sequence[str] = ("arm::joint",),
     ):
-        """Set up; samples are made when they are taken.
+        """Samples are computed when they are read.
 
         Args:
-            fields: the optional fields that samples have; all of them have all.
+            fields: the optional fields of every sample; none is ever absent.
             seed: of the content.
-            group_names: `robot::control mode`; episodes take them by turns.
+            group_names: `robot::control mode`; episodes take them in turn.
 
         Raises:
-            ValueError: no samples, unknown fields, or a group without those two parts.
+            ValueError: no samples, unknown fields, or a group with another form of name.
         """
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}; at least 1 is needed")
@@ -104,7 +104,7 @@ class SyntheticDemonstrations:
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
     ) -> Demonstration:
-        """A sample; without history, frames but the current one are black."""
+        """A sample; without history, past frames are black."""
         episode, steps = self._episode(number), self._frames(number)
         given = self._words(number, episode)
         given |= dict(zip(("state", "actions", "dataset_index"), self.motion(number), strict=True))
@@ -117,7 +117,7 @@ class SyntheticDemonstrations:
         return finished_sample(given, self.shapes, self.fields)
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """Real frames of the state, real steps of the actions, and the group."""
+        """State, actions and group of a sample, see `DemonstrationSource`."""
         episode, steps = self._episode(number), self._frames(number)
         state = episode.at(steps)[:, : self.shapes.state_dim].astype(np.float32)
         actions = None
@@ -130,27 +130,27 @@ class SyntheticDemonstrations:
 
     @property
     def fingerprint(self) -> int:
-        """Changes with everything that samples follow from."""
+        """Checksum of everything that decides the samples."""
         settings = (self.num_samples, self.seed, self.shapes, self.fields, self.group_names)
         return zlib.crc32(repr(settings).encode())
 
     @property
     def positions_fingerprint(self) -> int:
-        """The fingerprint: there are no lines whose contents it could leave out."""
+        """The fingerprint; there are no lines."""
         return self.fingerprint
 
     def _frames(self, number: int) -> np.ndarray:
-        """Steps at which the frames of an observation are; fewer at the beginning."""
+        """Steps of the frames of an observation; fewer than F at the beginning of the episode."""
         step = number % EPISODE_LENGTH
         return np.arange(max(0, step + 1 - self.shapes.n_obs_steps), step + 1)
 
     def _episode(self, number: int) -> _Episode:
         rng = sample_rng(self.seed, Stream.CONTENT, 1, number // EPISODE_LENGTH)
         colour = int(rng.integers(len(COLOURS)))
-        # Actions may have more values than states; these repeat, so that states tell all.
+        # Actions with more values than states repeat them, so that states determine all.
         start, target = (
-            np.resize(part, self._width)
-            for part in (rng.uniform(-1, 1, self.shapes.state_dim), self._targets[colour])
+            np.resize(values, self._width)
+            for values in (rng.uniform(-1, 1, self.shapes.state_dim), self._targets[colour])
         )
         return _Episode(
             list(COLOURS)[colour],
@@ -180,9 +180,9 @@ class SyntheticDemonstrations:
         }
 
     def _picture(self, episode: _Episode, place: np.ndarray, camera: int) -> np.ndarray:
-        """A square of the mark's colour where the first two values are; `[3, H, W]` in [0, 1].
+        """A square of the mark's colour at the first two values; `[3, H, W]` float32 in [0, 1].
 
-        Every second camera sees it mirrored. Values are whole 255ths, so that files keep them.
+        Every second camera sees it mirrored. Values are multiples of 1/255, so PNG files keep them.
         """
         height, width = self.shapes.image_size
         side = max(1, min(height, width) // 3)

@@ -1,35 +1,150 @@
-"""A source of demonstrations as a loader takes it: fields dropped, noise and times drawn."""
+"""Demonstrations as the loader takes them: optional fields dropped, noise and times drawn.
+
+A draw is a function of seed, epoch and sample number, whatever the batch, rank or worker. Every
+purpose has a stream of its own, so a setting of one does not change the draws of another.
+
+Source: the drops of OpenTau's dataset mixture. Its `subgoal_end_of_segment_prob`, which chooses the
+goal frame in an episode, is left to the source of the demonstrations.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from paddle_vl.data.jsonl import FileContent
-from paddle_vl.families.pi07.demonstrations.draws import FlowDraws, Stream, sample_rng
-from paddle_vl.families.pi07.demonstrations.drops import (
-    NO_DROPS,
-    DropProbabilities,
-    draw_drops,
-    drop_fields,
-)
 from paddle_vl.families.pi07.demonstrations.sample import (
+    NUMBER_TYPES,
     Demonstration,
     DemonstrationShapes,
     DemonstrationSource,
 )
+from paddle_vl.families.pi07.settings import DropProbabilities
+
+
+class Stream(IntEnum):
+    """Purposes of random numbers."""
+
+    DROPS = 0
+    FLOW = 1
+    CONTENT = 2
+
+
+def sample_rng(seed: int, stream: Stream, *place: int) -> np.random.Generator:
+    """The random generator of one sample for one purpose.
+
+    Args:
+        place: epoch and sample number, or other numbers that identify the sample.
+    """
+    # A spawn key, since entropy [seed, epoch] equals [seed, epoch, 0], which draws the sample
+    # order.
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(stream, *place)))
+
+
+@dataclass(frozen=True)
+class FlowDraws:
+    """Draws noise, time and delay of a sample for the flow loss.
+
+    Attributes:
+        chunk_size, max_action_dim: shape of the noise, as of the model's actions.
+        max_delay: most actions of a chunk that are already given.
+    """
+
+    chunk_size: int
+    max_action_dim: int
+    max_delay: int = 0
+
+    def draw(self, rng: np.random.Generator) -> dict[str, np.ndarray | np.generic]:
+        """`noise` `[C, max_action_dim]` float32 normal; `time` float32, 0.001 + 0.999 Beta(1.5, 1)
+        by the inverse of its distribution; `delay` int64, uniform from 0 to `max_delay`.
+        """
+        time = rng.random() ** (1 / 1.5) * 0.999 + 0.001
+        delay = rng.integers(0, self.max_delay, endpoint=True)
+        shape = (self.chunk_size, self.max_action_dim)
+        return {
+            "noise": rng.standard_normal(shape, dtype=np.float32),
+            "time": np.float32(time),
+            "delay": np.int64(delay),
+        }
+
+
+# Metadata that may be dropped, in the order of the draws; `fps` never is.
+DROPPED_METADATA = ("speed", "mistake", "quality", "robot_type", "control_mode")
+
+
+NO_DROPS = DropProbabilities(**dict.fromkeys(DropProbabilities.model_fields, 0.0))
+
+
+class Drops(NamedTuple):
+    """What to drop from a sample.
+
+    Attributes:
+        response: applies only if the sample keeps its goal images.
+        metadata: names of fields.
+    """
+
+    subgoal: bool
+    history: bool
+    response: bool
+    metadata: frozenset[str]
+
+
+def draw_drops(probabilities: DropProbabilities, rng: np.random.Generator) -> Drops:
+    """Decide what to drop, before the images are read.
+
+    Every decision takes its random number, needed or not, so that changing one probability leaves
+    the other decisions as they were.
+    """
+    subgoal, history, response, everything, *each = rng.random(4 + len(DROPPED_METADATA))
+    drops_all = everything < probabilities.metadata_drop_all_prob
+    limit = 1.0 if drops_all else probabilities.metadata_drop_each_prob
+    return Drops(
+        subgoal=subgoal < probabilities.subgoal_drop_prob,
+        history=history < probabilities.history_state_drop_prob,
+        response=response < probabilities.response_drop_prob,
+        metadata=frozenset(n for n, u in zip(DROPPED_METADATA, each, strict=True) if u < limit),
+    )
+
+
+def drop_fields(sample: Demonstration, drops: Drops, shapes: DemonstrationShapes) -> Demonstration:
+    """The sample with dropped fields marked as absent; entries and shapes stay."""
+    sample = dict(sample)
+    has_goal = "subgoal_is_pad" in sample and not sample["subgoal_is_pad"]
+    if has_goal and drops.subgoal:
+        for goal in shapes.goals.values():
+            sample[goal] = np.zeros_like(sample[goal])
+        sample["subgoal_is_pad"] = np.bool_(True)
+    if drops.history:
+        for camera in shapes.cameras:
+            frames = np.zeros_like(sample[camera])
+            frames[-1] = sample[camera][-1]
+            sample[camera] = frames
+        sample["obs_history_is_pad"] = np.ones_like(sample["obs_history_is_pad"])
+    if has_goal and not drops.subgoal and drops.response and "response" in sample:
+        sample["response"] = ""
+    for name in drops.metadata & sample.keys():
+        if name in NUMBER_TYPES:
+            sample[name] = NUMBER_TYPES[name](0)
+            sample[f"{name}_is_pad"] = np.bool_(True)
+        else:
+            sample[name] = ""
+    return sample
 
 
 @dataclass(frozen=True)
 class DrawnDemonstrations:
-    """Samples of a source with what is drawn for them in an epoch.
+    """Samples of a source with the drops and flow draws of one epoch.
 
-    The loader asks for the epoch's view of it by `in_epoch`. For evaluation leave `probabilities`
-    out: nothing is dropped, and as every evaluation is an epoch 0, its draws are always the same.
+    The loader gets the view of an epoch from `in_epoch`. For evaluation leave out `probabilities`:
+    nothing is dropped, and since every evaluation is epoch 0, its draws are always the same.
 
     Attributes:
         probabilities: of the drops.
-        flow: what is drawn for the flow loss; None for nothing, as for the planner.
+        flow: draws for the flow loss; None for none, as for the planner.
         seed: of all draws.
     """
 
@@ -40,10 +155,10 @@ class DrawnDemonstrations:
     epoch: int = 0
 
     def __post_init__(self):
-        """Check that the draws fit the actions.
+        """Check that the noise fits the actions.
 
         Raises:
-            ValueError: naming what does not.
+            ValueError: it does not.
         """
         shape = self.source.shapes.action_shape
         if self.flow is None:
@@ -66,7 +181,7 @@ class DrawnDemonstrations:
         """A sample.
 
         Raises:
-            BadSampleError: it cannot be used, as `file:line: reason`.
+            BadSampleError: the sample cannot be used; says `file:line: reason`.
         """
         place = (self.epoch, number)
         drops = draw_drops(self.probabilities, sample_rng(self.seed, Stream.DROPS, *place))
@@ -79,7 +194,7 @@ class DrawnDemonstrations:
         return sample
 
     def place(self, number: int) -> str:
-        """Where a sample comes from: `file:line`, or its number."""
+        """Origin of a sample: `file:line`, or its number."""
         return self.source.place(number)
 
     @property

@@ -5,12 +5,12 @@ padded length of a text, J steps of an action chunk, A action dims.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol, Required, TypedDict
+from typing import Annotated, Any, Protocol, TypedDict, cast
 
 import numpy as np
 
 from paddle_vl.batch.schema import Array, Axes
-from paddle_vl.families.pi07.demonstrations.collate import collate_demonstrations
+from paddle_vl.families.pi07.demonstrations.sample import collate_demonstrations
 
 DRAWN = ("noise", "time", "delay")
 
@@ -20,63 +20,73 @@ TokenMask = Annotated[Array, Axes("B L", "bool")]
 ImageMask = Annotated[Array, Axes("B", "bool")]
 
 
-class PromptBatch(TypedDict, total=False):
+class PromptFields(TypedDict):
+    """Fields that both of pi07's batches have."""
+
+    lang_tokens: Tokens
+    lang_masks: TokenMask
+    metadata_tokens: Tokens
+    metadata_masks: TokenMask
+    response_tokens: Tokens
+    response_masks: TokenMask
+
+
+class PromptBatch(PromptFields, total=False):
     """Fields of both of pi07's batches, from `PolicyInputs` and `PlannerInputs`, for the prefix.
 
     A mask is True at real tokens. Optional texts are always there, masked where a sample has none.
     """
 
-    lang_tokens: Required[Tokens]
-    lang_masks: Required[TokenMask]
-    metadata_tokens: Required[Tokens]
-    metadata_masks: Required[TokenMask]
-    response_tokens: Required[Tokens]
-    response_masks: Required[TokenMask]
     # `Presence`: which optional parts are laid out. From `PolicyBatchAdapter`; on the host.
     presence: Any
 
 
-class PolicyBatch(PromptBatch, total=False):
-    """What `PolicyCollator` makes for `PI07LowLevelFlowMatching`."""
+class PolicyFields(TypedDict):
+    """Fields that every `PolicyBatch` has."""
 
     # One of each camera: frames in [-1, 1], goal images in [-1, 1]. For the vision tower.
-    videos: Required[list[Annotated[Array, Axes("B T C H W", "float32")]]]
-    vid_masks: Required[list[ImageMask]]
-    subgoal_images: Required[list[Annotated[Array, Axes("B C H W", "float32")]]]
-    subgoal_img_masks: Required[list[ImageMask]]
+    videos: list[Annotated[Array, Axes("B T C H W", "float32")]]
+    vid_masks: list[ImageMask]
+    subgoal_images: list[Annotated[Array, Axes("B C H W", "float32")]]
+    subgoal_img_masks: list[ImageMask]
     # Normalised. For the state's projection.
-    state: Required[Annotated[Array, Axes("B T S", "float32")]]
+    state: Annotated[Array, Axes("B T S", "float32")]
+    # Row of the statistics of each sample. For per-group projections.
+    group_index: Annotated[Array, Axes("B", "int64")]
+    # Normalised, and as FAST tokens. For the two losses.
+    actions: Annotated[Array, Axes("B J A", "float32")]
+    discrete_actions: Tokens
+    discrete_action_masks: TokenMask
+    # Divisors of the losses: action values that count, and all slots of discrete actions.
+    num_flow_values: int
+    num_action_slots: int
+
+
+class PolicyBatch(PromptBatch, PolicyFields, total=False):
+    """What `PolicyCollator` makes for `PI07LowLevelFlowMatching`."""
+
     # True at frames before the episode's first.
     obs_history_is_pad: Annotated[Array, Axes("B T", "bool")]
-    # Row of the statistics of each sample. For per-group projections.
-    group_index: Required[Annotated[Array, Axes("B", "int64")]]
-    # Normalised, and as FAST tokens. For the two losses.
-    actions: Required[Annotated[Array, Axes("B J A", "float32")]]
     actions_is_pad: Annotated[Array, Axes("B J", "bool")]
     real_action_dim: Annotated[Array, Axes("B", "int64")]
-    discrete_actions: Required[Tokens]
-    discrete_action_masks: Required[TokenMask]
-    # Drawn for the flow: see `paddle_vl.families.pi07.demonstrations.draws`.
+    # Drawn for the flow: see `paddle_vl.families.pi07.demonstrations.training_set`.
     noise: Annotated[Array, Axes("B J A", "float32")]
     time: Annotated[Array, Axes("B", "float32")]
     delay: Annotated[Array, Axes("B", "int64")]
-    # Divisors of the losses: action values that count, and all slots of discrete actions.
-    num_flow_values: Required[int]
-    num_action_slots: Required[int]
 
 
-class PlannerBatch(PromptBatch, total=False):
+class PlannerBatch(PromptBatch):
     """What `PlannerCollator` makes for `PI07HighLevelPlannerModel`."""
 
     # One of each camera, in [-1, 1]. For the vision tower.
-    images: Required[list[Annotated[Array, Axes("B C H W", "float32")]]]
-    img_masks: Required[list[ImageMask]]
+    images: list[Annotated[Array, Axes("B C H W", "float32")]]
+    img_masks: list[ImageMask]
     # Read and written by the planner, as its response is. For the loss.
-    memory_tokens: Required[Tokens]
-    memory_masks: Required[TokenMask]
+    memory_tokens: Tokens
+    memory_masks: TokenMask
     # Divisors of the losses: token slots that have a token before them.
-    num_memory_slots: Required[int]
-    num_response_slots: Required[int]
+    num_memory_slots: int
+    num_response_slots: int
 
 
 class RawInputs(Protocol):
@@ -101,7 +111,7 @@ class PolicyCollator:
         batch |= {name: raw[name] for name in DRAWN if name in raw}
         batch["num_flow_values"] = num_flow_values(batch, self.max_action_dim)
         batch["num_action_slots"] = batch["discrete_actions"].size
-        return batch
+        return cast(PolicyBatch, batch)
 
 
 def num_flow_values(batch: dict[str, Any], max_action_dim: int) -> int:
@@ -125,4 +135,4 @@ class PlannerCollator:
         for name in ("memory", "response"):
             # The first token of a text is not predicted.
             batch[f"num_{name}_slots"] = batch[f"{name}_tokens"][:, 1:].size
-        return batch
+        return cast(PlannerBatch, batch)

@@ -1,7 +1,9 @@
-"""Action chunks as discrete tokens: cosine transform, rounding, byte-pair merging.
+"""Action chunks as discrete tokens: cosine transform over time, rounding, byte-pair merging.
 
-Source: FAST (Pertsch et al., 2025), the tokenizer `physical-intelligence/fast`, whose files are
-read and written here: `processor_config.json` and `tokenizer.json`.
+Shapes: B batch, C steps of a chunk, A action dims.
+
+Source: FAST (Pertsch et al., 2025). Reads and writes the files of `physical-intelligence/fast`:
+`processor_config.json` and `tokenizer.json`.
 """
 
 import json
@@ -21,17 +23,17 @@ from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_toke
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "processor_config.json"
-# Where newer libraries keep the byte-pair file.
+# Where newer transformers keep the byte-pair file.
 _SUBFOLDER = "bpe_tokenizer"
-# Fewer merges than this make the tokenizer little better than none.
+# With fewer merges than this, the tokenizer hardly compresses.
 _FEW_MERGES = 100
-# Codes that are no characters.
+# Code points that are not characters.
 _SURROGATES = 0xD800, 0xDFFF
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What a tokenizer's file says beside its merges, see `ActionTokenizer`."""
+    """Content of `processor_config.json`, see `ActionTokenizer`."""
 
     scale: float = 10
     vocab_size: int = 1024
@@ -44,7 +46,7 @@ class _Settings:
             self,
             "",
             {
-                # Beyond, one coefficient of normalised actions has no character.
+                # Beyond, a coefficient of normalized actions has no character.
                 "scale": Range(0, 10_000, is_above=True),
                 "vocab_size": Range(1, 1 << 24),
                 "min_token": Range(-(1 << 15), 1 << 20),
@@ -55,13 +57,13 @@ class _Settings:
 
 
 class ActionTokenizer:
-    """Turns normalised action chunks into token ids, and back.
+    """Encodes normalized action chunks as token ids, and back.
 
     Attributes:
-        scale: coefficients are multiplied by it before they are rounded.
-        vocab_size: entries that a model has to have, whether or not merging used them all.
-        min_token: the least coefficient that has a character of its own.
-        time_horizon, action_dim: size of the chunks that `decode` makes, unless it is told.
+        scale: factor of the coefficients before rounding.
+        vocab_size: entries that a model needs, whether or not the merges use them all.
+        min_token: least coefficient with a character of its own; smaller ones share it.
+        time_horizon, action_dim: default chunk size of `decode`.
     """
 
     def __init__(
@@ -78,10 +80,10 @@ class ActionTokenizer:
         self.time_horizon, self.action_dim = time_horizon, action_dim
 
     def __call__(self, actions_BCA: np.ndarray) -> list[list[int]]:
-        """Token ids of each chunk; `[C, A]` is one chunk.
+        """Token ids of each chunk `[C, A]`; a 2-d array is one chunk.
 
         Raises:
-            ValueError: an array of other dims.
+            ValueError: an array with another number of dims.
         """
         actions = np.asarray(actions_BCA, dtype=np.float32)
         actions = actions[None] if actions.ndim == 2 else actions
@@ -100,9 +102,9 @@ class ActionTokenizer:
         time_horizon: int | None = None,
         action_dim: int | None = None,
     ) -> np.ndarray:
-        """Chunks `[B, time_horizon, action_dim]` of token ids, float64.
+        """Chunks `[B, time_horizon, action_dim]` float64 from token ids.
 
-        Tokens that do not make up a chunk give zeros, and a warning.
+        Tokens that do not decode to a whole chunk give zeros and a warning.
 
         Raises:
             ValueError: the size of a chunk is not known.
@@ -140,14 +142,14 @@ class ActionTokenizer:
         time_horizon: int | None = None,
         action_dim: int | None = None,
     ) -> "ActionTokenizer":
-        """A tokenizer made for action chunks like these.
+        """Train a tokenizer on action chunks.
 
         Args:
-            chunks: normalised actions, each `[C, A]`.
+            chunks: normalized actions, each `[C, A]`.
 
         Raises:
-            ValueError: there are none, or their coefficients have more values than the vocabulary
-                has entries.
+            ValueError: no chunks, or the coefficients take more values than the vocabulary has
+                entries.
         """
         chunks = [np.asarray(chunk) for chunk in chunks]
         if not chunks:
@@ -159,7 +161,7 @@ class ActionTokenizer:
         if most - least > vocab_size:
             raise ValueError(
                 f"the coefficients take values from {least} to {most}, which vocab_size "
-                f"{vocab_size} cannot hold: raise it, lower scale {scale}, or normalise the actions"
+                f"{vocab_size} cannot hold: raise it, lower scale {scale}, or normalize the actions"
             )
         if most - least + _FEW_MERGES > vocab_size:
             logger.warning(
@@ -192,7 +194,7 @@ class ActionTokenizer:
 
         Raises:
             RuntimeError: files are missing or damaged.
-            ValueError: a setting that makes no sense.
+            ValueError: a setting is out of range.
         """
         folder = Path(path)
         file = folder / TOKENIZER_FILE
@@ -237,7 +239,7 @@ class ActionTokenizer:
 
 
 def padded_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids cut or filled with 0 on the right.
+    """Token ids, cut or padded with 0 on the right to one length.
 
     Returns:
         Ids `[B, length]` int64 and a mask `[B, length]` bool, True for real tokens.
@@ -258,7 +260,7 @@ def padded_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[np.ndar
 
 
 def _transform(name: str) -> Callable:
-    # Here, so that whoever only acts needs no SciPy.
+    # Imported here: acting needs no SciPy.
     try:
         from scipy import fft
     except ImportError as error:
@@ -270,10 +272,10 @@ def _transform(name: str) -> Callable:
 
 
 def _characters(coefficients: np.ndarray, min_token: int) -> str:
-    """One character for each coefficient; those below the least have its.
+    """One character per coefficient; coefficients below `min_token` get its character.
 
     Raises:
-        ValueError: a coefficient that has none: NaN, or far beyond those of normalised actions.
+        ValueError: a coefficient has no character: NaN, or far beyond those of normalized actions.
     """
     codes = np.maximum(coefficients.flatten() - min_token, 0)
     has_character = (codes < _SURROGATES[0]) | (
@@ -282,6 +284,6 @@ def _characters(coefficients: np.ndarray, min_token: int) -> str:
     if not has_character.all():
         raise ValueError(
             f"a coefficient of the actions is {coefficients.flatten()[~has_character][0]:g}, which "
-            "has no character: normalise the actions, or lower the action tokenizer's scale"
+            "has no character: normalize the actions, or lower the action tokenizer's scale"
         )
     return "".join(map(chr, codes.astype(int)))

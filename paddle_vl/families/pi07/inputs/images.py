@@ -1,4 +1,7 @@
-"""Camera frames and subgoal images as the tower takes them."""
+"""Camera frames and subgoal images as the vision tower takes them.
+
+Shapes: B batch, F frames of an observation, H x W pixels.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,17 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_vl.families.pi07.inputs.letterbox import letterbox
-
 logger = logging.getLogger(__name__)
 
 
 class Pictures(NamedTuple):
-    """Images of every camera, and which samples have them.
+    """Images and masks of every camera.
 
     Attributes:
-        images: by camera `[B, T, 3, H, W]` of videos, `[B, 3, H, W]` of subgoals, float32.
-        masks: by camera `[B]` bool, True where the image is real.
+        images: per camera `[B, F, 3, H, W]` (videos) or `[B, 3, H, W]` (subgoals), float32.
+        masks: per camera `[B]` bool, True for real images.
     """
 
     images: list[np.ndarray]
@@ -29,19 +30,20 @@ def prepare_videos(
     size: tuple[int, int],
     num_frames: int,
     empty_cameras: int = 0,
-    history_is_pad_BT: np.ndarray | None = None,
+    history_is_pad_BF: np.ndarray | None = None,
 ) -> Pictures:
     """The frames of every camera, in [0, 1].
 
-    Padded frames become black, the current one never. Cameras that the batch lacks stand behind
-    the others as black images that are masked, as many as `empty_cameras` allows.
+    Padded frames become black, except the current one. Missing cameras, at most `empty_cameras`,
+    become masked black images after the others.
 
     Args:
-        batch: by camera `[B, T, 3, H, W]`, or `[B, 3, H, W]` where an observation is one frame.
-        num_frames: the most frames of an observation.
+        batch: per camera `[B, F, 3, H, W]`, or `[B, 3, H, W]` if an observation is one frame.
+        size: (height, width) of the result.
+        num_frames: most frames of an observation.
 
     Raises:
-        ValueError: no camera is there, or frames of another shape.
+        ValueError: too many cameras are missing, or frames have another shape.
     """
     present = [name for name in cameras if name in batch]
     if not present:
@@ -65,13 +67,13 @@ def prepare_videos(
                 f"[batch, 1 to {num_frames} frames, 3, height, width]"
                 + (", which select_action makes of single frames" if num_frames > 1 else "")
             )
-        if history_is_pad_BT is not None:
-            if history_is_pad_BT.shape != video.shape[:2]:
+        if history_is_pad_BF is not None:
+            if history_is_pad_BF.shape != video.shape[:2]:
                 raise ValueError(
-                    f"obs_history_is_pad has shape {list(history_is_pad_BT.shape)}, {name!r} has "
+                    f"obs_history_is_pad has shape {list(history_is_pad_BF.shape)}, {name!r} has "
                     f"{list(video.shape[:2])} frames"
                 )
-            keep = ~history_is_pad_BT
+            keep = ~history_is_pad_BF
             keep[:, -1] = True
             video = video * keep[:, :, None, None, None]
         pictures.images.append(letterbox(video, size))
@@ -85,13 +87,13 @@ def prepare_videos(
 def prepare_subgoals(
     batch: Mapping[str, Any], cameras: Sequence[str], size: tuple[int, int], empty_cameras: int = 0
 ) -> Pictures:
-    """Subgoal images in [-1, 1]; empty where the batch has none.
+    """Subgoal images in [-1, 1]; no images if the batch has none.
 
-    `camera0` has its subgoal under `subgoal0`. A sample whose `subgoal_is_pad` is True, or all
-    where the batch does not say, has grey images that are masked.
+    The subgoal of `camera0` is `subgoal0`. Samples whose `subgoal_is_pad` is True, and all samples
+    without that entry, get masked grey images.
 
     Raises:
-        ValueError: images of another shape.
+        ValueError: images have another shape.
     """
     names = [name.replace("camera", "subgoal") for name in cameras]
     present = [name for name in names if name in batch]
@@ -123,3 +125,49 @@ def _in_unit_range(images: Any, name: str) -> np.ndarray:
             f"{name!r} holds {images.dtype}; images are floats from 0 to 1: divide by 255"
         )
     return images.astype(np.float32, copy=False)
+
+
+def letterbox(images: np.ndarray, size: tuple[int, int], fill: float = 0.0) -> np.ndarray:
+    """Scale images bilinearly, keeping their aspect ratio, and pad them at the top and left.
+
+    Scaled sides are rounded down to whole pixels. Images of the right size are returned unchanged.
+
+    Source: `resize_with_pad` of OpenTau and openpi.
+
+    Args:
+        images: `[..., height, width]` float32.
+        size: (height, width) of the result.
+        fill: value of the padding.
+
+    Raises:
+        ValueError: an image would have no pixel left.
+    """
+    height, width = images.shape[-2:]
+    if (height, width) == tuple(size):
+        return images
+    ratio = max(width / size[1], height / size[0])
+    inner = int(height / ratio), int(width / ratio)
+    if 0 in inner:
+        raise ValueError(
+            f"an image of {height} x {width} has no pixel left when it is fitted into "
+            f"{size[0]} x {size[1]}"
+        )
+    scaled = _resized(_resized(images, inner[1], axis=-1), inner[0], axis=-2)
+    boxed = np.full((*images.shape[:-2], *size), fill, dtype=np.float32)
+    boxed[..., size[0] - inner[0] :, size[1] - inner[1] :] = scaled
+    return boxed
+
+
+def _resized(images: np.ndarray, length: int, axis: int) -> np.ndarray:
+    """Linear interpolation along one axis, pixel centres at halves, edge values repeated."""
+    source = images.shape[axis]
+    if length == source:
+        return images
+    position = (np.arange(length, dtype=np.float32) + 0.5) * np.float32(source / length) - 0.5
+    position = np.maximum(position, np.float32(0))
+    first = np.minimum(position.astype(np.int64), source - 1)
+    second = np.minimum(first + 1, source - 1)
+    share = (position - first).astype(np.float32)
+    share = share if axis == -1 else share[:, None]
+    low, high = np.take(images, first, axis=axis), np.take(images, second, axis=axis)
+    return low * (1 - share) + high * share

@@ -1,9 +1,11 @@
-"""Normalisation of states and actions, and back, by the statistics of the data set they are of.
+"""Normalization of states and actions, and back, with the statistics of the sample's group.
 
-Every statistic has one row for each group of data sets, `[groups, *feature]`, and a sample takes
-the row of its group. Two conventions, the `config_version` of a checkpoint: version 1 adds 1e-6 to
+A group is a data set, or a robot under one control mode. Every statistic has one row per group,
+`[groups, *feature]`. Two conventions, the `config_version` of a checkpoint: version 1 adds 1e-6 to
 denominators and maps a feature whose range is zero to 0; version 0 adds 1e-8 and maps it to -1.
 Nothing is clamped.
+
+Source: Normalize and Unnormalize of OpenTau.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +13,83 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.families.pi07.features import PolicyFeature, check_normalization
-from paddle_vl.families.pi07.inputs.feature_statistics import Statistics
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.policy_config import PolicyFeature, check_normalization
 from paddle_vl.files.spreads import spread_problem
+
+# Of one group: feature -> statistic (mean, std, min, max, q01, q99, count) -> values.
+Statistics = Mapping[str, Mapping[str, Any]]
+# Values of a robot type or control mode that is not known.
+_UNKNOWN = ("", "unknown")
+
+
+def group_name(robot_type: str | None, control_mode: str | None) -> str | None:
+    """Name of the group of a robot under a control mode; None if one of them is not known."""
+    parts = [(part or "").strip() for part in (robot_type, control_mode)]
+    return None if any(part.casefold() in _UNKNOWN for part in parts) else "::".join(parts)
+
+
+def group_index(
+    batch: Mapping[str, Any],
+    batch_size: int,
+    config: PI07Config | PI07PlannerConfig,
+    num_groups: int,
+) -> np.ndarray:
+    """Row of the statistics of each sample, `[B]` int64.
+
+    In order of preference: `dataset_index` (training batches have it, since robot and mode may be
+    dropped), `robot_type` and `control_mode`, `dataset_repo_id`. A policy with one group, or with
+    unnamed groups, takes row 0 without any of them.
+
+    Raises:
+        ValueError: the batch names no group, or one that the policy was not trained on.
+    """
+    names = config.dataset_names
+    if "dataset_index" in batch:
+        index = np.asarray(batch["dataset_index"], dtype=np.int64).reshape(-1)
+        if index.shape != (batch_size,) or index.min() < 0 or index.max() >= num_groups:
+            raise ValueError(
+                f"dataset_index is {index.tolist()}; a batch of {batch_size} needs one row for "
+                f"each sample, from 0 to {num_groups - 1}"
+            )
+        return index
+    if num_groups == 1 or names is None:
+        return np.zeros(batch_size, dtype=np.int64)
+    if "robot_type" in batch and "control_mode" in batch:
+        robots, modes = (
+            _repeated(batch[name], name, batch_size) for name in ("robot_type", "control_mode")
+        )
+        pairs = list(zip(robots, modes, strict=True))
+        rows = {name: row for row, name in enumerate(names)}
+        return _looked_up([group_name(*pair) for pair in pairs], rows, pairs)
+    if "dataset_repo_id" in batch:
+        ids = _repeated(batch["dataset_repo_id"], "dataset_repo_id", batch_size)
+        rows = config.dataset_to_norm_index or {name: row for row, name in enumerate(names)}
+        return _looked_up(ids, rows, ids)
+    raise ValueError(
+        f"the policy has statistics of {num_groups} groups ({', '.join(names)}), and the batch "
+        "does not say which it belongs to: add dataset_index, or robot_type and control_mode, or "
+        "dataset_repo_id"
+    )
+
+
+def _looked_up(
+    groups: Sequence[str | None], rows: Mapping[str, int], given: Sequence[Any]
+) -> np.ndarray:
+    unknown = [entry for name, entry in zip(groups, given, strict=True) if name not in rows]
+    if unknown:
+        raise ValueError(
+            f"the policy has no statistics of {unknown}; it was trained on {sorted(rows)}"
+        )
+    return np.array([rows[name] for name in groups], dtype=np.int64)
+
+
+def _repeated(words: str | Sequence[str], name: str, batch_size: int) -> list[str]:
+    words = [words] * batch_size if isinstance(words, str) else list(words)
+    if len(words) != batch_size:
+        raise ValueError(f"{name!r} has {len(words)} entries for a batch of {batch_size}")
+    return words
+
 
 STATISTICS_OF_MODE = {
     "MEAN_STD": ("mean", "std"),
@@ -25,11 +101,11 @@ _EPSILON = {0: 1e-8, 1: 1e-6}
 
 
 class Normalizer:
-    """Normalises the features of a batch, and their inverse.
+    """Normalizes the features of a batch, and back.
 
     Attributes:
-        tensors: the statistics by their name in a checkpoint, `buffer_state.mean`, as
-            `[groups, *feature]` float32; infinite until they are given.
+        tensors: statistics by their name in a checkpoint, such as `buffer_state.mean`, each
+            `[groups, *feature]` float32; infinite until they are set.
     """
 
     def __init__(
@@ -41,14 +117,15 @@ class Normalizer:
     ):
         """
         Args:
-            modes: by feature type; a type that is not named is left as it is.
+            modes: by feature type; features of other types are left as they are.
+            version: 0 or 1, see the module.
 
         Raises:
             ValueError: unknown modes or versions.
         """
         check_normalization(modes)
         if version not in _EPSILON:
-            raise ValueError(f"normalisation version {version} is not one of {list(_EPSILON)}")
+            raise ValueError(f"normalization version {version} is not one of {list(_EPSILON)}")
         self._epsilon, self._centers_zero_range = _EPSILON[version], version >= 1
         self._modes = {
             name: mode
@@ -66,13 +143,13 @@ class Normalizer:
         }
 
     def set_statistics(self, groups: Sequence[Statistics]) -> None:
-        """Take the statistics of every group, in the order of their rows.
+        """Set the statistics of every group, in the order of the rows.
 
-        Statistics that the modes do not need, `count` among them, may be there or not.
+        Statistics that the modes do not need, such as `count`, may be absent.
 
         Raises:
-            ValueError: another number of groups; a feature or statistic is absent, has another
-                size, or contradicts itself: a negative spread, NaN.
+            ValueError: another number of groups; or a statistic is absent, has another shape, is
+                NaN, or gives a negative spread.
         """
         if len(groups) != self.num_groups:
             raise ValueError(
@@ -86,14 +163,15 @@ class Normalizer:
         self.check("the statistics that are given", may_be_absent=False)
 
     def check(self, where: str, *, may_be_absent: bool = True) -> None:
-        """Refuse statistics that contradict themselves.
+        """Refuse NaN and negative spreads.
 
         Args:
-            where: they are from, for the message.
-            may_be_absent: infinite ones were never given, which is told when they are needed.
+            where: origin of the statistics, for the message.
+            may_be_absent: accept infinite statistics, which were never set; `normalize` raises if
+                it needs them.
 
         Raises:
-            ValueError: naming feature, group, value and what is needed.
+            ValueError: names feature, group, value and what is needed.
         """
         for name, mode in self._modes.items():
             tensors = {s: self.tensors[tensor_name(name, s)] for s in STATISTICS_OF_MODE[mode]}
@@ -103,19 +181,19 @@ class Normalizer:
                 problem = None if may_be_absent and is_absent else spread_problem(found)
                 if problem is not None:
                     raise ValueError(
-                        f"{where}: of {name!r} in group {number} {problem}; compute them anew of "
-                        "the data"
+                        f"{where}: of {name!r} in group {number} {problem}; compute them again "
+                        "from the data"
                     )
 
     def normalize(self, batch: Mapping[str, Any], index_B: np.ndarray) -> dict[str, Any]:
-        """A batch with its features normalised; entries that are none of them are as they were.
+        """The batch with its features normalized, float32; other entries as they were.
 
         Args:
             batch: arrays `[B, ..., *feature]`.
-            index_B: the row of each sample, int64.
+            index_B: row of the statistics of each sample, int64.
 
         Raises:
-            ValueError: the statistics were never given, or are of another size.
+            ValueError: statistics were never set, or do not fit the data.
         """
         return self._applied(batch, index_B, self._normalized)
 
@@ -159,7 +237,7 @@ class Normalizer:
         return (y + 1) / 2 * (divisor + self._epsilon) + low
 
     def _without_zeros(self, spread: np.ndarray) -> np.ndarray:
-        """A feature that never varies is divided by 1: a value off it must not explode."""
+        """Divide a feature that never varies by 1, so that another value does not explode."""
         return np.where(np.abs(spread) < self._epsilon, np.float32(1), spread)
 
     def _gathered(
@@ -207,10 +285,10 @@ class Normalizer:
 
 
 def tensor_name(feature: str, stat: str) -> str:
-    """Name of a statistic in a checkpoint, behind that of its normaliser."""
+    """Name of a statistic in a checkpoint, after the name of its normalizer."""
     return f"buffer_{feature.replace('.', '_')}.{stat}"
 
 
 def _statistic_shape(feature: PolicyFeature) -> tuple[int, ...]:
-    """Images have statistics by channel."""
+    """Images have statistics per channel."""
     return (feature.shape[0], 1, 1) if feature.type == "VISUAL" else feature.shape

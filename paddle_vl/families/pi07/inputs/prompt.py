@@ -1,7 +1,9 @@
-"""What the backbone reads: prompts, responses and metadata as token ids.
+"""The texts that the backbone reads, and their tokenizer.
 
-The texts are joined with fixed words here; other fixed words ("State: " and the like) stand
-between them in the model's prefix.
+A prompt is `Task: <prompt>, `, with a response and metadata in fixed words of their own. The labels
+between them ("State: " and the like) are blocks of the prefix, see `prefix_layout.py`.
+
+Source: the prompt preparation of OpenTau's pi07 policies.
 """
 
 import json
@@ -13,7 +15,6 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.families.pi07.inputs.policy_metadata import metadata_problem
 from paddle_vl.files.json_file import read_json_object, shown
 from paddle_vl.files.named_errors import write_text
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
@@ -21,7 +22,7 @@ from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_toke
 CONFIG_FILE = "tokenizer_config.json"
 _PAD_TOKEN = "<pad>"
 _SPECIAL_TOKENS = (_PAD_TOKEN, "<eos>", "<bos>", "<unk>")
-# Metadata in the order in which they are told; numbers have a flag that says they are absent.
+# Metadata in the order of the prompt; numbers have a `<name>_is_pad` beside them.
 _METADATA = (
     ("speed", "Speed"),
     ("quality", "Quality"),
@@ -34,11 +35,11 @@ _WORDS = ("robot_type", "control_mode")
 
 
 class PromptTokenizer:
-    """The backbone's tokenizer; Gemma 3's for published weights, any with its own.
+    """The backbone's tokenizer: Gemma 3's for published weights.
 
     Attributes:
-        bos_id: is put before texts that are told to have special tokens; None for what the file
-            itself does.
+        bos_id: put before texts that get special tokens; None if `tokenizer.json` does that.
+        pad_id: fills texts on the right.
     """
 
     def __init__(self, tokenizer: Tokenizer, bos_id: int | None = None, pad_id: int = 0):
@@ -46,11 +47,12 @@ class PromptTokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "PromptTokenizer":
-        """Read a `tokenizer.json`, given as a file or by its folder; a `tokenizer_config.json`
-        beside it says which tokens begin and fill texts.
+        """Read a `tokenizer.json`, given as a file or a folder.
+
+        BOS and padding tokens come from the `tokenizer_config.json` beside it, if there is one.
 
         Raises:
-            RuntimeError: there is none, or it cannot be read.
+            RuntimeError: there is no tokenizer, or it cannot be read.
         """
         path = Path(path)
         file = path / TOKENIZER_FILE if path.is_dir() else path
@@ -70,12 +72,12 @@ class PromptTokenizer:
 
     @classmethod
     def fit(cls, texts: Iterable[str], vocab_size: int) -> "PromptTokenizer":
-        """A byte-level tokenizer made for texts like these, for a policy with weights of its own.
+        """Train a byte-level tokenizer, for a policy with weights of its own.
 
-        Its first tokens are Gemma's special ones, in Gemma's order.
+        Its first tokens are Gemma's special tokens, in Gemma's order.
 
         Raises:
-            ValueError: the vocabulary cannot hold the bytes and the special tokens.
+            ValueError: the vocabulary is too small for the bytes and the special tokens.
         """
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         if vocab_size < (least := len(alphabet) + len(_SPECIAL_TOKENS)):
@@ -93,7 +95,7 @@ class PromptTokenizer:
         return cls(tokenizer, tokenizer.token_to_id("<bos>"), tokenizer.token_to_id(_PAD_TOKEN))
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write `tokenizer.json`, and what `from_pretrained` reads beside it."""
+        """Write `tokenizer.json` and `tokenizer_config.json` into a folder."""
         write_text(Path(path) / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True))
         settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -107,11 +109,11 @@ class PromptTokenizer:
 
     @property
     def highest_id(self) -> int:
-        """The largest id that a text can have."""
+        """The largest token id."""
         return highest_id(self._tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of a text, as many as it has."""
+        """Token ids of a text, neither padded nor cut."""
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
@@ -122,10 +124,10 @@ class PromptTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens)
 
     def token_id(self, token: str) -> int:
-        """Id of one token by its name.
+        """Id of a token by its name.
 
         Raises:
-            ValueError: the tokenizer has none of that name.
+            ValueError: the tokenizer has no such token.
         """
         found = self._tokenizer.token_to_id(token)
         if found is None:
@@ -135,7 +137,7 @@ class PromptTokenizer:
     def padded(
         self, texts: Sequence[str], length: int, add_special_tokens: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of texts, cut or filled on the right to one length.
+        """Token ids of texts, cut or padded on the right to one length.
 
         Returns:
             Ids `[B, length]` int64 and a mask `[B, length]` bool, True for real tokens.
@@ -150,10 +152,10 @@ class PromptTokenizer:
 
 
 def check_vocabulary(tokenizer: PromptTokenizer, config: Gemma3WithExpertConfig) -> None:
-    """Refuse a tokenizer that has more tokens than the backbone.
+    """Refuse a tokenizer with more tokens than the backbone.
 
     Raises:
-        ValueError: naming both numbers.
+        ValueError: names both numbers.
     """
     size = config.gemma3_config.text_config.vocab_size
     if tokenizer.highest_id >= size:
@@ -164,10 +166,10 @@ def check_vocabulary(tokenizer: PromptTokenizer, config: Gemma3WithExpertConfig)
 
 
 def prompt_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
-    """What the policy is told to do.
+    """`Task: <prompt>, ` for each sample.
 
     Raises:
-        ValueError: the batch has no prompts, or not one for each sample.
+        ValueError: the batch has no prompts, or not one per sample.
     """
     if "prompt" not in batch:
         raise ValueError(f"the batch has no 'prompt'; its entries are {sorted(batch)}")
@@ -175,17 +177,17 @@ def prompt_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
 
 
 def response_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
-    """The planner's subtasks; empty texts where there are none."""
+    """`Subtask: <response>, ` for each sample; empty without a response."""
     words = words_of(batch, "response", batch_size)
     return [f"Subtask: {text}, " if text else "" for text in words]
 
 
 def metadata_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
-    """What is known about the demonstration; empty texts where nothing is.
+    """`Metadata: Speed: 50,  Quality: 3, ...` for each sample; empty without metadata.
 
-    Numbers count where `<name>_is_pad` is there and False, words where they are not empty.
+    Numbers count if `<name>_is_pad` is there and False, texts if they are not empty.
     """
-    told = []
+    texts = []
     for row in range(batch_size):
         segments = []
         for name, title in _METADATA:
@@ -195,15 +197,15 @@ def metadata_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
                 value = _number(batch, name, batch_size, row)
             if value not in ("", None):
                 segments.append(f"{title}: {value}, ")
-        told.append(f"Metadata: {' '.join(segments)}" if segments else "")
-    return told
+        texts.append(f"Metadata: {' '.join(segments)}" if segments else "")
+    return texts
 
 
 def words_of(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
-    """The texts of an entry, one for each sample; empty ones if there is none.
+    """The texts of an entry, one per sample; empty texts if the batch lacks it.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: not one per sample.
     """
     words = batch.get(name, "")
     words = [words] * batch_size if isinstance(words, str) else [str(word) for word in words]
@@ -238,3 +240,22 @@ def _token_text(settings: Mapping[str, Any], name: str, file: Path) -> str | Non
     if text is not None and not (isinstance(text, str) and text.isprintable()):
         raise RuntimeError(f"{file}: {name} is {shown(token)}; the name of a token is needed")
     return text
+
+
+# As in OpenTau: speed is the decile rank of the episode's length, quality a score, fps in Hz.
+METADATA_RANGES: dict[str, tuple[int, int]] = {
+    "speed": (0, 100),
+    "quality": (1, 5),
+    "fps": (1, 1000),
+}
+
+
+def metadata_problem(name: str, value: float) -> str | None:
+    """What is wrong with a metadata number; None if it is valid."""
+    least, most = METADATA_RANGES.get(name, (None, None))
+    if least is None or least <= value <= most:
+        return None
+    # Python refuses to print integers of thousands of digits.
+    is_huge = isinstance(value, int) and abs(value) >= 10**18
+    found = f"a number of {value.bit_length()} bits" if is_huge else str(value)
+    return f"{name!r} is {found}; it must be from {least} to {most}"

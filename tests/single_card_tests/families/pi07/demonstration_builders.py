@@ -1,4 +1,4 @@
-"""Small shapes, lines and image files that the tests of demonstrations build on."""
+"""Small shapes, lines and image files for the tests of demonstrations."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SHAPES = DemonstrationShapes(
 
 
 def save_image(path: Path, level: int = 255, size: tuple[int, int] = (8, 8)) -> str:
-    """A file of one colour, `size` (height, width); its name."""
+    """Write an image of one grey level; returns its name. `size` is (height, width)."""
     Image.fromarray(np.full((*size, 3), level, np.uint8)).save(path)
     return path.name
 
@@ -39,14 +39,14 @@ def line(directory: Path, num_frames: int = 3, **changes: Any) -> dict[str, Any]
 
 
 def write_lines(path: Path, *records: dict[str, Any] | str) -> Path:
-    """A JSONL file; a text is a line as it stands."""
+    """Write a JSONL file; strings are written as they are."""
     lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether samples or batches are equal to the bit, types included."""
+    """Whether samples or batches are bit-identical, with equal types."""
     return one.keys() == other.keys() and all(
         np.array_equal(one[name], other[name])
         and getattr(one[name], "dtype", type(one[name]))

@@ -1,14 +1,14 @@
-"""What a policy remembers between two actions.
+"""State of an episode when a policy acts: observation history and action queue.
 
-Guarantees: frames are evenly spaced and those before the episode are zero and marked; the queue
-hands out a chunk in order, asks for the next in time, and begins it with the actions that run on.
+Guarantees: frames are evenly spaced; frames from before the episode are zero and marked; the queue
+returns a chunk in order, asks for the next one in time, and begins it with the actions that still
+run.
 """
 
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.action_queue import ActionQueue
-from paddle_vl.families.pi07.inputs.history import ObservationHistory
+from paddle_vl.families.pi07.inputs.acting import ActionQueue, ObservationHistory
 
 
 def test_history_fills_up_with_evenly_spaced_frames():
@@ -66,7 +66,7 @@ def test_queue_begins_the_next_chunk_with_what_runs_on():
     assert [queue.pop().item() for _ in range(2)] == [0, 1]
     assert queue.is_due
     assert queue.committed()[0, :, 0].tolist() == [2, 3]
-    # What waits stays; the chunk's first two stand for it.
+    # Queued actions stay; they are the chunk's first two.
     queue.refill(chunk(12, 4), 2)
     assert len(queue) == 4
     assert [queue.pop().item() for _ in range(4)] == [2, 3, 14, 15]

@@ -1,8 +1,8 @@
-"""The configuration of a pi07 policy.
+"""Configurations of pi07's policies.
 
-Guarantees: defaults are the original's; its files are read, whole or inside a training
-configuration, and written so that they mean the same; settings that the original ignores at the
-policy's level work; what contradicts, is unknown or out of range is refused by name.
+Guarantees: defaults are OpenTau's; its files, alone or inside a training configuration, are read
+and written without a change of meaning; settings that OpenTau ignores at the policy's level work;
+contradictory, unknown and out-of-range settings are refused by name.
 """
 
 import json
@@ -103,7 +103,7 @@ def test_setting_of_one_level_holds_for_both(level, name, value):
     setting = {name: value}
     config = PI07Config.from_dict(setting if level == "policy" else {"vlm_config": setting})
     assert getattr(config, name) == getattr(config.vlm_config, name) == value
-    # In a file that OpenTau wrote the other level stands there with its default.
+    # In OpenTau's files the other level has its default.
     written = PI07Config().to_dict()
     (written if level == "policy" else written["vlm_config"])[name] = value
     assert PI07Config.from_dict(written) == config

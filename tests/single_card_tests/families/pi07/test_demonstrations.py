@@ -1,10 +1,9 @@
-"""Demonstrations in files.
+"""Demonstrations in JSONL files.
 
-Guarantees: a line becomes the sample that the contract describes, its beginning and end filled up
-and marked; every sample has the fields of the configuration and no others; every fault is told
-with its file and line, what was found and what is needed, and can be skipped; images are fitted
-into the size that is asked for; files of groups have their rows; what was written from a source is
-read as it was; a pickled dataset is the same.
+Guarantees: a line becomes the documented sample, padded and marked at both ends of an episode;
+every sample has exactly the configured fields; every fault names its file and line, what was found
+and what is needed, and can be skipped; images are fitted into the image size; files of groups have
+their rows; samples of a source survive writing and reading; a pickled dataset is the same.
 """
 
 import pickle
@@ -15,10 +14,9 @@ import numpy as np
 import pytest
 
 import make_demonstrations
-from demonstration_files import write_demonstrations
+from make_demonstrations import write_demonstrations
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.pi07.demonstrations.present_fields import present_fields
+from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.pi07.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
 from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import (
@@ -94,7 +92,7 @@ def test_fields_are_those_of_the_configuration_whatever_a_line_has(tmp_path):
     assert (bool(has["subgoal_is_pad"]), bool(lacks["subgoal_is_pad"])) == (False, True)
 
 
-def test_fields_that_any_line_has_can_be_asked_for(tmp_path):
+def test_fields_that_any_line_has_are_found(tmp_path):
     one = write_lines(tmp_path / "1.jsonl", line(tmp_path, speed=0), line(tmp_path, fps=None))
     two = write_lines(tmp_path / "2.jsonl", "no JSON", line(tmp_path, subgoal1="g.png"))
     assert present_fields([one], SHAPES) == ["speed"]
@@ -145,7 +143,7 @@ def test_of_more_than_is_looked_at_the_newest_frames_and_the_first_actions_count
         ({"mistake": 1}, "bad_type", "'mistake' is '1'; true or false"),
     ],
 )
-def test_faults_are_told_with_their_place(tmp_path, changes, kind, message):
+def test_faults_name_their_place(tmp_path, changes, kind, message):
     path = write_lines(tmp_path / "a.jsonl", line(tmp_path), line(tmp_path, **changes))
     with pytest.raises(BadSampleError, match=message) as raised:
         DemonstrationsDataset([path], SHAPES, ["subgoal"])
@@ -155,7 +153,7 @@ def test_faults_are_told_with_their_place(tmp_path, changes, kind, message):
     assert dataset.skipped == {kind: 1}
 
 
-def test_a_broken_line_or_image_is_told_with_its_place(tmp_path):
+def test_a_broken_line_or_image_names_its_place(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", line(tmp_path), '{"state": ')
     with pytest.raises(BadSampleError, match=r"a\.jsonl:2: broken JSON"):
         DemonstrationsDataset([path], SHAPES)
@@ -165,7 +163,7 @@ def test_a_broken_line_or_image_is_told_with_its_place(tmp_path):
         dataset[0]
 
 
-def test_images_are_read_only_where_they_are_asked_for(tmp_path):
+def test_images_are_read_only_when_needed(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", line(tmp_path, subgoal0="g.png", subgoal1="g.png"))
     for name in ("f0.png", "f1.png", "g.png"):
         (tmp_path / name).write_bytes(b"no image")
@@ -176,11 +174,11 @@ def test_images_are_read_only_where_they_are_asked_for(tmp_path):
     assert sample["subgoal_is_pad"]
 
 
-def test_images_are_fitted_into_the_size_asked_for(tmp_path):
+def test_images_are_fitted_into_the_image_size(tmp_path):
     record = line(tmp_path, 1)
     record["camera1"] = [save_image(tmp_path / "wide.png", 255, (4, 16))]
     sample = DemonstrationsDataset([write_lines(tmp_path / "a.jsonl", record)], SHAPES)[0]
-    # Half as wide and so half as high: two rows, at the bottom.
+    # Scaled to half: two rows, at the bottom.
     assert sample["camera1"].shape == (3, 3, 8, 8)
     assert not sample["camera1"][-1, :, :6].any()
     assert sample["camera1"][-1, :, 6:].all()
@@ -231,7 +229,7 @@ def test_what_was_written_is_read_as_it_was(tmp_path):
 
 
 class AllLevels(SyntheticDemonstrations):
-    """Images that hold every level of 8 bits."""
+    """Images with every level of 8 bits."""
 
     def demonstration(self, number, **options):
         levels = np.arange(256, dtype=np.float32).reshape(16, 16) / np.float32(255)

@@ -1,8 +1,8 @@
 """Draws of samples in the loader's stream.
 
-Guarantees: a sample has the same drops and draws whichever rank, batch, or worker it comes to, and
-after resuming; other ones in every epoch and with another seed; evaluations repeat theirs; drops do
-not move the flow's draws, nor go with them; what is dropped is not read; draws that do not fit the
+Guarantees: drops and draws of a sample are the same on every rank, in every batch and worker, and
+after resuming; they differ between epochs and seeds; evaluations repeat theirs; drops do not change
+the flow's draws and are independent of them; dropped images are not read; draws that do not fit the
 data are refused; workers load no Paddle.
 """
 
@@ -15,12 +15,15 @@ import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.pi07.demonstrations.collate import collate_demonstrations
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.pi07.demonstrations.draws import FlowDraws
-from paddle_vl.families.pi07.demonstrations.drops import NO_DROPS, DropProbabilities
+from paddle_vl.families.pi07.demonstrations.sample import collate_demonstrations
 from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
+from paddle_vl.families.pi07.demonstrations.training_set import (
+    NO_DROPS,
+    DrawnDemonstrations,
+    DropProbabilities,
+    FlowDraws,
+)
 from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,

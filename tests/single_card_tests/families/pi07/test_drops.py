@@ -1,24 +1,26 @@
-"""What is dropped in training, and what is drawn.
+"""Drops of optional fields in training, and the flow's draws.
 
-Guarantees: each drop does what the specification says and nothing else; each is as frequent as its
-probability, and on its own stream of decisions; the response goes only where goals are; fps, memory
-and the group stay; no probability is one that cannot be; times, delays and noise have their
-distributions.
+Guarantees: each drop does what OpenTau's does and nothing else; each is as frequent as its
+probability and independent of the others; the response is dropped only where goals remain; fps,
+memory and group are never dropped; probabilities outside [0, 1] are refused; times, delays and
+noise have their distributions.
 """
 
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.demonstrations.draws import FlowDraws, Stream, sample_rng
-from paddle_vl.families.pi07.demonstrations.drops import (
+from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.pi07.demonstrations.training_set import (
     DROPPED_METADATA,
     NO_DROPS,
     DropProbabilities,
     Drops,
+    FlowDraws,
+    Stream,
     draw_drops,
     drop_fields,
+    sample_rng,
 )
-from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, same
 
 NOTHING = Drops(False, False, False, frozenset())
@@ -26,7 +28,7 @@ WHOLE = SyntheticDemonstrations(12, SHAPES)[7]
 
 
 def changed(drops: Drops, sample: dict = WHOLE) -> set[str]:
-    """Names of the entries that are not as they were."""
+    """Names of the entries that changed."""
     after = drop_fields(sample, drops, SHAPES)
     assert after.keys() == sample.keys()
     assert all(np.shape(after[name]) == np.shape(sample[name]) for name in sample)

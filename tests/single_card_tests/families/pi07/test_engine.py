@@ -1,24 +1,25 @@
-"""The decoder of both streams, and the attention under it.
+"""The decoder of both streams, and its attention.
 
-Guarantees: both streams at once equal the prefix first and the suffix after it, insulated or not;
-insulation passes no gradient into the prefix; both attention implementations agree wherever a query
-sees a key, and pass no gradient where it sees none; every parameter is registered once; a suffix
-without an expert or a prefix is refused; recomputed layers give the same gradients.
+Guarantees: both streams at once equal the prefix first and the suffix after it, with and without
+insulation; insulation passes no gradient into the prefix; both attention implementations agree
+wherever a query sees a key, and pass no gradient where it sees none; every parameter is registered
+once; a suffix without an expert or a prefix is refused; recomputation gives the same gradients.
 """
 
 import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.pi07.attention_masks import (
+from paddle_vl.families.pi07.decoder import (
+    InterleavedDecoder,
+    SuffixView,
     block_mask,
     prefix_positions,
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.families.pi07.interleaved import InterleavedDecoder, SuffixView
-from paddle_vl.nn import attention
 from paddle_vl.nn.attention import AttentionMask, masked_attention
+from paddle_vl.nn.attention import masked_attention as attention
 from paddle_vl.nn.kernels import use_kernels
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
@@ -175,7 +176,7 @@ def test_unknown_implementation_is_refused():
 def test_every_parameter_is_registered_once():
     decoder = make_decoder()
     names = [name for name, _ in decoder.named_parameters()]
-    # Fused projections, but for queries, keys and values of the last backbone layer.
+    # Fused projections, except for queries, keys and values of the last backbone layer.
     expected = 3 * (10 + 8) + 2 + 3
     assert len(names) == len({id(p) for p in decoder.parameters()}) == expected
     assert all("backbone_layer" in n or "expert_layer" in n for n in names if "layers" in n)

@@ -1,10 +1,10 @@
-"""The policy's model on prepared batches.
+"""The low-level policy's model on prepared batches.
 
-Guarantees: two seeded runs are bit-identical, dropout included; what is masked has no effect on
-losses and actions; whatever optional parts a batch has, every layer is called once, in one order,
-and fields that no sample fills change no number; steps given in advance are taken as they are; each
-group has its own projections; row 0 of the token tables learns nothing; label ids and lengths are
-checked; `embs` are in the order that the layout says.
+Guarantees: two seeded runs are bit-identical, dropout included; masked inputs have no effect on
+losses and actions; whatever optional fields a batch has, every layer runs once, in one order, and
+fields that no sample fills change no number; given steps are returned unchanged; each group has its
+own projections; row 0 of the token tables gets no gradient; label ids and lengths are checked;
+`embs` are in the order of the layout.
 """
 
 import numpy as np
@@ -15,11 +15,16 @@ from paddle_vl.checkpoint.reading import check_keys, fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, GroupWeights, engine_keys
 from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors, draw_time
-from paddle_vl.families.pi07.group_linear import GroupedProjection
-from paddle_vl.families.pi07.prefix_layout import LABELS, PREFIX_BLOCKS, Presence, presence_of
-from paddle_vl.families.pi07.prefix_tokens import real_steps
-from paddle_vl.families.pi07.sampling import times
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, draw_time, times
+from paddle_vl.families.pi07.layers import GroupedProjection
+from paddle_vl.families.pi07.policy_model import as_tensors
+from paddle_vl.families.pi07.prefix_layout import (
+    LABELS,
+    PREFIX_BLOCKS,
+    Presence,
+    presence_of,
+    real_frames,
+)
 from tests.support.pi07_golden import CASES, case, config_values
 
 CAMERAS = {
@@ -31,7 +36,7 @@ CAMERAS = {
 
 
 def make_model(**settings) -> PI07LowLevelFlowMatching:
-    """The model of case 01 with its weights, where they fit."""
+    """The model of case 01 with those of its weights that fit."""
     description, _ = case("01_all_fields")
     values = config_values(description)
     for name in ("dropout", "freeze_vision_encoder"):
@@ -114,10 +119,10 @@ def test_padded_states_are_zero_before_they_are_projected():
     state = model.prefix.embed_blocks(as_tensors(batch), PREFIX_BLOCKS[1:4])["state"]
     rows, bias = state.numpy(), model.prefix.state_proj.linear.bias.numpy()
     np.testing.assert_allclose(rows[0, 0], bias, rtol=1e-6)
-    assert real_steps(as_tensors(batch)).numpy()[0].tolist() == [False, True, True]
+    assert real_frames(as_tensors(batch), paddle).numpy()[0].tolist() == [False, True, True]
     assert np.isfinite(losses_and_gradients(model, batch)[0]).all()
     batch["obs_history_is_pad"] = None
-    assert real_steps(as_tensors(batch)).numpy().tolist() == [[False, False, True]] * 2
+    assert real_frames(as_tensors(batch), paddle).numpy().tolist() == [[False, False, True]] * 2
 
 
 def test_padding_of_actions_has_no_effect_on_the_flow():
@@ -133,7 +138,7 @@ def test_padding_of_actions_has_no_effect_on_the_flow():
 
 
 def without_optional_parts(batch: dict) -> dict:
-    """No sample has any, and there is one frame of history."""
+    """A batch without optional fields and with one frame."""
     for mask in ("response_masks", "metadata_masks"):
         batch[mask][:] = False
     batch["subgoal_img_masks"] = [np.zeros(2, bool)] * 2
@@ -308,7 +313,7 @@ def test_padding_rows_of_tables_learn_nothing():
         assert np.abs(grads[name][0]).sum() == 0
         assert np.abs(grads[name]).sum() > 0
     with paddle.no_grad():
-        # It is read all the same.
+        # Its row is read nevertheless.
         table = model.prefix.embed_tokens.weight
         table[0] = table[0] + 1.0
     assert losses_and_gradients(model, batch)[0] != before

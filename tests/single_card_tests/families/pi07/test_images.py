@@ -1,15 +1,14 @@
-"""Camera frames as the tower takes them.
+"""Camera frames as the vision tower takes them.
 
-Guarantees: the letterbox equals PyTorch's on the golden images and fills up on top and left;
-padded frames are black and the current one never is; absent cameras are masked; dropped subgoals
-are grey and masked.
+Guarantees: letterboxing equals PyTorch's on the golden images and pads at the top and left; padded
+frames are black, the current one never is; missing cameras are masked; dropped subgoals are grey
+and masked.
 """
 
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.inputs.images import prepare_subgoals, prepare_videos
-from paddle_vl.families.pi07.inputs.letterbox import letterbox
+from paddle_vl.families.pi07.inputs.images import letterbox, prepare_subgoals, prepare_videos
 from tests.support.pi07_golden import case
 
 CAMERAS = ["camera0", "camera1"]
@@ -43,9 +42,9 @@ def test_letterbox_refuses_what_would_vanish():
 def test_padded_frames_are_black_and_the_current_one_never():
     batch = {"camera0": np.ones((2, 3, 3, 8, 8))}
     is_pad = np.array([[True, False, False], [True, True, True]])
-    found = prepare_videos(batch, ["camera0"], (8, 8), 3, history_is_pad_BT=is_pad)
+    found = prepare_videos(batch, ["camera0"], (8, 8), 3, history_is_pad_BF=is_pad)
     assert found.images[0].mean(axis=(2, 3, 4)).tolist() == [[0, 1, 1], [0, 0, 1]]
-    # Neither the batch nor the mask is touched.
+    # Neither the batch nor the mask is changed.
     assert batch["camera0"].all()
     assert is_pad[1].all()
 
@@ -67,6 +66,6 @@ def test_dropped_subgoals_are_grey_and_masked():
     assert (found.images[0][0] == 1).all()
     assert not found.images[0][1].any()
     assert found.masks[0].tolist() == [True, False]
-    # Nothing said about them: all are taken as dropped.
+    # Without subgoal_is_pad all count as dropped.
     del batch["subgoal_is_pad"]
     assert not prepare_subgoals(batch, ["camera0"], (8, 8)).masks[0].any()

@@ -1,8 +1,8 @@
-"""Statistics, metadata and tokenizers of policies that make no sense.
+"""Impossible statistics, metadata and tokenizers.
 
-Guarantees: a negative spread, NaN and another size are refused by file, feature and value, in files
-and in checkpoints; numbers about a demonstration that a policy never saw are refused in data and at
-inference; a tokenizer with ids that the model does not have is refused.
+Guarantees: a negative spread, NaN and a wrong size are refused with file, feature and value, in
+files and in checkpoints; metadata outside the range of training is refused in data and at
+inference; a tokenizer with ids beyond the model's vocabulary is refused.
 """
 
 import json
@@ -12,13 +12,13 @@ import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import MediaFolder
-from paddle_vl.families.pi07.demonstrations.moment import parse_moment
+from paddle_vl.families.pi07.demonstrations.dataset import parse_moment
 from paddle_vl.families.pi07.demonstrations.sample import DemonstrationShapes
 from paddle_vl.families.pi07.demonstrations.statistics import read_statistics
-from paddle_vl.families.pi07.features import PolicyFeature
 from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
 from paddle_vl.families.pi07.inputs.normalize import Normalizer
 from paddle_vl.families.pi07.inputs.prompt import metadata_texts
+from paddle_vl.families.pi07.policy_config import PolicyFeature
 
 GOOD = {
     "mean": [0.0, 1.0], "std": [1.0, 0.0], "min": [-1.0, 1.0], "max": [1.0, 1.0],

@@ -1,16 +1,15 @@
-"""Normalisation beside the PyTorch original, and statistics of several data sets as one.
+"""Normalization compared with PyTorch.
 
-Guarantees: all modes and both conventions equal the golden case, row by row of the groups; the
-inverse undoes it; a feature that never varies neither explodes nor moves; statistics need no
-count; what does not fit is refused by name.
+Guarantees: all modes in both conventions equal the golden case, with per-sample rows of groups; the
+inverse restores the data; a feature that never varies neither explodes nor moves; statistics need
+no count; what does not fit is refused by name.
 """
 
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.features import PolicyFeature
-from paddle_vl.families.pi07.inputs.feature_statistics import pooled_statistics
 from paddle_vl.families.pi07.inputs.normalize import Normalizer
+from paddle_vl.families.pi07.policy_config import PolicyFeature
 from tests.support.pi07_golden import case, group_statistics
 
 FEATURES = {"state": PolicyFeature("STATE", (5,)), "actions": PolicyFeature("ACTION", (7,))}
@@ -75,7 +74,7 @@ def test_checkpoint_names_have_no_dots_of_features():
     assert set(made.tensors) == {"buffer_observation_state.min", "buffer_observation_state.max"}
 
 
-def test_absent_statistics_are_asked_for():
+def test_absent_statistics_are_refused():
     made = Normalizer(FEATURES, {"STATE": "MEAN_STD"}, 1)
     with pytest.raises(ValueError, match="no statistics of 'state'.*load a checkpoint"):
         made.normalize({"state": np.zeros((1, 5))}, np.array([0]))
@@ -111,42 +110,3 @@ def test_data_that_do_not_fit_are_named():
         Normalizer(FEATURES, {"STATE": "MINMAX"}, 1)
     with pytest.raises(ValueError, match="version 2"):
         Normalizer(FEATURES, {}, 2)
-
-
-def of_data(values: np.ndarray) -> dict:
-    return {
-        "mean": values.mean(0),
-        "std": values.std(0),
-        "min": values.min(0),
-        "max": values.max(0),
-        "count": np.array([len(values)]),
-    }
-
-
-def test_pooled_statistics_are_those_of_the_joined_data():
-    random = np.random.default_rng(0)
-    parts = [random.normal(i, i + 1, (n, 3)) for i, n in enumerate((5, 40, 13))]
-    pooled = pooled_statistics([{"state": of_data(part)} for part in parts])["state"]
-    for stat, expected in of_data(np.concatenate(parts)).items():
-        np.testing.assert_allclose(pooled[stat], expected, rtol=1e-6)
-
-
-def test_pooling_without_count_takes_parts_alike_and_says_so(caplog):
-    parts = [{"state": {"mean": [m], "std": [0.0]}} for m in (0.0, 4.0)]
-    assert pooled_statistics(parts)["state"]["mean"] == [2.0]
-    assert "no count" in caplog.text
-    assert pooled_statistics(parts, weights=[3, 1])["state"]["mean"] == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("parts", "weights", "named"),
-    [
-        ([], None, "no statistics to pool"),
-        ([{}], [1, 2], "2 weights were given for 1"),
-        ([{"a": {}}, {"b": {}}], None, r"\['a', 'b'\] are not in"),
-        ([{"a": {"mean": [1]}}, {"a": {"mean": [1, 2]}}], None, "different shapes.*'mean'"),
-    ],
-)
-def test_statistics_that_cannot_be_pooled_are_named(parts, weights, named):
-    with pytest.raises(ValueError, match=named):
-        pooled_statistics(parts, weights)

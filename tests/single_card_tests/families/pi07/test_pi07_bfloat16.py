@@ -1,10 +1,10 @@
-"""The casts of a bfloat16 pi07, proved by the dtype of every operator that a GPU would run.
+"""The casts of a bfloat16 pi07, checked by the dtype of every operator that a GPU would run.
 
-Pinned here, for both attention implementations, forward and backward of every hand-written
-gradient: norms, rotary angles, eager scores and their softmax, the flow and both losses compute in
-float32, the time's code in float64; all other matrices, the tower's attention and what lies between
-layers, or travels between the parts of a pipeline, stay in bfloat16; no operator mixes dtypes and
-leaves the choice to Paddle; without any single one of the casts these checks fail.
+Guarantees, for both attention implementations and the forward and backward of every hand-written
+gradient: norms, rotary embedding, eager scores and softmax, the flow and both losses compute in
+float32, the time embedding in float64; all other products, the tower's attention, and the tensors
+between layers and between pipeline stages stay in bfloat16; no operator mixes dtypes; removing any
+single cast makes these tests fail.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ import paddle
 import pytest
 
 from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.pipeline import PI07LowLevelStage
 from paddle_vl.families.pi07.prefix_layout import Presence
 from paddle_vl.nn.linear import default_dtype
@@ -35,7 +35,7 @@ EVERYTHING = Presence(True, True, True)
 
 
 def model_and_batch(implementation: str) -> tuple[PI07LowLevelFlowMatching, dict[str, Any]]:
-    """Those of case 01, of fewer layers: three frames, every optional part."""
+    """Model and batch of case 01 with fewer layers: three frames, every optional field."""
     description, tensors = case("01_all_fields")
     values = config_values(description, attention_implementation=implementation)
     vlm = values["vlm_config"]
@@ -65,7 +65,7 @@ def run_model(implementation: str) -> None:
 
 
 def violations(operators: list[Operator], casts: list[Cast], implementation: str) -> list[str]:
-    """What breaks the rules, in words."""
+    """Violations of the rules, as messages."""
     found = []
     for name, takes, gives in operators:
         if name in WIDE and "bfloat16" in takes + gives:
@@ -94,7 +94,7 @@ def test_every_operator_has_the_dtype_it_should(traced):
     # Backbone 6 a layer and expert 2, a final one each; two norms a tower layer, and the last, and
     # the projector's, in one pass of videos and subgoals.
     assert names["rsqrt"] == 8 * LAYERS + 2 + 2 * TOWER_LAYERS + 2
-    # Two bases of angles for each stream in float32, and the time's code.
+    # Two rotary bases per stream in float32, and the time embedding.
     for name in ("cos", "sin"):
         dtypes = Counter(op.gives for op in operators if op.name == name)
         assert dtypes == {("float32",): 4, ("float64",): 1}
@@ -103,19 +103,19 @@ def test_every_operator_has_the_dtype_it_should(traced):
     assert loss.gives == ("float32", "float32")
 
 
-def test_parts_of_a_pipeline_exchange_bfloat16():
-    def run_parts() -> None:
+def test_stages_of_a_pipeline_exchange_bfloat16():
+    def run_stages() -> None:
         model, batch = model_and_batch("eager")
         batch |= {"presence": EVERYTHING, "delay": paddle.static.data("delay", [2], "int64")}
         arrived_R = PI07LowLevelStage(model, range(1))(batch)
         assert "bfloat16" in str(arrived_R.dtype).lower()
         PI07LowLevelStage(model, range(1, LAYERS))(batch, arrived_R)
 
-    assert violations(*trace(run_parts), "eager") == []
+    assert violations(*trace(run_stages), "eager") == []
 
 
 def test_no_cast_can_be_dropped():
-    # Eager attention has all casts of the other, and its own.
+    # Eager attention has all casts of sdpa, and its own.
     run = partial(run_model, "eager")
     casts = sorted(set(trace(run)[1]))
     assert len(casts) >= 13
@@ -123,6 +123,6 @@ def test_no_cast_can_be_dropped():
         try:
             found = violations(*trace(run, dropped=cast), "eager")
         except TypeError as error:
-            # Paddle has no such kernel in bfloat16 here.
+            # Paddle's CPU build has no such kernel in bfloat16.
             found = ["bfloat16"] if "dtype: bfloat16" in str(error) else []
         assert found, cast

@@ -1,10 +1,10 @@
-"""Operations of pi07's models, counted from their configurations.
+"""FLOPs of pi07's models, counted from their configurations.
 
-Guarantees: where everything is real, forward and backward are, to the operation, those of the
-products that the model runs: with and without goals and texts, several frames and one, groups,
-without insulation, whatever is frozen, and of either loss alone; insulation saves what the gradient
-of the prefix's keys and values would cost; tokens and pairs are those of the model's own masks,
-frames those that the history has; an image takes in the tower what is published of it.
+Guarantees: without padding, forward and backward are exactly those of the products that the model
+runs: with and without goals and texts, several frames and one, groups, no insulation, any frozen
+component, and either loss alone; insulation saves the gradient of the prefix's keys and values;
+tokens and pairs are those of the model's own masks, frames those of the history; an image costs the
+tower what is published.
 """
 
 import fnmatch
@@ -14,15 +14,14 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.pi07.attention_masks import block_mask
+from paddle_vl.families.pi07.config import PI07PlannerConfig
+from paddle_vl.families.pi07.decoder import block_mask
 from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
 from paddle_vl.families.pi07.flops import PI07Flops, PI07PlannerFlops
-from paddle_vl.families.pi07.flow_matching import as_tensors
-from paddle_vl.families.pi07.freeze import is_reached
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
+from paddle_vl.families.pi07.policy_model import as_tensors, is_reached
 from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS, Presence, presence_of
 from paddle_vl.families.pi07.settings import PARTS
-from paddle_vl.families.pi07.siglip import visible_frames
+from paddle_vl.families.pi07.vision import visible_frames
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from tests.single_card_tests.families.pi07 import test_planner
 from tests.single_card_tests.families.pi07.test_flow_matching import make_batch, make_model
@@ -304,7 +303,7 @@ def test_an_image_takes_what_is_published_of_its_tower(side, giga):
     config = PI07PlannerConfig(
         vlm_config=replace(PI07PlannerConfig().vlm_config, gemma3_config=backbone)
     )
-    batch = test_planner.make_batch() | {"img_masks": [np.array([True])]}
+    batch = test_planner.make_batch() | {"img_masks": [np.array([True, False])]}
     counter = PI07PlannerFlops(config, dict.fromkeys(PLANNER_LABELS, (1,)))
     units, costs = counter.units(batch), counter.operations(batch).forward
     tower = sum(costs[unit] * units[unit] for unit in ("patches", "patch_pairs"))

@@ -1,9 +1,8 @@
-"""Equality of pi07 with the PyTorch original: every quantity and every gradient of golden cases.
+"""pi07 equals PyTorch: every quantity and every gradient of the golden cases.
 
-Pinned here: what `tools/check_parity.py pi07` compares, with the CPU kernels under both settings of
-Paddle's stride kernels, with the plain operations, and with the kernels of a GPU as far as a CPU
-runs them; files that a case points to may lie in another folder; a wrong value, a tensor that was
-not compared and a case of an unknown kind fail.
+Guarantees: what `tools/check_parity.py pi07` compares, under both settings of Paddle's stride
+kernels; files that a case names may be in another folder; a wrong value, a tensor that was not
+compared and a case of unknown kind fail.
 """
 
 import json
@@ -25,7 +24,7 @@ NAMES = sorted(file.stem for file in CASES.glob("*.json"))
 
 
 def report_of(name: str, *folders) -> CaseReport:
-    """Of the first folder's case of that name."""
+    """The report of a case of the first folder."""
     golden = GoldenFolders(list(folders))
     case = next(case for case in golden.cases if case.name == name)
     return next(run_cases(golden, [case], 1.0, "float32"))
@@ -49,7 +48,7 @@ def test_golden_case(name, kernels, strides):
 
 
 def copied(name: str, folder, change) -> None:
-    """A case of its own, its tensors changed."""
+    """A copy of a case with changed tensors."""
     shutil.copy(CASES / f"{name}.json", folder)
     tensors = load_file(CASES / f"{name}.safetensors")
     change(tensors)

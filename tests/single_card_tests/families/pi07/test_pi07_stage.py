@@ -1,12 +1,11 @@
-"""Parts of pi07's models as a pipeline runs them, here one behind the other on one device.
+"""Pipeline stages of pi07's models, run one after the other on one device.
 
-Guarantees: parts give the whole model's losses and every gradient, wherever the layers are cut and
-whatever is laid out, the prefix insulated from the actions or not, the tower frozen or not,
-recomputed or not, which drops the same; a part knows the size of what arrives beforehand, from
-arrays; a batch that lies on the device is not read back, where its presence is given; a part holds
-its own parameters and no others, drawn as one device draws them, and reads its own of a checkpoint;
-the planner's last part has a copy of the token table, and the gradients of both make the whole one;
-a batch without its noise is refused; costs count tower, layers and heads.
+Guarantees: stages give the unsharded model's losses and every gradient, wherever the layers are
+cut, whatever is laid out, with and without insulation, a frozen tower and recomputation, with the
+same dropout; a stage knows the size that it receives from host arrays; with a given presence, a
+batch on the device is not read back; a stage has its own parameters and no others, drawn as on one
+device and read from a checkpoint; the planner's last stage has a copy of the token table, and both
+gradients add up; a batch without noise is refused; costs count tower, layers and heads.
 """
 
 from collections.abc import Callable
@@ -17,12 +16,17 @@ import paddle
 import pytest
 from paddle import Tensor
 
-from paddle_vl.families.pi07.flow_matching import PI07LowLevelFlowMatching, as_tensors
-from paddle_vl.families.pi07.layer_costs import low_level_costs, planner_costs
-from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07PlannerStage, PI07Stage
-from paddle_vl.families.pi07.placed_model import PlacedModel
+from paddle_vl.families.pi07.base_policy import PolicyCheckpoint, write_policy
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.pipeline import (
+    PI07LowLevelStage,
+    PI07PlannerStage,
+    PI07Stage,
+    low_level_costs,
+    planner_costs,
+)
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
-from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, write_policy
+from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
@@ -45,17 +49,17 @@ def ranges(ends: list[int]) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def through(parts: list[PI07Stage], batch: dict) -> dict:
-    """The losses of the last part."""
+def through(stages: list[PI07Stage], batch: dict) -> dict:
+    """The losses of the last stage."""
     rows = None
-    for part in parts:
+    for stage in stages:
         if rows is not None:
-            assert part.input_shape(batch) == tuple(rows.shape)
-        rows = part(batch, rows)
+            assert stage.input_shape(batch) == tuple(rows.shape)
+        rows = stage(batch, rows)
     return rows
 
 
-def gradients_of(model: PlacedModel, loss: Tensor) -> dict[str, np.ndarray | None]:
+def gradients_of(model: PolicyModel, loss: Tensor) -> dict[str, np.ndarray | None]:
     loss.backward()
     found = {n: None if p.grad is None else p.grad.numpy() for n, p in model.hf_named_parameters()}
     model.clear_gradients()
@@ -75,7 +79,7 @@ def assert_same_gradients(found: dict, wanted: dict) -> None:
 @pytest.mark.parametrize("presence", [None, NOTHING, Presence(False, True, False)], ids=str)
 @pytest.mark.parametrize("insulated", [True, False], ids=["insulated", "open"])
 @pytest.mark.parametrize("recomputed", [True, False], ids=["recomputed", "kept"])
-def test_parts_in_a_row_are_the_whole_low_level_model(ends, presence, insulated, recomputed):
+def test_stages_in_a_row_equal_the_whole_low_level_model(ends, presence, insulated, recomputed):
     # One of the cuts trains the tower.
     model = low_level.make_model(
         knowledge_insulation=insulated, freeze_vision_encoder=len(ends) == 2
@@ -85,23 +89,23 @@ def test_parts_in_a_row_are_the_whole_low_level_model(ends, presence, insulated,
     wanted = gradients_of(model, whole["MSE"] + 2 * whole["CE"])
     if recomputed:
         recompute_layers([*model.decoder_layers, *model.vision_blocks])
-    parts = [PI07LowLevelStage(model, layers) for layers in ranges(ends)]
-    losses = through(parts, batch if presence is None else batch | {"presence": presence})
+    stages = [PI07LowLevelStage(model, layers) for layers in ranges(ends)]
+    losses = through(stages, batch if presence is None else batch | {"presence": presence})
     assert losses.keys() == whole.keys()
     for name in ("MSE", "CE"):
         np.testing.assert_allclose(losses[name].item(), whole[name].item(), rtol=1e-6)
     assert_same_gradients(gradients_of(model, losses["MSE"] + 2 * losses["CE"]), wanted)
 
 
-def test_recomputed_parts_drop_the_same():
+def test_recomputed_stages_drop_the_same():
     found = []
     for recomputed in (False, True, False):
         model = low_level.make_model(dropout=0.3)
         if recomputed:
             recompute_layers([*model.decoder_layers, *model.vision_blocks])
         paddle.seed(7 + len(found) // 2)
-        parts = [PI07LowLevelStage(model, layers) for layers in ranges([1, 3])]
-        losses = through(parts, low_level_batch())
+        stages = [PI07LowLevelStage(model, layers) for layers in ranges([1, 3])]
+        losses = through(stages, low_level_batch())
         found.append(gradients_of(model, losses["MSE"] + losses["CE"]))
     assert_same_gradients(found[1], found[0])
     with pytest.raises(AssertionError):
@@ -109,23 +113,23 @@ def test_recomputed_parts_drop_the_same():
 
 
 @pytest.mark.parametrize("presence", [None, NOTHING])
-def test_parts_in_a_row_are_the_whole_planner(presence):
+def test_stages_in_a_row_equal_the_whole_planner(presence):
     model, batch = planner.make_model(), planner.make_batch()
     whole = model(batch, presence)
     wanted = gradients_of(model, whole["CE"])
-    parts = [PI07PlannerStage(model, layers) for layers in ranges([1, 3])]
-    losses = through(parts, batch if presence is None else batch | {"presence": presence})
+    stages = [PI07PlannerStage(model, layers) for layers in ranges([1, 3])]
+    losses = through(stages, batch if presence is None else batch | {"presence": presence})
     np.testing.assert_allclose(losses["CE"].item(), whole["CE"].item(), rtol=1e-6)
     assert_same_gradients(gradients_of(model, losses["CE"]), wanted)
 
 
-def test_parts_do_not_read_a_batch_back_from_the_device():
+def test_stages_do_not_read_a_batch_back_from_the_device():
     model, batch = low_level.make_model(), low_level_batch()
-    parts = [PI07LowLevelStage(model, layers) for layers in ranges([1, 3])]
-    wanted = through(parts, batch)["MSE"].item()
+    stages = [PI07LowLevelStage(model, layers) for layers in ranges([1, 3])]
+    wanted = through(stages, batch)["MSE"].item()
     on_device = as_tensors(batch) | {"presence": presence_of(batch)}
     with record_host_reads() as reads:
-        loss = through(parts, on_device)["MSE"]
+        loss = through(stages, on_device)["MSE"]
     assert [place for place in reads if not place.startswith("nn/masked_attention.py")] == []
     assert loss.item() == wanted
 
@@ -141,56 +145,56 @@ def test_what_arrives_is_known_for_every_presence():
     assert len(sizes) == 8
 
 
-def held_parts(make: Callable[[Placement], PlacedModel]) -> list[PlacedModel]:
+def stage_models(make: Callable[[Placement], PolicyModel]) -> list[PolicyModel]:
     return [make(SingleDevicePlacement(held)) for held in (FIRST, LAST)]
 
 
-def assert_parts_hold_their_own(
-    parts: list[PlacedModel], whole: PlacedModel, shared: set[str]
+def assert_stages_have_their_own(
+    models: list[PolicyModel], whole: PolicyModel, shared: set[str]
 ) -> None:
-    held = [dict(part.hf_named_parameters()) for part in parts]
+    held = [dict(model.hf_named_parameters()) for model in models]
     values = dict(whole.hf_named_parameters())
     assert held[0].keys() | held[1].keys() == values.keys()
     assert held[0].keys() & held[1].keys() == shared
-    assert [len(part.decoder_layers) for part in parts] == [2, 1]
-    assert parts[0].vision_blocks
-    assert not parts[1].vision_blocks
-    for part, parameters in zip(parts, held, strict=True):
-        assert part.whole_shapes() == whole.whole_shapes()
+    assert [len(model.decoder_layers) for model in models] == [2, 1]
+    assert models[0].vision_blocks
+    assert not models[1].vision_blocks
+    for model, parameters in zip(models, held, strict=True):
+        assert model.whole_shapes() == whole.whole_shapes()
         for name, parameter in parameters.items():
             np.testing.assert_array_equal(parameter.numpy(), values[name].numpy(), err_msg=name)
 
 
-def test_a_part_draws_its_own_parameters_only():
+def test_a_stage_draws_its_own_parameters_only():
     def make(placement: Placement | None = None) -> PI07LowLevelFlowMatching:
         paddle.seed(3)
         tokenizers = CharacterTokenizer(), FirstValueActionTokenizer()
         config = policy_config(dataset_names=None)
         return PI07LowLevelPolicy.from_config(config, *tokenizers, placement=placement).model
 
-    assert_parts_hold_their_own(held_parts(make), make(), set())
+    assert_stages_have_their_own(stage_models(make), make(), set())
 
 
 def test_both_copies_of_the_planners_table_make_its_gradient(tmp_path):
     whole, batch = planner.make_model(), planner.make_batch()
     write_policy(tmp_path, whole, {})
 
-    def read(placement: Placement) -> PlacedModel:
+    def read(placement: Placement) -> PolicyModel:
         with paddle.LazyGuard():
-            part = type(whole)(whole.config, whole.label_ids, placement)
-        PolicyCheckpoint(tmp_path).fill(part, {}, (), (), False)
-        part.materialize_all()
-        return part
+            model = type(whole)(whole.config, whole.label_ids, placement)
+        PolicyCheckpoint(tmp_path).fill(model, {}, (), (), False)
+        model.materialize_all()
+        return model
 
-    parts = held_parts(read)
+    models = stage_models(read)
     table = "gemma3_with_expert.gemma3.model.language_model.embed_tokens.weight"
-    assert_parts_hold_their_own(parts, whole, {table})
-    copies = [dict(part.hf_named_parameters())[table] for part in parts]
-    tables = [part.placement.parameter_table for part in parts]
-    ties = [of_part[copy].tie for of_part, copy in zip(tables, copies, strict=True)]
+    assert_stages_have_their_own(models, whole, {table})
+    copies = [dict(model.hf_named_parameters())[table] for model in models]
+    tables = [model.placement.parameter_table for model in models]
+    ties = [of_stage[copy].tie for of_stage, copy in zip(tables, copies, strict=True)]
     assert ties == [Tie.OWNER, Tie.COPY]
     wanted = gradients_of(whole, whole(batch)["CE"])
-    stages = [PI07PlannerStage(part, r) for part, r in zip(parts, ranges([2, 3]), strict=True)]
+    stages = [PI07PlannerStage(model, r) for model, r in zip(models, ranges([2, 3]), strict=True)]
     through(stages, batch)["CE"].backward()
     summed = copies[0].grad + copies[1].grad
     np.testing.assert_allclose(summed.numpy(), wanted[table], rtol=1e-5, atol=1e-7)
@@ -214,7 +218,7 @@ def test_costs_count_tower_layers_and_heads():
     )
     layers, before, after = low_level_costs(config)
     assert len(layers) == text.num_hidden_layers
-    # A token passes every weight of a matrix once.
+    # A token multiplies every weight of a matrix once.
     layer = model.decoder_layers[0]
     sizes = {
         half: sum(p.size for p in getattr(layer, half).parameters() if p.ndim == 2)

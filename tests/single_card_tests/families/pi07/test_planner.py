@@ -1,9 +1,9 @@
 """The high-level planner's model.
 
-Guarantees: greedy decoding with the cache writes what the whole model predicts token by token, past
-padding too; behind the end token there is padding, which nothing after it sees; losses are means
-over all slots but each segment's first; metadata is embedded always and laid out if any sample has
-it, or others' have; labels of the wrong length are refused; there is no expert.
+Guarantees: cached greedy decoding equals the whole model's predictions token by token, past padding
+too; after the end token there is padding, which later tokens do not see; losses are means over all
+slots but each segment's first; metadata is always embedded, and laid out if any sample or another
+rank has it; labels of the wrong length are refused; there is no expert.
 """
 
 import numpy as np
@@ -11,11 +11,11 @@ import pytest
 
 from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
-from paddle_vl.families.pi07.attention_masks import block_mask, prefix_positions
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
-from paddle_vl.families.pi07.flow_matching import as_tensors
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
-from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.config import PI07PlannerConfig
+from paddle_vl.families.pi07.decoder import block_mask, prefix_positions
+from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence
 from tests.support.pi07_golden import CASES, case
 
@@ -52,7 +52,7 @@ def make_batch() -> dict:
     return batch
 
 
-def test_decoding_writes_what_the_whole_model_predicts():
+def test_decoding_equals_the_whole_model():
     model, batch = make_model(), make_batch()
     memory, response = model.generate(batch, BOS, NO_END)
     assert memory.shape == (2, MEMORY)
@@ -70,7 +70,7 @@ def test_decoding_writes_what_the_whole_model_predicts():
 
 
 def whole_rows(model, prefix):
-    """Everything in one pass."""
+    """Decoding without a cache, the whole sequence at every step."""
     visible = block_mask(prefix.pad_masks, prefix.att_masks)
     view = model.decoder.view(prefix_positions(prefix.pad_masks), visible)
     return model.decoder(prefix.embs, prefix_view=view).prefix
@@ -82,7 +82,7 @@ def test_padding_follows_the_end_and_is_not_seen():
     end = int(memory[0, 1])
     stopped, after = model.generate(batch, BOS, end)
     assert stopped[0].tolist() == [BOS, end, 0, 0, 0, 0]
-    # As if the memory had been as short as that.
+    # As if the memory had ended there.
     batch |= {
         "memory_tokens": stopped,
         "memory_masks": stopped != 0,

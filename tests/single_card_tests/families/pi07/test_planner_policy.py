@@ -1,8 +1,8 @@
 """The planner around its model: texts in, texts out, and its files.
 
-Guarantees: the prompt tells task, memory and the state's bins; targets end with EOS; what is
-written comes back as text without special tokens; a saved planner is the same planner; files of the
-original are read; what is missing or does not fit is refused by name.
+Guarantees: the prompt has task, memory and the state's bins; targets end with EOS; decoded texts
+have no special tokens; a saved planner is the same planner; OpenTau's files are read; what is
+missing or does not fit is refused by name.
 """
 
 import json
@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from paddle_vl import PI07HighLevelPlanner
-from paddle_vl.families.pi07.inputs.planner_inputs import state_texts
+from paddle_vl.families.pi07.config import PI07PlannerConfig
+from paddle_vl.families.pi07.inputs.model_inputs import state_texts
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
-from paddle_vl.families.pi07.planner_config import PI07PlannerConfig
 from tests.support.pi07_golden import case, config_values, group_statistics
 
 
@@ -45,7 +45,7 @@ def planner(**changes) -> PI07HighLevelPlanner:
 
 
 def batch(**changes) -> dict:
-    """Two samples; an entry of None is taken away."""
+    """Two samples with changes; None removes an entry."""
     random = np.random.default_rng(1)
     made = {
         "state": np.stack([g["state"]["min"] for g in group_statistics()]),
@@ -66,16 +66,16 @@ def texts(inputs: dict, name: str) -> list[str]:
 
 
 def joined(text: str) -> str:
-    """Tokens stand apart in decoded text."""
+    """Decoded texts have spaces between tokens."""
     return text.replace(" ", "").replace("<bos>", "[").replace("<eos>", "]")
 
 
-def test_states_are_told_by_bins():
+def test_states_are_texts_of_bins():
     states = np.array([[-1.0, 0.0, 1.0], [-2.0, -0.999, 0.5]])
     assert state_texts(states) == ["0 128 255", "0 0 192"]
 
 
-def test_inputs_tell_task_memory_state_and_targets():
+def test_inputs_have_task_memory_state_and_targets():
     inputs = planner().training_inputs(batch(speed=[3, 4], speed_is_pad=[False, True]))
     # The least state of its group is bin 0; the last value never varies and is in the middle.
     assert [joined(text) for text in texts(inputs, "lang")] == [
@@ -161,7 +161,7 @@ def test_files_of_the_original_are_read(tmp_path):
     tensors = load_file(file)
     assert "normalize_inputs.buffer_state.min" in tensors
     engine = "model.gemma3_with_expert"
-    # The original's engine has them in every policy.
+    # OpenTau's engine has them in every policy.
     tensors |= {
         f"{engine}.da_head.bias": np.zeros(3),
         f"{engine}.gemma3.lm_head.weight": np.ones(2),

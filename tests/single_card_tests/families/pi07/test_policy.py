@@ -1,11 +1,11 @@
-"""The whole low-level policy beside the PyTorch original, and its files.
+"""The low-level policy compared with PyTorch, and its files.
 
-Guarantees: golden losses and actions come out of raw batches; a delayed policy's chunks begin with
-the actions that run on; a saved policy is the same policy, under OpenTau's names; older and tied
-names are read; a checkpoint that does not fit is refused with everything that is wrong with it;
-statistics come from one place that is said.
+Guarantees: raw batches give the golden losses and actions; chunks of a delayed policy begin with
+the actions that still run; a saved policy is the same policy, with OpenTau's names; older and tied
+names are read; a checkpoint that does not fit is refused with all its faults; statistics come from
+one place, which is named.
 
-Over 350 lines: one golden policy and the folders written from it serve all of them.
+Over 350 lines: one golden policy and the folders written from it serve all tests.
 """
 
 import json
@@ -51,7 +51,7 @@ def golden_policy(**changes) -> PI07LowLevelPolicy:
 
 
 def raw_batch() -> tuple[dict, dict]:
-    """The golden batch, and what was drawn for it."""
+    """The golden batch, and its noise and times."""
     description, tensors = case("18_policy_level")
     batch = under(tensors, "in.") | description["strings"]
     return batch, {name: batch.pop(name) for name in ("noise", "time")}
@@ -249,7 +249,7 @@ def test_vocabulary_of_discrete_actions_is_found_in_the_checkpoint(saved):
 
 
 def older(tensors: dict) -> dict:
-    """Names as they were, and the weights of norms that have become adaptive."""
+    """Old names, and the weights of norms that are now adaptive."""
     renamed = {}
     for key, value in tensors.items():
         key = key.removeprefix("model.").replace("time_mlp_", "action_time_mlp_")
@@ -298,7 +298,7 @@ def test_named_keys_may_be_missing_or_too_many(saved):
     rewrite(saved, change)
     policy = PI07LowLevelPolicy.from_pretrained(saved, fresh=["state_proj.*"], ignore=["extra.*"])
     expected, found = load_file(WEIGHTS), weights(policy)
-    # What the checkpoint has is taken, the rest is drawn.
+    # The checkpoint's tensors are loaded, the rest is drawn.
     assert (found["state_proj.weight"] == expected["state_proj.weight"]).all()
     assert np.isfinite(found["state_proj.bias"]).all()
     assert (found["state_proj.bias"] != expected["state_proj.bias"]).any()
@@ -322,7 +322,7 @@ def test_statistics_come_from_one_place(saved):
     policy = PI07LowLevelPolicy.from_pretrained(saved, statistics=others)
     rows = policy.normalizers["unnormalize_outputs"].tensors["buffer_actions.mean"]
     assert (rows == others[0]["actions"]["mean"]).all()
-    # They are saved as this policy's own.
+    # They are saved as the policy's own.
     assert not policy.config.skip_normalization_weights
 
 

@@ -1,7 +1,7 @@
-"""From a raw batch to the model's inputs, beside the PyTorch original.
+"""Raw batches to model inputs, compared with PyTorch.
 
-Guarantees: the golden case's inputs come out, tensor by tensor; the texts are the original's;
-absent optional entries mean none; what is missing, too long or of another shape is refused by name.
+Guarantees: the inputs equal the golden case's, tensor by tensor; the texts are OpenTau's; absent
+optional entries stay absent; what is missing, too long or of another shape is refused by name.
 """
 
 import logging
@@ -9,15 +9,14 @@ import logging
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.inputs.groups import group_index
 from paddle_vl.families.pi07.inputs.model_inputs import (
     observation_inputs,
+    padded_action_prefix,
     prepare_state,
     target_inputs,
     warn_of_outliers,
-    whole_action_prefix,
 )
-from paddle_vl.families.pi07.inputs.normalize import Normalizer
+from paddle_vl.families.pi07.inputs.normalize import Normalizer, group_index
 from paddle_vl.families.pi07.inputs.prompt import metadata_texts, prompt_texts, response_texts
 from tests.support.pi07_golden import (
     CharacterTokenizer,
@@ -36,7 +35,7 @@ def raw_batch() -> dict:
 
 
 def prepared(**changes) -> dict:
-    """The golden batch's inputs, with other entries; None takes one away."""
+    """The golden batch's inputs with changes; None removes an entry."""
     config = policy_config()
     batch = {name: v for name, v in (raw_batch() | changes).items() if v is not None}
     groups = group_statistics()
@@ -89,7 +88,7 @@ def test_golden_texts():
     assert metadata_texts(batch, 2) == metadata
 
 
-def test_metadata_without_flags_is_not_told():
+def test_metadata_without_flags_is_left_out():
     assert metadata_texts({"speed": np.array([1.5])}, 1) == [""]
     batch = {"speed": np.array([1.5]), "speed_is_pad": np.array([False]), "robot_type": "arm"}
     assert metadata_texts(batch, 1) == ["Metadata: Speed: 1.5,  Robot: arm, "]
@@ -118,9 +117,9 @@ def test_short_states_and_actions_are_filled_with_zeros():
     inputs = target_inputs(batch, batch["actions"], policy_config(), FirstValueActionTokenizer())
     assert inputs["actions"].shape == (2, 6, 7)
     assert not inputs["actions"][..., 3:].any()
-    # What was filled in is no part of the loss.
+    # Padding is no part of the loss.
     assert inputs["real_action_dim"].tolist() == [3, 3]
-    prefix = whole_action_prefix(np.ones((2, 2, 3)), policy_config())
+    prefix = padded_action_prefix(np.ones((2, 2, 3)), policy_config())
     assert prefix.shape == (2, 6, 7)
     assert prefix.sum() == 12
 
@@ -161,7 +160,7 @@ def test_state_and_actions_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="needs an action tokenizer"):
         target_inputs({"actions": actions}, actions, config, None)
     with pytest.raises(ValueError, match="at most 6"):
-        whole_action_prefix(np.zeros((1, 7, 7)), config)
+        padded_action_prefix(np.zeros((1, 7, 7)), config)
 
 
 def test_outliers_are_warned_of(caplog):

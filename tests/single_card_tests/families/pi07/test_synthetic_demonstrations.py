@@ -1,16 +1,18 @@
-"""Demonstrations by a formula, and their batches.
+"""Synthetic demonstrations and their batches.
 
 Guarantees: samples follow from seed and number; all optional fields vary; the actions follow from
-the state and the colour that is seen, and from neither alone; beginnings and ends of episodes are
-filled up; batches hold what samples hold; samples that differ in kind are refused by name; a policy
-takes the batches.
+state and colour together, and from neither alone; both ends of an episode are padded; batches have
+what samples have; samples that differ in kind are refused by name; a policy takes the batches.
 """
 
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.demonstrations.collate import collate_demonstrations
-from paddle_vl.families.pi07.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
+from paddle_vl.families.pi07.demonstrations.sample import (
+    OPTIONAL_FIELDS,
+    DemonstrationShapes,
+    collate_demonstrations,
+)
 from paddle_vl.families.pi07.demonstrations.statistics import demonstration_statistics
 from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, same
@@ -38,7 +40,7 @@ def test_fields_are_there_as_configured_and_vary():
 
 
 def least_squares_error(inputs: np.ndarray, outputs: np.ndarray) -> float:
-    """Share of the outputs' variance that a linear function of the inputs leaves."""
+    """Fraction of the outputs' variance that a linear fit to the inputs does not explain."""
     inputs = np.column_stack([inputs, np.ones(len(inputs))])
     solution = np.linalg.lstsq(inputs, outputs, rcond=None)[0]
     return float(

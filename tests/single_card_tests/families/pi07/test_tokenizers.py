@@ -1,8 +1,8 @@
-"""Texts and action chunks as token ids.
+"""Tokenizers of texts and of action chunks.
 
-Guarantees: texts begin with the file's own or configured token, are cut and filled on the right;
-the action tokenizer computes as FAST's published code, keeps its numbers through its files, and
-brings chunks back; both refuse what is no tokenizer.
+Guarantees: texts begin with the file's or the configured token and are cut and padded on the right;
+the action tokenizer computes as FAST's published code, survives its files, and decodes chunks; both
+refuse files that are no tokenizer.
 """
 
 import json
@@ -95,7 +95,7 @@ def test_fit_and_encode_are_those_of_fast():
     coefficients = np.around(dct(data, axis=1, norm="ortho") * 10)
     texts = ["".join(map(chr, (c.flatten() - least).astype(int))) for c in coefficients]
     assert tokenizer(data) == [bpe.encode(text).ids for text in texts]
-    # Merging happened: fewer tokens than coefficients.
+    # Merges apply: fewer tokens than coefficients.
     assert max(len(ids) for ids in tokenizer(data)) < data[0].size
 
 
@@ -112,7 +112,7 @@ def test_chunks_come_back_from_their_tokens_and_files(tmp_path):
     assert np.abs(dct(back - data, axis=1, norm="ortho")).max() <= rounding + 1e-6
 
 
-def test_coefficients_below_the_least_are_held_at_it():
+def test_coefficients_below_the_least_become_it():
     tokenizer = ActionTokenizer.fit(chunks(), vocab_size=300)
     assert tokenizer(chunks()[0] * 100 - 100)[0]
 
@@ -140,7 +140,7 @@ def test_action_tokenizer_refuses_what_does_not_fit(tmp_path):
 def test_actions_whose_coefficients_have_no_character_are_refused(value):
     tokenizer = ActionTokenizer.fit(chunks(), vocab_size=300)
     tokenizer.min_token = 0
-    with pytest.raises(ValueError, match="has no character: normalise the actions, or lower the "):
+    with pytest.raises(ValueError, match="has no character: normalize the actions, or lower the "):
         tokenizer(np.full((8, 3), value))
 
 

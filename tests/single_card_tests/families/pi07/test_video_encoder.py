@@ -1,17 +1,16 @@
 """Videos and images to tokens.
 
-Guarantees: what a padded frame shows has no effect and no NaN comes of it, even where several
-layers look back; without a mask the past counts as padded; a frame is not affected by later ones; a
-single frame equals an image, and so does a still behind videos; order and age of frames matter;
-recomputed layers give the same gradients; sizes and lengths are checked.
+Guarantees: the content of a padded frame has no effect and gives no NaN, even with several temporal
+layers; without a mask the past is padding; later frames do not affect a frame; a single frame
+equals an image, and so does a still after videos; order and age of frames matter; recomputation
+gives the same gradients; sizes and lengths are checked.
 """
 
 import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.pi07.siglip import visible_frames
-from paddle_vl.families.pi07.video_encoder import VideoEncoder, frame_codes
+from paddle_vl.families.pi07.vision import VideoEncoder, frame_codes, visible_frames
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
 from tests.support.pi07_golden import policy_config
@@ -19,7 +18,7 @@ from tests.support.pi07_golden import policy_config
 
 @pytest.fixture(scope="module")
 def encoder():
-    """Every layer looks back, up to 4 frames."""
+    """An encoder with temporal attention in every layer, for up to 4 frames."""
     paddle.seed(0)
     made = VideoEncoder(policy_config().vlm_config.gemma3_config, 4, 1, SingleDevicePlacement())
     weight = made.projector.mm_input_projection_weight

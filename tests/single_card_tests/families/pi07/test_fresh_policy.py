@@ -1,15 +1,15 @@
 """Policies built for a run.
 
-Guarantees: `from_config` draws the weights that the class itself draws with the same seed, at once
-or when the model is filled, in the default dtype; `whole_shapes` are those of the checkpoint; a
-part of a model writes nothing by itself and is refused where all of it is needed.
+Guarantees: `from_config` draws the weights of the class itself with the same seed, at once or when
+the model is filled, in the default dtype; `whole_shapes` are those of the checkpoint; a sharded
+model is refused where the whole one is needed.
 """
 
 import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.pi07.planner_model import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from tests.single_card_tests.families.pi07.test_planner import make_batch, make_model
@@ -22,13 +22,13 @@ def tokenizers() -> tuple[CharacterTokenizer, FirstValueActionTokenizer]:
 
 def test_fresh_weights_are_those_that_the_class_draws():
     config, found = policy_config(dataset_names=None), []
-    for fills in (None, True, False):
+    for materialize in (None, True, False):
         paddle.seed(3)
-        if fills is None:
+        if materialize is None:
             policy = PI07LowLevelPolicy(config, *tokenizers())
         else:
-            policy = PI07LowLevelPolicy.from_config(config, *tokenizers(), materialize=fills)
-            assert all(p._is_initialized() == fills for p in policy.parameters())
+            policy = PI07LowLevelPolicy.from_config(config, *tokenizers(), materialize=materialize)
+            assert all(p._is_initialized() == materialize for p in policy.parameters())
             policy.model.materialize_all()
         found.append({i.key: i.parameter.numpy() for i in policy.model.stored_parameters()})
     for key, value in found[0].items():
@@ -40,13 +40,13 @@ def test_fresh_weights_are_those_that_the_class_draws():
     }
 
 
-def test_a_part_of_a_planner_does_not_write():
+def test_a_sharded_planner_does_not_generate():
     whole = make_model()
-    part = PI07HighLevelPlannerModel(
+    shard = PI07HighLevelPlannerModel(
         whole.config, whole.label_ids, SingleDevicePlacement(StageLayers(head=False))
     )
-    with pytest.raises(ValueError, match="one process's part of a model; to generate, load"):
-        part.generate(make_batch(), 2, 1)
+    with pytest.raises(ValueError, match="one rank's shard of a model; to generate, load"):
+        shard.generate(make_batch(), 2, 1)
 
 
 def test_a_stage_of_a_policy_does_not_act():

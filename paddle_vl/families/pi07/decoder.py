@@ -1,35 +1,84 @@
-"""The decoder: layers that own a backbone half and an expert half, and run either or both.
+"""The decoder: layers with a backbone half and an expert half, which run either or both streams.
 
-Shapes: B batch, L prefix tokens of width D, C suffix tokens of width E; S keys. Inside, tokens are
-rows, batch-major: T = B * L of the prefix and T' = B * C of the suffix, under sequence parallelism
-this rank's part of them.
+The halves of a layer meet in attention only: the suffix reads keys and values of the prefix, never
+the other way round. So three ways to run it give the same numbers: both streams at once; the prefix
+first and the suffix on its cached keys; or, for decoding, the prefix in pieces.
 
-Both halves of a layer meet in attention alone: the suffix reads keys and values of the prefix, and
-never the other way round. So the three ways to run it give the same numbers: both streams at once,
-the prefix first and the suffix with what it left, or (decoding) pieces of the prefix in turn.
+`sliding_window` has no effect, as in OpenTau: every layer sees the whole prefix.
 
-`sliding_window` has no effect on pi07, as in the original: every layer sees the whole prefix.
+Shapes: B batch, L prefix tokens of width D, C suffix tokens of width E, S keys. Inside the layers,
+tokens are rows, batch-major: T = B * L of the prefix and T' = B * C of the suffix; under sequence
+parallelism this rank's shard of them.
+
+Source: OpenTau's Gemma3WithExpertModel and make_att_2d_masks.
 """
 
 from typing import NamedTuple
 
+import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.families.pi07.decoder_layers import (
+    BackboneLayer,
+    ExpertLayer,
+    KeyValue,
+    StreamView,
+)
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.families.pi07.gemma_layers import BackboneLayer, ExpertLayer, KeyValue, StreamView
-from paddle_vl.families.pi07.norms import AdaptiveRMSNorm, GemmaRMSNorm
-from paddle_vl.families.pi07.rotary import Rotary
+from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, Rotary
 from paddle_vl.nn.attention import AttentionMask
 from paddle_vl.nn.placement import Placement
 
 
+def block_mask(pad_masks_BL: Tensor, att_masks_BL: Tensor) -> Tensor:
+    """Which tokens each token sees: `[B, L, L]` bool; nothing to or from padding.
+
+    Tokens see their own block and the earlier ones. Mark 1 begins a block, 0 joins the block
+    before. Marks 0 0 0 | 1 0 | 1 | 1 are a block of three, a block of two and two causal tokens:
+
+        1 1 1 0 0 0 0
+        1 1 1 0 0 0 0
+        1 1 1 0 0 0 0
+        1 1 1 1 1 0 0
+        1 1 1 1 1 0 0
+        1 1 1 1 1 1 0
+        1 1 1 1 1 1 1
+
+    Args:
+        pad_masks_BL: bool, True for real tokens.
+        att_masks_BL: marks, bool or int.
+    """
+    block_BL = paddle.cumsum(att_masks_BL.astype("int64"), axis=1)
+    earlier = block_BL.unsqueeze(1) <= block_BL.unsqueeze(2)
+    real = paddle.logical_and(pad_masks_BL.unsqueeze(1), pad_masks_BL.unsqueeze(2))
+    return paddle.logical_and(earlier, real)
+
+
+def suffix_mask(prefix_pad_BL: Tensor, pad_masks_BC: Tensor, att_masks_BC: Tensor) -> Tensor:
+    """`[B, C, L + C]` bool: a suffix sees all real tokens of the prefix, and itself by blocks."""
+    cross = paddle.logical_and(prefix_pad_BL.unsqueeze(1), pad_masks_BC.unsqueeze(2))
+    return paddle.concat([cross, block_mask(pad_masks_BC, att_masks_BC)], axis=2)
+
+
+def prefix_positions(pad_masks_BL: Tensor) -> Tensor:
+    """int64 `[B, L]`: real tokens count up from 0; padding repeats the position before it, or
+    -1."""
+    return paddle.cumsum(pad_masks_BL.astype("int64"), axis=1) - 1
+
+
+def suffix_positions(prefix_pad_BL: Tensor, num_tokens: int) -> Tensor:
+    """int64 `[B, C]`: counts on from the number of real tokens in the prefix."""
+    first_B1 = prefix_pad_BL.astype("int64").sum(axis=1, keepdim=True)
+    return first_B1 + paddle.arange(num_tokens, dtype="int64")
+
+
 class SuffixView:
-    """How a suffix reads the prefix. Not a tuple: Paddle would look for tensors in it.
+    """How a suffix reads the prefix. Not a tuple: Paddle's recomputation looks for tensors in one.
 
     Args:
         own: positions and mask of the suffix.
-        num_keys: it sees so many of the prefix, the first ones.
-        insulated: no gradient passes from it into the prefix.
+        num_keys: number of leading prefix keys that it sees.
+        insulated: no gradient flows from it into the prefix (`knowledge_insulation`).
     """
 
     def __init__(self, own: StreamView, num_keys: int, insulated: bool):
@@ -44,7 +93,7 @@ class SuffixView:
 
 
 class InterleavedDecoderLayer(nn.Layer):
-    """One layer of each stream; a unit for recomputation and sharding."""
+    """One layer of each stream; the unit of recomputation and parameter sharding."""
 
     def __init__(self, config: Gemma3WithExpertConfig, number: int, placement: Placement):
         super().__init__()
@@ -71,14 +120,14 @@ class InterleavedDecoderLayer(nn.Layer):
         past: KeyValue | None = None,
         keep: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """Run the streams that are given.
+        """Run the given streams.
 
         Args:
-            past: keys and values of an earlier call with a prefix; a suffix alone needs them.
-            keep: return keys and values of the prefix too.
+            past: keys and values of an earlier prefix; a suffix alone needs them.
+            keep: also return the keys and values of the prefix.
 
         Returns:
-            The streams that are given, in order, and keys and values if they are to be kept.
+            The given streams, in order; then keys and values with `keep`.
         """
         rows: list[Tensor] = []
         if prefix_TD is not None:
@@ -92,7 +141,13 @@ class InterleavedDecoderLayer(nn.Layer):
 
 
 class DecoderOutput(NamedTuple):
-    """`prefix` `[B, L, D]` and `suffix` `[B, C, E]` behind the final norms, None if not given."""
+    """Both streams after the final norms; None for a stream that was not given.
+
+    Attributes:
+        prefix: `[B, L, D]`.
+        suffix: `[B, C, E]`.
+        cache: keys and values of the prefix by layer, if they were to be kept.
+    """
 
     prefix: Tensor | None
     suffix: Tensor | None
@@ -100,13 +155,13 @@ class DecoderOutput(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """This rank's token rows of both streams, and what conditions the norms of the suffix; None for
-    a stream that is not given.
+    """This rank's token rows of both streams; None for a stream that is not given.
 
     Attributes:
         prefix: `[T, D]`.
         suffix: `[T', E]`.
-        cond: `[T', E]`, or `[C, E]` where all samples share it and ranks have all rows.
+        cond: condition of the suffix's norms, `[T', E]`, or `[C, E]` where all samples share it and
+            rows are not sharded.
     """
 
     prefix: Tensor | None
@@ -115,12 +170,13 @@ class Streams(NamedTuple):
 
 
 class InterleavedDecoder(nn.Layer):
-    """The layers and the final norm of each stream. A rank of a pipeline has some of these layers,
-    and a placeholder for each of the others.
+    """The layers, and the final norm of each stream.
+
+    A pipeline stage has its own layers and a placeholder for each of the others; only the last
+    stage has the norms.
 
     Attributes:
-        attention_implementation: `eager` or `sdpa`, the configuration's until it is changed; read
-            at every call.
+        attention_implementation: `eager` or `sdpa`; starts as configured, read at every call.
     """
 
     def __init__(self, config: Gemma3WithExpertConfig, placement: Placement):
@@ -145,10 +201,11 @@ class InterleavedDecoder(nn.Layer):
             self.expert_norm = placement.layers.row_wise(AdaptiveRMSNorm(*sizes))
 
     def view(self, position_ids_BL: Tensor, visible_BLS: Tensor) -> StreamView:
-        """What all layers need to know of a stream's tokens.
+        """Positions and mask of a stream, shared by all layers.
 
         Args:
-            visible_BLS: bool, over keys from before and the stream's own.
+            position_ids_BL: int64.
+            visible_BLS: bool, over cached keys and then the stream's own.
         """
         text = self.config.gemma3_config.text_config
         rotary = {
@@ -173,12 +230,12 @@ class InterleavedDecoder(nn.Layer):
         cache: list[KeyValue] | None = None,
         keep: bool = False,
     ) -> DecoderOutput:
-        """Run the streams that are given through all layers.
+        """Run the given streams through all layers.
 
         Args:
-            cond_BCE: the condition of the suffix's norms, `[1, C, E]` where all samples share it.
-            cache: keys and values by layer of an earlier call with a prefix, kept then.
-            keep: return them, with the earlier ones in front.
+            cond_BCE: condition of the suffix's norms, `[1, C, E]` where all samples share it.
+            cache: keys and values by layer, kept by an earlier call with a prefix.
+            keep: return keys and values, the earlier ones in front.
 
         Raises:
             ValueError: a suffix without an expert, or without a prefix to see.
@@ -199,14 +256,14 @@ class InterleavedDecoder(nn.Layer):
         suffix_BCE: Tensor | None = None,
         cond_BCE: Tensor | None = None,
     ) -> Streams:
-        """The rows as the layers take them."""
+        """Token rows of this rank, as the layers take them."""
         streams = Streams(None, None, None)
         if prefix_BLD is not None:
             streams = streams._replace(prefix=self._enter(prefix_BLD))
         if suffix_BCE is None:
             return streams
         if self.placement.ops.row_part.size > 1:
-            # Each row has a condition of its own.
+            # Sharded rows need a condition each.
             cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], cond_BCE.shape[-1]])
         return streams._replace(suffix=self._enter(suffix_BCE), cond=self._enter(cond_BCE))
 
@@ -219,7 +276,7 @@ class InterleavedDecoder(nn.Layer):
         cache: list[KeyValue] | None = None,
         keep: bool = False,
     ) -> tuple[Streams, list[KeyValue] | None]:
-        """Run some layers, one after the other; with the keys and values to be kept."""
+        """Run some layers in order; also returns their keys and values with `keep`."""
         kept: list[KeyValue] = []
         for i in layers:
             past = None if cache is None else cache[i]
@@ -238,7 +295,7 @@ class InterleavedDecoder(nn.Layer):
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
     ) -> DecoderOutput:
-        """The rows behind the final norms, all of them again."""
+        """All token rows again, after the final norms."""
         prefix_TD, suffix_TE, cond_TE = streams
         prefix_BLD = suffix_BCE = None
         if prefix_TD is not None:
@@ -248,7 +305,6 @@ class InterleavedDecoder(nn.Layer):
         return DecoderOutput(prefix_BLD, suffix_BCE, None)
 
     def _enter(self, x_BLD: Tensor) -> Tensor:
-        """This rank's token rows."""
         x_TD = x_BLD.reshape([-1, x_BLD.shape[-1]])
         return self.placement.ops.enter_rows(self.placement.ops.pad_rows(x_TD))
 

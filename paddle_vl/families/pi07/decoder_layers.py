@@ -1,38 +1,38 @@
-"""The two halves of a decoder layer: Gemma 3 for what is seen and read, Gemma for the actions.
+"""The two halves of a decoder layer: Gemma 3 for the prefix, an adaptive Gemma for the actions.
 
-Shapes: B batch, L tokens of the own stream, T = B * L token rows, batch-major (this rank's part of
-them under sequence parallelism); S keys; D width of the stream, F inner width of its MLP; N query
-heads, K key heads, H head width.
+Shapes: B batch, L tokens of the stream, T = B * L token rows, batch-major (under sequence
+parallelism this rank's shard of them); S keys; D width of the stream, E width of the condition, F
+inner width of the MLP; N query heads, K key/value heads, H head width.
 
-Source: Gemma3DecoderLayer of HF transformers; the adaptive expert is openpi's.
+Source: Gemma3DecoderLayer of HF transformers; the adaptive expert is openpi's; both as in OpenTau's
+InterleavedDecoderLayer.
 """
 
 import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.families.pi07.engine_config import Gemma3TextConfig, GemmaExpertConfig
-from paddle_vl.families.pi07.norms import AdaptiveRMSNorm, GemmaRMSNorm
-from paddle_vl.families.pi07.rotary import Rotary
+from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, Rotary
 from paddle_vl.nn.attention import AttentionMask, masked_attention
 from paddle_vl.nn.functional import activation
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.placement import Placement
 
-# Keys and values `[B, S, K, H]`, keys normalised and rotated.
+# Keys and values `[B, S, K, H]`; keys are normalized and rotated.
 KeyValue = tuple[Tensor, Tensor]
 
 
 class StreamView:
-    """Where the tokens of a stream stand and what they see, the same for all layers.
+    """Positions and mask of a stream's tokens, the same for all layers.
 
-    Not a tuple: Paddle would look for tensors in it.
+    Not a tuple: Paddle's recomputation looks for tensors in one.
 
     Args:
         shape: B and L.
-        rotary: by the base of a layer's angles.
-        mask: over the keys that the stream is given and its own behind them.
-        scale: of scores, the backbone's for both streams.
-        implementation: of attention, `eager` or `sdpa`.
+        rotary: rotary embedding by base.
+        mask: over the keys that the stream is given, then its own.
+        scale: factor of the scores; the backbone's for both streams.
+        implementation: `eager` or `sdpa` attention.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class StreamView:
         return self.shape[0] * self.shape[1]
 
     def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        """`[B, L, N, H]`."""
+        """Attention output `[B, L, N, H]`."""
         return masked_attention(q_BLNH, k_BSKH, v_BSKH, self.mask, self.scale, self.implementation)
 
 
 class BackboneLayer(nn.Layer):
-    """`x + norm(attention(norm(x)))`, then `x + norm(mlp(norm(x)))`, norms on both sides.
+    """`x + norm(attention(norm(x)))`, then `x + norm(mlp(norm(x)))`.
 
     Args:
-        rope_base: of this layer's rotary angles.
-        serves_tokens_alone: whether what attention returns here reaches the tokens' loss only,
-            where its keys and values reach the actions' too: the last layer beside an expert. Its
-            queries then learn from fewer steps, so they have a weight of their own.
+        rope_base: base of this layer's rotary angles.
+        serves_tokens_alone: True for the last layer beside an expert. Its attention output reaches
+            the token loss only, while its keys and values reach the action loss too. Queries then
+            get a gradient in fewer steps than keys and values, so they need a weight of their own.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class BackboneLayer(nn.Layer):
     def forward(
         self, x_TD: Tensor, view: StreamView, past: KeyValue | None = None
     ) -> tuple[Tensor, KeyValue]:
-        """The rows, and the keys and values of `past` and of this call behind them."""
+        """The rows `[T, D]`, and the keys and values of `past` followed by this call's."""
         attended_TD, key_value = self.self_attn(
             self.input_layernorm(x_TD), view, self.rope_base, past
         )
@@ -100,7 +100,7 @@ class BackboneLayer(nn.Layer):
 
 
 class ExpertLayer(nn.Layer):
-    """Attention and MLP behind adaptive norms, each let in by the gate of its norm."""
+    """`x + gate * attention(norm(x))`, then `x + gate * mlp(norm(x))`; the norms give the gates."""
 
     def __init__(
         self,
@@ -121,10 +121,11 @@ class ExpertLayer(nn.Layer):
         self.dropout = placement.layers.row_dropout(dropout)
 
     def forward(self, x_TD: Tensor, cond_TE: Tensor, view: StreamView, prefix: KeyValue) -> Tensor:
-        """The rows; they see the prefix and each other.
+        """Rows `[T, D]`, which see the prefix and each other.
 
         Args:
             cond_TE: condition of the norms, see `AdaptiveRMSNorm`.
+            prefix: the keys and values that the suffix sees.
         """
         rows_TD, gate_TD = self.input_layernorm(x_TD, cond_TE)
         attended_TD, _ = self.self_attn(rows_TD, view, self.rope_base, prefix)
@@ -134,7 +135,7 @@ class ExpertLayer(nn.Layer):
 
 
 class Attention(nn.Layer):
-    """Grouped-query attention; queries and keys pass `q_norm` and `k_norm` where there are any."""
+    """Grouped-query attention; `q_norm` and `k_norm`, if set, are applied before the rotation."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class Attention(nn.Layer):
     ):
         """
         Args:
-            is_fused: whether queries, keys and values come from one weight.
+            is_fused: queries, keys and values come from one weight.
         """
         super().__init__()
         self.placement, self.head_dim = placement, config.head_dim
@@ -181,7 +182,7 @@ class Attention(nn.Layer):
 
 
 class GemmaMLP(nn.Layer):
-    """`down(gelu(gate(x)) * up(x))`, the tanh form of GELU."""
+    """`down(gelu(gate(x)) * up(x))` with the tanh form of GELU."""
 
     def __init__(self, width: int, inner: int, placement: Placement):
         super().__init__()

@@ -1,0 +1,350 @@
+"""What the low-level policy and the planner share: fresh weights, loading and saving.
+
+A policy's folder is OpenTau's and LeRobot's: `config.json`, `model.safetensors` and here the
+tokenizers too. Checkpoint keys are those of the model after `model.`, and statistics after the name
+of their normalizer, such as `normalize_inputs.buffer_state.mean`.
+"""
+
+import fnmatch
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from paddle_vl.checkpoint.reading import check_keys, checkpoint_tensors, stored_values
+from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
+from paddle_vl.checkpoint.writing import parameters_to_write, write_tensors
+from paddle_vl.families.pi07.checkpoint_map import (
+    UNUSED_KEYS,
+    Groups,
+    engine_keys,
+    grouped_projections,
+    grouped_statistics,
+)
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
+from paddle_vl.families.pi07.policy_config import CONFIG_FILES, CURRENT_CONFIG_VERSION, read_config
+from paddle_vl.families.pi07.policy_model import PolicyModel
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
+
+MODEL_PREFIX = "model."
+# The normalizers of a policy, as they are named in its checkpoint.
+NORMALIZERS = (
+    "normalize_inputs",
+    "normalize_targets",
+    "normalize_discrete_actions",
+    "unnormalize_outputs",
+)
+_EMBEDDING_KEY = "gemma3_with_expert.gemma3.model.language_model.embed_tokens.weight"
+_HEAD_KEY = "gemma3_with_expert.gemma3.lm_head.weight"
+_DISCRETE_HEAD_KEY = "gemma3_with_expert.da_head.bias"
+
+Policy = TypeVar("Policy", bound="BasePolicy")
+
+
+class BasePolicy(nn.Layer):
+    """A policy around a model, which may be this rank's shard.
+
+    Attributes:
+        normalizers: by their names in a checkpoint; they hold the statistics.
+    """
+
+    config: PI07Config | PI07PlannerConfig
+    model: PolicyModel
+    normalizers: Mapping[str, Normalizer]
+    # Patterns of checkpoint keys that the model never reads.
+    unused_keys: Sequence[str] = ()
+
+    @classmethod
+    def from_config(
+        cls: type[Policy],
+        config: PI07Config | PI07PlannerConfig,
+        *parts: Any,
+        placement: Placement | None = None,
+        materialize: bool = True,
+        **named_parts: Any,
+    ) -> Policy:
+        """A policy with fresh weights, drawn from Paddle's global random state.
+
+        A rank with shards gets its shards of what a single device with the same seed draws.
+
+        Args:
+            parts, named_parts: tokenizers and statistics, as the class takes them.
+            placement: what this rank has of the model; None for all of it.
+            materialize: draw the weights now; otherwise the model's `materialize` does.
+        """
+        with paddle.LazyGuard():
+            policy = cls(config, *parts, placement=placement, **named_parts)
+        policy.model.materialize_later(policy.model.fresh_values)
+        if materialize:
+            policy.model.materialize_all()
+        return policy
+
+    def save_pretrained(
+        self,
+        path: str | Path,
+        write: FileWriter = write_file,
+        store: ParameterStore | None = None,
+    ) -> None:
+        """Write `config.json`, `model.safetensors` and the tokenizers into a folder.
+
+        All ranks with shards call this together.
+
+        Args:
+            write: writes the files of weights.
+            store: of the model in training, see `paddle_vl.checkpoint.writing`.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self.config
+        if config.config_version is None:
+            config = replace(config, config_version=CURRENT_CONFIG_VERSION)
+        keeps = self.normalizers if config.save_normalization_stats else {}
+        write_policy(folder, self.model, keeps, write, store)
+        if not self.model.placement.checkpoint_ranks.is_first:
+            return
+        config.save_pretrained(folder)
+        self.save_tokenizers(folder)
+
+    def save_tokenizers(self, folder: Path) -> None:
+        """Write the files of the tokenizers."""
+        raise NotImplementedError
+
+    def make_normalizers(self, num_groups: int) -> dict[str, Normalizer]:
+        """Normalizers without statistics.
+
+        Raises:
+            ValueError: the configuration names another number of groups.
+        """
+        raise NotImplementedError
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Unsharded shapes of all parameters by checkpoint key, without `model.`."""
+        return self.model.whole_shapes()
+
+    @classmethod
+    def _loaded(
+        cls: type[Policy],
+        stored: "PolicyCheckpoint",
+        config: PI07Config | PI07PlannerConfig,
+        parts: Mapping[str, Any],
+        statistics: Sequence[Statistics] | None,
+        dtype: str,
+        fresh: Sequence[str],
+        ignore: Sequence[str],
+        placement: Placement | None,
+        materialize: bool,
+    ) -> Policy:
+        """A policy with a checkpoint's weights; see `PI07LowLevelPolicy.from_pretrained`.
+
+        Args:
+            parts: the tokenizers.
+        """
+        takes = takes_statistics(config.skip_normalization_weights, stored, statistics)
+        if config.config_version is None:
+            # Checkpoints had no version before the convention changed.
+            config = replace(config, config_version=0)
+        default_dtype = paddle.get_default_dtype()
+        paddle.set_default_dtype(dtype)
+        try:
+            with paddle.LazyGuard():
+                policy = cls(config, **parts, statistics=statistics, placement=placement)
+        except ValueError as error:
+            raise ValueError(f"{stored.folder}: {error}") from error
+        finally:
+            paddle.set_default_dtype(default_dtype)
+        if takes and config.dataset_names is None:
+            policy.normalizers = policy.make_normalizers(stored.num_groups(policy.normalizers))
+        stored.regroup(config, policy.normalizers if takes else {})
+        ignore = [*ignore, *cls.unused_keys]
+        stored.fill(policy.model, policy.normalizers, fresh, ignore, takes)
+        if materialize:
+            policy.model.materialize_all()
+        # Skipped once, the statistics in use are this policy's own.
+        policy.config = replace(policy.config, skip_normalization_weights=False)
+        policy.eval()
+        return policy
+
+
+class StatisticsEntry(NamedTuple):
+    """A statistic of a normalizer and its checkpoint key."""
+
+    key: str
+    normalizer: Normalizer
+    name: str
+
+    def value(self) -> np.ndarray:
+        return self.normalizer.tensors[self.name]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.value().shape
+
+
+class PolicyCheckpoint:
+    """The tensors of a policy's folder, not yet read.
+
+    Attributes:
+        model: by the model's keys, old names replaced.
+        statistics: by their keys.
+    """
+
+    def __init__(self, folder: Path):
+        """
+        Raises:
+            RuntimeError: files are missing or damaged.
+        """
+        stored = checkpoint_tensors(folder)
+        self.folder = folder
+        self.statistics = {key: t for key, t in stored.items() if _is_statistic(key)}
+        self.model = engine_keys({k: t for k, t in stored.items() if k not in self.statistics})
+        # Head and embedding are tied; writers that store tied tensors once may keep either name.
+        if _EMBEDDING_KEY not in self.model and _HEAD_KEY in self.model:
+            self.model[_EMBEDDING_KEY] = self.model[_HEAD_KEY]
+
+    def num_groups(self, normalizers: Mapping[str, Normalizer]) -> int:
+        """Groups of the stored statistics; 1 without statistics or without a group axis."""
+        for entry in _statistics_entries(normalizers):
+            stored = self.statistics.get(entry.key)
+            if stored is not None and len(stored.shape) == len(entry.stored_shape):
+                return stored.shape[0]
+        return 1
+
+    @property
+    def discrete_vocabulary(self) -> int | None:
+        """Size of the discrete-action vocabulary that the model was trained with."""
+        head = self.model.get(_DISCRETE_HEAD_KEY)
+        return None if head is None else head.shape[0]
+
+    @property
+    def groups(self) -> list[str] | None:
+        """Names of the groups in the order of the rows; None if the folder does not say."""
+        if not any((self.folder / name).is_file() for name in CONFIG_FILES):
+            return None
+        return read_config(self.folder)[1].get("dataset_names")
+
+    def regroup(
+        self, config: PI07Config | PI07PlannerConfig, normalizers: Mapping[str, Normalizer]
+    ) -> None:
+        """Bring projections and statistics into the order of the configuration's groups.
+
+        Args:
+            normalizers: empty if the checkpoint's statistics are not taken.
+
+        Raises:
+            ValueError: the checkpoint does not say which row belongs to which group.
+        """
+        groups = Groups(self.groups, config.dataset_names)
+        if config.per_group_projection:
+            self.model |= grouped_projections(self.model, groups, config.num_groups)
+        if normalizers:
+            shapes = {entry.key: entry.stored_shape for entry in _statistics_entries(normalizers)}
+            self.statistics |= grouped_statistics(self.statistics, groups, shapes)
+
+    def fill(
+        self,
+        model: PolicyModel,
+        normalizers: Mapping[str, Normalizer],
+        fresh: Sequence[str],
+        ignore: Sequence[str],
+        takes_statistics: bool,
+    ) -> None:
+        """Give the normalizers their statistics now, and the model its weights when it is filled.
+
+        Args:
+            model: its parameters, which may be shards, have no storage yet.
+            fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
+            ignore: patterns of the checkpoint's keys that the model may lack.
+            takes_statistics: take the checkpoint's statistics.
+
+        Raises:
+            ValueError: keys are missing, unexpected or misshapen; names all of them.
+        """
+        whole = model.whole().stored_parameters()
+        drawn = {p.key for p in whole if p.key not in self.model and _matches(p.key, fresh)}
+        wanted = [p for p in whole if p.key not in drawn]
+        entries = list(_statistics_entries(normalizers)) if takes_statistics else []
+        stored = self.model | (self.statistics if takes_statistics else {})
+        ignored = UNUSED_KEYS | {key for key in stored if _matches(key, ignore)}
+        check_keys(self.folder, stored, [*wanted, *entries], ignored, "the policy")
+        model.materialize_later(
+            lambda: [
+                *model.fresh_values(drawn),
+                *stored_values(
+                    (p for p in model.stored_parameters() if p.key not in drawn), self.model
+                ),
+            ]
+        )
+        for entry in entries:
+            # Infinite statistics mark absent ones; `Normalizer.normalize` raises if it needs them.
+            value = self.statistics[entry.key].read(must_be_finite=False)
+            entry.normalizer.tensors[entry.name] = value.astype(np.float32)
+        for owner, normalizer in normalizers.items() if takes_statistics else ():
+            normalizer.check(f"{self.folder}: {owner}")
+
+
+def takes_statistics(
+    skips: bool, stored: PolicyCheckpoint, statistics: Sequence[Statistics] | None
+) -> bool:
+    """Whether to take the checkpoint's statistics, not given ones.
+
+    Args:
+        skips: `skip_normalization_weights`.
+
+    Raises:
+        ValueError: there are both, or none.
+    """
+    if skips and statistics is None:
+        raise ValueError(
+            "skip_normalization_weights leaves the checkpoint's statistics out, so others must be "
+            "given: pass statistics, or set it to False"
+        )
+    if statistics is None:
+        return True
+    if stored.statistics and not skips:
+        raise ValueError(
+            f"{stored.folder} holds statistics, and others were given: leave them out, or set "
+            "skip_normalization_weights to take the given ones"
+        )
+    return False
+
+
+def write_policy(
+    folder: Path,
+    model: PolicyModel,
+    normalizers: Mapping[str, Normalizer],
+    write: FileWriter = write_file,
+    store: ParameterStore | None = None,
+) -> None:
+    """Write `model.safetensors`, one file as OpenTau reads it.
+
+    All ranks with shards call this together and share the writing; a large model is then in several
+    files, as HF has them.
+    """
+    tensors = parameters_to_write(model.stored_parameters(), MODEL_PREFIX, store)
+    if model.placement.stage_layers.embedding:
+        tensors += [
+            TensorToWrite(entry.key, entry.stored_shape, "F32", entry.value)
+            for entry in _statistics_entries(normalizers)
+        ]
+    write_tensors(folder, "model", tensors, sys.maxsize, model.placement.checkpoint_ranks, write)
+
+
+def _statistics_entries(normalizers: Mapping[str, Normalizer]) -> Iterable[StatisticsEntry]:
+    for owner, normalizer in normalizers.items():
+        for name in normalizer.tensors:
+            yield StatisticsEntry(f"{owner}.{name}", normalizer, name)
+
+
+def _is_statistic(key: str) -> bool:
+    return key.startswith(tuple(f"{name}." for name in NORMALIZERS))
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

@@ -1,0 +1,391 @@
+"""The low-level policy's model: flow matching of action chunks by an expert that reads the prefix.
+
+Time t = 1 is noise and t = 0 the actions: `x_t = t * noise + (1 - t) * actions`. The expert learns
+the velocity `noise - actions`; sampling integrates it from noise to actions. The discrete action
+tokens at the end of the prefix train the backbone beside it. One file, above 350 lines, so that the
+formulas of training and of sampling stand side by side.
+
+Shapes: B batch, F frames of the history, C steps of a chunk, A action values, S state values, L
+prefix tokens (L_a action tokens among them), D backbone width, E expert width, V action-token
+vocabulary.
+
+Source: PI07LowLevelFlowMatching of OpenTau; flow matching as in pi0 (Black et al., 2024), the
+action tokens and knowledge insulation as in pi0.5-KI (Driess et al., 2025).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+
+from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.families.pi07.decoder import (
+    DecoderOutput,
+    InterleavedDecoder,
+    SuffixView,
+    suffix_mask,
+    suffix_positions,
+)
+from paddle_vl.families.pi07.layers import GroupedProjection, fresh_std
+from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
+from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
+from paddle_vl.families.pi07.prefix_layout import (
+    PREFIX_BLOCKS,
+    PrefixMasks,
+    PrefixTokens,
+    Presence,
+    presence_of,
+)
+from paddle_vl.nn.linear import Linear
+from paddle_vl.nn.placement import Placement
+
+# Shortest and longest period of the time embedding.
+_SHORTEST, _LONGEST = 4e-3, 4.0
+
+
+class NoisyActions(NamedTuple):
+    """A point on the way from noise to actions.
+
+    Attributes:
+        x_t, velocity: `[B, C, A]` float32.
+        time: `[B, C]` float32; 0 at delayed steps, whose actions are given.
+        is_delayed: `[B, C]` bool.
+    """
+
+    x_t: Tensor
+    velocity: Tensor
+    time: Tensor
+    is_delayed: Tensor
+
+
+def draw_time(size: int) -> Tensor:
+    """`[B]` float32 times, 0.001 + 0.999 Beta(1.5, 1), drawn by the inverse of its distribution."""
+    return paddle.uniform([size], dtype="float32", min=0.0, max=1.0) ** (1 / 1.5) * 0.999 + 0.001
+
+
+def time_embedding(time_BC: Tensor, width: int) -> Tensor:
+    """Sine and cosine of `2 pi time / period`, float64 `[B, C, width]`.
+
+    Periods are geometric from 0.004 to 4.
+
+    Source: create_sinusoidal_pos_embedding of OpenTau and openpi.
+    """
+    fraction = np.linspace(0.0, 1.0, width // 2)
+    frequency = 2 * np.pi / (_SHORTEST * (_LONGEST / _SHORTEST) ** fraction)
+    angle = time_BC.astype("float64").unsqueeze(-1) * paddle.to_tensor(frequency)
+    return paddle.concat([paddle.sin(angle), paddle.cos(angle)], axis=-1)
+
+
+class SuffixEmbedding(nn.Layer):
+    """Rows of the expert from noisy actions, and the condition of its norms from their time.
+
+    Source: `embed_suffix` of OpenTau's PI07LowLevelFlowMatching.
+    """
+
+    def __init__(self, config: PI07Config, num_groups: int | None):
+        super().__init__()
+        width = config.proj_width
+        self.action_in_proj = GroupedProjection(config.max_action_dim, width, num_groups)
+        self.time_mlp_in = Linear(width, width, True, init_std=fresh_std(width))
+        self.time_mlp_out = Linear(width, width, True, init_std=fresh_std(width))
+
+    def forward(
+        self, noisy_BCA: Tensor, time_BC: Tensor, group_B: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rows `[B, C, E]` and condition `[B, C, E]`, or `[1, C, E]` for a `time_BC` of `[1,
+        C]`."""
+        dtype = self.time_mlp_in.weight.dtype
+        rows_BCE = self.action_in_proj(noisy_BCA.astype(dtype), group_B)
+        code = time_embedding(time_BC, rows_BCE.shape[-1]).astype(dtype)
+        return rows_BCE, F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(code))))
+
+
+def suffix_marks(pad_BC: Tensor) -> Tensor:
+    """Attention marks of a chunk, which is one block: `[B, C]` bool."""
+    steps = pad_BC.shape[1]
+    return (paddle.arange(steps) == 0).unsqueeze(0).expand(pad_BC.shape)
+
+
+class LossTerms(NamedTuple):
+    """A loss as OpenTau's mean, and per sample.
+
+    Attributes:
+        mean: scalar.
+        sums, counts: float32 `[B]`, sums of the loss and numbers of the values that count.
+    """
+
+    mean: Tensor
+    sums: Tensor
+    counts: Tensor
+
+
+def flow_loss(target_BCA: Tensor, velocity_BCA: Tensor, counts_BCA: Tensor) -> LossTerms:
+    """Mean squared error of the velocity over the values that count (bool); 0 where none does."""
+    counts_BCA = counts_BCA.astype("float32")
+    squares = (target_BCA - velocity_BCA).square() * counts_BCA
+    mean = squares.sum() / (counts_BCA.sum() + 1e-8)
+    return LossTerms(mean, squares.sum(axis=[1, 2]), counts_BCA.sum(axis=[1, 2]))
+
+
+def flow_counts(
+    is_delayed_BC: Tensor,
+    num_values: int,
+    is_pad_BC: Tensor | None = None,
+    real_dim_B: Tensor | None = None,
+) -> Tensor:
+    """Which values count in the flow loss: `[B, C, A]` bool; not delayed, not padding, in use.
+
+    Args:
+        num_values: A.
+        real_dim_B: number of action values of each sample's robot; None for all.
+    """
+    counts_BC = paddle.logical_not(is_delayed_BC)
+    if is_pad_BC is not None:
+        counts_BC = paddle.logical_and(counts_BC, paddle.logical_not(is_pad_BC))
+    counts_BCA = counts_BC.unsqueeze(-1).expand([*counts_BC.shape, num_values])
+    if real_dim_B is None:
+        return counts_BCA
+    in_use = paddle.arange(num_values) < real_dim_B.astype("int64").unsqueeze([1, 2])
+    return paddle.logical_and(counts_BCA, in_use)
+
+
+def token_slot_loss(logits_BLV: Tensor, tokens_BL: Tensor, masks_BL: Tensor) -> LossTerms:
+    """Cross entropy of tokens in float32. The mean is over all slots, padding too, as in
+    OpenTau."""
+    batch, length, vocab = logits_BLV.shape
+    masks_BL = masks_BL.astype("float32")
+    losses = F.cross_entropy(
+        logits_BLV.reshape([-1, vocab]).astype("float32"),
+        tokens_BL.reshape([-1]),
+        reduction="none",
+    )
+    losses_BL = losses.reshape([batch, length]) * masks_BL
+    return LossTerms(losses_BL.mean(), losses_BL.sum(axis=1), masks_BL.sum(axis=1))
+
+
+def time_step(num_steps: int) -> np.float32:
+    """Euler step of the time; negative, since it runs from noise at 1 to actions at 0."""
+    return np.float32(-1.0 / num_steps)
+
+
+def times(num_steps: int) -> list[np.float32]:
+    """Times of the Euler steps, accumulated in float32 as OpenTau does."""
+    step, time, found = time_step(num_steps), np.float32(1.0), []
+    while time >= -step / 2:
+        found.append(time)
+        time = np.float32(time + step)
+    return found
+
+
+class PI07LowLevelFlowMatching(PolicyModel):
+    """Prefix and suffix embeddings, the decoder of both streams, and the two heads.
+
+    Outside of the decoder layers, only the token table is sharded over a tensor-parallel group; all
+    of its ranks compute the rest alike. The first pipeline stage has the embeddings, the last one
+    the heads.
+    """
+
+    def __init__(
+        self,
+        config: PI07Config,
+        label_ids: Mapping[str, Sequence[int]],
+        placement: Placement | None = None,
+    ):
+        """
+        Args:
+            label_ids: token ids, without special tokens, of each of `prefix_layout.LABELS`.
+
+        Raises:
+            ValueError: a label has no ids, or the vocabulary of discrete actions is not known.
+        """
+        super().__init__(config, label_ids, placement)
+        num_groups = config.num_groups if config.per_group_projection else None
+        vlm = config.vlm_config
+        width = vlm.gemma3_config.text_config.hidden_size
+        camera_tokens = vlm.gemma3_config.mm_tokens_per_image
+        self.tokens = PrefixTokens(PREFIX_BLOCKS, label_ids, camera_tokens)
+        self.prefix, self.suffix, self.da_head, self.action_out_proj = None, None, None, None
+        if self.placement.stage_layers.embedding:
+            self.prefix = PrefixEmbedding(config, self.tokens, num_groups, self.placement)
+            self.suffix = SuffixEmbedding(config, num_groups)
+        self.decoder = InterleavedDecoder(vlm, self.placement)
+        if self.placement.stage_layers.head:
+            self.da_head = Linear(width, vlm.discrete_action_vocab_size, True)
+            self.action_out_proj = GroupedProjection(
+                config.proj_width, config.max_action_dim, num_groups
+            )
+        self.placement.parameter_table.add_replicated(self.parameters())
+        freeze(self, vlm)
+        self.train()
+
+    def train(self) -> None:
+        super().train()
+        if self.config.vlm_config.train_state_action_representation_only:
+            # The decoder only carries gradients, so it has no dropout either.
+            self.decoder.eval()
+
+    def forward(
+        self,
+        batch: Mapping[str, Any],
+        presence: Presence | None = None,
+        per_sample: bool = False,
+    ) -> dict[str, Any]:
+        """The losses of a batch.
+
+        Args:
+            batch: NumPy arrays or tensors; lists have an entry per camera. Token ids are int64,
+                masks bool and True for what is real, the rest float32.
+                Required: `videos` list of `[B, F, 3, H, W]` in [0, 1], the current frame last, with
+                `vid_masks` list of `[B]`; `lang_tokens` and `lang_masks`; `state` `[B, F, S]`;
+                `actions` `[B, C, A]`; `discrete_actions` and `discrete_action_masks`.
+                Optional: `response_tokens` and `response_masks`; `metadata_tokens` and
+                `metadata_masks`; `subgoal_images` list of `[B, 3, H, W]` in [-1, 1] with
+                `subgoal_img_masks`; `obs_history_is_pad` `[B, F]` (without it, the past is
+                padding); `actions_is_pad` `[B, C]`; `real_action_dim` `[B]`; `group_index` `[B]`.
+                Drawn if absent: `noise` `[B, C, A]`, `time` `[B]`, `delay` `[B]`.
+            presence: the optional fields to lay out; None for those that the batch fills.
+            per_sample: add sums and counts per sample.
+
+        Returns:
+            `MSE` of the flow and `CE` of the action tokens, scalars; with `per_sample` also
+            `MSE_per_sample` and `CE_per_sample`, pairs of sums and counts `[B]`.
+        """
+        presence = presence_of(batch) if presence is None else presence
+        batch = as_tensors(batch)
+        noisy = self.noisy_actions(batch)
+        prefix = self.prefix(batch, presence)
+        out = self.decode(prefix, noisy, batch.get("group_index"))
+        losses = self.losses(out, noisy, batch)
+        return losses if per_sample else {name: losses[name] for name in ("MSE", "CE")}
+
+    def noisy_actions(self, batch: Mapping[str, Any]) -> NoisyActions:
+        """Actions mixed with noise; draws the noise, times and delays that the batch lacks."""
+        actions = batch["actions"].astype("float32")
+        size, steps, _ = actions.shape
+        noise, time_B, delay_B = (batch.get(name) for name in ("noise", "time", "delay"))
+        noise = paddle.randn(actions.shape, dtype="float32") if noise is None else noise
+        time_B = draw_time(size) if time_B is None else time_B
+        if delay_B is None:
+            delay_B = paddle.randint(0, self.config.max_delay + 1, [size], dtype="int64")
+        is_delayed = paddle.arange(steps) < delay_B.unsqueeze(1)
+        time_BC = time_B.unsqueeze(1) * paddle.logical_not(is_delayed).astype("float32")
+        weight = time_BC.unsqueeze(-1)
+        x_t = weight * noise + (1.0 - weight) * actions
+        return NoisyActions(x_t, noise - actions, time_BC, is_delayed)
+
+    def decode(
+        self, prefix: Prefix, noisy: NoisyActions, group_B: Tensor | None = None
+    ) -> DecoderOutput:
+        """Both streams at once."""
+        rows, cond = self.suffix(noisy.x_t, noisy.time, group_B)
+        return self.decoder(
+            prefix.embs, rows, cond, self.prefix_view(prefix), self.suffix_view(prefix)
+        )
+
+    def suffix_view(self, prefix: Prefix | PrefixMasks) -> SuffixView:
+        """Positions and mask of a chunk of actions after a prefix."""
+        steps = self.config.chunk_size
+        seen_BL = prefix.pad_masks[:, : prefix.num_seen]
+        pad_BC = paddle.ones([seen_BL.shape[0], steps], dtype="bool")
+        own = self.decoder.view(
+            suffix_positions(seen_BL, steps),
+            suffix_mask(seen_BL, pad_BC, suffix_marks(pad_BC)),
+        )
+        return SuffixView(own, prefix.num_seen, self.config.knowledge_insulation)
+
+    def losses(
+        self, out: DecoderOutput, noisy: NoisyActions, batch: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What `forward` returns with `per_sample`."""
+        flow = self.flow_terms(out.suffix, noisy, batch)
+        tokens = token_slot_loss(
+            self.action_token_logits(out.prefix),
+            batch["discrete_actions"],
+            batch["discrete_action_masks"],
+        )
+        return {
+            "MSE": flow.mean,
+            "CE": tokens.mean,
+            "MSE_per_sample": (flow.sums, flow.counts),
+            "CE_per_sample": (tokens.sums, tokens.counts),
+        }
+
+    def velocity(self, suffix_BCE: Tensor, group_B: Tensor | None = None) -> Tensor:
+        """Velocities `[B, C, A]` float32 from the expert's rows."""
+        return self.action_out_proj(suffix_BCE, group_B).astype("float32")
+
+    def flow_terms(
+        self, suffix_BCE: Tensor, noisy: NoisyActions, batch: Mapping[str, Any]
+    ) -> LossTerms:
+        """The loss of the velocity."""
+        counts = flow_counts(
+            noisy.is_delayed,
+            self.config.max_action_dim,
+            batch.get("actions_is_pad"),
+            batch.get("real_action_dim"),
+        )
+        velocity = self.velocity(suffix_BCE, batch.get("group_index"))
+        return flow_loss(noisy.velocity, velocity, counts)
+
+    def action_token_logits(self, prefix_BLD: Tensor) -> Tensor:
+        """Logits `[B, L_a, V]` of the action tokens, each from the token before it."""
+        length = self.config.discrete_action_max_length
+        end = prefix_BLD.shape[1] - 1
+        return self.da_head(prefix_BLD[:, end - length : end])
+
+    @paddle.no_grad()
+    def sample_actions(
+        self,
+        batch: Mapping[str, Any],
+        noise: Any = None,
+        delay: int = 0,
+        action_prefix: Any = None,
+        num_steps: int | None = None,
+    ) -> Tensor:
+        """A chunk of actions `[B, C, A]` float32, by Euler steps from noise.
+
+        The prefix runs once; each step runs the expert over its cached keys and values.
+
+        Args:
+            batch: see `forward`, without actions.
+            noise: `[B, C, A]`; drawn if None.
+            delay: number of first steps that are already given.
+            action_prefix: `[B, C, A]`, of which the first `delay` steps are read.
+            num_steps: of the integration; None for the configuration's.
+
+        Raises:
+            ValueError: the model is a pipeline stage, or there is a delay without `action_prefix`.
+        """
+        if not self.placement.stage_layers.is_full:
+            raise ValueError(
+                "this model is one stage of a pipeline; to act, load the checkpoint in a single "
+                "process"
+            )
+        if delay and action_prefix is None:
+            raise ValueError(f"delay is {delay}: action_prefix must give these first steps")
+        config, presence, batch = self.config, presence_of(batch), as_tensors(batch)
+        noise, action_prefix = as_tensors([noise, action_prefix])
+        num_steps, group_B = num_steps or config.num_steps, batch.get("group_index")
+        prefix = self.prefix(batch, presence, training=False)
+        cache = self.decoder(prefix.embs, prefix_view=self.prefix_view(prefix), keep=True).cache
+        suffix_view = self.suffix_view(prefix)
+        shape = [prefix.embs.shape[0], config.chunk_size, config.max_action_dim]
+        x_BCA = paddle.randn(shape, dtype="float32") if noise is None else noise
+        is_given_1C = (paddle.arange(config.chunk_size) < delay).unsqueeze(0)
+
+        def with_given(x_BCA: Tensor) -> Tensor:
+            if action_prefix is None:
+                return x_BCA
+            given_BCA = action_prefix.astype(x_BCA.dtype)
+            return paddle.where(is_given_1C.unsqueeze(-1), given_BCA, x_BCA)
+
+        for time in times(num_steps):
+            x_BCA = with_given(x_BCA)
+            time_1C = paddle.logical_not(is_given_1C).astype("float32") * float(time)
+            rows, cond = self.suffix(x_BCA, time_1C, group_B)
+            out = self.decoder(None, rows, cond, suffix_view=suffix_view, cache=cache)
+            x_BCA = x_BCA + self.velocity(out.suffix, group_B) * float(time_step(num_steps))
+        return with_given(x_BCA)

@@ -1,0 +1,197 @@
+"""Layers that pi07's streams and embeddings share: norms, rotary angles, token tables, projections.
+
+Shapes: B batch, L tokens, T token rows, D width of a stream, E width of the condition, N heads, H
+head width, G groups of data, I inputs and O outputs of a linear.
+"""
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+from paddle.autograd import PyLayer
+from paddle.nn.initializer import Constant, Uniform
+
+from paddle_vl.nn.linear import Linear, linear
+from paddle_vl.nn.norm import gemma_rms_norm, rms_quotient
+from paddle_vl.nn.rope import apply_rotary
+
+PAD_ID = 0
+
+
+class GemmaRMSNorm(nn.Layer):
+    """`x / sqrt(mean(x^2) + epsilon) * (1 + weight)`; the weight starts at zero.
+
+    Computes in float32 and casts the product. (Qwen's RMSNorm casts before it multiplies.)
+
+    Source: Gemma3RMSNorm of HF transformers.
+    """
+
+    def __init__(self, size: int, epsilon: float):
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = self.create_parameter([size], default_initializer=Constant(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., D]` to the same shape and dtype."""
+        return gemma_rms_norm(x, self.weight, self.epsilon)
+
+
+class AdaptiveRMSNorm(nn.Layer):
+    """`x / sqrt(mean(x^2) + epsilon) * (1 + scale) + shift`, and a gate for the sublayer's output.
+
+    Scale, shift and gate are the thirds, in this order, of a linear of the condition. There is no
+    weight besides. Computes in float32.
+
+    Source: GemmaRMSNorm of openpi with `cond_dim` (adaRMS).
+    """
+
+    def __init__(self, size: int, cond_size: int, epsilon: float):
+        super().__init__()
+        self.epsilon = epsilon
+        self.dense = Linear(cond_size, 3 * size, True)
+
+    def forward(self, x_TD: Tensor, cond_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalized rows and gates, both `[T, D]` in the dtype of the rows.
+
+        Args:
+            cond_TE: one condition per row, or `[T / B, E]` where all B samples share it.
+        """
+        terms = self.dense(cond_TE)
+        samples = x_TD.shape[0] // terms.shape[0]
+        terms = terms if samples == 1 else paddle.concat([terms] * samples)
+        scale, shift, gate = paddle.chunk(terms, 3, axis=-1)
+        quotient = rms_quotient(x_TD, self.epsilon)
+        y = quotient * (1.0 + scale.astype("float32")) + shift.astype("float32")
+        return y.astype(x_TD.dtype), gate.astype(x_TD.dtype)
+
+
+class Rotary:
+    """Rotary embedding of queries and keys at given positions, for layers with one base.
+
+    `angle_j = position / base^(2j / H)`, halves rotated against each other. No `rope_scaling`,
+    whatever the configuration says; the expert's own `rope_theta` is not used.
+
+    A class and not a tuple, since Paddle's recomputation looks for tensors in tuples.
+
+    Source: `apply_rope` of OpenTau's pi07 engine.
+
+    Args:
+        position_ids_BL: int64.
+    """
+
+    def __init__(self, position_ids_BL: Tensor, head_dim: int, base: float):
+        slots = head_dim // 2
+        # Division by float32 powers, as OpenTau: a product with inverses rounds differently.
+        scale = np.float32(base) ** (np.float32(2.0 / head_dim) * np.arange(slots, dtype="float32"))
+        angle = position_ids_BL.astype("float32").unsqueeze(-1) / paddle.to_tensor(scale)
+        angle_BL1H = paddle.concat([angle, angle], axis=-1).unsqueeze(2)
+        self._one_head = paddle.cos(angle_BL1H), paddle.sin(angle_BL1H)
+        self._by_heads: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x_BLNH: Tensor) -> Tensor:
+        """Queries or keys, rotated in float32 and cast back."""
+        cos, sin = self._tables(x_BLNH.shape[2])
+        return apply_rotary(x_BLNH.unsqueeze(-2), cos, sin).squeeze(-2)
+
+    def _tables(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine `[B, L, N, H]`, repeated for every head: Paddle's CPU kernels are slow at
+        broadcasting over a middle dim."""
+        if heads not in self._by_heads:
+            self._by_heads[heads] = tuple(paddle.concat([x] * heads, 2) for x in self._one_head)
+        return self._by_heads[heads]
+
+
+class PaddedEmbedding(nn.Layer):
+    """A scaled embedding table; the row of `PAD_ID` is read but gets no gradient.
+
+    Paddle's own `padding_idx` would read zeros.
+
+    Args:
+        table: an `Embedding`, or this rank's shard of one.
+        scale: factor of the rows, rounded to the table's dtype as in OpenTau.
+    """
+
+    def __init__(self, table: nn.Layer, scale: float = 1.0):
+        super().__init__()
+        self.table, self.scale = table, scale
+
+    @property
+    def weight(self) -> Tensor:
+        """`[num, D]`, or this rank's rows of it."""
+        return self.table.weight
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        """int64 `[B, L]` to `[B, L, D]`."""
+        rows_BLD = self.table(ids_BL)
+        if paddle.in_dynamic_mode():
+            rows_BLD = _MaskGradient.apply(rows_BLD, ids_BL != PAD_ID)
+        if self.scale == 1.0:
+            return rows_BLD
+        return rows_BLD * paddle.to_tensor(self.scale).astype(rows_BLD.dtype)
+
+
+class _MaskGradient(PyLayer):
+    """Identity; rows where `keep_BL` is False get a zero gradient."""
+
+    @staticmethod
+    def forward(ctx, rows_BLD, keep_BL):
+        ctx.save_for_backward(keep_BL)
+        return rows_BLD.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (keep_BL,) = ctx.saved_tensor()
+        return grad * keep_BL.astype(grad.dtype).unsqueeze(-1), None
+
+
+def fresh_std(in_features: int) -> float:
+    """Standard deviation of torch's default linear initialization, uniform in +-1/sqrt(I)."""
+    return (3 * in_features) ** -0.5
+
+
+class GroupLinear(nn.Layer):
+    """`x @ weight[group] + bias[group]`, weights `[G, I, O]`; group 0 where none is given.
+
+    A group is a data set or a robot with a projection of its own.
+    """
+
+    def __init__(self, in_features: int, out_features: int, num_groups: int):
+        super().__init__()
+        bound = in_features**-0.5
+        self.num_groups = num_groups
+        self.weight = self.create_parameter(
+            [num_groups, in_features, out_features], default_initializer=Uniform(-bound, bound)
+        )
+        self.bias = self.create_parameter(
+            [num_groups, out_features], default_initializer=Uniform(-bound, bound)
+        )
+
+    def forward(self, x_BLI: Tensor, group_B: Tensor | None = None) -> Tensor:
+        """`[B, L, I]` to `[B, L, O]`.
+
+        Args:
+            group_B: int64 group of each sample.
+        """
+        if self.num_groups == 1 or group_B is None:
+            return linear(x_BLI, self.weight[0], self.bias[0])
+        weight_BIO = paddle.index_select(self.weight, group_B)
+        bias_B1O = paddle.index_select(self.bias, group_B).unsqueeze(1)
+        return paddle.matmul(x_BLI, weight_BIO) + bias_B1O
+
+
+class GroupedProjection(nn.Layer):
+    """A linear for all samples, or one per group.
+
+    Args:
+        num_groups: None for one linear, whose weights have no group axis.
+    """
+
+    def __init__(self, in_features: int, out_features: int, num_groups: int | None):
+        super().__init__()
+        self.is_grouped = num_groups is not None
+        if self.is_grouped:
+            self.linear = GroupLinear(in_features, out_features, num_groups)
+        else:
+            self.linear = Linear(in_features, out_features, True, init_std=fresh_std(in_features))
+
+    def forward(self, x_BLI: Tensor, group_B: Tensor | None = None) -> Tensor:
+        return self.linear(x_BLI, group_B) if self.is_grouped else self.linear(x_BLI)

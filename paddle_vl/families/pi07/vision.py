@@ -1,0 +1,395 @@
+"""Videos and still images to tokens of the backbone: SigLIP tower, temporal attention, projector.
+
+Every `stride`-th layer of the tower attends over past frames too; only the tokens of a video's
+current frame, its last, come out. One file, above 350 lines, since it is one forward pass from
+pixels to tokens.
+
+Shapes: B videos of F frames, S still images, P = B * F + S frames in all, videos first; N patches
+of a frame, U tower width, h heads, H head width; M tokens of an image, D backbone width.
+
+Source: SiglipVisionModel and Gemma3MultiModalProjector of HF transformers; the temporal part is
+OpenTau's SpaceTimeSiglip video encoder.
+"""
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+from paddle.nn.initializer import Constant, Normal
+
+from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
+from paddle_vl.families.pi07.layers import GemmaRMSNorm
+from paddle_vl.nn.attention import AttentionMask, masked_attention, segment_attention
+from paddle_vl.nn.functional import activation, slice_axis
+from paddle_vl.nn.linear import Linear
+from paddle_vl.nn.norm import LayerNorm
+from paddle_vl.nn.placement import Placement
+
+# Shortest and longest period of the code of a frame's age, in frames.
+_SHORTEST, _LONGEST = 4e-3, 40.0
+
+
+class FrameHistory:
+    """What the layers with temporal attention need to know of the frames.
+
+    Not a tuple: Paddle's recomputation looks for tensors in one.
+
+    Args:
+        num_videos, num_frames: B and F.
+        code_FU: code of each frame's age, added before attention; zero for the current frame.
+        mask: `[B * N, F, F]`, which frames each frame sees, the same at every patch.
+        num_stills: S.
+    """
+
+    def __init__(
+        self,
+        num_videos: int,
+        num_frames: int,
+        code_FU: Tensor,
+        mask: AttentionMask,
+        num_stills: int = 0,
+    ):
+        self.num_videos, self.num_frames = num_videos, num_frames
+        self.mask = mask
+        code_stills = paddle.zeros([num_stills, code_FU.shape[1]], dtype=code_FU.dtype)
+        self.code_P1U = paddle.concat([code_FU] * num_videos + [code_stills]).unsqueeze(1)
+
+    @property
+    def num_video_frames(self) -> int:
+        """B * F, the number of leading frames that belong to videos."""
+        return self.num_videos * self.num_frames
+
+
+class SiglipTower(nn.Layer):
+    """Patch embedding, learned positions, layers and the last norm.
+
+    Args:
+        stride: every `stride`-th layer attends over past frames.
+    """
+
+    def __init__(self, config: SiglipVisionConfig, stride: int):
+        super().__init__()
+        self.config = config
+        # A convolution whose stride is its kernel is one matrix product over flattened patches.
+        self.patch_embedding = Linear(3 * config.patch_size**2, config.hidden_size, True)
+        self.position_embedding = _Positions(config)
+        self.layers = nn.LayerList(
+            [
+                SiglipLayer(config, looks_back=(i + 1) % stride == 0)
+                for i in range(config.num_hidden_layers)
+            ]
+        )
+        self.post_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, pixels_PCHW: Tensor, history: FrameHistory | None = None) -> Tensor:
+        """Encode frames; of a video only the last, current frame comes out.
+
+        Args:
+            pixels_PCHW: values in [-1, 1].
+            history: None for independent images.
+
+        Returns:
+            `[B + S, N, U]`, or `[P, N, U]` without a history.
+
+        Raises:
+            ValueError: frames of another size than the tower's.
+        """
+        x_PNU = self.patch_embedding(self._patches(pixels_PCHW))
+        x_PNU = self.position_embedding(x_PNU)
+        for layer in self.layers:
+            x_PNU = layer(x_PNU, history)
+        if history is not None:
+            _, patches, width = x_PNU.shape
+            frames = history.num_video_frames
+            videos, stills = slice_axis(x_PNU, 0, frames), slice_axis(x_PNU, frames, x_PNU.shape[0])
+            x_BFNU = videos.reshape([history.num_videos, history.num_frames, patches, width])
+            x_PNU = paddle.concat([x_BFNU[:, -1], stills])
+        return self.post_layernorm(x_PNU)
+
+    def _patches(self, pixels_PCHW: Tensor) -> Tensor:
+        frames, size, side = pixels_PCHW.shape[0], self.config.patch_size, self.config.grid_side
+        wanted = [3, side * size, side * size]
+        if list(pixels_PCHW.shape[1:]) != wanted:
+            raise ValueError(
+                f"frames are {list(pixels_PCHW.shape[1:])}; the tower takes {wanted} "
+                "(vision_config.image_size)"
+            )
+        patches = pixels_PCHW.reshape([frames, 3, side, size, side, size])
+        patches = patches.transpose([0, 2, 4, 1, 3, 5]).reshape([frames, side * side, -1])
+        return patches.astype(self.patch_embedding.weight.dtype)
+
+
+class _Positions(nn.Layer):
+    def __init__(self, config: SiglipVisionConfig):
+        super().__init__()
+        self.weight = self.create_parameter(
+            [config.num_patches, config.hidden_size],
+            default_initializer=Normal(std=config.hidden_size**-0.5),
+        )
+
+    def forward(self, x_PNU: Tensor) -> Tensor:
+        return x_PNU + self.weight
+
+
+class SiglipLayer(nn.Layer):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; the unit of recomputation and sharding.
+
+    Args:
+        looks_back: it attends over past frames, if it is given a history.
+    """
+
+    def __init__(self, config: SiglipVisionConfig, looks_back: bool):
+        super().__init__()
+        self.looks_back = looks_back
+        self.layer_norm1 = LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.self_attn = SiglipAttention(config)
+        self.layer_norm2 = LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.mlp = SiglipMLP(config)
+
+    def forward(self, x_PNU: Tensor, history: FrameHistory | None = None) -> Tensor:
+        history = history if self.looks_back else None
+        aged_PNU = x_PNU if history is None else x_PNU + history.code_P1U.astype(x_PNU.dtype)
+        x_PNU = x_PNU + self.self_attn(self.layer_norm1(aged_PNU), history)
+        return x_PNU + self.mlp(self.layer_norm2(x_PNU))
+
+
+class SiglipAttention(nn.Layer):
+    """Attention over the patches of a frame.
+
+    With a history, each patch of a video first attends over the same patch in the frames up to its
+    own; the result replaces its value. Both attentions use the same queries and keys.
+    """
+
+    def __init__(self, config: SiglipVisionConfig):
+        super().__init__()
+        width = config.hidden_size
+        self.head_dim = width // config.num_attention_heads
+        self.q_proj = Linear(width, width, True)
+        self.k_proj = Linear(width, width, True)
+        self.v_proj = Linear(width, width, True)
+        self.out_proj = Linear(width, width, True)
+
+    def forward(self, x_PNU: Tensor, history: FrameHistory | None = None) -> Tensor:
+        frames, patches, width = x_PNU.shape
+        rows = [frames * patches, -1, self.head_dim]
+        q_QhH, k_QhH, v_QhH = (
+            project(x_PNU).reshape(rows) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if history is not None:
+            # Sliced and concatenated even without stills: one graph on all ranks.
+            rows = history.num_video_frames * patches
+            videos = _attend_in_time(
+                *(slice_axis(x_QhH, 0, rows) for x_QhH in (q_QhH, k_QhH, v_QhH)), patches, history
+            )
+            v_QhH = paddle.concat([videos, slice_axis(v_QhH, rows, v_QhH.shape[0])])
+        out = segment_attention(q_QhH, k_QhH, v_QhH, ((frames, patches),))
+        return self.out_proj(out.reshape([frames, patches, width]))
+
+
+def _attend_in_time(
+    q_QhH: Tensor, k_QhH: Tensor, v_QhH: Tensor, patches: int, history: FrameHistory
+) -> Tensor:
+    """Values `[Q, h, H]` of the patches of videos, Q = B * F * N, after temporal attention."""
+    rows, heads, width = q_QhH.shape
+    videos, frames = history.num_videos, history.num_frames
+
+    def by_patch(x_QhH: Tensor) -> Tensor:
+        x = x_QhH.reshape([videos, frames, patches, heads * width]).transpose([0, 2, 1, 3])
+        return x.reshape([videos * patches, frames, heads, width])
+
+    # "sdpa" gives zero, not NaN, for a frame that sees none; spatial attention reads it as a value.
+    out = masked_attention(
+        by_patch(q_QhH), by_patch(k_QhH), by_patch(v_QhH), history.mask, width**-0.5, "sdpa"
+    )
+    out = out.reshape([videos, patches, frames, heads * width]).transpose([0, 2, 1, 3])
+    return out.reshape([rows, heads, width])
+
+
+class SiglipMLP(nn.Layer):
+    """`fc2(gelu(fc1(x)))` with the tanh form of GELU."""
+
+    def __init__(self, config: SiglipVisionConfig):
+        super().__init__()
+        self.fc1 = Linear(config.hidden_size, config.intermediate_size, True)
+        self.fc2 = Linear(config.intermediate_size, config.hidden_size, True)
+        self.act = activation("gelu_pytorch_tanh")
+
+    def forward(self, x_PNU: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x_PNU)))
+
+
+def visible_frames(is_pad_BF: Tensor) -> Tensor:
+    """Which frames each frame sees: `[B, F, F]` bool.
+
+    A frame sees the frames up to its own that are not padding; the last, current one never counts
+    as padding. A padded frame may see none.
+    """
+    frames = is_pad_BF.shape[1]
+    last = paddle.arange(frames) == frames - 1
+    real_BF = paddle.logical_or(paddle.logical_not(is_pad_BF), last)
+    order = paddle.arange(frames)
+    causal_FF = order.unsqueeze(1) >= order.unsqueeze(0)
+    return paddle.logical_and(real_BF.unsqueeze(1), causal_FF)
+
+
+class MultiModalProjector(nn.Layer):
+    """Average pooling over square windows of patches, norm, and a matrix that starts at zero.
+
+    Pooling is a method of its own and has no parameters: ranks that share the tower's work exchange
+    pooled rows.
+    """
+
+    def __init__(self, config: Gemma3Config):
+        super().__init__()
+        vision = config.vision_config
+        self.side = vision.grid_side
+        self.window = self.side // round(config.mm_tokens_per_image**0.5)
+        self.mm_input_projection_weight = self.create_parameter(
+            [vision.hidden_size, config.text_config.hidden_size],
+            default_initializer=Constant(0.0),
+        )
+        self.mm_soft_emb_norm = GemmaRMSNorm(vision.hidden_size, vision.layer_norm_eps)
+
+    def pooled(self, x_BNU: Tensor) -> Tensor:
+        """`[B, N, U]` patch rows to `[B, M, U]`, both in row-major order."""
+        batch, _, width = x_BNU.shape
+        grid = x_BNU.transpose([0, 2, 1]).reshape([batch, width, self.side, self.side])
+        pooled = F.avg_pool2d(grid, self.window, self.window)
+        return pooled.reshape([batch, width, -1]).transpose([0, 2, 1])
+
+    def forward(self, rows_BMU: Tensor) -> Tensor:
+        """`[B, M, U]` pooled rows to `[B, M, D]` tokens."""
+        return paddle.matmul(self.mm_soft_emb_norm(rows_BMU), self.mm_input_projection_weight)
+
+
+def frame_codes(num_frames: int, width: int) -> np.ndarray:
+    """Code of the age of each frame, float64 `[F, U]`; that of the last, current frame is zero.
+
+    Frame i has age i - (F - 1), in frames. The code is sine and cosine of `2 pi age / period`, with
+    periods geometric from 0.004 to 40 frames, minus the code of age 0.
+
+    Raises:
+        ValueError: an age beyond the longest period.
+    """
+    if num_frames - 1 > _LONGEST:
+        raise ValueError(
+            f"{num_frames} frames reach further back than {_LONGEST:g} frames, the longest period "
+            "of the code of their age: lower n_obs_steps"
+        )
+    age_F1 = np.arange(num_frames, dtype=np.float64)[:, None] - (num_frames - 1)
+    period = _SHORTEST * (_LONGEST / _SHORTEST) ** np.linspace(0.0, 1.0, width // 2)
+    angle = 2 * np.pi * age_F1 / period
+    codes = np.concatenate([np.sin(angle), np.cos(angle)], axis=1)
+    return codes - codes[-1:]
+
+
+class VideoEncoder(nn.Layer):
+    """Tower and projector.
+
+    Args:
+        max_num_frames: most frames of a video, `n_obs_steps`.
+        stride: every `stride`-th layer of the tower attends over past frames.
+    """
+
+    def __init__(
+        self,
+        config: Gemma3Config,
+        max_num_frames: int,
+        stride: int,
+        placement: Placement,
+    ):
+        super().__init__()
+        self.max_num_frames, self.placement = max_num_frames, placement
+        self.tower = placement.layers.tower(SiglipTower(config.vision_config, stride))
+        self.projector = MultiModalProjector(config)
+        self.num_tokens = config.mm_tokens_per_image
+
+    def forward(
+        self,
+        video_BFCHW: Tensor | None,
+        is_pad_BF: Tensor | None = None,
+        stills_SCHW: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens of the videos' current frames, then of the stills.
+
+        All in one pass, so that every layer runs once whatever the data.
+
+        Args:
+            video_BFCHW: values in [0, 1]; a single frame needs no temporal attention.
+            is_pad_BF: bool; None takes all frames but the current one for padding.
+            stills_SCHW: values in [-1, 1].
+
+        Returns:
+            `[B + S, M, D]`.
+
+        Raises:
+            ValueError: more frames than `n_obs_steps`.
+        """
+        videos, frames = (0, 0) if video_BFCHW is None else video_BFCHW.shape[:2]
+        stills = 0 if stills_SCHW is None else stills_SCHW.shape[0]
+        if frames > self.max_num_frames:
+            raise ValueError(
+                f"a video has {frames} frames; n_obs_steps allows {self.max_num_frames}"
+            )
+
+        def encode(items: np.ndarray | None) -> Tensor:
+            if items is None:
+                return self._pooled_rows(video_BFCHW, is_pad_BF, stills_SCHW)
+            own = items[items < videos]
+            return self._pooled_rows(
+                _chosen(video_BFCHW, own),
+                _chosen(is_pad_BF, own),
+                _chosen(stills_SCHW, items[items >= videos] - videos),
+            )
+
+        costs_I = np.array([frames] * videos + [1] * stills)
+        rows_I = np.full(videos + stills, self.num_tokens)
+        width = self.tower.config.hidden_size
+        rows_MU = self.placement.ops.encode_items(encode, costs_I, rows_I, self.tower, width)
+        return self.projector(rows_MU.reshape([-1, self.num_tokens, width]))
+
+    def embed_image(self, images_SCHW: Tensor) -> Tensor:
+        """Tokens `[S, M, D]` of independent images with values in [-1, 1]."""
+        return self(None, stills_SCHW=images_SCHW)
+
+    def _pooled_rows(
+        self,
+        video_BFCHW: Tensor | None,
+        is_pad_BF: Tensor | None,
+        stills_SCHW: Tensor | None,
+    ) -> Tensor:
+        """Pooled rows `[(B + S) * M, U]` of videos and stills; of a black still without any."""
+        pixels, history, num_stills = [], None, 0
+        if video_BFCHW is None and stills_SCHW is None:
+            side = self.tower.config.image_size
+            stills_SCHW = paddle.zeros([1, 3, side, side])
+        if stills_SCHW is not None:
+            num_stills = stills_SCHW.shape[0]
+            pixels = [stills_SCHW]
+        if video_BFCHW is not None:
+            videos, frames = video_BFCHW.shape[:2]
+            unit = video_BFCHW.reshape([videos * frames, *video_BFCHW.shape[2:]])
+            pixels = [unit * 2.0 - 1.0, *pixels]
+            history = None if frames == 1 else self._history(videos, frames, is_pad_BF, num_stills)
+        rows_ZNU = self.tower(pixels[0] if len(pixels) == 1 else paddle.concat(pixels), history)
+        return self.projector.pooled(rows_ZNU).reshape([-1, rows_ZNU.shape[-1]])
+
+    def _history(
+        self, batch: int, frames: int, is_pad_BF: Tensor | None, num_stills: int
+    ) -> FrameHistory:
+        vision = self.tower.config
+        if is_pad_BF is None:
+            is_pad_BF = paddle.ones([batch, frames], dtype="bool")
+        visible_B1FF = visible_frames(is_pad_BF).unsqueeze(1)
+        per_patch = visible_B1FF.expand([batch, vision.num_patches, frames, frames])
+        dtype = self.tower.patch_embedding.weight.dtype
+        code = paddle.to_tensor(frame_codes(frames, vision.hidden_size)).astype(dtype)
+        mask = AttentionMask(per_patch.reshape([-1, frames, frames]))
+        return FrameHistory(batch, frames, code, mask, num_stills)
+
+
+def _chosen(x: Tensor | None, items: np.ndarray) -> Tensor | None:
+    """The batch entries at `items`; None if there are none."""
+    if x is None or not items.size:
+        return None
+    return paddle.index_select(x, paddle.to_tensor(items))
