@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import paddle
@@ -23,11 +23,13 @@ from paddle_vl.parallel.collective_check import VARIABLE
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.topology import initialize
 from tests.single_card_tests.train.tiny_run import write_tiny_run
-from tests.support.launch import launch
+from tests.support.launch import launch, wait_for_ranks
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = {"127.0.0.1", "::1"}
 POLL_SECONDS = 0.01
+# Ranks stay until the watcher, which reports by this number, has seen the store.
+WATCHER = -1
 ADDRESSES = [
     address.address
     for addresses in psutil.net_if_addrs().values()
@@ -37,21 +39,29 @@ ADDRESSES = [
 
 
 @contextmanager
-def watched_listening():
-    """Yields, filled while entered: addresses that children of this process listen on, with who."""
+def watched_listening(folder: Path | None = None):
+    """Yields, filled while entered: addresses that child processes listen on, with their commands.
+
+    Args:
+        folder: where ranks wait for the watcher to have seen the store.
+    """
     found, over = defaultdict(set), threading.Event()
     own = psutil.Process()
 
+    def look(child: psutil.Process) -> None:
+        for connection in child.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                found[connection.laddr.ip].add(" ".join(child.cmdline())[:200])
+
     def watch() -> None:
         while not over.wait(POLL_SECONDS):
-            for child in own.children(recursive=True):
-                try:
-                    for connection in child.net_connections("tcp"):
-                        if connection.status == psutil.CONN_LISTEN:
-                            found[connection.laddr.ip].add(" ".join(child.cmdline())[:200])
-                except psutil.Error:
-                    # It has ended.
-                    continue
+            # Processes may end while they are looked at.
+            with suppress(psutil.Error, OSError):
+                for child in own.children(recursive=True):
+                    with suppress(psutil.Error, OSError):
+                        look(child)
+            if folder is not None and has_store(found):
+                wait_for_ranks(folder, WATCHER, [])
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -62,13 +72,17 @@ def watched_listening():
         thread.join()
 
 
+def has_store(found) -> bool:
+    return any("parallel.store.server" in who for whos in list(found.values()) for who in [*whos])
+
+
 def assert_loopback_alone(found) -> None:
     # The store at least: otherwise nothing was watched.
-    assert any("parallel.store.server" in who for whos in found.values() for who in whos)
+    assert has_store(found)
     assert set(found) <= LOOPBACK, dict(found)
 
 
-def use_groups(degrees: dict[str, int], host: str) -> float:
+def use_groups(degrees: dict[str, int], host: str, folder: str) -> float:
     """Collectives and messages in groups of all ranks and of some."""
     for name in ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"):
         os.environ[name] = os.environ[name].replace("127.0.0.1", host)
@@ -83,6 +97,7 @@ def use_groups(degrees: dict[str, int], host: str) -> float:
     elif topology.rank == 1:
         dist.recv(x, src=0)
     dist.barrier()
+    wait_for_ranks(folder, topology.rank, [WATCHER])
     return x.sum().item()
 
 
@@ -91,9 +106,9 @@ def use_groups(degrees: dict[str, int], host: str) -> float:
     ("processes", "degrees"),
     [(2, {"mp_degree": 2}), (3, {"pp_degree": 3, "num_micro_batches": 3})],
 )
-def test_groups_listen_on_loopback_alone(processes, degrees, host):
-    with watched_listening() as found:
-        launch(use_groups, processes, arguments=(degrees, host))
+def test_groups_listen_on_loopback_alone(processes, degrees, host, tmp_path):
+    with watched_listening(tmp_path) as found:
+        launch(use_groups, processes, arguments=(degrees, host, str(tmp_path)))
     assert_loopback_alone(found)
 
 
