@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_parameter
 from paddle_vl.nn.linear import whole_slices
@@ -31,11 +31,11 @@ class MaterializeStep(NamedTuple):
     """
 
     parameter: Tensor | None
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
-class Materializable:
-    """Mixin of an `nn.Layer` whose parameters may still be without storage."""
+class Materializable(nn.Layer):
+    """A layer whose parameters may still be without storage."""
 
     _sources: list[Callable[[], Iterable[MaterializeStep]]] | None = None
 

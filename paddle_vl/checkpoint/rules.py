@@ -30,6 +30,7 @@ class ArrayLayout(Protocol):
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in the checkpoint of a parameter of `shape`."""
+        ...
 
     def to_parameter(self, stored: np.ndarray) -> np.ndarray: ...
 
@@ -193,6 +194,7 @@ def place_parameters(
         if rule is None:
             raise ValueError(f"no checkpoint rule covers parameter {name}")
         wildcard = re.fullmatch(re.escape(rule.parameter).replace(r"\*", "(.*)"), name)
+        assert wildcard is not None, (name, rule.parameter)
         key = rule.key.replace("*", wildcard.group(1)) if wildcard.groups() else rule.key
         placed.append(StoredParameter(key, parameter, rule.layout, table, block))
     return placed

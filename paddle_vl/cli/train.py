@@ -88,7 +88,7 @@ def train(options: argparse.Namespace) -> int:
     if options.nproc > 1 or options.max_restarts > 0:
         return _train_in_ranks(options, config)
 
-    from paddle_vl.parallel.peer_watch import PeerWatch
+    from paddle_vl.parallel.store.membership import PeerWatch
     from paddle_vl.train.stop_signals import StopSignals
 
     with StopSignals() as stop, PeerWatch():

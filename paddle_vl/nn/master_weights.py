@@ -34,7 +34,7 @@ class ParameterStore(Protocol):
         rank's shard of that; None where this rank has nothing of it."""
         ...
 
-    def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
+    def own_shard(self, parameter: Tensor, full: np.ndarray, /) -> np.ndarray:
         """This rank's shard, cut as `shard_of`, of an array of the parameter's shape."""
         ...
 

@@ -68,7 +68,8 @@ class ParameterTable:
         ep_group: Any = None,
         all_gather: AllGather | None = None,
     ):
-        self._mp_group, self._ep_group, self._all_gather = mp_group, ep_group, all_gather
+        self._mp_group, self._ep_group = mp_group, ep_group
+        self._all_gather = all_gather or _refuse
         # Weak: a weight that is replaced (`nn.projections.separate`) must give up its memory.
         self._entries: dict[int, tuple[weakref.ref[Tensor], ParamSpec]] = {}
 
@@ -165,6 +166,10 @@ class ParameterTable:
         if self._ep_group is None or not spec.is_expert:
             return full
         return np.concatenate(self._all_gather(paddle.to_tensor(full), self._ep_group))
+
+
+def _refuse(value: Tensor, group: Any) -> list[np.ndarray]:
+    raise RuntimeError("a sharded ParameterTable needs an all_gather to give full values")
 
 
 def _cuts(spec: ParamSpec, ranks: int = 1) -> list[int]:

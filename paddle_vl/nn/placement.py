@@ -322,6 +322,7 @@ class LayerFactory:
         A factor is sharded where it meets the sharded dim of the linear's weight.
         """
         layer.add_low_rank(settings)
+        assert layer.lora is not None
         self._recorded(layer.lora)
 
     def _make_experts(self, count: int, width: int, inner: int, init_std: float) -> Experts:

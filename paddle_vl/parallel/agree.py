@@ -1,20 +1,77 @@
-"""Agreement of all ranks before anything long begins."""
+"""Gathers values and arrays from all ranks, and compares settings before anything long begins.
 
+Values travel as JSON and arrays as bytes. Nothing that a rank receives is unpickled: that would
+execute whatever code the sender chose.
+
+All functions here are collective: every rank of the group calls them, in the same order. Each is
+made of all-gathers, and every rank gets the same result.
+"""
+
+import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from paddle_vl.parallel.objects import gather_values
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from paddle_vl.parallel.store.membership import ranks_text
+
+_JSON_TYPES = (str, int, float, bool, type(None))
+
+
+def gather_values(value: Any, group=None) -> list[Any]:
+    """All-gather one JSON value per rank; in the order of the group.
+
+    Args:
+        value: of JSON types; may differ per rank.
+        group: default all ranks.
+
+    Raises:
+        TypeError: the value contains something else, such as a tuple or an array; names it.
+    """
+    _check_json(value, "the value")
+    return [json.loads(text) for text in gather_bytes(json.dumps(value).encode(), group)]
+
+
+def gather_arrays(arrays: Mapping[str, np.ndarray], group=None) -> list[dict[str, np.ndarray]]:
+    """All-gather named arrays, which may differ per rank in everything; in the group's order."""
+    heads = gather_values(
+        [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()], group
+    )
+    own = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
+    everyone = []
+    for head, data in zip(heads, gather_bytes(own, group), strict=True):
+        found, start = {}, 0
+        for name, dtype, shape in head:
+            count = math.prod(shape)
+            found[name] = np.frombuffer(data, dtype, count, start).reshape(shape)
+            start += found[name].nbytes
+        everyone.append(found)
+    return everyone
+
+
+def gather_bytes(data: bytes, group=None) -> list[bytes]:
+    """All-gather bytes of any length per rank: first the lengths, then the padded bytes."""
+    sizes = [size.item() for size in _gather(np.array([len(data)], np.int64), group)]
+    if not max(sizes):
+        return [b"" for _ in sizes]
+    padded = np.zeros(max(sizes), np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = _gather(padded, group)
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 def check_settings_agree(settings: Mapping[str, Any], where: str) -> None:
-    """Compare the settings of all ranks; called by all of them together.
+    """Check that all ranks have the same settings.
 
     Args:
-        settings: flat, by dotted key; values of JSON's types.
-        where: this rank's coordinates, for the message.
+        settings: flat, by dotted key; values of JSON types.
+        where: coordinates of this rank, for the message.
 
     Raises:
-        ValueError: on every rank alike, naming each key that differs with all its values.
+        ValueError: on every rank; names each key that differs with the values of all ranks.
     """
     everyone = gather_values(dict(settings))
     differing = []
@@ -24,45 +81,62 @@ def check_settings_agree(settings: Mapping[str, Any], where: str) -> None:
         differing.append(f"{key} ({by_rank})")
     if differing:
         raise ValueError(
-            f"{where}: the processes of this run do not have the same configuration: "
+            f"{where}: the ranks of this run do not have the same configuration: "
             + "; ".join(differing)
             + ". Start all of them with the same file and the same overrides"
         )
 
 
 def check_fields_agree(fields: Mapping[str, bool], where: str) -> None:
-    """Compare which optional fields the data of all ranks have; called by all of them together.
+    """Check that the data of all ranks has the same optional fields.
 
-    Ranks that divide parameters run the same layers for the fields that there are, filled or not,
-    so this belongs to the configuration of the data and not to a step.
+    Ranks that shard parameters run the same layers for every field of the data, filled or masked.
+    This belongs to the configuration of the data, so it is checked once and not per step.
 
     Args:
-        fields: whether this rank's samples have each, filled or masked; one that is not named
-            counts as one that they do not have.
-        where: this rank's coordinates, for the message.
+        fields: whether the samples of this rank have each field; a missing name counts as False.
+        where: coordinates of this rank, for the message.
 
     Raises:
-        ValueError: on every rank alike, naming each field that only some have, and who has it.
+        ValueError: on every rank; names each field that only some have, and those ranks.
     """
     everyone = gather_values({name: True for name, is_there in fields.items() if is_there})
     differing = []
     for name in _differing(everyone):
         have = [rank for rank, fields in enumerate(everyone) if name in fields]
         lack = [rank for rank, fields in enumerate(everyone) if name not in fields]
-        differing.append(f"{name} ({_ranks(have)} with it, {_ranks(lack)} without)")
+        differing.append(f"{name} ({ranks_text(have)} with it, {ranks_text(lack)} without)")
     if differing:
         raise ValueError(
-            f"{where}: the processes of this run do not have the same optional fields in their "
+            f"{where}: the ranks of this run do not have the same optional fields in their "
             "data: " + "; ".join(differing) + ". Give all of them the same kinds of data; a field "
             "that a sample has nothing for is there all the same, and masked"
         )
 
 
 def _differing(everyone: list[Mapping[str, Any]]) -> list[str]:
-    """Keys whose values are not the same for all, None where there is none, in order."""
+    """Sorted keys whose values differ between ranks; a missing one counts as None."""
     keys = sorted({key for values in everyone for key in values})
     return [key for key in keys if any(v.get(key) != everyone[0].get(key) for v in everyone)]
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _gather(array: np.ndarray, group) -> list[np.ndarray]:
+    everyone: list[paddle.Tensor] = []
+    dist.all_gather(everyone, paddle.to_tensor(array), group)
+    return [tensor.numpy() for tensor in everyone]
+
+
+def _check_json(value: Any, place: str) -> None:
+    if type(value) is list:
+        for number, each in enumerate(value):
+            _check_json(each, f"{place}[{number}]")
+    elif type(value) is dict:
+        for key, each in value.items():
+            if type(key) is not str:
+                raise TypeError(f"{place} has the key {key!r}; keys of JSON are text")
+            _check_json(each, f"{place}[{key!r}]")
+    elif type(value) not in _JSON_TYPES:
+        raise TypeError(
+            f"{place} is of {type(value).__name__}; ranks exchange JSON: convert it to "
+            "text, numbers, lists and dictionaries"
+        )

@@ -1,7 +1,7 @@
-"""Where the ranks of a checked run tell what they are about to do: a process of its own.
+"""The process that compares the collectives of all ranks, see `collective_check`.
 
-Not a thread of rank 0: that one may hold the interpreter while it waits in a collective. Does not
-load Paddle. See `paddle_vl.parallel.collective_check`.
+Not a thread of rank 0, which may hold the interpreter lock while it waits in a collective. Does not
+load Paddle.
 """
 
 import json
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 Line = tuple[int, ...]
 _MAX_MESSAGE_BYTES = 1 << 20
-_LEFT = "has left the checked part"
+_LEFT = "has left the checked section"
 
 
 class Plan(NamedTuple):
-    """A collective that a rank is about to do.
+    """A collective that a rank is about to start.
 
     Attributes:
-        agreed: what must be the same on all ranks, in any words.
-        shown: for messages.
+        agreed: what must be equal on all ranks, as text.
+        shown: description for messages.
     """
 
     agreed: str
@@ -30,27 +30,30 @@ class Plan(NamedTuple):
 
 
 class Board:
-    """What every rank came to. Methods wait for the others and return a problem, or None.
+    """The collectives that every rank has reached.
+
+    Methods wait for other ranks and return a problem, or None. The first problem that is found is
+    returned on all ranks.
 
     Args:
-        num_ranks: of the run.
+        num_ranks: world size.
         timeout: seconds to wait for a rank.
     """
 
     def __init__(self, num_ranks: int, timeout: float):
         self.num_ranks, self.timeout = num_ranks, timeout
         self._changed = threading.Condition()
-        # By the ranks of a group, and which of their collectives it is.
+        # By the ranks of a group, and the position among their collectives.
         self._plans: defaultdict[tuple[Line, int], dict[int, Plan]] = defaultdict(dict)
         self._passed: Counter[tuple[Line, int]] = Counter()
         self._positions: Counter[tuple[Line, int]] = Counter()
         self._last: dict[int, str] = {}
-        # How a rank came to do no more.
+        # Why a rank starts no more collectives.
         self._gone: dict[int, str] = {}
         self._problem: str | None = None
 
     def meet(self, rank: int, ranks: Line, plan: Plan) -> str | None:
-        """Come to a collective of `ranks`, and wait until all of them have."""
+        """Reach a collective of `ranks`, and wait until all of them have."""
         with self._changed:
             self._positions[ranks, rank] += 1
             position = self._positions[ranks, rank]
@@ -66,7 +69,7 @@ class Board:
             if problem is not None:
                 return problem
             if len({other.agreed for other in plans.values()}) > 1:
-                return self._found(
+                return self._set_problem(
                     f"{here}: the ranks are about to do different things: {_by_plan(plans)}"
                 )
             self._passed[ranks, position] += 1
@@ -75,55 +78,55 @@ class Board:
             return None
 
     def leave(self, rank: int) -> str | None:
-        """Do no more, and wait until all ranks say so."""
+        """Leave the checked section, and wait until all ranks have."""
         with self._changed:
             self._gone[rank] = _LEFT
             self._changed.notify_all()
             return self._wait(
                 lambda: [r for r in range(self.num_ranks) if self._gone.get(r) != _LEFT],
-                f"rank {rank} {_LEFT}{self._behind(rank)}",
+                f"rank {rank} {_LEFT}{self._last_of(rank)}",
             )
 
     def fail(self, rank: int, error: str) -> None:
-        """Tell the others why this rank does no more."""
+        """Report why this rank starts no more collectives."""
         with self._changed:
-            self._found(f"rank {rank} {error}{self._behind(rank)}")
+            self._set_problem(f"rank {rank} {error}{self._last_of(rank)}")
 
     def lose(self, rank: int) -> None:
-        """Its connection is closed: a problem for who waits for it, and nobody else."""
+        """The connection of a rank is closed: a problem only for ranks that wait for it."""
         with self._changed:
             self._gone.setdefault(rank, "has ended")
             self._changed.notify_all()
 
     def _wait(self, missing: Callable[[], Sequence[int]], here: str) -> str | None:
-        """Until none is missing. The first problem that anyone finds is everyone's."""
+        """Wait until no rank is missing."""
 
         def is_over() -> bool:
             absent = missing()
             gone = [rank for rank in absent if rank in self._gone]
             if gone and self._problem is None:
                 rank = gone[0]
-                self._found(f"{here}; rank {rank} {self._gone[rank]}{self._behind(rank)}")
+                self._set_problem(f"{here}; rank {rank} {self._gone[rank]}{self._last_of(rank)}")
             return not absent or self._problem is not None
 
         if not self._changed.wait_for(is_over, self.timeout):
             rank = missing()[0]
-            self._found(
-                f"{here}; rank {rank} has not come within {self.timeout:g} s{self._behind(rank)}"
+            self._set_problem(
+                f"{here}; rank {rank} has not come within {self.timeout:g} s{self._last_of(rank)}"
             )
-        if not missing():
+        if not missing() or self._problem is None:
             return None
         return self._problem if self._problem.startswith(here) else f"{self._problem} [{here}]"
 
-    def _found(self, problem: str) -> str:
+    def _set_problem(self, problem: str) -> str:
         if self._problem is None:
             self._problem = problem
             self._changed.notify_all()
         return self._problem
 
-    def _behind(self, rank: int) -> str:
+    def _last_of(self, rank: int) -> str:
         last = self._last.get(rank)
-        return f"; its last collective: {last}" if last else "; it came to none before"
+        return f"; its last collective: {last}" if last else "; it reached none before"
 
 
 def _by_plan(plans: dict[int, Plan]) -> str:
@@ -138,7 +141,7 @@ def _by_plan(plans: dict[int, Plan]) -> str:
 
 
 def _serve(board: Board, connection: Connection) -> None:
-    """Answer one rank, which says first which it is."""
+    """Answer one rank, which sends its number first."""
     rank = int(receive(connection))
     try:
         while True:
@@ -148,7 +151,7 @@ def _serve(board: Board, connection: Connection) -> None:
 
 
 def _answer(board: Board, rank: int, message: dict[str, Any]) -> str | None:
-    """What the board says to a message, `{"do": ...}` with its arguments."""
+    """The answer to a message: `{"do": method}` and its arguments."""
     match message["do"]:
         case "meet":
             plan = Plan(message["agreed"], message["shown"])
@@ -158,21 +161,21 @@ def _answer(board: Board, rank: int, message: dict[str, Any]) -> str | None:
         case "fail":
             return board.fail(rank, message["error"])
         case unknown:
-            raise ValueError(f"a rank asks for {unknown!r}")
+            raise ValueError(f"unknown method {unknown!r}")
 
 
 def send(connection: Connection, message: Any) -> None:
-    """Send a value as JSON: `Connection.send` would pickle it."""
+    """Send a value as JSON; `Connection.send` would pickle it."""
     connection.send_bytes(json.dumps(message).encode())
 
 
 def receive(connection: Connection) -> Any:
-    """A value that was sent as JSON: `Connection.recv` would unpickle what comes."""
+    """Receive a JSON value; `Connection.recv` would unpickle it."""
     return json.loads(connection.recv_bytes(_MAX_MESSAGE_BYTES))
 
 
 def main() -> None:
-    """Serve until the process that started this has closed its end, and so has every rank."""
+    """Serve until standard input and the connections of all ranks are closed."""
     host, num_ranks, timeout, key = sys.stdin.readline().split()
     board, threads = Board(int(num_ranks), float(timeout)), []
     with Listener((host, 0), backlog=int(num_ranks), authkey=key.encode()) as listener:

@@ -1,18 +1,18 @@
-"""Stop at the first collective that ranks do not agree on, instead of waiting for each other.
+"""Stops at the first collective that ranks disagree on, instead of a hang.
 
-For whoever looks for the reason of a hang. Around a part of one's own code:
+For a section of code:
 
     with check_collectives() as recording:
         recording.phase = "forward"
         ...
 
-or in a whole run, by a variable in the environment of all its processes, the seconds to wait:
+or for a full run, by a variable in the environment of all ranks, the seconds to wait:
 
     PADDLE_VL_CHECK_COLLECTIVES=60 fleetrun tools/train.py CONFIG
 
-Before each collective the ranks of its group tell a board, a process of its own beside rank 0, what
-they are about to do: nothing is sent over the groups themselves. It costs a fraction of a
-millisecond per collective. Messages between stages of a pipeline are recorded and not checked.
+Before each collective the ranks of its group report it to the board, a process beside rank 0, which
+compares; the groups themselves send nothing for it. It costs a fraction of a millisecond per
+collective. Messages between pipeline stages are recorded and not checked.
 """
 
 import contextlib
@@ -34,12 +34,11 @@ from paddle.distributed import collective
 from paddle_vl.parallel import collective_board
 from paddle_vl.parallel.collective_board import receive, send
 from paddle_vl.parallel.gloo_fleet.peers import peer_error
-from paddle_vl.parallel.recorder import Recording
+from paddle_vl.parallel.recorder import Collective, Recording, observed
 from paddle_vl.parallel.store.rendezvous import meet
-from paddle_vl.parallel.traffic import Collective, observed
 
 VARIABLE = "PADDLE_VL_CHECK_COLLECTIVES"
-# Files whose frames tell nothing about a program; `<string>` is code without one.
+# Files whose frames are not shown; `<string>` is code without a file.
 _NOT_SHOWN = (
     str(Path(__file__).parent),
     str(Path(paddle.__file__).parent),
@@ -56,12 +55,12 @@ def check_collectives(timeout: float = 60.0) -> Iterator[Recording]:
     """Record and compare collectives while entered; all ranks enter and leave it together.
 
     Args:
-        timeout: seconds to wait for a rank that does nothing collective and has not left either.
+        timeout: seconds to wait for a rank that neither reaches a collective nor leaves.
 
     Raises:
-        RuntimeError: on every rank that enters a collective or leaves: ranks of a group are about
-            to do different things, one left or failed while others wait for it, or the time is up.
-            Names the ranks, what each was about to do, where in a program and in which phase.
+        RuntimeError: on every rank that starts a collective or leaves: ranks of a group start
+            different collectives, one left or failed while others wait for it, or the timeout.
+            Names the ranks, the collective of each, its place in the program and its phase.
     """
     check = _Check(timeout)
     try:
@@ -72,14 +71,14 @@ def check_collectives(timeout: float = 60.0) -> Iterator[Recording]:
         if check.problem is None:
             check.fail(error)
             raise
-        # Paddle hides what is raised in a backward pass behind its own trace.
+        # Paddle hides an exception of a backward pass in its own traceback.
         raise RuntimeError(check.problem) from error
     finally:
         check.close()
 
 
 def check_run_if_asked() -> None:
-    """Check this process's collectives until its end if the environment asks for it.
+    """Check all collectives of this rank from now on if the environment asks for it.
 
     Raises:
         ValueError: the variable is not a number of seconds.
@@ -98,19 +97,19 @@ def check_run_if_asked() -> None:
         )
     check = observed(_Check(seconds).meet)
     check.__enter__()
-    # Its end would be the check's.
+    # Kept alive: its end would end the check.
     _check_of_run.append(check)
 
 
 class _Check:
-    """One rank's end of a check; see `paddle_vl.parallel.collective_board`."""
+    """One rank's connection to the board, see `paddle_vl.parallel.collective_board`."""
 
     def __init__(self, timeout: float):
         global _num_checks
         _num_checks += 1
         self.rank, self.recording = dist.get_rank(), Recording()
         self.problem: str | None = None
-        self._board, self._server = None, None
+        self._server: subprocess.Popen[str] | None = None
         key, store = f"collective_check/{_num_checks}", collective._default_store
         if self.rank == 0:
             store.set(key, self._start_board(timeout))
@@ -120,7 +119,7 @@ class _Check:
         send(self._board, self.rank)
 
     def meet(self, call: Collective) -> Collective:
-        """Come to a collective, and wait until all its ranks have; returns it with its phase."""
+        """Report a collective, and wait until all its ranks have; returns it with its phase."""
         phase = self.recording.phase or ("backward" if _is_in_backward() else "")
         call = call._replace(phase=phase)
         if not call.is_message:
@@ -129,16 +128,16 @@ class _Check:
         return call
 
     def leave(self) -> None:
-        """Tell the others that this rank does no more, and wait until they say so too."""
+        """Leave the checked section, and wait until all ranks have."""
         self._ask("leave")
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others why this rank does no more."""
+        """Report why this rank starts no more collectives."""
         self._ask("fail", error=f"failed with {type(error).__name__}: {error}")
 
     def close(self) -> None:
         self._board.close()
-        if self._server is not None:
+        if self._server is not None and self._server.stdin is not None:
             self._server.stdin.close()
 
     def _ask(self, method: str, **arguments: Any) -> None:
@@ -148,7 +147,7 @@ class _Check:
             raise peer_error(self.problem)
 
     def _start_board(self, timeout: float) -> str:
-        """Host, port and password of the board."""
+        """Start the board; returns its host, port and password."""
         host = meet().addresses.own
         password = secrets.token_hex()
         self._server = subprocess.Popen(
@@ -156,11 +155,12 @@ class _Check:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # What interrupts a run is for its ranks; the board ends with them.
+            # Ctrl-C is for the ranks; the board ends with them.
             start_new_session=True,
         )
         print(host, dist.get_world_size(), timeout, password, file=self._server.stdin, flush=True)
-        return f"{host} {self._server.stdout.readline().strip()} {password}"
+        port = self._server.stdout.readline().strip() if self._server.stdout else ""
+        return f"{host} {port} {password}"
 
 
 def _is_in_backward() -> bool:
@@ -173,7 +173,7 @@ def _is_in_backward() -> bool:
 
 
 def _caller() -> str:
-    """The place in a program that led here, outside of Paddle and of what parallelism adds."""
+    """The calling place in the program, outside of Paddle and of this package's parallel code."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
         frame = frame.f_back

@@ -1,7 +1,7 @@
-"""How a run divides its work over processes, and the rules that such a division must satisfy.
+"""The degrees of a run on every mesh axis, and the rules that they must satisfy.
 
-A rule is a function that yields a message for everything it finds wrong in a `Plan`. Rules need
-neither a device nor other processes: `plan_problems` runs before anything is built.
+A rule is a function that yields a message for each problem of a `Plan`. Rules need neither a device
+nor other ranks: `plan_problems` runs before anything is built.
 """
 
 import math
@@ -31,7 +31,7 @@ class ParallelDegrees(MeshSettings):
     """micro-batches of a step, train.gradient_accumulation_steps"""
 
     def degree(self, axis: str) -> int:
-        """Processes along one of `AXES`."""
+        """Ranks along one of `AXES`."""
         return getattr(self, f"{axis}_degree")
 
     @property
@@ -41,11 +41,11 @@ class ParallelDegrees(MeshSettings):
 
 @dataclass(frozen=True)
 class Plan:
-    """What the rules look at. Without a model or a padding, the rules about it find nothing.
+    """The input of the rules. Rules about the model or the padding skip a None.
 
     Attributes:
-        num_processes: processes the run was launched with.
-        pad_to_multiple_of: padded length of every batch is a multiple of it.
+        num_processes: world size that the launcher started.
+        pad_to_multiple_of: the padded length of every batch is a multiple of it.
     """
 
     degrees: ParallelDegrees
@@ -55,35 +55,35 @@ class Plan:
 
 
 def plan_problems(plan: Plan) -> list[str]:
-    """Everything that keeps the plan from running, the same on every rank."""
+    """All problems of a plan, the same on every rank."""
     return [problem for rule in RULES for problem in rule(plan)]
 
 
-def degrees_match_processes(plan: Plan) -> Problems:
+def degrees_match_world_size(plan: Plan) -> Problems:
     degrees = plan.degrees
     if degrees.num_processes != plan.num_processes:
         arithmetic = " x ".join(f"{axis}_degree {degrees.degree(axis)}" for axis in AXES)
         yield (
             f"parallel: {arithmetic} = {degrees.num_processes}, but the run has "
-            f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}: the product "
+            f"{plan.num_processes} rank{'s' if plan.num_processes > 1 else ''}: the product "
             "must equal it"
         )
 
 
-def sequence_parallel_has_processes(plan: Plan) -> Problems:
+def sequence_parallel_has_mp_ranks(plan: Plan) -> Problems:
     if plan.degrees.sequence_parallel and plan.degrees.mp_degree == 1:
         yield (
-            "parallel.sequence_parallel is true but parallel.mp_degree is 1: it splits token rows "
-            "over the mp processes; set mp_degree to 2 or more, or sequence_parallel to false"
+            "parallel.sequence_parallel is true but parallel.mp_degree is 1: it shards token rows "
+            "over the mp ranks; set mp_degree to 2 or more, or sequence_parallel to false"
         )
 
 
-def sharding_stage_has_processes(plan: Plan) -> Problems:
+def sharding_stage_has_ranks(plan: Plan) -> Problems:
     degrees = plan.degrees
     if degrees.sharding_stage > 1 and degrees.sharding_degree == 1:
         yield (
             f"parallel.sharding_stage is {degrees.sharding_stage} but parallel.sharding_degree is "
-            "1, so there is nothing to share with: set sharding_degree to 2 or more, or remove "
+            "1, so there are no ranks to shard over: set sharding_degree to 2 or more, or remove "
             "sharding_stage"
         )
 
@@ -93,8 +93,8 @@ def sharding_stage_suits_pipeline(plan: Plan) -> Problems:
     if degrees.sharding_stage > 1 and degrees.pp_degree > 1:
         yield (
             f"parallel.sharding_stage {degrees.sharding_stage} with parallel.pp_degree "
-            f"{degrees.pp_degree}: a pipeline keeps whole gradients over its micro-batches and "
-            "whole parameters between them; set sharding_stage=1, or pp_degree=1"
+            f"{degrees.pp_degree}: a pipeline keeps full gradients over its micro-batches and "
+            "full parameters between them; set sharding_stage=1, or pp_degree=1"
         )
 
 
@@ -106,8 +106,8 @@ def micro_batches_fill_pipeline(plan: Plan) -> Problems:
     if micro_batches < stages:
         yield (
             f"train.gradient_accumulation_steps {micro_batches} is less than parallel.pp_degree "
-            f"{stages}: its micro-batches go through the pipeline one behind the other, and some "
-            f"stage would always wait; set train.gradient_accumulation_steps to {stages} or more"
+            f"{stages}: the micro-batches fill the stages of the pipeline, and some stage would "
+            f"always be idle; set train.gradient_accumulation_steps to {stages} or more"
         )
 
 
@@ -116,8 +116,8 @@ def virtual_stages_have_pipeline(plan: Plan) -> Problems:
     if degrees.num_virtual_stages > 1 and degrees.pp_degree < 3:
         yield (
             f"parallel.num_virtual_stages is {degrees.num_virtual_stages} but parallel.pp_degree "
-            f"is {degrees.pp_degree}: virtual stages are parts of the layers of a pipeline of 3 "
-            "processes or more; set pp_degree to 3 or more, or num_virtual_stages to 1"
+            f"is {degrees.pp_degree}: virtual stages need a pipeline of 3 ranks or more; set "
+            "pp_degree to 3 or more, or num_virtual_stages to 1"
         )
 
 
@@ -138,7 +138,7 @@ def schedule_has_virtual_stages(plan: Plan) -> Problems:
     if schedule == "dualpipev" and virtual > 1:
         yield (
             f"parallel.pp_schedule is dualpipev and parallel.num_virtual_stages is {virtual}: it "
-            "has two parts of the layers on each process anyway; set num_virtual_stages to 1"
+            "always has two model chunks on each rank; set num_virtual_stages to 1"
         )
 
 
@@ -152,20 +152,21 @@ def micro_batches_suit_schedule(plan: Plan) -> Problems:
     pipeline = f"parallel.pp_degree {stages}"
     if schedule == "dualpipev" and micro_batches < 2 * stages:
         yield (
-            f"{setting} is less than twice {pipeline}: dualpipev has as many micro-batches on "
-            f"their way; set train.gradient_accumulation_steps to {2 * stages} or more"
+            f"{setting} is less than twice {pipeline}: dualpipev has that many micro-batches in "
+            f"flight; set train.gradient_accumulation_steps to {2 * stages} or more"
         )
     if schedule == "1f1b" and interleaves and micro_batches < 2 * stages:
         yield (
-            f"{setting} is less than twice {pipeline}: interleaved 1f1b has as many micro-batches "
-            f"on their way; set train.gradient_accumulation_steps to {2 * stages} or more, or "
+            f"{setting} is less than twice {pipeline}: interleaved 1f1b has that many "
+            "micro-batches in flight; set train.gradient_accumulation_steps to "
+            f"{2 * stages} or more, or "
             f"parallel.pp_schedule to fthenb with {stages} of them"
         )
     if schedule in ("fthenb", "balanced_memory") and micro_batches % stages:
         more = -(-micro_batches // stages) * stages
         yield (
-            f"{setting} is no multiple of {pipeline}: {schedule} takes the micro-batches in groups "
-            f"of as many as there are stages; set train.gradient_accumulation_steps to {more}"
+            f"{setting} is no multiple of {pipeline}: {schedule} runs the micro-batches in groups "
+            f"of pp_degree; set train.gradient_accumulation_steps to {more}"
         )
 
 
@@ -178,7 +179,7 @@ def shapes_suit_schedule(plan: Plan) -> Problems:
             f"parallel.pp_shapes is {degrees.pp_shapes} with parallel.pp_schedule "
             f"{degrees.pp_schedule} and num_virtual_stages {degrees.num_virtual_stages}: only 1f1b "
             "without virtual stages takes messages of changing size; set pp_shapes to static, "
-            "which fills up the smaller micro-batches of a step"
+            "which pads the smaller micro-batches of a step"
         )
 
 
@@ -187,14 +188,14 @@ def layers_fill_stages(plan: Plan) -> Problems:
         return
     degrees, layers = plan.degrees, plan.model.num_hidden_layers
     if degrees.pp_schedule == "dualpipev":
-        each, what = 2, "2 parts of dualpipev"
+        each, what = 2, "2 model chunks of dualpipev"
     else:
         each, what = degrees.num_virtual_stages, f"num_virtual_stages {degrees.num_virtual_stages}"
-    pieces = degrees.pp_degree * each
-    if layers < pieces:
+    chunks = degrees.pp_degree * each
+    if layers < chunks:
         yield (
             f"num_hidden_layers is {layers} but parallel.pp_degree {degrees.pp_degree} x "
-            f"{what} = {pieces}: every stage needs a layer; lower one of them"
+            f"{what} = {chunks}: every stage needs a layer; lower one of them"
         )
 
 
@@ -210,7 +211,7 @@ def kv_heads_divide(plan: Plan) -> Problems:
     if heads % mp and mp % heads:
         yield (
             f"num_key_value_heads {heads} and parallel.mp_degree {mp}: one must divide the other, "
-            "for a process to hold whole kv heads or processes to share one evenly; choose an "
+            "so that a rank has entire kv heads or ranks share one evenly; choose an "
             f"mp_degree that divides {heads} or is a multiple of it"
         )
 
@@ -238,8 +239,8 @@ def experts_divide(plan: Plan) -> Problems:
         return
     if dp % ep:
         yield (
-            f"parallel.ep_degree {ep} does not divide parallel.dp_degree {dp}: experts are shared "
-            f"among processes of the dp axis; choose a dp_degree that is a multiple of {ep}"
+            f"parallel.ep_degree {ep} does not divide parallel.dp_degree {dp}: experts are sharded "
+            f"over ranks of the dp axis; choose a dp_degree that is a multiple of {ep}"
         )
     if plan.model is not None and plan.model.num_experts == 0:
         yield f"parallel.ep_degree is {ep} but the model has no experts: set ep_degree=1"
@@ -255,11 +256,11 @@ def experts_divide(plan: Plan) -> Problems:
 def token_rows_divide(plan: Plan) -> Problems:
     multiple, mp = plan.pad_to_multiple_of, plan.degrees.mp_degree
     if multiple is not None and plan.degrees.sequence_parallel and multiple % mp:
-        # Not of samples x length: the last evaluation batch may hold any number of samples.
+        # Not samples x length: the last evaluation batch may have any number of samples.
         yield (
             f"data.pad_to_multiple_of {multiple} does not divide by parallel.mp_degree {mp}: "
-            "sequence_parallel splits the token rows (samples x padded length) of every batch into "
-            f"{mp} equal parts, a batch of one sample too; set data.pad_to_multiple_of={mp}"
+            "sequence_parallel shards the token rows (samples x padded length) of every batch over "
+            f"{mp} ranks, also of a batch of one sample; set data.pad_to_multiple_of={mp}"
         )
 
 
@@ -275,9 +276,9 @@ def _indivisible(name: str, value: int, plan: Plan, remedy: str | None = None) -
 
 
 RULES = (
-    degrees_match_processes,
-    sequence_parallel_has_processes,
-    sharding_stage_has_processes,
+    degrees_match_world_size,
+    sequence_parallel_has_mp_ranks,
+    sharding_stage_has_ranks,
     sharding_stage_suits_pipeline,
     micro_batches_fill_pipeline,
     virtual_stages_have_pipeline,

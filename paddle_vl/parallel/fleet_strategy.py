@@ -1,8 +1,8 @@
-"""Fleet's strategy of a run: degrees, what this package needs, and what the user sets beside it.
+"""Fleet's `DistributedStrategy` of a run: degrees, defaults of this package, options of the user.
 
-`parallel.fleet` hands options of fleet's own through, by the names of this Paddle's
-`DistributedStrategy`: `mp_configs`, `pp_configs`, `sharding_configs`. An option that a setting of
-this package decides, or that is known to be wrong here, is refused with the reason.
+`parallel.fleet` passes options through to `mp_configs`, `pp_configs` and `sharding_configs`, by
+the names of the installed Paddle. An option that a setting of this package decides, or that is
+known to be wrong here, is refused with the reason.
 """
 
 import difflib
@@ -26,12 +26,12 @@ _NOT_RUN = (
     "equal because their gradients are summed"
 )
 _OUTSIDE = (
-    "overlaps the sums of parameters that the PipelineLayer registers, and the model stays outside "
-    "of it; use sharding_configs.comm_overlap"
+    "overlaps the all-reduce of parameters that the PipelineLayer registers, and the model stays "
+    "outside of it; use sharding_configs.comm_overlap"
 )
 _RELEASE = (
     "has the sharding optimizer release gradients, which crashes in paddlepaddle 3.3.1 together "
-    "with dp, and allows one micro-batch only; sharding_stage=2 keeps a part of them"
+    "with dp, and allows one micro-batch only; sharding_stage=2 shards them"
 )
 _REFUSED = {
     "mp_configs": {
@@ -41,7 +41,7 @@ _REFUSED = {
     "pp_configs": {
         **dict.fromkeys(("sync_param", "sync_moment", "sync_mode"), _NOT_RUN),
         **dict.fromkeys(("dp_comm_overlap", "sharding_comm_overlap"), _OUTSIDE),
-        "delay_scale_loss": "is on here: losses are divided by what the whole step counts",
+        "delay_scale_loss": "is on here: losses are divided by the counts of the full step",
         "release_gradients": _RELEASE,
         "enable_dynamic_shape": "is decided by parallel.pp_shapes",
         "use_dualpipev": "is decided by parallel.pp_schedule",
@@ -62,13 +62,13 @@ _REFUSED = {
         "got, and has no effect",
     },
 }
-# Overlaps of mp_configs that are forms of another.
+# Overlaps of mp_configs that need another one.
 _NEED = {
     "mp_skip_c_identity": "mp_async_allreduce",
     "mp_fused_linear_param_grad_add": "mp_async_allreduce",
     "recompute_allgather": "sp_async_reduce_scatter",
 }
-_NO_MESSAGES = "is a message of NCCL's settings; set NCCL's environment variables in its place"
+_NO_MESSAGES = "is a group of NCCL settings; set NCCL's environment variables instead"
 _KINDS = {
     FieldDescriptor.CPPTYPE_BOOL: bool,
     FieldDescriptor.CPPTYPE_INT32: int,
@@ -79,7 +79,7 @@ _KINDS = {
 
 
 def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
-    """What keeps `parallel.fleet` from being used: unknown, refused, or without effect."""
+    """Problems of `parallel.fleet`: options that are unknown, refused, or without effect."""
     for section, values in _given(options).items():
         axis = _SECTIONS[section]
         if values and degrees.degree(axis) == 1:
@@ -161,7 +161,7 @@ def fleet_strategy(degrees: ParallelDegrees, options: FleetConfig | None = None)
     """The `DistributedStrategy` of a run on this device.
 
     Args:
-        options: of `parallel.fleet`; they go before this package's defaults.
+        options: of `parallel.fleet`; they override this package's defaults.
     """
     strategy = _new_strategy()
     strategy.hybrid_configs = {key: degrees.degree(axis) for axis, key in _DEGREES.items()}
@@ -177,12 +177,12 @@ def fleet_strategy(degrees: ParallelDegrees, options: FleetConfig | None = None)
 
 
 def effective_options(strategy: Any) -> dict[str, dict[str, Any]]:
-    """All options of the three sections as they are, for the record of a run."""
+    """All options of the three sections, for run.json."""
     return {section: dict(_values(_message(strategy, section))) for section in _SECTIONS}
 
 
 def _defaults(degrees: ParallelDegrees, device: str) -> dict[str, dict[str, Any]]:
-    """What this package sets, by section."""
+    """The defaults of this package, by section."""
     on_cpu = device.startswith("cpu")
     return {
         "mp_configs": {"sync_param": False, "need_broadcast_data": False},
@@ -203,7 +203,7 @@ def _given(options: FleetConfig) -> dict[str, dict[str, Any]]:
 
 
 def _new_strategy() -> Any:
-    # It says that it exists.
+    # Its constructor logs.
     log_util.set_log_level("WARNING")
     return fleet.DistributedStrategy()
 

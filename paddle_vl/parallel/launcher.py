@@ -1,15 +1,15 @@
-"""`--nproc`: a subcommand in several ranks on this machine, started and seen to their end.
+"""The launcher of `--nproc`: runs a subcommand in several ranks on this machine.
 
-`fleetrun` starts the same command over several machines. On one, Paddle's launcher would send
-SIGTERM three times for every request, kill after 30 seconds whatever is being written, leave ranks
+`fleetrun` runs the same command on several machines. On one, Paddle's launcher would send SIGTERM
+three times for every request, kill ranks after 30 seconds even while they write, leave ranks
 running when it is killed, and copy the output of rank 0 every two seconds. Here:
 
-- rank 0 has the terminal, the others write LOG_DIR/workerlog.RANK;
-- a request to stop reaches every rank once, and what it may take is the caller's to say;
-- a rank that fails ends the others within seconds, and its last lines are shown;
+- rank 0 writes to the terminal, the others to LOG_DIR/workerlog.RANK;
+- a request to stop reaches every rank once, and the caller sets how long they may take;
+- a failed rank ends the others within seconds, and its last lines are shown;
 - ranks end when this process does, see `paddle_vl.train.stop_signals`.
 
-Everything is on the loopback interface. Devices are chosen as Paddle's launcher does.
+Everything listens on loopback. Devices are assigned as Paddle's launcher does.
 """
 
 import logging
@@ -29,15 +29,15 @@ from paddle_vl.parallel.stop_requests import STOP_SIGNALS, StopRequest, StopRequ
 logger = logging.getLogger(__name__)
 
 LAUNCHER_VARIABLE = "PADDLE_VL_LAUNCHER_PID"
-# Whoever started this process: read early, as another takes its place when it ends.
+# The parent process, read early: a process whose parent has ended gets another one.
 PARENT = os.getppid()
 RANK_LOG_VARIABLE = "PADDLE_VL_RANK_LOG"
 _MAIN = Path(__file__).parents[1] / "__main__.py"
-# For the other ranks to say why they end, before they are killed.
+# After a failure the other ranks have this long to log the reason and end; then they are killed.
 _FAILURE_GRACE_S = 3.0
-# Behind the first rank that was asked to stop and has ended.
+# The same after the first rank that was asked to stop has ended.
 _STRAGGLER_GRACE_S = 10.0
-# What a rank may take beyond its own time limit.
+# Added to the ranks' own time limit before they are killed.
 _KILL_MARGIN_S = 3.0
 _POLL_S = 0.05
 _SHOWN_LINES = 12
@@ -57,13 +57,13 @@ class Failure(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """A start of a run: the arguments of `paddle-vl`, and how many ranks."""
+    """One start of a run: the arguments of `paddle-vl`, and the world size."""
 
     arguments: Sequence[str]
     num_ranks: int
 
 
-# From what ended a run to the next start of it, None for no other.
+# From the failure that ended a run to its next start, or None.
 NextAttempt = Callable[[Failure], Attempt | None]
 
 
@@ -74,16 +74,15 @@ def launch(
     stop_grace_s: float | None = None,
     next_attempt: NextAttempt = lambda failure: None,
 ) -> int:
-    """Run `paddle-vl ARGUMENTS` in ranks on this machine, again and again while it is asked for.
+    """Run `paddle-vl ARGUMENTS` in several ranks on this machine, with restarts.
 
     Args:
         stop_grace_s: seconds that ranks may take after a request to stop; None for no limit.
-        next_attempt: asked after a failure.
+        next_attempt: called after a failure.
 
     Returns:
-        0; 128 + N when signal N asked to stop and all ranks saved; otherwise the exit code of the
-        rank that failed, 128 + N where signal N killed it, 1 where ranks were killed before they
-        had saved.
+        0 on success; 128 + N if signal N asked to stop and all ranks saved; otherwise the exit code
+        of the failed rank, 128 + N if signal N killed it; 1 if ranks were killed before they saved.
 
     Raises:
         ValueError: there are fewer devices than ranks.
@@ -93,8 +92,9 @@ def launch(
         while attempt is not None:
             run = _Run(attempt, log_dir, requests, stop_grace_s)
             code, failure = run.wait()
-            is_over = failure is None or run.was_asked_to_stop
-            attempt = None if is_over else next_attempt(failure)
+            attempt = None
+            if failure is not None and not run.was_asked_to_stop:
+                attempt = next_attempt(failure)
     return code
 
 
@@ -113,19 +113,19 @@ class _Run:
         self.was_asked_to_stop = False
 
     def wait(self) -> tuple[int, Failure | None]:
-        """Start the ranks and see them to their end: the exit code, and who failed."""
+        """Start the ranks and wait for their end; returns the exit code, and the failure."""
         self._log_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.callback(self._kill)
             ports = [stack.enter_context(_reserved_port()) for _ in range(self._size)]
             environments = list(_environments(ports, self._log_dir))
-            self._requests.set_handlers()  # Paddle was imported to see what devices there are.
+            self._requests.set_handlers()  # Paddle was imported to list the devices.
             for rank, variables in enumerate(environments):
                 output = None
                 if rank > 0:
                     file = self._log_dir / f"workerlog.{rank}"
                     output = stack.enter_context(file.open("wb"))
-                # A session of its own: Ctrl-C is for this process, which passes it on once.
+                # A session of its own: Ctrl-C reaches this process, which passes it on once.
                 self._ranks.append(
                     subprocess.Popen(
                         self._command,
@@ -140,7 +140,7 @@ class _Run:
         return self._exit_code(), self._failure
 
     def _is_running(self) -> bool:
-        """Whether ranks are left, after what is due now was done."""
+        """Handle requests, failures and deadlines; returns whether ranks still run."""
         requests = self._requests.read()
         if self._is_orphan() and not self.was_asked_to_stop:
             requests.append(StopRequest(signal.SIGTERM, is_again=False))
@@ -156,7 +156,7 @@ class _Run:
         return None in codes
 
     def _is_orphan(self) -> bool:
-        """Whether another launcher of this package started this one, and has ended."""
+        """Whether this launcher was started by another one, which has ended."""
         launcher = os.environ.get(LAUNCHER_VARIABLE)
         return launcher is not None and os.getppid() != int(launcher)
 
@@ -170,12 +170,14 @@ class _Run:
 
     def _look_for_a_failure(self, codes: Sequence[int | None]) -> None:
         if self._deadline is None and any(code and not _is_failure(code) for code in codes):
-            # Ranks that were asked to stop end together, unless one never came to training.
+            # Ranks that were asked to stop end together, unless one had not begun to train.
             self._deadline = time.monotonic() + _STRAGGLER_GRACE_S
-        failed = [Failure(rank, code) for rank, code in enumerate(codes) if _is_failure(code)]
+        failed = [
+            Failure(rank, code) for rank, code in enumerate(codes) if code and _is_failure(code)
+        ]
         if self._failure is not None or not failed:
             return
-        # What one rank dies of ends others with errors of their own.
+        # A killed rank makes others fail with errors of their own, so it is named first.
         self._failure = min(failed, key=lambda failure: (failure.code > 0, failure.rank))
         logger.error("%s", self._failure)
         if self._failure.rank > 0:
@@ -214,18 +216,18 @@ class _Run:
         return max(codes)
 
 
-def _is_failure(code: int | None) -> bool:
-    """Not what a rank ends with that was asked to stop."""
-    return code is not None and code != 0 and code - 128 not in STOP_SIGNALS
+def _is_failure(code: int) -> bool:
+    """Whether an exit code is neither success nor that of a requested stop."""
+    return code != 0 and code - 128 not in STOP_SIGNALS
 
 
 def _environments(ports: Sequence[int], log_dir: Path) -> Iterator[dict[str, str]]:
-    """The variables of each rank, by the names that Paddle's launcher gives them."""
+    """The environment of each rank, with the variables that Paddle's launcher sets."""
     inherited = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
-    # Ours are about the run, not about a rank.
+    # Ours concern the run, not a rank.
     inherited |= {name: value for name, value in os.environ.items() if name[:10] == "PADDLE_VL_"}
     inherited |= {LAUNCHER_VARIABLE: str(os.getpid()), "PADDLE_LOG_DIR": str(log_dir.resolve())}
-    # What Paddle's C++ side tells of its connections.
+    # Silences messages of Paddle's C++ code about its connections.
     inherited.setdefault("GLOG_minloglevel", "1")
     size = len(ports)
     if size == 1:
@@ -253,7 +255,7 @@ def _environments(ports: Sequence[int], log_dir: Path) -> Iterator[dict[str, str
 
 
 def _device_variables(size: int) -> list[dict[str, str]]:
-    """What gives each rank its device: gloo without an accelerator."""
+    """The variables that assign a device to each rank; gloo without an accelerator."""
     from paddle.distributed.launch.context.device import Device, DeviceType
 
     from paddle_vl.parallel.gloo_fleet.installation import runs_on_gloo
@@ -276,7 +278,7 @@ def _device_variables(size: int) -> list[dict[str, str]]:
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A port that only a socket that reuses addresses, as a store's does, gets until the end."""
+    """Reserve a port for a socket that reuses addresses, as the store's does."""
     with socket.socket() as placeholder:
         placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         placeholder.bind(("127.0.0.1", 0))

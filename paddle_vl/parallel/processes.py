@@ -1,7 +1,7 @@
-"""What the processes of a run do together in training, over fleet's groups.
+"""The collectives of training beside the model: counts, losses, gradients, barriers.
 
-The same methods as `SingleProcess` of `paddle_vl.train.processes`; every rank calls them in the
-same order, whatever its data.
+Has the interface of `SingleProcess` in `paddle_vl.train.processes`. Every method but `counts_here`
+and `seed_split_random` is collective: every rank calls it, in the same order, whatever its data.
 """
 
 from collections.abc import Sequence
@@ -13,34 +13,36 @@ import paddle.distributed as dist
 from paddle import Tensor
 
 from paddle_vl.nn.parameter_table import ParamSpec, Tie
+from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
-from paddle_vl.parallel.objects import gather_values
 from paddle_vl.parallel.random_state import seed_split_random
 from paddle_vl.parallel.topology import Topology
 
 
 class FleetProcesses:
-    """One process of a run. Values differ per rank."""
+    """One rank of a run. Attributes differ per rank."""
 
     def __init__(self, topology: Topology):
         self.topology = topology
         self.rank, self.is_main = topology.rank, topology.rank == 0
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
-        # The first copy of everything: of experts, the first processes that share them.
+        # The first replica; with expert parallelism the first dp ranks that have all experts.
         self.holds_model = topology.dp_rank < topology.degrees.ep_degree
         self.random_place = (topology.data_rank, topology.pp_rank)
-        # All stages and all mp processes of a part of the data have the same.
+        # All mp ranks and all stages of a data shard have the same samples.
         self.counts_data = topology.mp_rank == 0 and topology.pp_rank == 0
-        # The last stage alone has losses, and all its mp processes have the same.
+        # Only the last stage has losses, the same ones on all its mp ranks.
         self.counts_losses = topology.mp_rank == 0
         self._host_group = topology.host_group
 
     def agree(
         self, counts: Sequence[int], signal: int | None = None
     ) -> tuple[list[int], int | None]:
+        """All-gather over all ranks, through host memory: sums of the counts over the data shards,
+        and the highest stop signal. Same result on every rank."""
         own = [count if self.counts_data else 0 for count in counts]
         message = paddle.to_tensor([*own, signal or 0], dtype="int64", place=paddle.CPUPlace())
-        # Paddle would make them on the GPU, where this group does not reach.
+        # Paddle would allocate them on the GPU, but this group communicates host memory.
         everyone = [message.clone() for _ in range(self.topology.world_size)]
         dist.all_gather(everyone, message, group=self._host_group)
         numbers_PK = np.stack([numbers.numpy() for numbers in everyone])
@@ -51,6 +53,7 @@ class FleetProcesses:
         return self.agree(counts)[0]
 
     def sum_losses(self, value: Tensor) -> Tensor:
+        """All-reduce of losses over the data shards. Same result on every rank."""
         return self.sum_over_all(value if self.counts_losses else paddle.zeros_like(value))
 
     def gathered(self, value: Any) -> list[Any]:
@@ -58,17 +61,20 @@ class FleetProcesses:
 
     @paddle.no_grad()
     def gathered_values(self, values_K: Tensor) -> Tensor:
+        """All-gather of K numbers per rank: `[world size, K]`."""
         everyone: list[Tensor] = []
         dist.all_gather(everyone, values_K)
         return paddle.stack(everyone)
 
     @paddle.no_grad()
     def sum_over_all(self, value: Tensor) -> Tensor:
+        """All-reduce (sum) over all ranks; the argument is left as it is."""
         total = value.clone().reshape([-1])
         dist.all_reduce(total)
         return total.reshape(value.shape)
 
     def counts_here(self, spec: ParamSpec) -> bool:
+        """Whether this rank counts a trained tensor in a sum over all ranks: one replica does."""
         is_first_of_its_kind = spec.split_axis is not None or self.topology.mp_rank == 0
         if spec.tie is Tie.COPY:
             return False
@@ -79,14 +85,18 @@ class FleetProcesses:
         seed_split_random(entropy, self.topology.mp_rank)
 
     def sum_gradients(self, tensors: Sequence[tuple[Tensor, ParamSpec]]) -> None:
+        """All-reduce gradients, once per step, in this order: partial ones over mp, those of tied
+        weights over the first and last pipeline stage, those of all parameters over dp (of experts
+        over the dp ranks with the same experts). Sharding has reduced over its own group before.
+        """
         topology = self.topology
         if topology.mp_group.nranks > 1:
             all_reduce_partial_gradients(tensors, topology.mp_group)
-        # A stage of a pipeline may have nothing to train: then nothing is sent.
+        # A stage may have no trained parameters: then none of its dp and mp ranks sends anything.
         if topology.ends_group is not None:
             tied = [tensor for tensor, spec in tensors if spec.tie is not Tie.NONE]
             all_reduce_gradients(tied, topology.ends_group)
-        # Fleet's sharding has done it, see `paddle_vl.parallel.sharding.fleet_optimizer`.
+        # Stage 1 reduces over dp itself, see `paddle_vl.parallel.sharding.fleet_optimizer`.
         if topology.dp_group.nranks > 1 and not topology.is_sharded_by_fleet:
             shared = [tensor for tensor, spec in tensors if not spec.is_expert]
             all_reduce_gradients(shared, topology.dp_group)

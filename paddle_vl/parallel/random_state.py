@@ -1,8 +1,8 @@
-"""Random numbers inside a model-parallel group.
+"""Random numbers that differ between the ranks of an mp group.
 
-Paddle's own generator draws the same on every rank of a group, as tensors that each rank has whole
-need (dropout of a residual stream). For tensors that the ranks have parts of, draw inside
-`split_random`: another generator, with another seed on every rank. Recomputation restores both.
+Paddle's default generator draws the same numbers on every rank of an mp group, as replicated
+tensors need (dropout of a residual stream). For sharded tensors draw inside `split_random`: from a
+generator with another seed on every rank. Recomputation restores both generators.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ _NAME = "paddle_vl_split"
 
 
 def seed_split_random(entropy: Sequence[int], mp_rank: int) -> None:
-    """Start this rank's own generator from what the group's is started from, and the rank."""
+    """Seed this rank's generator from the entropy of the group's generator and the mp rank."""
     tracker = get_rng_state_tracker()
-    # One more number than the group's generator is started from: never the same sequence.
+    # One number more than for the default generator, so the sequences never coincide.
     seed = int(np.random.SeedSequence([*entropy, 1 + mp_rank]).generate_state(1)[0])
     if _NAME not in tracker.states_:
         tracker.add(_NAME, seed)

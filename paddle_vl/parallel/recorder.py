@@ -1,21 +1,270 @@
-"""What a rank sends: every collective and message of this process while recording, in order.
+"""Records every collective and point-to-point message of this rank, in order.
 
-Fleet's own traffic and this package's, for counts that hold on any machine, and for comparing the
-order of ranks; `collective_check` stops a run at the first one that ranks do not agree on.
+Functions of paddle.distributed and fleet's layers, pipeline and sharding all end in a method of a
+process group, which fleet often calls directly; a few operators communicate by themselves. Both
+kinds are replaced while recording, for every backend. A call counts once, however it is made: the
+methods of gloo's groups, for example, are made of other methods.
+
+Recordings count the communication of a step, the same on any machine; `collective_check` stops a
+run at the first collective that ranks disagree on.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from paddle_vl.parallel.traffic import Collective, observed
+import paddle
+import paddle.distributed as dist
+from paddle import Tensor, _C_ops
+from paddle.base import core
+from paddle.distributed import collective
 
-__all__ = ["Collective", "Recording", "first_difference", "record_collectives"]
+from paddle_vl.parallel.gloo_fleet import peers
+
+_MESSAGES = ("send", "recv")
+# Ranks may contribute tensors of different length.
+_UNEVEN = ("alltoall", "alltoall_single")
+
+
+class Collective(NamedTuple):
+    """One collective or message on one rank.
+
+    Attributes:
+        phase: label of the recording, such as `forward`.
+        kind: such as `all_reduce`; `send` and `recv` are messages.
+        ranks: global ranks of the group, in its order; sender and receiver of a message.
+        num_bytes: what this rank contributes, or receives by a recv or a scatter.
+        dtype, shape: of that; empty for barriers. Several tensors add a first axis.
+    """
+
+    phase: str
+    kind: str
+    ranks: tuple[int, ...]
+    num_bytes: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in _MESSAGES
+
+    @property
+    def agreed(self) -> tuple:
+        """What must be the same on every rank of a collective, and at both ends of a message."""
+        # Fleet sends a number as [] and receives it as [1].
+        shape = self.shape or (1,)
+        if self.is_message:
+            return self.dtype, shape
+        return (self.kind, self.dtype, () if self.kind in _UNEVEN else shape)
+
+    def describe(self) -> str:
+        """E.g. `all_gather of float32 [12, 4] in backward`."""
+        what = f"{self.kind} of {self.dtype} {list(self.shape)}" if self.dtype else self.kind
+        return f"{what} in {self.phase}" if self.phase else what
+
+
+class _Method(NamedTuple):
+    """A method of process groups.
+
+    Attributes:
+        kind: of the collective.
+        tensor: position of the argument that this rank contributes or receives; None for none.
+        peer: position of the argument that names the other rank of a message, within the group.
+        num_slices: position of the number of slices, of which one is communicated.
+        swapped: with fewer arguments than this it is Paddle's older overload, whose first two
+            arguments are swapped.
+    """
+
+    kind: str
+    tensor: int | None
+    peer: int | None = None
+    num_slices: int | None = None
+    swapped: int = 0
+
+
+_METHODS = {
+    "all_reduce": _Method("all_reduce", 0),
+    "allreduce": _Method("all_reduce", 0),
+    "reduce": _Method("reduce", 0),
+    "broadcast": _Method("broadcast", 0),
+    "all_gather": _Method("all_gather", 1, swapped=3),
+    "all_gather_into_tensor": _Method("all_gather", 1),
+    "all_gather_partial": _Method("all_gather", 1, num_slices=2),
+    "reduce_scatter": _Method("reduce_scatter", 1),
+    "reduce_scatter_tensor": _Method("reduce_scatter", 1),
+    "all_to_all": _Method("alltoall", 1),
+    "all_to_all_tensor": _Method("alltoall", 1),
+    "alltoall": _Method("alltoall", 0),
+    "all_to_all_single": _Method("alltoall_single", 1),
+    "alltoall_single": _Method("alltoall_single", 0),
+    "scatter": _Method("scatter", 0, swapped=4),
+    "scatter_tensor": _Method("scatter", 0),
+    "gather": _Method("gather", 0),
+    "send": _Method("send", 0, peer=1),
+    "send_partial": _Method("send", 0, peer=1, num_slices=2),
+    "recv": _Method("recv", 0, peer=1),
+    "recv_partial": _Method("recv", 0, peer=1, num_slices=2),
+    "barrier": _Method("barrier", None),
+}
+_ON_CALC_STREAM = "_on_calc_stream"
+# Methods that communicate nothing, or whose messages are recorded one by one.
+_SILENT_METHODS = {
+    "rank", "size", "name", "_start_coalescing", "_end_coalescing", "eager_connect",
+    "eager_connect_ring_exchange", "create", "create_default_device", "get_comm_name",
+    "_pybind11_conduit_v1_",
+}  # fmt: skip
+
+
+class _Operator(NamedTuple):
+    """An operator that communicates without a method of a group; its first argument is the tensor.
+
+    Attributes:
+        kind: of its collectives.
+        group: position of the group's id.
+        times: number of its collectives.
+        rows: they have one element per row.
+    """
+
+    kind: str
+    group: int
+    times: int = 1
+    rows: bool = False
+
+
+# Those that fleet calls in dynamic graphs.
+_OPERATORS = {
+    "c_concat": _Operator("all_gather", 3),
+    "all_gather": _Operator("all_gather", 1),
+    "all_reduce": _Operator("all_reduce", 1),
+    "all_reduce_": _Operator("all_reduce", 1),
+    "mp_allreduce_sum": _Operator("all_reduce", 1),
+    # The largest logit, the logit of the target, and the sum of the exponentials.
+    "c_softmax_with_cross_entropy": _Operator("all_reduce", 3, times=3, rows=True),
+}
+
+Observe = Callable[[Collective], object]
+
+
+@contextmanager
+def observed(observe: Observe) -> Iterator[None]:
+    """Call `observe` on this rank right before each of its collectives and messages.
+
+    Raises:
+        RuntimeError: Paddle's process groups have a method that is not listed here.
+    """
+    running = threading.local()
+    kept = []
+    try:
+        for owner, name, see in _sites():
+            own = vars(owner)[name]
+            kept.append((owner, name, own))
+            setattr(owner, name, _observing(observe, running, getattr(owner, name), see))
+        yield
+    finally:
+        for owner, name, own in reversed(kept):
+            setattr(owner, name, own)
+
+
+def _sites() -> Iterator[tuple[Any, str, Callable[..., list[Collective]]]]:
+    """Owner and name of each function to replace, and what describes a call of it."""
+    for owner in _group_classes():
+        for name in list(vars(owner)):
+            method = _METHODS.get(name.removesuffix(_ON_CALC_STREAM))
+            if method is not None:
+                is_older = method.swapped > 0 and not name.endswith(_ON_CALC_STREAM)
+                own = method if is_older else method._replace(swapped=0)
+                yield owner, name, functools.partial(_of_method, own)
+            elif not name.startswith("__") and name not in _SILENT_METHODS:
+                raise RuntimeError(
+                    f"paddlepaddle {paddle.__version__} has process groups with a method {name}, "
+                    "which the recorder does not know: add it to paddle_vl/parallel/recorder.py"
+                )
+    for name, operator in _OPERATORS.items():
+        if name in vars(_C_ops):
+            yield _C_ops, name, functools.partial(_of_operator, operator)
+
+
+def _group_classes() -> list[type]:
+    return [core.ProcessGroup, *core.ProcessGroup.__subclasses__()]
+
+
+def _observing(
+    observe: Observe, running: threading.local, own: Callable, see: Callable[..., list[Collective]]
+) -> Callable:
+    @functools.wraps(own, assigned=("__name__", "__doc__"))
+    def observing(*args: Any, **kwargs: Any) -> Any:
+        if getattr(running, "is_inside", False):
+            return own(*args, **kwargs)
+        for call in see(args, kwargs):
+            observe(call)
+        running.is_inside = True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            running.is_inside = False
+
+    return observing
+
+
+def _of_method(method: _Method, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Collective]:
+    group, *given = args
+    # Paddle passes tensors by position, options possibly by name.
+    position = method.tensor
+    if position is not None and len(given) + len(kwargs) < method.swapped:
+        position = 1 - position
+    ranks = _ranks_of(group)
+    if method.peer is not None:
+        own, peer = dist.get_rank(), ranks[given[method.peer]]
+        ranks = (own, peer) if method.kind == "send" else (peer, own)
+    slices = 1 if method.num_slices is None else given[method.num_slices]
+    if position is None:
+        return [Collective("", method.kind, ranks, 0)]
+    return [_collective(method.kind, ranks, given[position], slices)]
+
+
+def _of_operator(
+    operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Collective]:
+    ranks = tuple(collective._get_group_map()[args[operator.group]].ranks)
+    tensor = args[0]
+    if operator.rows:
+        tensor = tensor[..., :1]
+    return [_collective(operator.kind, ranks, tensor)] * operator.times
+
+
+def _collective(
+    kind: str, ranks: tuple[int, ...], sent: Tensor | Sequence[Tensor], slices: int = 1
+) -> Collective:
+    tensors = [sent] if isinstance(sent, Tensor) else list(sent)
+    dtype = str(tensors[0].dtype).removeprefix("paddle.")
+    size = sum(tensor.size for tensor in tensors) // slices
+    shape = tuple(tensors[0].shape)
+    if not isinstance(sent, Tensor):
+        alike = all(tensor.shape == tensors[0].shape for tensor in tensors)
+        shape = (len(tensors), *shape) if alike else (size,)
+    elif slices > 1:
+        shape = (size,)
+    return Collective("", kind, ranks, size * tensors[0].element_size(), dtype, shape)
+
+
+def _ranks_of(group: core.ProcessGroup) -> tuple[int, ...]:
+    """The global ranks of a process group, in its order."""
+    for known in collective._get_group_map().values():
+        if known.process_group is group:
+            return tuple(known.ranks)
+    return tuple(peers.ranks_of(group))
 
 
 @dataclass
 class Recording:
-    """Calls so far; set `phase` to name what follows."""
+    """Calls so far. Set `phase` to label those that follow."""
 
     phase: str = ""
     calls: list[Collective] = field(default_factory=list)
@@ -26,7 +275,7 @@ class Recording:
 
 @contextmanager
 def record_collectives() -> Iterator[Recording]:
-    """Record this rank's collectives while entered; they run as ever."""
+    """Record this rank's collectives and messages while entered; they run as usual."""
     recording = Recording()
 
     def record(call: Collective) -> None:
@@ -34,37 +283,3 @@ def record_collectives() -> Iterator[Recording]:
 
     with observed(record):
         yield recording
-
-
-def first_difference(calls_of_ranks: Sequence[Sequence[Collective]]) -> str | None:
-    """Where the recordings of all ranks, by rank, first differ, line by line; None if nowhere.
-
-    Compares kind, dtype, shape and phase of every collective with those of the line's first rank,
-    and dtype and shape of every message with those at its other end.
-    """
-    lines = dict.fromkeys(call.line for calls in calls_of_ranks for call in calls)
-    for line in lines:
-        is_message, ranks = line
-        first, *others = dict.fromkeys(ranks)
-        own = [[call for call in calls if call.line == line] for calls in calls_of_ranks]
-        for other in others:
-            pairs = zip(own[first], own[other], strict=False)
-            same = [
-                one.agreed == two.agreed and (is_message or one.phase == two.phase)
-                for one, two in pairs
-            ]
-            position = same.index(False) if False in same else len(same)
-            if position < max(len(own[first]), len(own[other])):
-                what = "message" if is_message else "collective"
-                return (
-                    f"{what} {position + 1} of ranks {list(ranks)}: "
-                    f"rank {first} {_at(own[first], position)}, "
-                    f"rank {other} {_at(own[other], position)}"
-                )
-    return None
-
-
-def _at(calls: Sequence[Collective], position: int) -> str:
-    if position < len(calls):
-        return calls[position].describe()
-    return f"nothing, its last {calls[-1].describe()}" if calls else "nothing at all"

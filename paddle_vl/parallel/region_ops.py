@@ -9,6 +9,8 @@ Shapes: T token rows; I items, M rows of all items, C their width; for Qwen3-VL,
 G deepstack levels, C = (1 + G) * D.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import paddle
 from paddle import Tensor, nn
@@ -135,7 +137,7 @@ class FleetRegionOps(RegionOps):
 
     def _spread(
         self,
-        encode: ItemEncoder,
+        encode: Callable[[np.ndarray], Tensor],
         costs_I: np.ndarray,
         rows_I: np.ndarray,
         tower: nn.Layer,

@@ -1,8 +1,8 @@
 """Signals that ask a process to stop, read from a pipe.
 
-Python runs its own signal handlers only when the main thread returns from what it is in, which may
-be a step or a collective of minutes, and once for several signals of a kind. What it writes into a
-pipe when a signal arrives is there at once, and for each.
+Python runs signal handlers only when the main thread returns to the interpreter, which a step or a
+collective may delay by minutes, and once for several signals of a kind. The wakeup pipe has each of
+them at once.
 """
 
 import os
@@ -11,15 +11,15 @@ import time
 from types import FrameType
 from typing import NamedTuple
 
-# Of Slurm and Kubernetes SIGTERM; of a terminal that is closed SIGHUP.
+# Slurm and Kubernetes send SIGTERM, a closed terminal SIGHUP.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Seconds within which a signal repeats the one before: Paddle's launcher sends SIGTERM three times,
-# 0.2 s apart, and `timeout` signals a process and then its group. A person takes longer.
+# Within this many seconds a signal counts as a repetition: Paddle's launcher sends SIGTERM three
+# times, 0.2 s apart, and `timeout` signals a process and then its group. A person takes longer.
 _BURST_S = {signal.SIGINT: 0.2, signal.SIGTERM: 1.0, signal.SIGHUP: 1.0}
 
 
 class StopRequest(NamedTuple):
-    """A signal that asked to stop; `is_again` where there was a request before it."""
+    """A signal that asked to stop; `is_again` if there was a request before."""
 
     signal: signal.Signals
     is_again: bool
@@ -31,7 +31,7 @@ class StopRequests:
     Only the main thread can enter it. SIGHUP stays ignored under nohup.
 
     Attributes:
-        reader: the descriptor to wait at.
+        reader: file descriptor that becomes readable when a signal arrives.
     """
 
     def __init__(self):
@@ -58,12 +58,12 @@ class StopRequests:
         os.close(self.reader)
 
     def set_handlers(self) -> None:
-        """Call it when Paddle was imported meanwhile: it sets handlers of its own."""
+        """Call it again after an import of Paddle, which sets handlers of its own."""
         for number in self._previous:
             signal.signal(number, _left_to_the_pipe)
 
     def read(self) -> list[StopRequest]:
-        """What has come since the last time; repetitions within a burst are left out."""
+        """Requests since the last call; repetitions within a burst are left out."""
         try:
             numbers = os.read(self.reader, 64)
         except BlockingIOError:
@@ -72,12 +72,13 @@ class StopRequests:
         for number in numbers:
             if number not in self._previous:
                 continue
+            number = signal.Signals(number)
             now, last = time.monotonic(), self._last
             self._last = now
             if last is None or now - last > _BURST_S[number]:
-                requests.append(StopRequest(signal.Signals(number), last is not None))
+                requests.append(StopRequest(number, last is not None))
         return requests
 
 
 def _left_to_the_pipe(number: int, frame: FrameType | None) -> None:
-    """Python has written the number into the pipe already."""
+    """Does nothing: Python has written the number into the pipe already."""

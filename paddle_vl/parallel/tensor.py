@@ -31,8 +31,8 @@ from paddle_vl.nn.placement import (
     RegionOps,
     StageLayers,
 )
+from paddle_vl.parallel.agree import gather_arrays, gather_values
 from paddle_vl.parallel.expert_parallel import FleetExpertSharding
-from paddle_vl.parallel.objects import gather_arrays, gather_values
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.region_ops import FleetRegionOps
 from paddle_vl.parallel.split_layers import (
@@ -252,6 +252,7 @@ class FleetLayers(LayerFactory):
     def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
         layer.add_low_rank(settings)
         lora, of_weight = layer.lora, self.parameter_table[layer.weight]
+        assert lora is not None
         if of_weight.split_axis is None:
             self.parameter_table.add([lora.A, lora.B], of_weight)
         elif of_weight.split_axis == layer.input_axis:

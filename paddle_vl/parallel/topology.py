@@ -1,9 +1,9 @@
-"""This process's place in a run, and the groups of processes it shares work with.
+"""The mesh of a run: the coordinates of this rank, and its process group on every axis.
 
-Axes: dp processes hold the same parameters and take different samples; sharding processes do so
-too and share the optimizer's work; mp processes share every matrix; pp processes share the layers.
-Processes are numbered with mp innermost, then sharding, pp and dp, so that mp processes are
-neighbours on one machine.
+Axes: dp ranks have replicas of the parameters and take different samples; sharding ranks take
+different samples too and shard the optimizer state; mp ranks shard every matrix; pp ranks are the
+stages of the pipeline. mp is the innermost axis, then sharding, pp and dp, so that mp ranks are on
+one machine.
 """
 
 import logging
@@ -24,11 +24,11 @@ from paddle_vl.parallel.collective_check import check_run_if_asked
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.fleet_strategy import fleet_problems, fleet_strategy
 from paddle_vl.parallel.gloo_fleet import install, time_limit
-from paddle_vl.parallel.store.rendezvous import DEFAULT_TIMEOUT_S, limit_waits, meet
+from paddle_vl.parallel.store.rendezvous import DEFAULT_TIMEOUT_S, meet, set_timeout
 
 logger = logging.getLogger(__name__)
 
-# Our axis names and fleet's: the key in its hybrid_configs, and where it keeps the group.
+# Axis to fleet's names: the key in its hybrid_configs, and the getter of the group.
 _FLEET_AXES = {
     "dp": ("dp_degree", HybridCommunicateGroup.get_data_parallel_group),
     "mp": ("mp_degree", HybridCommunicateGroup.get_model_parallel_group),
@@ -38,25 +38,24 @@ _FLEET_AXES = {
 
 
 def _group_of_one(rank: int) -> Group:
-    """A group to ask for rank and size. Paddle warns of a sum over it and leaves the tensor."""
+    """A group without a connection, for its rank and size; not for collectives."""
     return Group(rank_in_group=0, id=-1, ranks=[rank])
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """This process's place in a run. Ranks and groups differ per rank, the rest does not.
+    """Degrees of the mesh, and coordinates and groups of this rank, which differ per rank.
 
     Attributes:
-        rank: this process among all.
-        dp_group, mp_group, pp_group, sharding_group: the processes that share this one's other
-            coordinates, in order along the axis; `rank` and `nranks` of a group are this
-            process's place on the axis and the axis' size. One with `nranks` 1 has no connection:
-            leave collectives over it out.
-        ep_group: the processes that share the experts, neighbours on the dp axis.
-        expert_dp_group: those that hold the same experts; None where that is dp_group.
-        ends_group: first and last process of the pipeline, on these two; None on others.
-        host_group: all processes, for what they have to know on the host: its messages go through
-            host memory and wait for no device; None for the group of all, which does so on a CPU.
+        rank: global rank.
+        dp_group, mp_group, pp_group, sharding_group: the ranks along each axis through this rank;
+            `rank` and `nranks` of a group are this rank's coordinate and the degree. A group with
+            `nranks` 1 has no connection: leave out collectives over it.
+        ep_group: the ranks that shard the experts, neighbours on the dp axis.
+        expert_dp_group: ranks with the same experts; None where that is dp_group.
+        ends_group: first and last stage of the pipeline, on these two; None on others.
+        host_group: all ranks over gloo, for collectives in host memory that do not wait for the
+            device; None on CPUs, where the default group is that.
     """
 
     degrees: ParallelDegrees
@@ -72,7 +71,7 @@ class Topology:
 
     @classmethod
     def single(cls, degrees: ParallelDegrees | None = None) -> "Topology":
-        """One process, without fleet."""
+        """The mesh of one rank, without fleet."""
         groups = {f"{axis}_group": _group_of_one(0) for axis in (*AXES, "ep")}
         return cls(degrees or ParallelDegrees(), rank=0, **groups)
 
@@ -98,7 +97,7 @@ class Topology:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the samples this process takes, of `data_size`; dp and sharding split."""
+        """Which data shard this rank takes, of `data_size`; dp and sharding ranks split data."""
         return self.dp_rank * self.degrees.sharding_degree + self.sharding_rank
 
     @property
@@ -107,11 +106,11 @@ class Topology:
 
     @property
     def is_sharded_by_fleet(self) -> bool:
-        """Whether stage 1 divides the optimizer."""
+        """Whether fleet shards the optimizer state, which is stage 1."""
         return self.degrees.sharding_degree > 1 and self.degrees.sharding_stage == 1
 
     def describe(self) -> str:
-        """This rank's coordinates on the axes that are on, e.g. `rank 3 (dp 1, mp 1)`."""
+        """Coordinates on the axes of degree 2 or more, e.g. `rank 3 (dp 1, mp 1)`."""
         coordinates = [
             f"{axis} {group.rank}"
             for axis in AXES
@@ -125,16 +124,16 @@ def initialize(
     options: FleetConfig | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Topology:
-    """Start fleet with these degrees, on every rank together; one process needs none.
+    """Start fleet with these degrees. Collective over all ranks; one rank starts nothing.
+
+    Fleet seeds Paddle's generators if mp_degree > 1: seed a run's own afterwards.
 
     Args:
-        options: of fleet's own, see `paddle_vl.parallel.fleet_strategy`.
-        timeout_s: seconds that a process waits for others, at the start and in any operation.
-
-    Fleet seeds Paddle's generators when there are mp processes: seed a run's own afterwards.
+        options: fleet's own, see `paddle_vl.parallel.fleet_strategy`.
+        timeout_s: seconds that a rank waits for others, at the start and in every operation.
 
     Raises:
-        ValueError: the degrees contradict each other or the launched processes; see also
+        ValueError: the degrees contradict each other or the world size; see also
             `paddle_vl.parallel.collective_check`.
         RuntimeError: fleet was started with other degrees before.
     """
@@ -142,8 +141,8 @@ def initialize(
     raise_problems([*problems, *fleet_problems(options or FleetConfig(), degrees)])
     if degrees.num_processes == 1:
         return Topology.single(degrees)
-    limit_waits(timeout_s)
-    _limit_waits_of_accelerators(timeout_s)
+    set_timeout(timeout_s)
+    _set_nccl_timeout(timeout_s)
     install()
     meet()
     with _quiet():
@@ -154,41 +153,41 @@ def initialize(
     groups, other = {}, []
     for axis, (key, group_of) in _FLEET_AXES.items():
         group, degree = group_of(communicators), degrees.degree(axis)
-        # Fleet's own group of one says that this process, rank -1 of it, is not a member.
+        # In fleet's own group of one this rank has rank -1.
         groups[f"{axis}_group"] = group if group.nranks > 1 else _group_of_one(rank)
         if group.nranks != degree:
             other.append(f"{key} {group.nranks} instead of {degree}")
     if other:
-        # Fleet keeps its first groups and says so in a warning only.
+        # Fleet keeps its first groups, with no more than a warning.
         raise RuntimeError(
-            f"fleet was started in this process before, with {', '.join(other)}: start it once, "
+            f"fleet was started on this rank before, with {', '.join(other)}: start it once, "
             "through paddle_vl.parallel.topology.initialize"
         )
     check_run_if_asked()
     lines = communicators.topology().get_comm_list
     ends = []
-    # In a V the first stage has both ends.
+    # In dualpipev's V the first stage has both ends.
     if degrees.pp_degree > 1 and degrees.pp_schedule != "dualpipev":
         ends = [[line[0], line[-1]] for line in lines("pipe")]
-    sharers, holders = [], []
+    ep_groups, expert_dp_groups = [], []
     if (size := degrees.ep_degree) > 1:
         for line in lines("data"):
-            sharers += [line[i : i + size] for i in range(0, len(line), size)]
-            holders += [line[i::size] for i in range(size)]
+            ep_groups += [line[i : i + size] for i in range(0, len(line), size)]
+            expert_dp_groups += [line[i::size] for i in range(size)]
     on_cpu = paddle.get_device().startswith("cpu")
     return Topology(
         degrees,
         rank,
         **groups,
-        ep_group=_own_group(sharers, rank) or _group_of_one(rank),
-        expert_dp_group=_own_group(holders, rank),
+        ep_group=_own_group(ep_groups, rank) or _group_of_one(rank),
+        expert_dp_group=_own_group(expert_dp_groups, rank),
         ends_group=_own_group(ends, rank),
         host_group=None if on_cpu else _host_group(timeout_s),
     )
 
 
-def _limit_waits_of_accelerators(timeout_s: float) -> None:
-    """Groups of NCCL that are made from now on get the limit from Paddle's environment."""
+def _set_nccl_timeout(timeout_s: float) -> None:
+    """Set the timeout of NCCL groups that are made from now on."""
     environment = collective._get_global_env()
     if not isinstance(getattr(environment, "_pg_timeout", None), int):
         raise RuntimeError(
@@ -200,18 +199,19 @@ def _limit_waits_of_accelerators(timeout_s: float) -> None:
 
 
 def _host_group(timeout_s: float) -> Group:
-    """All processes in a group of gloo, beside an accelerator's."""
-    group = dist.new_group(backend="gloo")
+    """A gloo group of all ranks, beside that of the accelerator."""
+    # Paddle's stub knows nccl only.
+    group = dist.new_group(backend="gloo")  # pyright: ignore[reportArgumentType]
     try:
-        time_limit.limit_waits(group.id, group.rank, group.nranks, timeout_s)
+        time_limit.set_group_timeout(group.id, group.rank, group.nranks, timeout_s)
     except RuntimeError as error:
-        logger.warning("%s Until then ranks wait 30 s for each other on the host.", error)
+        logger.warning("%s Until then the timeout of collectives in host memory is 30 s.", error)
     return group
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep fleet from telling that it starts, and every rank from listing Paddle's flags."""
+    """Silence fleet's messages at its start, and the list of Paddle's flags on every rank."""
     log_util.set_log_level("WARNING")
     lists_flags = parallel._print_modified_flags
     parallel._print_modified_flags = lambda flags: None
@@ -222,7 +222,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _own_group(members: list[list[int]], rank: int) -> Group | None:
-    """Every process makes all of these groups, in one order, and keeps its own, if it has one."""
+    """Make all of these groups, as every rank must in the same order; returns this rank's."""
     own = None
     for ranks in members:
         group = dist.new_group(ranks) if len(ranks) > 1 else None

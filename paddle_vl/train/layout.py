@@ -15,9 +15,8 @@ from paddle_vl.nn.loss import Loss
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
-from paddle_vl.parallel.pipeline.runner import Part, PipelineRunner
-from paddle_vl.parallel.pipeline.schedule import num_parts, parts_of_stage
-from paddle_vl.parallel.pipeline.split import split_layers
+from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner
+from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
 from paddle_vl.parallel.pipeline.split_backward import split_backward
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetCheckpointRanks, FleetPlacement
@@ -81,8 +80,8 @@ class Layout:
             layers, before, after = [1] * len(layers), 0, 0
         self.num_layers = len(layers)
         # The layers of each pipeline part, and of those that this stage runs.
-        self.all_parts = split_layers(layers, num_parts(degrees), before, after)
-        own = parts_of_stage(degrees, topology.pp_rank)
+        self.all_parts = split_layers(layers, num_chunks(degrees), before, after)
+        own = chunks_of_stage(degrees, topology.pp_rank)
         self.parts = [self.all_parts[number] for number in own]
 
     def placement(self) -> Placement:
@@ -136,7 +135,7 @@ class Layout:
     def runner(
         self,
         model: nn.Layer,
-        make_stage: Callable[[Any, range], Part],
+        make_stage: Callable[[Any, range], ModelChunk],
         processes: SingleProcess,
         loss: Loss,
         adapter: BatchAdapter,

@@ -75,6 +75,7 @@ class Optimizer:
         for (_, names), tensor in zip(self._named, updated, strict=True):
             # AdamW multiplies its rate by it; its lr_ratio does the same on GPUs only.
             factor = _of_all(names, lambda name: factors.get(name, 1.0), "learning rate")
+            assert tensor is not None, "only fleet's distribute leaves a rank without a share"
             tensor.optimize_attr = {"learning_rate": factor}
         with_decay: set[str] = set()
         self._adamw = AdamW(
@@ -145,7 +146,7 @@ class Optimizer:
             self._adamw.mask(learning_rate, factor, is_good)
             self._step()
         elif bool(is_good):
-            self.clip_gradients(norm.item())
+            self.clip_gradients(float(norm))
             self.step(learning_rate)
 
     @paddle.no_grad()

@@ -18,9 +18,9 @@ from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.optimizer import Optimizer
-from tests.multi_card_tests import sharding_models
-from tests.multi_card_tests.sharding_models import HalfModel, toy
+from tests.support import sharding_models
 from tests.support.launch import run_checks
+from tests.support.sharding_models import HalfModel, toy
 
 STEPS, MICRO_BATCHES, RATE = 3, 2, 0.02
 TRAIN = TrainConfig(output_dir="unused", learning_rate=RATE, weight_decay=0.1, max_grad_norm=0.5)
@@ -65,7 +65,7 @@ def table_of(model: nn.Layer) -> ParameterTable:
 
 
 class Run:
-    """A model with its optimizer, divided over the topology's processes, or on one alone."""
+    """A model with its optimizer, sharded over the topology's ranks, or on one device."""
 
     def __init__(self, model: nn.Layer, topology: Topology | None, options: str = "plain"):
         self.model, self.topology = model, topology
@@ -127,7 +127,7 @@ class Run:
         return found
 
     def values(self) -> dict[str, np.ndarray]:
-        """Parameters and all state, whole."""
+        """Full parameters and optimizer state."""
         parameters = {
             name: self.trained.gathered_value(parameter).astype("float32").numpy().copy()
             for name, parameter in self.model.named_parameters()
@@ -163,7 +163,7 @@ def train(topology: Topology, options: str) -> dict[str, Any]:
 
 
 def continued(topology: Topology, options: str) -> list[str]:
-    """What differs, bit for bit, when the last step runs in another process' place."""
+    """What differs, bit for bit, when the last step runs from saved values."""
     run = Run(toy(), topology, options)
     trained_run(run, [run.micro_batches(step) for step in range(STEPS - 1)])
     saved = run.values()

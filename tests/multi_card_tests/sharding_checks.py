@@ -22,12 +22,12 @@ from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.layer_wrappers import Level, wrap_layer
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.parallel.recorder import Collective, record_collectives
+from paddle_vl.parallel.recorder import Collective, observed, record_collectives
 from paddle_vl.parallel.sharding import Sharding, ShardingOptions, buckets
-from paddle_vl.parallel.sharding.pending import Pending
+from paddle_vl.parallel.sharding.buckets import Pending
 from paddle_vl.parallel.topology import initialize
-from paddle_vl.parallel.traffic import observed
-from tests.multi_card_tests.sharding_models import (
+from tests.support.launch import run_checks
+from tests.support.sharding_models import (
     DIM,
     VOCAB,
     WIDE,
@@ -38,13 +38,12 @@ from tests.multi_card_tests.sharding_models import (
     toy,
     trained,
 )
-from tests.support.launch import run_checks
 
 STEPS, MICRO_BATCHES = 3, 2
 
 
 class Mode(NamedTuple):
-    """A stage and what is chosen of it."""
+    """A stage and its options."""
 
     stage: int
     options: ShardingOptions = ShardingOptions()
@@ -382,7 +381,7 @@ def half_bytes(group, mode: Mode) -> list[tuple[str, int]]:
 
 
 def round_trip(group, mode: Mode) -> list[str]:
-    """Parameters whose own parts, gathered, are not what they were cut from."""
+    """Parameters whose gathered shards are not the original."""
     run = Run(group, mode)
     run.backward()
     run.update()

@@ -1,8 +1,8 @@
-"""Fleet's tensor-parallel layers as what trains, and its options for them.
+"""Fleet's tensor-parallel layers in a model, and fleet's options for them.
 
-Guarantees: every matrix of a dense decoder layer, the token table and the loss are fleet's classes;
-so they are with linears apart, but for heads that several ranks share; with fleet's overlaps of
-products and collectives, losses and gradients are those of one device, with frozen weights too.
+Guarantees: every matrix of a dense decoder layer, the token table and the loss are fleet's classes,
+also with unfused linears, except for heads that several ranks share; with fleet's overlaps of
+products and collectives, losses and gradients equal one device's, also with frozen weights.
 """
 
 from functools import partial
@@ -35,8 +35,8 @@ from paddle_vl.parallel.topology import initialize
 from paddle_vl.train.optimizer import Optimizer
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.tiny import tiny_model, token_rows
+from tests.support.tolerance import TOPOLOGY
 
-TOLERANCE = 1e-5
 OVERLAPS = {
     "mp_async_allreduce": True,
     "mp_skip_c_identity": True,
@@ -60,7 +60,7 @@ def separate_some(model) -> None:
 
 
 def classes(folder: str, group, sequence_parallel: bool, apart: bool) -> list[str]:
-    """Matrices that are in no layer of fleet's."""
+    """Matrices that belong to no layer of fleet's."""
     model = model_of(folder, group, sequence_parallel)
     if apart:
         separate_some(model)
@@ -127,7 +127,7 @@ def worst_difference(
 
 
 def gathers(folder: str, group) -> dict[str, tuple[int, int]]:
-    """How many collectives put weights and moments together, and how many parts there are."""
+    """Number of collectives that gather weights and moments, and number of shards."""
     model = model_of(folder, group, True)
     named = list(model.hf_named_parameters())
     table = model.placement.parameter_table
@@ -198,6 +198,6 @@ def test_a_fused_weight_is_put_together_once_for_all_its_names(outcomes):
 @pytest.mark.parametrize("name", [*FROZEN, "apart"])
 def test_losses_and_gradients_are_those_of_one_device(outcomes, overlaps, name, sp):
     for error, where, num_overlapped in outcome_of(outcomes, f"{name} {sp}"):
-        assert error <= TOLERANCE, where
+        assert error <= TOPOLOGY, where
         expected = {"trained": 6, "frozen projections": 0, "frozen table": 2, "apart": 4}[name]
         assert num_overlapped == (expected if overlaps else 0)

@@ -1,15 +1,17 @@
-"""Sharding stage 1: fleet's DygraphShardingOptimizerV2 over 2, 3 and 2 x 2 real processes.
+"""Sharding stage 1 (fleet's DygraphShardingOptimizerV2) on 2, 3 and 2 x 2 ranks against one device.
 
-Guarantees, on a model with frozen parameters, sizes that no group divides, other data on every
-rank, a parameter that only one rank uses, rates and decay of single parameters:
-losses, norms, gradients, and after three clipped steps of two micro-batches every parameter and
-moment equal one process's; so with reductions beside the backward pass, gathers beside the forward
-pass and fused states; what was saved continues bit by bit; a step that is not finite changes
-nothing, whether its flag is read or masked; bfloat16 gradients are added up, and masters updated,
-in float32; every rank sends the same collectives, as many as stated here; fleet's class is what
-trains; wrong use is refused.
+The model has frozen parameters, sizes that no group divides, a parameter that only one rank uses,
+and learning rates and decay per parameter; ranks have different data. Guarantees:
 
-The oracle is the same model on one process, on all the data. Checks are in `fleet_sharding_checks`.
+- losses, norms, gradients, and every parameter and moment after three clipped steps of two
+  micro-batches equal one device's; so with overlapped reductions and gathers and fused states;
+- a saved run continues bit-exactly; a step that is not finite changes nothing, whether its flag is
+  read or masked;
+- bfloat16 gradients are accumulated, and master weights updated, in float32;
+- every rank issues the same collectives, as many as stated here; fleet's class is what trains;
+  wrong use is refused.
+
+Checks are in `fleet_sharding_checks`.
 """
 
 from collections import Counter
@@ -17,12 +19,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from paddle_vl.parallel.recorder import first_difference
 from tests.multi_card_tests.fleet_sharding_checks import OPTIONS, worker
-from tests.multi_card_tests.sharding_models import toy, trained
 from tests.support.launch import launch, outcome_of
+from tests.support.recordings import first_difference
+from tests.support.sharding_models import toy, trained
+from tests.support.tolerance import TOPOLOGY
 
-TOLERANCE = 1e-5
 NUM_TRAINED = len(trained(toy()))
 TOPOLOGIES = {
     "2": (2, {"sharding_degree": 2}),
@@ -43,7 +45,7 @@ def assert_close(found: dict, wanted: dict) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         error = np.abs(np.subtract(found[name], value)).max() / max(np.abs(value).max(), 1e-12)
-        assert error <= TOLERANCE, f"{name} differs by {error}"
+        assert error <= TOPOLOGY, f"{name} differs by {error}"
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -148,7 +150,7 @@ def test_slices_keep_the_specs_of_their_parameters(outcomes):
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        ("frozen", "is not divided: frozen"),
+        ("frozen", "is not sharded: frozen"),
         ("shape", "[2, 3] to take a shard of does not have the shape [11, 6]"),
         ("others", "the optimizer has 1 parameters"),
     ],

@@ -1,9 +1,9 @@
-"""What fleet itself sends, recorded and checked, with plain fleet over 2 real processes.
+"""Collectives that fleet issues itself, recorded and checked, in plain fleet on 2 ranks.
 
-Guarantees: traffic that fleet starts by the methods of process groups, past the functions of
-paddle.distributed, is recorded once each, with its ranks, bytes, dtype and shape, in order: of
-its tensor- and sequence-parallel layers, its pipeline and its sharding optimizer; ranks that
-disagree inside of a layer of fleet are told so by the checked mode.
+Guarantees: collectives that fleet issues by methods of process groups, not by functions of
+paddle.distributed, are recorded once each, with ranks, bytes, dtype and shape, in order: of its
+tensor- and sequence-parallel layers, its pipeline and its sharding optimizer; the check of
+collectives names ranks that disagree inside of a layer of fleet.
 """
 
 import numpy as np
@@ -19,8 +19,9 @@ from paddle.distributed.fleet.utils import tensor_fusion_helper
 
 from paddle_vl.parallel.collective_check import check_collectives
 from paddle_vl.parallel.gloo_fleet import install
-from paddle_vl.parallel.recorder import Recording, first_difference, record_collectives
+from paddle_vl.parallel.recorder import Recording, record_collectives
 from tests.support.launch import launch
+from tests.support.recordings import first_difference
 
 ROWS, WIDTH = 6, 4
 BOTH = (0, 1)

@@ -1,7 +1,7 @@
-"""A run as the README starts it over several processes: `fleetrun ... tools/train.py CONFIG`.
+"""A run as the README starts it on several ranks: `fleetrun ... tools/train.py CONFIG`.
 
-Guarantees: Paddle's own console script runs the training in two processes, which give the losses
-and the weights that one process gives.
+Guarantees: Paddle's console script runs the training on two ranks, with the losses and weights of
+one device.
 """
 
 import json

@@ -1,18 +1,16 @@
-"""Paddle's collectives and fleet on CPU processes, with the gaps of its gloo backend filled.
+"""The collectives of a run and fleet's layers on CPU ranks, with patched gloo groups.
 
-Guarantees, at 2 and at 4 processes: every collective gives what NumPy gives, for each operation,
-dtype, stride and size and in the variants that fleet calls; messages between two members of a
-larger group leave its later collectives in step, and both directions may be sent at once; groups
-that ranks make at the same time all work; fleet's tensor-parallel primitives and layers give a
-plain computation's results and gradients.
+Guarantees, at 2 and at 4 ranks: every collective gives what NumPy gives, for each operation, dtype,
+stride and size; messages between two members of a larger group do not block its later collectives,
+and both directions may be sent at once; groups that ranks make at the same time all work; fleet's
+tensor-parallel primitives and layers give the results and gradients of a plain computation.
 
-A launch of a few seconds runs all checks of one number of processes; a check, in `gloo_checks`,
-makes its own assertions in every rank.
+One launch per world size runs all checks of `gloo_checks`; they assert on every rank.
 """
 
 import pytest
 
-from tests.multi_card_tests.gloo_checks import (  # noqa: F401 - importing enters their checks
+from tests.multi_card_tests.gloo_checks import (  # noqa: F401 - importing registers their checks
     collectives,
     messages,
     tensor_parallel,
@@ -31,11 +29,11 @@ def collectives_worker() -> dict:
     return run_checks(CHECKS)
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2_processes", "4_processes"])
+@pytest.fixture(scope="module", params=[2, 4], ids=["2_ranks", "4_ranks"])
 def outcomes(request):
     return launch(collectives_worker, processes=request.param)
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_on_processes(outcomes, name):
+def test_check(outcomes, name):
     outcome_of(outcomes, name)

@@ -1,8 +1,8 @@
-"""The launcher of the tests in several processes.
+"""The launcher of tests on several ranks.
 
-Guarantees: results come back by rank; a rank that fails ends the others and its output is shown;
-ranks that hang are ended at the time limit and their output is shown; nothing stays behind; a check
-that fails is reported without the others.
+Guarantees: results are returned by rank; a rank that fails ends the others and its output is shown;
+ranks that hang are ended at the timeout and their output is shown; no process is left; a failing
+check is reported without the others.
 """
 
 import os
@@ -39,7 +39,7 @@ def matrix_library_setting():
 
 
 def wait_for_ever(folder, what_rank_1_does):
-    """Rank 0 and a process of its own wait; rank 1 goes its way."""
+    """Rank 0 and a child process wait; rank 1 fails or waits too."""
     if os.environ["PADDLE_TRAINER_ID"] == "1" and what_rank_1_does == "fails":
         raise ValueError("rank 1 has had enough")
     child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
@@ -51,7 +51,7 @@ def wait_for_ever(folder, what_rank_1_does):
 
 def assert_gone(folder):
     # Nobody waits for a killed grandchild: it may die a little later, and stay in the table.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(is_alive(int(pid)) for pid in os.listdir(folder)):
         assert time.monotonic() < deadline
 
@@ -71,8 +71,8 @@ def test_failing_rank_ends_the_others_and_is_shown(tmp_path):
 
 
 def test_hanging_ranks_are_ended_and_shown(tmp_path):
-    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] still run after 2 s(.|\n)*I wait"):
-        launch(wait_for_ever, processes=2, arguments=[str(tmp_path), "waits"], timeout=2)
+    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] still run after 8 s(.|\n)*I wait"):
+        launch(wait_for_ever, processes=2, arguments=[str(tmp_path), "waits"], timeout=8)
     assert len(os.listdir(tmp_path)) == 4
     assert_gone(tmp_path)
 

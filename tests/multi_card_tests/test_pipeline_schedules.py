@@ -1,11 +1,11 @@
-"""Fleet's pipeline schedules under the package's runner, on linear parts whose results are known.
+"""Fleet's pipeline schedules under the package's runner, on linear chunks with known results.
 
-Guarantees, for every schedule and for numbers of micro-batches that it takes: fleet's class for it
-is what runs; the terms and every gradient are those of one device, on micro-batches of different
-lengths; an evaluation of any number of batches, between training steps, gives their sums; a step
-sends as many messages as theory says and not one with shapes, unless shapes are dynamic; messages
-are as large as the step's largest micro-batch, or as is reserved; nothing grows from step to step;
-a part that is frozen sends its rows on.
+Guarantees, for every schedule and for numbers of micro-batches that it allows: fleet's class for it
+runs; loss terms and every gradient equal one device's, with micro-batches of different lengths; an
+evaluation of any number of batches, between training steps, gives their sums; a step sends as many
+messages as theory says, and none with shapes unless shapes are dynamic; messages are as large as
+the step's largest micro-batch, or as what is reserved; nothing grows from step to step; a frozen
+chunk sends its rows on.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import pytest
 from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.runner import PipelineRunner
-from paddle_vl.parallel.pipeline.schedule import num_parts
+from paddle_vl.parallel.pipeline.schedule import num_chunks
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.topology import initialize
 from tests.support.launch import launch, outcome_of, run_checks
@@ -60,11 +60,11 @@ LONGEST, RESERVED = 6, 9
 
 
 @dataclass
-class LinearPart:
-    """A product with a matrix; the last part's output is the sum of all rows."""
+class LinearChunk:
+    """A product with a matrix; the last chunk's output is the sum of all rows."""
 
     number: int
-    num_parts: int
+    num_chunks: int
     weight: paddle.Tensor
 
     @property
@@ -73,7 +73,7 @@ class LinearPart:
 
     @property
     def is_last(self) -> bool:
-        return self.number == self.num_parts - 1
+        return self.number == self.num_chunks - 1
 
     def input_shape(self, batch: dict) -> tuple[int, int]:
         return len(batch["rows"]), WIDTH
@@ -99,14 +99,14 @@ class Objective:
         return (output * output).sum().reshape([1])
 
 
-def make_parts(count: int, frozen: bool) -> list[LinearPart]:
+def make_chunks(count: int, frozen: bool) -> list[LinearChunk]:
     rng = np.random.default_rng(0)
-    parts = []
+    chunks = []
     for number in range(count):
         weight = paddle.to_tensor(rng.standard_normal((WIDTH, WIDTH)).astype("float32"))
         weight.stop_gradient = frozen and number == 0
-        parts.append(LinearPart(number, count, weight))
-    return parts
+        chunks.append(LinearChunk(number, count, weight))
+    return chunks
 
 
 def make_batches(count: int) -> list[dict]:
@@ -124,38 +124,38 @@ def make_runner(settings: dict, num_batches: int, frozen: bool = False, reserved
     topology = initialize(degrees, options)
     ends = []
     store = SimpleNamespace(end_micro_batch=lambda: ends.append(1))
-    parts = make_parts(num_parts(degrees), frozen)
-    arguments = parts, degrees, topology.pp_rank, "float32", Objective(), None
+    chunks = make_chunks(num_chunks(degrees), frozen)
+    arguments = chunks, degrees, topology.pp_rank, "float32", Objective(), None
     return PipelineRunner(SimpleNamespace(), *arguments, reserved=reserved), store, ends
 
 
-def expected(num_parts: int, batches: list[dict]) -> tuple[float, list[np.ndarray]]:
-    parts, total = make_parts(num_parts, False), 0.0
+def expected(num_chunks: int, batches: list[dict]) -> tuple[float, list[np.ndarray]]:
+    chunks, total = make_chunks(num_chunks, False), 0.0
     for batch in batches:
         rows = None
-        for part in parts:
-            rows = part(batch, rows)
+        for chunk in chunks:
+            rows = chunk(batch, rows)
         loss, _ = Objective().share(rows, [10], 1)
         loss.backward()
         total += loss.item()
-    return total, [part.weight.grad.numpy() for part in parts]
+    return total, [chunk.weight.grad.numpy() for chunk in chunks]
 
 
 def check(settings: dict, num_batches: int, frozen: bool) -> dict:
     """Two steps with evaluations between them, compared with one device."""
     runner, store, ends = make_runner(settings, num_batches, frozen)
     batches = make_batches(num_batches)
-    wanted, gradients = expected(len(runner.parts), batches)
+    wanted, gradients = expected(len(runner.chunks), batches)
     found = {"class": type(runner.engine.fleet).__name__}
-    has_last = len(runner.parts) - 1 in runner.own_parts
+    has_last = len(runner.chunks) - 1 in runner.own_chunks
     for _ in range(2):
         del ends[:]
         with record_collectives() as recording:
             terms = runner.accumulate_gradients(batches, [10], store)
         assert terms.shape == [1]
         np.testing.assert_allclose(terms.item(), wanted if has_last else 0.0, rtol=1e-5)
-        for number in runner.own_parts:
-            weight = runner.parts[number].weight
+        for number in runner.own_chunks:
+            weight = runner.chunks[number].weight
             if weight.stop_gradient:
                 assert weight.grad is None
                 continue
@@ -163,11 +163,11 @@ def check(settings: dict, num_batches: int, frozen: bool) -> dict:
                 weight.grad.numpy(), gradients[number], rtol=1e-4, atol=1e-6, err_msg=str(number)
             )
             weight.clear_gradient(False)
-        assert len(ends) >= num_batches * len(runner.own_parts)
+        assert len(ends) >= num_batches * len(runner.own_chunks)
         for count in (1, 2, 3):
             few = batches[:count]
             sums = runner.loss_sums(few).item()
-            alone, _ = expected(len(runner.parts), few)
+            alone, _ = expected(len(runner.chunks), few)
             np.testing.assert_allclose(sums, alone * 10 if has_last else 0.0, rtol=1e-5)
     messages = [call for call in recording.calls if call.is_message]
     assert len(messages) == len(recording.calls)
@@ -189,7 +189,7 @@ def reserved_rows() -> list[int]:
 
 
 def cases() -> dict[str, tuple[dict, int, bool]]:
-    """With the last number of micro-batches the first part is frozen."""
+    """With the last number of micro-batches the first chunk is frozen."""
     return {
         f"{name} {count}": (settings, count, count == counts[-1])
         for name, (settings, counts, _) in SCHEDULES.items()
@@ -208,12 +208,12 @@ def outcomes():
 
 
 def num_messages(name: str, stage: int, count: int) -> int:
-    """Sent by a stage in a step: forward by each of its parts but the last of all, backward by each
-    but the first; in a V the last stage hands on to itself."""
+    """Messages that a stage sends in a step: forward from each of its chunks but the last of all,
+    backward from each but the first; in a V the last stage sends none between its own chunks."""
     if name == "dualpipev":
         return count * (2 if stage in (0, STAGES - 1) else 4)
-    parts = SCHEDULES[name][0].get("num_virtual_stages", 1)
-    return count * (2 * parts - (stage in (0, STAGES - 1)))
+    chunks = SCHEDULES[name][0].get("num_virtual_stages", 1)
+    return count * (2 * chunks - (stage in (0, STAGES - 1)))
 
 
 @pytest.mark.parametrize("case", cases())

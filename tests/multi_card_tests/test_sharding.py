@@ -1,31 +1,33 @@
-"""Parameters, gradients and optimizer state divided over 2 and over 4 real processes.
+"""Sharding stages 2 and 3 on 2 and on 4 ranks against one device.
 
-Guarantees, at stages 2 and 3 and with every option of theirs, on a model with units that save
-weights in every way, frozen parameters in a unit and outside, sizes that no group divides, other
-data on every rank and a parameter that only one rank uses: losses, gradients and every parameter of
-three AdamW steps of two micro-batches equal one process's on all the data, with and without
-recomputation, and again bit by bit, and so with a head that is the token table; every rank sends
-the same collectives, as many as stated here; the next unit's gather is sent before a unit computes,
-and a reduction is waited for behind the next unit's backward pass; at stage 3 parameters of units
-and tables have no storage between steps and evaluation works; memory for gradients, parameters and
-moments is what each stage promises, and no more than two units are whole at a time; two forwards
-may come before two backwards; units that do not run are neither gathered nor left out of a sum;
-bfloat16 gradients are added up in float32, and half as many bytes
-travel where they travel as bfloat16; shards are read, written and gathered for checkpoints; wrong
-use is refused.
+The model has units that save weights in every way, frozen parameters in a unit and outside, sizes
+that no group divides, a parameter that only one rank uses; ranks have different data. Guarantees,
+with every option:
 
-The oracle is the same model on one process without sharding. Checks are in `sharding_checks`.
+- losses, gradients and every parameter of three AdamW steps of two micro-batches equal one
+  device's, with and without recomputation and with a tied head; a second run is bit-exact;
+- every rank issues the same collectives, as many as stated here; the next unit is prefetched before
+  a unit computes; a reduction is waited for after the next unit's backward pass;
+- at stage 3 parameters of units and tables have no storage between steps, and evaluation works;
+- memory of gradients, parameters and moments is what each stage promises, and at most two units are
+  unsharded at a time;
+- two forwards may precede two backwards; units that do not run are not gathered, and are reduced as
+  zeros;
+- bfloat16 gradients are accumulated in float32, and reduced in half the bytes with `reduce_dtype`;
+- shards are read, written and gathered for checkpoints; wrong use is refused.
+
+Checks are in `sharding_checks`.
 """
 
 import numpy as np
 import pytest
 
-from paddle_vl.parallel.sharding.memory import Elements, ModelElements, at_peak, passing_bytes
+from sharding_memory import Elements, ModelElements, at_peak, passing_bytes
 from tests.multi_card_tests.sharding_checks import HALVES, MICRO_BATCHES, MODES, worker
-from tests.multi_card_tests.sharding_models import NUM_BLOCKS, NUM_LAYERS, NUM_WIDE, WIDE_BYTES
 from tests.support.launch import launch, outcome_of
+from tests.support.sharding_models import NUM_BLOCKS, NUM_LAYERS, NUM_WIDE, WIDE_BYTES
+from tests.support.tolerance import TOPOLOGY
 
-TOLERANCE = 1e-5
 UNITS = NUM_BLOCKS + NUM_LAYERS
 PASSES = ("forward", "backward")
 TABLES = ("embedding.", "head.")
@@ -34,7 +36,7 @@ SLACK = WIDE_BYTES // 8
 GATHER, REDUCE = "all_gather", "reduce_scatter"
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2_processes", "4_processes"])
+@pytest.fixture(scope="module", params=[2, 4], ids=["2_ranks", "4_ranks"])
 def outcomes(request):
     return launch(worker, request.param, arguments=(request.param,))
 
@@ -42,11 +44,11 @@ def outcomes(request):
 def assert_equals_single(outcomes, trained: list[dict]) -> None:
     single = outcome_of(outcomes, "single")[0]
     losses = np.sum([of_rank.pop("losses") for of_rank in trained], axis=0)
-    np.testing.assert_allclose(losses, single["losses"], rtol=TOLERANCE)
+    np.testing.assert_allclose(losses, single["losses"], rtol=TOPOLOGY)
     for rank, values in enumerate(trained):
         for name, value in values.items():
             error = np.abs(value - single[name]).max() / np.abs(single[name]).max()
-            assert error <= TOLERANCE, f"rank {rank}: {name} differs by {error}"
+            assert error <= TOPOLOGY, f"rank {rank}: {name} differs by {error}"
 
 
 def copies(outcomes, name: str) -> list[dict]:
@@ -177,7 +179,7 @@ def test_a_step_of_unknown_length_is_reduced_at_its_end(outcomes):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_head_may_be_the_token_table(outcomes, mode):
     for errors in outcome_of(outcomes, f"tied {mode}"):
-        assert max(errors.values()) <= TOLERANCE, errors
+        assert max(errors.values()) <= TOPOLOGY, errors
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -191,7 +193,7 @@ def test_units_that_do_not_run_in_a_micro_batch_are_not_gathered_for_it(outcomes
         "3 kept": (0, NUM_LAYERS + tables + 1),
     }[mode]
     for error, kinds in outcome_of(outcomes, f"text_last {mode}"):
-        assert error <= TOLERANCE
+        assert error <= TOPOLOGY
         assert (kinds.count(GATHER), kinds.count(REDUCE)) == sent
 
 
@@ -312,7 +314,7 @@ def test_a_shard_has_no_spec_of_its_own_and_what_fleet_reads(outcomes):
         ("stage", "stage is 1; it must be 2 or 3"),
         ("twice", "1 parameters to shard are listed twice"),
         ("two units", "of sharding unit 1 is in another unit too"),
-        ("frozen", "is not divided: frozen"),
+        ("frozen", "is not sharded: frozen"),
         ("shape", "[2, 3] to take a shard of does not have the shape [6, 6]"),
         ("outside", "got a gradient outside of it"),
         ("no storage", "not initialized"),

@@ -1,13 +1,15 @@
-"""What a rank holds at every stage, of a small pi07 and a small Qwen3-VL, on 2 real processes.
+"""Memory per rank at every sharding stage, of a small pi07 and a small Qwen3-VL, on 2 ranks.
 
-Guarantees, with every option of the stages: bytes of parameters, float32 copies, gradients and
-Adam's moments are those of the formula within 5 %, after building, at the end of a backward pass
-and after a step, float32 and (but for gradients) bfloat16, with a frozen part too; at every stage
-parameters of a bfloat16 model are bfloat16, and copies, moments and the gradients that the
-optimizer sees float32, of every trained value once over all ranks, and checkpoints have these
-dtypes; three steps from bfloat16 gradients give every stage the same copies, moments and
-parameters; at stage 3 losses and gradients of recomputed units equal one process's, and so do those
-of one of pi07's losses alone, which leaves parameters without a gradient.
+Guarantees, with every option of the stages:
+
+- bytes of parameters, float32 copies, gradients and Adam's moments are those of the formula within
+  5 %, after building, at the end of a backward pass and after a step, in float32 and (except for
+  gradients) bfloat16, also with frozen parameters;
+- parameters of a bfloat16 model are bfloat16 at every stage; copies, moments and the gradients that
+  the optimizer gets are float32, for every trained value once over all ranks; so in checkpoints;
+- three steps from bfloat16 gradients give every stage the same copies, moments and parameters;
+- at stage 3 losses and gradients of recomputed units equal one device's, also with one of pi07's
+  losses alone, which leaves parameters without a gradient.
 """
 
 import gc
@@ -31,18 +33,18 @@ from paddle_vl.nn.placement import CheckpointRanks, SingleDevicePlacement
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
-from paddle_vl.parallel.sharding.memory import (
+from paddle_vl.parallel.tensor import FleetCheckpointRanks
+from paddle_vl.parallel.topology import Topology, initialize
+from paddle_vl.train.optimizer import Optimizer
+from sharding_memory import (
     ModelElements,
     at_peak,
     between_steps,
     counted_bytes,
 )
-from paddle_vl.parallel.tensor import FleetCheckpointRanks
-from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.train.optimizer import Optimizer
-from tests.multi_card_tests.families import loss_of, pi07, qwen_fresh, units_of
-from tests.multi_card_tests.sharding_models import HalfModel
 from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.sharding_models import HalfModel
+from tests.support.small_families import loss_of, pi07, qwen_fresh, units_of
 
 RANKS = 2
 STAGES = (0, 1, 2, 3)

@@ -1,12 +1,12 @@
-"""Memory at the start of a run, to the byte, on real processes that share a model.
+"""Memory at the start of a run, to the byte, on ranks that shard a model.
 
-Guarantees: while parameters get their values and are divided, a rank never holds more than its
-final share and the largest tensor, whole and where the model is bfloat16 as float32 too; so for
-fresh weights, weights from files, adapters beside them, fresh and continued, frozen parts, and
-parts of matrices under tensor parallelism, where the whole passes through the host; a model that is
-filled first and divided then exceeds that at stage 3; the weights are those of one device.
+Guarantees: while parameters are filled and sharded, memory never exceeds the rank's final share and
+the largest tensor, which has a float32 copy in a bfloat16 model; so for fresh weights, weights from
+files, adapters beside them, fresh and continued, frozen parameters, and tensor-parallel shards,
+where the full tensor passes through the host; a model that is filled first and sharded then exceeds
+that at stage 3; the weights are those of one device.
 
-The oracle of the share is the formula of `paddle_vl.parallel.sharding.memory`.
+The share is that of the formula in `tools/sharding_memory.py`.
 """
 
 import gc
@@ -31,12 +31,15 @@ from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.sharding import FleetSharding, Sharding
-from paddle_vl.parallel.sharding.memory import ModelElements, between_steps
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train import build as run_building
 from paddle_vl.train.optimizer import Optimizer
-from tests.multi_card_tests.families import (
+from sharding_memory import ModelElements, between_steps
+from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.small_families import (
     builders,
     pi07,
     qwen_files,
@@ -44,9 +47,6 @@ from tests.multi_card_tests.families import (
     units_of,
     write_qwen,
 )
-from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
-from tests.single_card_tests.train.tiny_run import write_tiny_run
-from tests.support.launch import launch, outcome_of, run_checks
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 STAGES = (0, 1, 2, 3)
@@ -171,7 +171,7 @@ def differing(build: Callable[[], nn.Layer], group) -> list[str]:
 
 
 def worker(folder: str) -> dict:
-    """The models of `builders`, divided over 2 ranks."""
+    """The models of `builders`, sharded over 2 ranks."""
     run_file = f"{folder}/run/run.yaml"
     checks = {f"run {is_old}": partial(start_run, run_file, is_old) for is_old in (False, True)}
     outcomes = run_checks(checks)
@@ -191,7 +191,7 @@ def worker(folder: str) -> dict:
 
 
 def worker_of_parts(folder: str) -> dict:
-    """Matrices split over 2 ranks, and what each has divided over 2 others."""
+    """Matrices sharded over 2 mp ranks, and each shard over 2 sharding ranks."""
     topology = initialize(ParallelDegrees(mp_degree=2, sharding_degree=2))
     group, checks = topology.sharding_group, {}
     makers = {

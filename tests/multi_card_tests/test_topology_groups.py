@@ -1,10 +1,10 @@
-"""Fleet groups of four processes.
+"""Fleet's process groups on four ranks.
 
-Guarantees, for dp 2 x mp 2, mp 2 x pp 2 and sharding 2 x mp 2: every rank knows its coordinates and
-its groups' members, mp processes being neighbours; a sum over a group adds just its members; first
-and last stage of a pipeline have a group; Paddle is seeded alike on every rank; dropout is the
-same in an mp group but for what its ranks split, and repeats; starting fleet again with other
-degrees is refused instead of keeping the old groups.
+Guarantees, for dp 2 x mp 2, mp 2 x pp 2 and sharding 2 x mp 2: every rank has the right coordinates
+and groups, with mp ranks as neighbours; an all-reduce over a group sums over its members only;
+first and last stage of a pipeline have a group; Paddle is seeded alike on every rank; dropout is
+the same on all ranks of an mp group except for sharded tensors, and repeats; starting fleet again
+with other degrees is refused instead of keeping the old groups.
 """
 
 import paddle

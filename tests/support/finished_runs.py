@@ -1,4 +1,4 @@
-"""What runs left behind, to be compared: metrics, less what depends on the machine, and arrays."""
+"""Outputs of finished runs, to be compared: arrays, and metrics without timings and memory."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
-
-TOLERANCE = 1e-5
+from tests.support.tolerance import TOPOLOGY
 
 _OF_THE_MACHINE = ("_per_second", "_seconds", "memory")
 
@@ -19,7 +18,7 @@ def metrics_of(folder: Path) -> list[dict]:
 
 
 def lasting(lines: list[dict]) -> list[dict]:
-    """The lines without entries that another run of the same may have differently."""
+    """The lines without entries that may differ between equal runs."""
     return [
         {key: v for key, v in line.items() if not any(part in key for part in _OF_THE_MACHINE)}
         for line in lines
@@ -27,12 +26,12 @@ def lasting(lines: list[dict]) -> list[dict]:
 
 
 def lasting_metrics(folder: Path) -> list[dict]:
-    """Lines that another run of the same has too."""
+    """Lines of metrics.jsonl that equal runs have in common."""
     return lasting(metrics_of(folder))
 
 
 def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every parameter and every state of the optimizer, whole."""
+    """Every full parameter and optimizer state of a checkpoint."""
     stored = {
         **read_checkpoint_headers(checkpoint, "model"),
         **read_checkpoint_headers(checkpoint, "optimizer"),
@@ -46,7 +45,7 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
     for key, array in wanted.items():
         assert found[key].shape == array.shape, key
         error = np.abs(found[key] - array).max()
-        assert error <= TOLERANCE * max(np.abs(array).max(), 1e-6), key
+        assert error <= TOPOLOGY * max(np.abs(array).max(), 1e-6), key
 
 
 def assert_equal_runs(found: Path, wanted: Path, checkpoint: str = "checkpoint-4") -> None:
@@ -54,5 +53,5 @@ def assert_equal_runs(found: Path, wanted: Path, checkpoint: str = "checkpoint-4
     for ours, theirs in zip(lasting_metrics(found), lasting_metrics(wanted), strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
-            assert ours[key] == pytest.approx(value, rel=TOLERANCE), (theirs["step"], key)
+            assert ours[key] == pytest.approx(value, rel=TOPOLOGY), (theirs["step"], key)
     assert_close(arrays_of(found / checkpoint), arrays_of(wanted / checkpoint))

@@ -1,4 +1,4 @@
-"""Runs a function of a test module in several real processes, as Paddle's launcher starts them.
+"""Runs a function of a test module on several ranks, in processes as Paddle's launcher starts them.
 
 Starting takes seconds, so one launch should serve many tests: a module defines a worker function
 that returns a dict of outcomes by name (`run_checks` makes one), launches it once in a
@@ -48,20 +48,20 @@ def launch(
     environment: Mapping[str, str] | None = None,
     timeout: float = 120,
 ) -> list[Any]:
-    """Run a module-level function of a test module in so many processes, on CPUs with gloo.
+    """Run a module-level function of a test module on several ranks, on CPUs with gloo.
 
     Args:
-        worker: imported from its file in each process; what it returns must be picklable.
-        arguments: picklable, the same for each process.
+        worker: imported from its file on each rank; its result must be picklable.
+        arguments: picklable, the same on each rank.
         environment: variables on top of this process's and the launcher's.
         timeout: seconds until all are killed.
 
     Returns:
-        What the ranks returned, by rank.
+        The results by rank.
 
     Raises:
-        AssertionError: a process failed or the time is up; shows the output of the first process
-            that failed, or the ends of all that did not come to an end.
+        AssertionError: a rank failed, or the timeout; shows the end of the output of the first rank
+            that failed, or of all that still run.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ports = [_reserve_port(stack) for _ in range(processes)]
@@ -80,11 +80,11 @@ def run_checks(checks: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[Any, 
     """Call each check in turn, in a worker; one that raises on all ranks does not stop the rest.
 
     Returns:
-        (what it returned, None) or (None, traceback) by the checks' names.
+        (result, None) or (None, traceback) by name.
     """
     outcomes = {}
     for name, check in checks.items():
-        # The last line of a process that hangs.
+        # The last output of a rank that hangs.
         print("check:", name, flush=True)
         try:
             outcomes[name] = (check(), None)
@@ -94,15 +94,37 @@ def run_checks(checks: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[Any, 
 
 
 def outcome_of(outcomes: Sequence[Mapping[str, tuple[Any, str | None]]], name: str) -> list[Any]:
-    """What a check returned, by rank. Raises the first failure as an AssertionError."""
+    """The results of a check by rank. Raises its first failure as an AssertionError."""
     for rank, of_rank in enumerate(outcomes):
         error = of_rank[name][1]
         assert error is None, f"check {name!r} on rank {rank} of {len(outcomes)}:\n{error}"
     return [of_rank[name][0] for of_rank in outcomes]
 
 
+def wait_for_ranks(folder: str | Path, rank: int, ranks: Sequence[int], limit: float = 300) -> None:
+    """Barrier through files instead of Paddle: report this rank, and wait until `ranks` have.
+
+    For workers whose ranks must not end while others still use the run's store or connections.
+
+    Args:
+        folder: empty, one per barrier; created if it is missing.
+        limit: seconds.
+
+    Raises:
+        TimeoutError: names the ranks that have not come.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(rank)).touch()
+    deadline = time.monotonic() + limit
+    while missing := [other for other in ranks if not (folder / str(other)).exists()]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {missing} have not come to {folder} within {limit} s")
+        time.sleep(POLL_INTERVAL)
+
+
 class _Ranks:
-    """Running processes, their output files and what they return."""
+    """Running ranks, their output files and results."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -156,7 +178,7 @@ class _Ranks:
 
 
 def _reserve_port(stack: ExitStack) -> int:
-    """A port that only a socket that reuses addresses, as the store's does, gets until the end."""
+    """Reserve a port for a socket that reuses addresses, as the store's does."""
     placeholder = stack.enter_context(socket.socket())
     placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     placeholder.bind(("127.0.0.1", 0))

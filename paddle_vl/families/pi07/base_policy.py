@@ -30,6 +30,7 @@ from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
 from paddle_vl.families.pi07.policy_config import CONFIG_FILES, CURRENT_CONFIG_VERSION, read_config
 from paddle_vl.families.pi07.policy_model import PolicyModel
+from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
@@ -150,15 +151,11 @@ class BasePolicy(nn.Layer):
         if config.config_version is None:
             # Checkpoints had no version before the convention changed.
             config = replace(config, config_version=0)
-        default_dtype = paddle.get_default_dtype()
-        paddle.set_default_dtype(dtype)
         try:
-            with paddle.LazyGuard():
+            with default_dtype(dtype), paddle.LazyGuard():
                 policy = cls(config, **parts, statistics=statistics, placement=placement)
         except ValueError as error:
             raise ValueError(f"{stored.folder}: {error}") from error
-        finally:
-            paddle.set_default_dtype(default_dtype)
         if takes and config.dataset_names is None:
             policy.normalizers = policy.make_normalizers(stored.num_groups(policy.normalizers))
         stored.regroup(config, policy.normalizers if takes else {})

@@ -108,7 +108,7 @@ class PolicyModel(Materializable, nn.Layer):
         return ((item.key, item.parameter) for item in self.stored_parameters())
 
     def separate(self, weights: Iterable[Tensor]) -> None:
-        """Split some fused weights into one per linear, see `paddle_vl.nn.projections`."""
+        """Split some fused weights into one per linear, see `paddle_vl.nn.linear`."""
         separate(self, weights, self.placement.layers.separate_projections)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,6 @@ from paddle_vl.families.base import (
     losses_report,
 )
 from paddle_vl.families.flops import FlopCounter
-from paddle_vl.families.pi07.base_policy import BasePolicy
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.pi07.demonstrations.sample import (
@@ -81,7 +80,8 @@ class PI07Recipe(Family):
 
     config: PI07Run
     config_class: type[PI07Config] | type[PI07PlannerConfig] = PI07Config
-    policy_class: type[BasePolicy] = PI07LowLevelPolicy
+    policy_class: type[PI07LowLevelPolicy] | type[PI07HighLevelPlanner] = PI07LowLevelPolicy
+    loss: PolicyLoss
     loss_class: type[PolicyLoss] = PolicyLoss
     adapter_class: type[PolicyBatchAdapter] = PolicyBatchAdapter
     counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops

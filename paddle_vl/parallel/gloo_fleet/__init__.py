@@ -1,4 +1,4 @@
-"""Paddle's fleet on CPU processes: what its CPU build leaves out, filled in by install()."""
+"""What Paddle's CPU build lacks for fleet on several ranks over gloo; install() adds it."""
 
 from paddle_vl.parallel.gloo_fleet.installation import install
 

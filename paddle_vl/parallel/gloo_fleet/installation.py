@@ -1,41 +1,32 @@
-"""Fills the gaps of Paddle's CPU build that fleet runs into, after checking what is there."""
+"""Installs all patches, after checking that Paddle is the one they were written for."""
 
 import os
 
 import paddle
 
-from paddle_vl.parallel.gloo_fleet import (
-    devices,
-    point_to_point,
-    process_group,
-    rendezvous,
-    tensor_parallel,
-)
+from paddle_vl.parallel.gloo_fleet import fleet_functions, messages, process_group
 from paddle_vl.parallel.gloo_fleet.patch import Patch, check_version
 from paddle_vl.parallel.gloo_fleet.time_limit import check_library
 
 PATCHES: tuple[Patch, ...] = (
     *process_group.PATCHES,
-    *point_to_point.PATCHES,
-    *rendezvous.PATCHES,
-    *tensor_parallel.PATCHES,
-    *devices.PATCHES,
+    *messages.PATCHES,
+    *fleet_functions.PATCHES,
 )
 _installed = False
 
 
 def install() -> bool:
-    """Make fleet work on CPU processes that talk through gloo; nothing happens anywhere else.
+    """Make fleet work on CPU ranks that communicate through gloo; elsewhere do nothing.
 
     Call it before fleet.init and init_parallel_env; further calls change nothing. Every patch is
-    checked before the first one is made. Groups of other backends than gloo keep Paddle's own
-    functions.
+    checked before the first one is applied.
 
     Returns:
         Whether Paddle runs here on CPUs with gloo, so that the patches are in place.
 
     Raises:
-        RuntimeError: another version of Paddle than 3.3, or a symbol that is not as known.
+        RuntimeError: Paddle is not 3.3, or a patched symbol is not the expected one.
     """
     global _installed
     if not runs_on_gloo():
@@ -52,7 +43,7 @@ def install() -> bool:
 
 
 def runs_on_gloo() -> bool:
-    """Whether this build of Paddle has no accelerator and the launcher asked for no other backend.
+    """Whether Paddle has no accelerator here and the launcher asked for no other backend.
 
     PADDLE_DISTRI_BACKEND is the variable by which Paddle's launcher chooses the backend.
     """

@@ -1,4 +1,4 @@
-"""One replaced symbol of Paddle, as data that can be checked before it is used."""
+"""A replaced symbol of Paddle, as data that can be checked before it is applied."""
 
 import importlib
 import inspect
@@ -10,9 +10,9 @@ from typing import Any
 
 import paddle
 
-# Versions that all patches stand for: written against 3.3.1.
+# The patches were written against 3.3.1.
 KNOWN_VERSIONS = re.compile(r"3\.3\.\d+")
-NOT_IN_GLOO = "ProcessGroupGloo has not got it (Unimplemented)"
+NOT_IN_GLOO = "ProcessGroupGloo does not implement it (Unimplemented)"
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Patch:
     Attributes:
         owner: module, or `module:Class`.
         name: attribute of the owner.
-        parameters: names that Paddle's own takes, in order (without self), in one of its
-            overloads; None when the CPU build has no such attribute.
-        reason: what happens without the patch.
-        make: gets Paddle's own (None when there is none) and returns the replacement.
+        parameters: names of its parameters in order, without self, in one of its overloads; None
+            if the CPU build has no such attribute.
+        reason: what fails without the patch.
+        make: takes Paddle's own (None if there is none) and returns the replacement.
     """
 
     owner: str
@@ -39,7 +39,7 @@ class Patch:
         return f"{self.owner}.{self.name}"
 
     def check(self) -> None:
-        """Raise RuntimeError unless Paddle's symbol is the one that this patch was written for."""
+        """Raise RuntimeError unless Paddle's symbol is as this patch expects."""
         own = getattr(self._find_owner(), self.name, None)
         if self.parameters is None:
             if own is not None:
@@ -53,7 +53,7 @@ class Patch:
             raise self._mismatch(f"it takes {shown}, expected ({', '.join(self.parameters)})")
 
     def apply(self) -> None:
-        """Put the replacement in the owner, and wherever Paddle imported the function by name."""
+        """Replace the symbol in its owner, and wherever Paddle imported it by name."""
         owner = self._find_owner()
         own = getattr(owner, self.name, None)
         replacement = self.make(own)
@@ -81,7 +81,7 @@ class Patch:
 
 
 def group_method(name: str, parameters: str, reason: str, function: Callable) -> Patch:
-    """The patch of a method of gloo's process groups; parameters are separated by spaces."""
+    """A patch of a method of gloo's process groups; parameters are separated by spaces."""
     return Patch(
         owner="paddle.base.core:ProcessGroupGloo",
         name=name,
@@ -92,12 +92,12 @@ def group_method(name: str, parameters: str, reason: str, function: Callable) ->
 
 
 def check_version() -> None:
-    """Raise RuntimeError unless the running Paddle is one that the patches know."""
+    """Raise RuntimeError unless Paddle is of the version that the patches were written for."""
     if KNOWN_VERSIONS.fullmatch(paddle.__version__) is None:
         raise RuntimeError(
-            f"paddlepaddle {paddle.__version__} runs here, but several processes on a CPU need "
-            "Paddle's gaps filled, which is written for paddlepaddle 3.3: install "
-            "paddlepaddle 3.3.1, or use GPUs."
+            f"paddlepaddle {paddle.__version__} runs here, but several ranks on CPUs need patches "
+            "of Paddle, which were written for paddlepaddle 3.3: install paddlepaddle 3.3.1, or "
+            "use GPUs."
         )
 
 
@@ -106,7 +106,7 @@ def _overloads(function: Any, name: str) -> list[tuple[str, ...]]:
     try:
         signature = inspect.signature(function)
     except ValueError:
-        # A method from C++: its documentation holds the signatures.
+        # A method from C++: its docstring has the signatures.
         found = re.findall(rf"\b{name}\((self: .*)\) -> ", function.__doc__ or "")
         return [tuple(re.findall(r"(?:^|, )(\w+): ", each))[1:] for each in found]
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

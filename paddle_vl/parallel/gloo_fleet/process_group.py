@@ -1,7 +1,7 @@
-"""The collectives of a gloo group, exact for every operation, dtype, stride and size.
+"""The collectives of a gloo group that a run uses, exact for every dtype, stride and size.
 
 Each is made of three that gloo does right for contiguous tensors of at least one element:
-all_reduce (not in float16), all_gather_into_tensor and broadcast. All run to the end before they
+all_reduce (not in float16), all_gather_into_tensor and broadcast. All are finished when they
 return, so the tasks that they return are done. The methods are set on ProcessGroupGloo alone:
 groups of other backends keep Paddle's own.
 """
@@ -15,9 +15,9 @@ from paddle.base import core
 from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, Patch, group_method
 from paddle_vl.parallel.gloo_fleet.peers import finish, unwrapped
 
-_SUM, _AVG = core.ReduceOp.SUM, core.ReduceOp.AVG
+_SUM = core.ReduceOp.SUM
 _HALF = (paddle.float16, paddle.bfloat16)
-# Gloo ends the process at any other.
+# Gloo crashes the process at any other.
 _DTYPES = (
     *_HALF,
     paddle.float32,
@@ -32,7 +32,7 @@ _raw = core.ProcessGroup
 
 
 class DoneTask:
-    """What a finished operation returns."""
+    """The task of a finished operation."""
 
     def wait(self, timeout=None) -> bool:
         return True
@@ -52,56 +52,40 @@ def contiguous(tensor: Tensor) -> Tensor:
     if tensor.dtype not in _DTYPES:
         known = ", ".join(str(dtype).removeprefix("paddle.") for dtype in _DTYPES)
         raise ValueError(
-            f"A collective got a tensor of {tensor.dtype}; on CPU processes they take {known}."
+            f"A collective got a tensor of {tensor.dtype}; on CPU ranks they take {known}."
         )
-    # Not Tensor.contiguous, which gives the view itself storage of its own.
+    # Not Tensor.contiguous, which gives a view storage of its own.
     return tensor if tensor.is_contiguous() else tensor.clone()
 
 
 def write(values: Tensor, target: Tensor) -> None:
-    """Put values in the target, whatever its strides and shape, if it has not got them already."""
+    """Copy values to the target, whatever its strides and shape, unless they are the same."""
     if values is not target and target.size > 0:
         # Paddle's assign would give a strided target storage of its own.
-        target.copy_(values.reshape(target.shape).astype(target.dtype), True)
+        source = values.reshape(target.shape).astype(target.dtype)
+        target.copy_(source, True)  # pyright: ignore[reportCallIssue]
 
 
 @paddle.no_grad()
-def _all_reduce(group, tensor, op=_SUM, sync_op=True):
+def all_reduce(group, tensor, op=_SUM, sync_op=True):
+    """Reduce a tensor over the group, in place; half precision is reduced in float32."""
     if tensor.size == 0:
         return DONE
-    if op == _AVG and not tensor.is_floating_point():
-        raise ValueError(f"ReduceOp.AVG got a tensor of {tensor.dtype}; it takes floating point.")
     result = contiguous(tensor)
     if tensor.dtype in _HALF:
         result = result.astype("float32")
-    finish(group, "all_reduce", _raw.all_reduce, result, _SUM if op == _AVG else op, True)
-    if op == _AVG:
-        result = result / group.size()
+    finish(group, "all_reduce", _raw.all_reduce, result, op, True)
     write(result, tensor)
     return DONE
 
 
 @paddle.no_grad()
-def _reduce(group, tensor, dst, op=_SUM, sync_op=True):
-    result = tensor.clone()
-    _all_reduce(group, result, op)
-    if group.rank() == dst:
-        write(result, tensor)
-    return DONE
-
-
-@paddle.no_grad()
 def _reduce_scatter_tensor(group, out, in_, op=_SUM, sync_op=True):
-    """Row part `rank` of the reduced input; `out` may be a view of that part of the input."""
-    parts = _even_parts(in_, group.size())
-    return _reduce_scatter(group, out, parts, op)
-
-
-@paddle.no_grad()
-def _reduce_scatter(group, out, in_, op=_SUM, sync_op=True):
-    _check_parts(in_, [out.shape] * group.size(), "reduce_scatter")
-    result = paddle.stack(list(in_)) if out.size else out.clone()
-    _all_reduce(group, result, op)
+    """Slice `rank` of the reduced input; `out` may be a view of that slice of the input."""
+    slices = _equal_slices(in_, group.size())
+    _check_shapes(slices, [out.shape] * group.size(), "reduce_scatter")
+    result = paddle.stack(slices) if out.size else out.clone()
+    all_reduce(group, result, op)
     if out.size:
         write(result[group.rank()], out)
     return DONE
@@ -117,7 +101,8 @@ def _gather(group, tensor) -> Tensor:
 
 
 @paddle.no_grad()
-def _all_gather_into_tensor(group, out, in_, sync_op=True):
+def all_gather_into_tensor(group, out, in_, sync_op=True):
+    """All ranks' tensors, one behind the other, in one tensor."""
     if out.size != group.size() * in_.size:
         raise ValueError(
             f"all_gather of {in_.shape} over {group.size()} ranks needs an output of "
@@ -129,30 +114,21 @@ def _all_gather_into_tensor(group, out, in_, sync_op=True):
 
 @paddle.no_grad()
 def _all_gather(group, out, in_, sync_op=None):
+    """All ranks' tensors, in one tensor or in a list of them."""
     if sync_op is None:
-        # Paddle's older overload, the other way round.
+        # Paddle's older overload has them swapped.
         out, in_ = in_, out
-    return _all_gather_now(group, out, in_)
-
-
-@paddle.no_grad()
-def _all_gather_now(group, out, in_):
     if isinstance(out, Tensor):
-        return _all_gather_into_tensor(group, out, in_)
-    _check_parts(out, [in_.shape] * group.size(), "all_gather")
-    for row, part in zip(_gather(group, in_), out, strict=True):
-        write(row, part)
+        return all_gather_into_tensor(group, out, in_)
+    _check_shapes(out, [in_.shape] * group.size(), "all_gather")
+    for row, target in zip(_gather(group, in_), out, strict=True):
+        write(row, target)
     return DONE
 
 
 @paddle.no_grad()
-def _all_gather_partial(group, out, in_, num, id):
-    """Part `id` of `num` equal flat parts of the input, gathered from all ranks."""
-    return _all_gather_into_tensor(group, out, flat_part(in_, num, id))
-
-
-@paddle.no_grad()
 def _broadcast(group, tensor, src, sync_op=True):
+    """Copy the tensor of rank `src` of the group to all of its ranks, in place."""
     if tensor.size:
         result = contiguous(tensor)
         finish(group, "broadcast", _raw.broadcast, result, src, True)
@@ -161,77 +137,31 @@ def _broadcast(group, tensor, src, sync_op=True):
 
 
 @paddle.no_grad()
-def _scatter_tensor(group, out, in_, src, sync_op=True):
-    parts = _even_parts(in_, group.size()) if group.rank() == src else None
-    return _scatter_now(group, out, parts, src)
+def _all_to_all_single(group, out, in_, out_sizes, in_sizes, sync_op=True):
+    """Slice j of rank i's input becomes slice i of rank j's output; slices may differ in length.
 
-
-@paddle.no_grad()
-def _scatter(group, out, in_, src, sync_op=None):
-    if sync_op is None:
-        # Paddle's older overload, the other way round.
-        out, in_ = in_, out
-    return _scatter_now(group, out, in_, src)
-
-
-@paddle.no_grad()
-def _scatter_now(group, out, in_, src):
-    if isinstance(in_, Tensor):
-        return _scatter_tensor(group, out, in_, src)
-    rows = paddle.empty([group.size(), out.size], dtype=out.dtype)
-    if group.rank() == src:
-        _check_parts(in_, [out.shape] * group.size(), "scatter")
-        rows = paddle.stack([part.reshape([-1]) for part in in_]) if out.size else rows
-    _broadcast(group, rows, src)
-    write(rows[group.rank()], out)
-    return DONE
-
-
-@paddle.no_grad()
-def _gather_to(group, in_, out, dst, sync_op=True, use_calc_stream=False):
-    rows = _gather(group, in_)
-    if group.rank() == dst:
-        _check_parts(out, [in_.shape] * group.size(), "gather")
-        for row, part in zip(rows, out, strict=True):
-            write(row, part)
-    return DONE
-
-
-@paddle.no_grad()
-def _all_to_all(group, out, in_, sync_op=True):
-    """Part j of rank i's input becomes part i of rank j's output; parts may differ in size."""
+    Args:
+        out_sizes, in_sizes: lengths of the slices along the first axis; empty for equal ones.
+    """
     rank, size = group.rank(), group.size()
-    if len(in_) != size or len(out) != size:
-        raise ValueError(f"all_to_all over {size} ranks got {len(in_)} parts for {len(out)}.")
-    sizes_SS = _gather(group, paddle.to_tensor([part.size for part in in_], dtype="int64")).numpy()
-    for source, part in enumerate(out):
+    sent = _equal_slices(in_, size) if not in_sizes else paddle.split(in_, list(in_sizes))
+    lengths = list(out_sizes) or [out.shape[0] // size] * size
+    received = [paddle.empty([length, *out.shape[1:]], dtype=out.dtype) for length in lengths]
+    sizes_SS = _gather(group, paddle.to_tensor([part.size for part in sent], dtype="int64")).numpy()
+    for source, part in enumerate(received):
         if part.size != sizes_SS[source, rank]:
             raise ValueError(
                 f"all_to_all: rank {source} sends rank {rank} {sizes_SS[source, rank]} elements, "
-                f"and its place there has {part.size}: compare the sizes of both sides."
+                f"and the output has {part.size} for them: compare the sizes of both sides."
             )
     width = int(sizes_SS.sum(axis=1).max())
-    padding = paddle.zeros([width - int(sizes_SS[rank].sum())], dtype=out[0].dtype)
-    rows = _gather(group, paddle.concat([*(part.reshape([-1]) for part in in_), padding]))
-    for source, part in enumerate(out):
+    padding = paddle.zeros([width - int(sizes_SS[rank].sum())], dtype=out.dtype)
+    rows = _gather(group, paddle.concat([*(part.reshape([-1]) for part in sent), padding]))
+    for source, part in enumerate(received):
         start = int(sizes_SS[source, :rank].sum())
         write(rows[source, start : start + part.size], part)
+    write(paddle.concat(received), out)
     return DONE
-
-
-@paddle.no_grad()
-def _all_to_all_single(group, out, in_, out_sizes, in_sizes, sync_op=True):
-    size = group.size()
-    parts = _even_parts(in_, size) if not in_sizes else paddle.split(in_, list(in_sizes))
-    rows = list(out_sizes) or [out.shape[0] // size] * size
-    results = [paddle.empty([count, *out.shape[1:]], dtype=out.dtype) for count in rows]
-    _all_to_all(group, results, parts)
-    write(paddle.concat(results), out)
-    return DONE
-
-
-def _all_to_all_tensor(group, out, in_, sync_op=True):
-    return _all_to_all_single(group, out, in_, [], [])
 
 
 def _barrier(group, device_id=-1):
@@ -239,87 +169,32 @@ def _barrier(group, device_id=-1):
     return DONE
 
 
-def _even_parts(tensor: Tensor, size: int) -> list[Tensor]:
+def _equal_slices(tensor: Tensor, size: int) -> list[Tensor]:
     if tensor.shape[0] % size:
         raise ValueError(f"{tensor.shape[0]} rows cannot be divided over {size} ranks.")
     rows = tensor.shape[0] // size
     return [tensor[i * rows : (i + 1) * rows] for i in range(size)]
 
 
-def flat_part(tensor: Tensor, num: int, id: int) -> Tensor:
-    if tensor.size % num:
-        raise ValueError(f"{tensor.shape} cannot be divided into {num} equal parts.")
-    length = tensor.size // num
-    return tensor.reshape([-1])[id * length : (id + 1) * length]
-
-
-def _check_parts(parts: Sequence[Tensor], shapes: list, what: str) -> None:
-    found = [part.shape for part in parts]
+def _check_shapes(tensors: Sequence[Tensor], shapes: list, what: str) -> None:
+    found = [tensor.shape for tensor in tensors]
     if found != shapes:
         raise ValueError(f"{what} needs one tensor of {shapes[0]} for each rank, got {found}.")
 
 
-_PARTLY = "gloo refuses empty and non-contiguous tensors and ends the process at unknown dtypes"
-
-
-# Below it Paddle scales the output of a reduce_scatter before reducing the input.
-_NCCL_WITH_AVERAGE = 21000
-_BACKWARD_REASON = "the error of a collective in a backward pass is hidden in Paddle's trace"
-_REDUCE_REASON = "float16 sums give inf, bfloat16 ones round at each rank, AVG fails; " + _PARTLY
+_PARTLY = "gloo refuses empty and non-contiguous tensors and crashes at unknown dtypes"
+_REDUCE_REASON = "float16 sums give inf, bfloat16 ones round at each rank; " + _PARTLY
+_BACKWARD_REASON = "the error of a collective in a backward pass is hidden in Paddle's traceback"
 PATCHES = (
-    group_method("all_reduce", "tensor op sync_op", _REDUCE_REASON, _all_reduce),
-    group_method("all_reduce_on_calc_stream", "tensor op", NOT_IN_GLOO, _all_reduce),
-    group_method("allreduce", "tensor op", _REDUCE_REASON, _all_reduce),
-    group_method("reduce", "tensor dst op sync_op", _REDUCE_REASON, _reduce),
-    group_method("reduce_on_calc_stream", "tensor dst op", NOT_IN_GLOO, _reduce),
-    group_method("reduce_scatter", "out in op sync_op", NOT_IN_GLOO, _reduce_scatter),
-    group_method("reduce_scatter_on_calc_stream", "out in op", NOT_IN_GLOO, _reduce_scatter),
+    group_method("all_reduce", "tensor op sync_op", _REDUCE_REASON, all_reduce),
     group_method("reduce_scatter_tensor", "out in op sync_op", NOT_IN_GLOO, _reduce_scatter_tensor),
-    group_method(
-        "reduce_scatter_tensor_on_calc_stream", "out in op", NOT_IN_GLOO, _reduce_scatter_tensor
-    ),
     group_method("all_gather", "out in sync_op", _PARTLY, _all_gather),
-    group_method("all_gather_on_calc_stream", "out in", NOT_IN_GLOO, _all_gather_now),
-    group_method("all_gather_into_tensor", "out in sync_op", _PARTLY, _all_gather_into_tensor),
-    group_method(
-        "all_gather_into_tensor_on_calc_stream", "out in", NOT_IN_GLOO, _all_gather_into_tensor
-    ),
-    group_method("all_gather_partial", "out in num id", NOT_IN_GLOO, _all_gather_partial),
-    group_method(
-        "all_gather_partial_on_calc_stream", "out in num id", NOT_IN_GLOO, _all_gather_partial
-    ),
+    group_method("all_gather_into_tensor", "out in sync_op", _PARTLY, all_gather_into_tensor),
     group_method("broadcast", "tensor src sync_op", _PARTLY, _broadcast),
-    group_method("broadcast_on_calc_stream", "tensor src", NOT_IN_GLOO, _broadcast),
-    group_method("scatter", "out in src sync_op", _PARTLY, _scatter),
-    group_method("scatter_on_calc_stream", "out in src", NOT_IN_GLOO, _scatter_now),
-    group_method("scatter_tensor", "out in src sync_op", _PARTLY, _scatter_tensor),
-    group_method("scatter_tensor_on_calc_stream", "out in src", NOT_IN_GLOO, _scatter_tensor),
-    group_method("gather", "in out dst sync_op use_calc_stream", _PARTLY, _gather_to),
-    group_method("all_to_all", "out in sync_op", NOT_IN_GLOO, _all_to_all),
-    group_method("all_to_all_on_calc_stream", "out in", NOT_IN_GLOO, _all_to_all),
-    group_method("all_to_all_tensor", "out in sync_op", NOT_IN_GLOO, _all_to_all_tensor),
-    group_method("all_to_all_tensor_on_calc_stream", "out in", NOT_IN_GLOO, _all_to_all_tensor),
     group_method(
-        "all_to_all_single",
-        "out in out_sizes in_sizes sync_op",
-        NOT_IN_GLOO,
-        _all_to_all_single,
+        "all_to_all_single", "out in out_sizes in_sizes sync_op", NOT_IN_GLOO, _all_to_all_single
     ),
-    group_method(
-        "all_to_all_single_on_calc_stream",
-        "out in out_sizes in_sizes",
-        NOT_IN_GLOO,
-        _all_to_all_single,
-    ),
-    group_method("barrier", "device_id", "its failure does not say whose it is", _barrier),
-    # The average of all_reduce and reduce_scatter asks for NCCL's version before it gets here.
-    Patch(
-        owner="paddle.base.core",
-        name="nccl_version",
-        parameters=None,
-        reason="ReduceOp.AVG fails with an AttributeError",
-        make=lambda _: lambda: _NCCL_WITH_AVERAGE,
-    ),
+    group_method("barrier", "device_id", "its error does not name the failed rank", _barrier),
     Patch(
         owner="paddle:Tensor",
         name="backward",

@@ -1,41 +1,39 @@
-"""How long the operations of a gloo group wait for other ranks: as long as one chooses.
+"""Sets the timeout of a gloo group.
 
-Gloo gives up after 30 seconds unless its context is told another limit, by
-`gloo::Context::setTimeout`. Paddle 3.3 never calls it, and has no option that would: a rank that is
-late by half a minute (deleting old checkpoints, a stalled file system, a paused process) ends the
-run. Python has no hold of the context either. But all that it takes is exported by Paddle's shared
-libraries, so it is called by name:
+Gloo's timeout is 30 seconds unless `gloo::Context::setTimeout` changes it. Paddle 3.3 neither calls
+it nor has an option for it: a rank that is late by half a minute (deleting old checkpoints, a
+stalled file system, a paused process) would end the run. Paddle's shared libraries export all that
+is needed, so it is called by name through ctypes:
 
-- `CommContextManager` is where Paddle keeps the communicators of all groups by number, and what
-  its collectives and messages go through; `Has` and `Get` find the one of a group;
-- a `GlooCommContext` is its vtable, rank and size (two ints), and a shared pointer to its context;
-- a `gloo::rendezvous::Context` is its vtable, rank and size, and the rest;
-- `getTimeout` and `setTimeout` are the context's own methods, which collectives and messages ask
-  when they begin. Nothing is written to memory here.
+- `CommContextManager` keeps the communicators of all groups by id; `Has` and `Get` look one up;
+- a `GlooCommContext` is a vtable, rank and size (two ints), and a shared pointer to its context;
+- a `gloo::rendezvous::Context` is a vtable, rank and size, and more;
+- `getTimeout` and `setTimeout` are methods of the context, whose value every operation reads when
+  it begins. Nothing is written to memory directly.
 
-Before the call every step is checked: both vtables are those that the libraries export, rank and
-size are the group's, and the limit is gloo's 30 seconds. Memory is read through /proc/self/mem,
-where an address that is none gives an error and not the end of the process.
+Every step is checked before the call: both vtables are those that the libraries export, rank and
+size are the group's, and the timeout is gloo's 30 seconds. Memory is read through /proc/self/mem,
+where a wrong address gives an error instead of a crash.
 """
 
 import ctypes
 import functools
 import os
 import struct
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import paddle
 from paddle.base import libpaddle
 
 _GLOO_MS = 30_000
 _WORD = 8
-# Words of a GlooCommContext: vtable, rank and size, and the shared pointer's two.
+# Words of a GlooCommContext: vtable, rank and size, and two of the shared pointer.
 _COMMUNICATOR_WORDS = 4
 _STRING = "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
 _MANAGER = "phi11distributed18CommContextManager"
 _SYMBOLS = {
     "manager": f"_ZZN3{_MANAGER}11GetInstanceEvE8instance",
-    # What says, in its first byte, that the manager has been constructed.
+    # Its first byte is 1 after the manager has been constructed.
     "guard": f"_ZGVZN3{_MANAGER}11GetInstanceEvE8instance",
     "has": f"_ZNK3{_MANAGER}3HasERK{_STRING}",
     "get": f"_ZNK3{_MANAGER}3GetERK{_STRING}",
@@ -47,7 +45,7 @@ _SYMBOLS = {
 
 
 class _String(ctypes.Structure):
-    """A std::string that is only read: its characters are kept elsewhere."""
+    """A std::string for reading only: it does not own its characters."""
 
     _fields_ = (
         ("characters", ctypes.c_char_p),
@@ -67,23 +65,23 @@ class _Library(NamedTuple):
 
     manager: int
     guard: int
-    has: ctypes._CFuncPtr
-    get: ctypes._CFuncPtr
+    has: Any
+    get: Any
     communicator: int
     context: int
-    limit: ctypes._CFuncPtr
-    set_limit: ctypes._CFuncPtr
+    limit: Any
+    set_limit: Any
 
 
-def limit_waits(group_id: int, rank: int, size: int, seconds: float) -> None:
-    """Operations of a gloo group that begin from now on wait so long for other ranks.
+def set_group_timeout(group_id: int, rank: int, size: int, seconds: float) -> None:
+    """Set how long operations of a gloo group that begin from now on wait for other ranks.
 
     Args:
-        group_id: Paddle's number of the group, which has been made.
-        rank, size: of this process in it, of the group.
+        group_id: Paddle's id of the group.
+        rank, size: this rank in the group; size of the group.
 
     Raises:
-        RuntimeError: this Paddle's objects are not as they are known.
+        RuntimeError: the objects of this Paddle are not laid out as expected.
     """
     library, own = check_library(), (rank, size)
     name = _String.of(str(group_id))
@@ -110,10 +108,10 @@ def limit_waits(group_id: int, rank: int, size: int, seconds: float) -> None:
 
 @functools.cache
 def check_library() -> _Library:
-    """The functions that `limit_waits` needs.
+    """The symbols that `set_group_timeout` needs.
 
     Raises:
-        RuntimeError: this Paddle's libraries do not export them.
+        RuntimeError: Paddle's libraries do not export them.
     """
     library, found = ctypes.CDLL(libpaddle.__file__), {}
     for name, symbol in _SYMBOLS.items():
@@ -129,7 +127,7 @@ def check_library() -> _Library:
     for name in ("manager", "guard", "communicator", "context"):
         found[name] = ctypes.cast(found[name], ctypes.c_void_p).value
     for name in ("communicator", "context"):
-        # Objects point behind the two words that a vtable begins with.
+        # Objects point behind the two header words of a vtable.
         found[name] += 2 * _WORD
     return _Library(**found)
 
@@ -142,19 +140,19 @@ def _is_object(address: int, vtable: int) -> bool:
 
 
 def _two_ints(address: int) -> tuple[int, int]:
-    """What lies behind the pointer to the vtable of an object."""
+    """The two ints behind the vtable pointer of an object."""
     return struct.unpack("2i", struct.pack("Q", _words(address, 2)[1]))
 
 
 def _words(address: int, count: int) -> tuple[int, ...]:
-    """Raises OSError, OverflowError or struct.error where this process has no such memory."""
+    """Raises OSError, OverflowError or struct.error for an invalid address."""
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         return struct.unpack(f"{count}Q", os.pread(memory.fileno(), count * _WORD, address))
 
 
 def _refuse(what: str) -> NoReturn:
     raise RuntimeError(
-        f"paddlepaddle {paddle.__version__} keeps gloo's connections in another way than the limit "
-        f"of waits (parallel.timeout_s) was written for: {what}. Install paddlepaddle 3.3.1, or "
-        "adapt paddle_vl/parallel/gloo_fleet/time_limit.py."
+        f"paddlepaddle {paddle.__version__} keeps gloo's connections in another way than "
+        f"parallel.timeout_s was written for: {what}. Install paddlepaddle 3.3.1, or adapt "
+        "paddle_vl/parallel/gloo_fleet/time_limit.py."
     )

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the layers of one model over several processes."""
+"""Pipeline parallelism on fleet's schedules."""

@@ -1,9 +1,8 @@
-"""Fleet's pipeline engine around functions: the parts of a model, which stays its own.
+"""Fleet's pipeline engine over the functions of this stage's model chunks.
 
-`fleet.distributed_model` makes of a `PipelineLayer` the class that runs the schedule. Here the
-layer holds plain functions, so that the model's parameters keep their names, filling and files.
-
-What is set on the engine beside its interface is private to Paddle; `_check` knows it.
+`fleet.distributed_model` turns a `PipelineLayer` into the class that runs the schedule. Here the
+layer has plain functions instead of layers, so the model keeps the names, initialization and files
+of its parameters. Private attributes of fleet's engine that are used here are listed for `_check`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +26,10 @@ from paddle.distributed.fleet.meta_parallel.pipeline_parallel import (
 from paddle.distributed.fleet.meta_parallel.pp_utils.utils import paddle_2_number
 
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.pipeline.schedule import num_parts
+from paddle_vl.parallel.pipeline.schedule import num_chunks
 
-# A part's function: micro-batch and the rows of the part before to what goes on.
-RunPart = Callable[[int, int, Tensor | None], Any]
+# (chunk number, micro-batch number, rows of the chunk before) -> rows for the next chunk.
+RunChunk = Callable[[int, int, Tensor | None], Any]
 
 _PRIVATE = (
     "callbacks",
@@ -60,39 +59,41 @@ _PRIVATE_OF_META = (
 
 
 class Engine:
-    """What fleet makes of the parts of this stage. All stages make it and run it together.
+    """Fleet's engine for this stage. All stages construct and run it together.
 
     Args:
-        run_part: runs one of this stage's parts by its number, on a micro-batch by its number.
-        loss: of the last part's output.
-        end_micro_batch: called behind each backward pass of a part.
+        run_chunk: runs one of this stage's chunks on a micro-batch.
+        loss: of the last chunk's output.
+        end_micro_batch: called after each backward pass of a chunk.
 
     Raises:
-        RuntimeError: this Paddle's engine is not the one that this was written for.
+        RuntimeError: Paddle's engine is not the one that this was written for.
     """
 
     def __init__(
         self,
         degrees: ParallelDegrees,
-        run_part: RunPart,
+        run_chunk: RunChunk,
         loss: Callable[[Any], Tensor],
         end_micro_batch: Callable[[], None],
     ):
-        self._passed: dict[int, int] = {}
-        self._run_part = run_part
+        # Micro-batches that each chunk has run.
+        self._num_run: dict[int, int] = {}
+        self._run_chunk = run_chunk
         is_v = degrees.pp_schedule == "dualpipev"
-        parts = PipelineLayer(
-            [self._function(number) for number in range(num_parts(degrees))],
-            # DualPipeV has a single tensor in a list.
+        chunks = PipelineLayer(
+            [self._function(number) for number in range(num_chunks(degrees))],
+            # DualPipeV passes a single tensor as a list.
             loss_fn=lambda output, _: loss(output[0] if isinstance(output, list) else output),
-            seg_method="layer:part",
+            seg_method="layer:chunk",
             topology=fleet.get_hybrid_communicate_group().topology(),
             num_virtual_pipeline_stages=degrees.num_virtual_stages,
             use_dualpipev=is_v,
         )
-        self.fleet: PipelineParallel = fleet.distributed_model(parts)
+        # A PipelineParallel, whose stubs do not know what is used here.
+        self.fleet: Any = fleet.distributed_model(chunks)
         _check(self.fleet)
-        # Fleet's own is one list for all engines of the process.
+        # Fleet shares one list of callbacks between all engines of a process.
         self.fleet.callbacks = PipelineParallelMicroStepCallback()
         if is_v:
             _complete_dualpipev(self.fleet, end_micro_batch)
@@ -100,25 +101,25 @@ class Engine:
             self.fleet.register_hook(
                 PipelineParallelMicroStepLocations.BACKWARD_END, lambda **_: end_micro_batch()
             )
-        # It reads on the host in every step; the losses are summed with the gradient norm.
+        # It would read on the host in every step; losses are reduced with the gradient norm.
         self.fleet._broadcast_final_loss = lambda *_, **__: None
 
     def train(self, num_batches: int) -> None:
-        """Forward and backward passes of all micro-batches."""
+        """Run forward and backward of all micro-batches."""
         self.fleet.forward_backward_pipeline(self._begin(num_batches), None)
 
     def evaluate(self, num_batches: int) -> None:
-        """Forward passes alone. Gradients are to be off."""
+        """Run forward passes only; call it with gradients disabled."""
         data = self._begin(num_batches)
         if isinstance(self.fleet, DualPipeVParallel):
             self.fleet.forward_backward_pipeline(data, None, forward_only=True)
         else:
             self.fleet.eval_batch(data, compute_loss=True)
 
-    def know_shapes(
+    def set_shapes(
         self, arriving: Sequence[int] | None, leaving: Sequence[int] | None, dtype: str
     ) -> None:
-        """Tell the engine the shapes of all messages of the next run, so that it sends none."""
+        """Set the shapes of all messages of the next run, so that fleet sends none."""
         helper, number = self.fleet._p2p_helper, paddle_2_number(getattr(paddle, dtype))
         meta = helper._send_recv_meta
         meta.init_or_erase_meta()
@@ -132,36 +133,36 @@ class Engine:
             self.fleet.need_broadcast_meta = self.fleet.need_recv_meta = False
 
     def forget_shapes(self) -> None:
-        """Each message of the next run brings its shape. The engine would keep all of them."""
+        """Clear the shapes that fleet received and would keep: the next run sends new ones."""
         helper = self.fleet._p2p_helper
         helper._send_recv_meta_list, helper._dynamic_cnt = [], 0
 
     def _begin(self, num_batches: int) -> Iterator[tuple]:
-        self._passed.clear()
+        self._num_run.clear()
         self.fleet.accumulate_steps = num_batches
         self.fleet._init_user_hooks()
         # Every stage has the batches itself.
         return repeat(((), None))
 
     def _function(self, number: int) -> Callable[[Any], Any]:
-        # By its name the layers are cut, see seg_method.
-        def part(rows: Any) -> Any:
-            micro_batch = self._passed.get(number, 0)
-            self._passed[number] = micro_batch + 1
-            # One tensor, which DualPipeV has in a list; () where nothing arrives.
+        # Fleet cuts the layers by the name of this function, see seg_method.
+        def chunk(rows: Any) -> Any:
+            micro_batch = self._num_run.get(number, 0)
+            self._num_run[number] = micro_batch + 1
+            # One tensor, which DualPipeV passes as a list; () where nothing arrives.
             if isinstance(rows, (list, tuple)):
                 rows = rows[0] if rows else None
-            return self._run_part(number, micro_batch, rows)
+            return self._run_chunk(number, micro_batch, rows)
 
-        return part
+        return chunk
 
 
-def _complete_dualpipev(engine: DualPipeVParallel, end_micro_batch: Callable[[], None]) -> None:
-    """What DualPipeV lacks: evaluation, an end of a micro-batch, and exchanging without deep_ep."""
+def _complete_dualpipev(engine: Any, end_micro_batch: Callable[[], None]) -> None:
+    """Add what DualPipeV lacks: evaluation, the micro-batch hook, messages without deep_ep."""
     backward, weights = engine._backward_compute, engine._weight_pass
 
     def forward_inputs(micro_datasets: Any, phase: int, acc_id: int) -> Any:
-        # Fleet's own forgets the rows before it returns them where nothing goes backward.
+        # Without a backward pass fleet's own drops the rows before it returns them.
         if engine.is_pipeline_first_stage() and phase == 0:
             engine.input_tensors[phase].append(next(micro_datasets[phase])[0])
         inputs = engine.input_tensors[phase][acc_id]
@@ -193,7 +194,7 @@ def _complete_dualpipev(engine: DualPipeVParallel, end_micro_batch: Callable[[],
 
 
 def _check(engine: PipelineParallel) -> None:
-    """Refuse an engine without what is set or called here."""
+    """Raise RuntimeError for an engine that lacks an attribute used here."""
     meta = getattr(getattr(engine, "_p2p_helper", None), "_send_recv_meta", None)
     wanted = [(engine, name) for name in _PRIVATE]
     if isinstance(engine, DualPipeVParallel):

@@ -1,11 +1,12 @@
-"""One stage's side of a step: its parts of the model, run by fleet's pipeline engine.
+"""One stage's side of a step: its model chunks, run by fleet's pipeline engine.
 
-A part is a function of a batch and of the rows that the part before made. Gradients add up in the
-parameters; nothing is scaled on the way, the last part divides by what the losses are means of.
+A chunk is a function of a batch and of the hidden rows that the chunk before it produced. Gradients
+accumulate in the parameters without any scaling on the way: the last chunk divides the losses by
+the counts of the full step.
 
-Every stage has the batches of a step, and so knows the size of each message beforehand. Fleet's
-schedules want messages of one size: rows are filled up to the largest of the step, or to what is
-reserved, and no shapes travel. With `pp_shapes: dynamic` fleet sends each message's shape instead.
+Every stage has the batches of a step, so it knows the shape of each message beforehand, and no
+shapes are sent. Fleet's schedules need messages of one shape: rows are padded to the largest batch
+of the step, or to what is reserved. With `pp_shapes: dynamic` fleet sends each shape instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +21,10 @@ from paddle_vl.nn.loss import Loss, zero_terms
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.engine import Engine
-from paddle_vl.parallel.pipeline.schedule import evaluated_batches, parts_of_stage
+from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, evaluated_batches
 
 
-class Part(Protocol):
+class ModelChunk(Protocol):
     """Consecutive layers of a model."""
 
     is_first: bool
@@ -31,23 +32,25 @@ class Part(Protocol):
 
     def input_shape(self, batch: Batch) -> tuple[int, ...]:
         """Shape of the rows that arrive, known without them and without the layers."""
+        ...
 
     def reserved_shape(self, batch: Batch, rows: "ReservedRows") -> tuple[int, ...]:
-        """The same of the largest micro-batch that is provided for. Asked with `reserved` only.
+        """The same for the largest micro-batch that is provided for. Called with `reserved` only.
 
         Raises:
             ValueError: the batch is larger; with what to set.
         """
+        ...
 
     def __call__(self, batch: Batch, rows: Tensor | None = None) -> Any:
-        """Rows for the next part; of the last part the model's output."""
+        """Rows for the next chunk; the output of the model for the last one."""
 
 
 class ReservedRows(Protocol):
-    """The largest micro-batch that messages are made for, over all mp processes.
+    """The largest micro-batch that messages have room for, over all mp ranks.
 
     Attributes:
-        tokens, visual: its token rows, and those of them that are visual.
+        tokens, visual: its token rows, and how many of them are visual.
     """
 
     tokens: int
@@ -55,19 +58,20 @@ class ReservedRows(Protocol):
 
 
 class PipelineRunner:
-    """Trains and evaluates a model whose layers are spread over a pipeline.
+    """Trains and evaluates a model whose layers are divided over the stages of a pipeline.
 
-    The same two methods as `WholeModel` of `paddle_vl.train.step`; all stages call them together,
-    with the same batches.
+    Has the methods of `ModelRunner` in `paddle_vl.train.step`. They are collective over the
+    pipeline: all stages call them, with the same batches. Rows go to the next stage in forward, and
+    their gradients come back in backward, per micro-batch in the order of the schedule.
 
     Args:
-        model: what this stage has of the model.
-        parts: all parts of the model, in order; those of this stage are run.
-        stage: this stage's number.
-        dtype: of the rows between parts.
+        model: this stage's layers.
+        chunks: all chunks of the model in order; this stage runs its own.
+        stage: number of this stage.
+        dtype: of the rows between chunks.
         loss: see `paddle_vl.nn.loss`.
         adapter: of the model's batches, for the trainer.
-        data_size: parts of the data, each with such a pipeline.
+        data_size: data shards, each with its own pipeline.
         reserved: the largest micro-batch of training, if that is fixed.
         marked: opens a context around the forwards and backwards of a step: a clock's phase.
     """
@@ -75,7 +79,7 @@ class PipelineRunner:
     def __init__(
         self,
         model: nn.Layer,
-        parts: Sequence[Part],
+        chunks: Sequence[ModelChunk],
         degrees: ParallelDegrees,
         stage: int,
         dtype: str,
@@ -87,18 +91,18 @@ class PipelineRunner:
     ):
         self.marked = marked
         self.model, self.loss, self.adapter, self.data_size = model, loss, adapter, data_size
-        self.parts, self.degrees, self.dtype, self.reserved = parts, degrees, dtype, reserved
-        self.own_parts = parts_of_stage(degrees, stage)
+        self.chunks, self.degrees, self.dtype, self.reserved = chunks, degrees, dtype, reserved
+        self.own_chunks = chunks_of_stage(degrees, stage)
         self._batches: Sequence[Batch] = ()
         self._store: ParameterStore | None = None
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._terms: list[Tensor] = []
         self._losses_of: Callable[[Any], tuple[Tensor, Tensor]]
-        self.engine = Engine(degrees, self._run_part, self._loss, self._end_micro_batch)
+        self.engine = Engine(degrees, self._run_chunk, self._loss, self._end_micro_batch)
 
     @property
     def batches_at_once(self) -> int:
-        """How many batches of an evaluation keep all stages at work."""
+        """How many batches of an evaluation keep all stages busy."""
         return 2 * self.degrees.pp_degree
 
     def accumulate_gradients(
@@ -107,14 +111,14 @@ class PipelineRunner:
         totals: Sequence[int],
         store: ParameterStore | None = None,
     ) -> Tensor:
-        """Add up the gradients of the loss over all batches.
+        """Forward and backward of all micro-batches.
 
         Args:
             store: of the model's parameters; None leaves gradients where autograd put them.
 
         Returns:
-            `[n]`, this pipeline's part of each term on the stage with the last part, zeros on the
-            others.
+            `[n]`, each term of this pipeline's share of the loss on the last chunk's stage; zeros
+            on the other stages.
 
         Raises:
             ValueError: a batch is larger than what is reserved.
@@ -132,14 +136,14 @@ class PipelineRunner:
 
     @paddle.no_grad()
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
-        """`[n]`, each term summed over all batches on the stage with the last part, zeros on the
-        others."""
+        """`[n]`, each term summed over all batches on the last chunk's stage; zeros on the other
+        stages."""
 
         def sums(output: Any) -> tuple[Tensor, Tensor]:
             terms = self.loss.sums(output)
             return terms.sum(), terms
 
-        # Some schedules take certain numbers only: what is repeated does not count.
+        # Some schedules need certain numbers of batches; the repeated ones are not counted.
         num_batches = evaluated_batches(self.degrees, len(batches))
         repeated = [batches[-1]] * (num_batches - len(batches))
         terms = self._run(self.engine.evaluate, [*batches, *repeated], sums, None)
@@ -152,17 +156,17 @@ class PipelineRunner:
         losses_of: Callable[[Any], tuple[Tensor, Tensor]],
         reserved: ReservedRows | None,
     ) -> list[Tensor]:
-        """The terms of each batch, on the stage with the last part."""
+        """The terms of each batch, on the last chunk's stage."""
         self._batches, self._losses_of, self._terms = batches, losses_of, []
         if self.degrees.pp_shapes == "dynamic":
             self.engine.forget_shapes()
         else:
             self._shapes = self._message_shapes(batches, reserved)
-            # One part: its two neighbours. Several have one size everywhere.
-            arriving, leaving = self.own_parts[0], self.own_parts[0] + 1
-            if len(self.own_parts) > 1:
+            # Several chunks on a stage: all messages have one shape.
+            arriving, leaving = self.own_chunks[0], self.own_chunks[0] + 1
+            if len(self.own_chunks) > 1:
                 arriving = leaving = 1
-            self.engine.know_shapes(
+            self.engine.set_shapes(
                 self._shapes.get(arriving), self._shapes.get(leaving), self.dtype
             )
         run(len(batches))
@@ -172,38 +176,36 @@ class PipelineRunner:
     def _message_shapes(
         self, batches: Sequence[Batch], reserved: ReservedRows | None
     ) -> dict[int, tuple[int, ...]]:
-        """By number of the part that they arrive at, with room for the largest batch."""
+        """Message shapes by number of the receiving chunk, with room for the largest batch."""
 
-        def shape(part: Part, batch: Batch) -> tuple[int, ...]:
+        def shape(chunk: ModelChunk, batch: Batch) -> tuple[int, ...]:
             if reserved is None:
-                return part.input_shape(batch)
-            return part.reserved_shape(batch, reserved)
+                return chunk.input_shape(batch)
+            return chunk.reserved_shape(batch, reserved)
 
         shapes = {
-            number: max(shape(part, batch) for batch in batches)
-            for number, part in enumerate(self.parts)
-            if not part.is_first
+            number: max(shape(chunk, batch) for batch in batches)
+            for number, chunk in enumerate(self.chunks)
+            if not chunk.is_first
         }
-        if len(self.own_parts) > 1:
-            # A stage sends from several parts, and has one size for all it sends.
+        if len(self.own_chunks) > 1:
             return dict.fromkeys(shapes, max(shapes.values()))
         return shapes
 
-    def _run_part(self, number: int, micro_batch: int, rows: Tensor | None) -> Any:
-        part, batch = self.parts[number], self._batches[micro_batch]
-        if part.is_first:
-            made = part(batch)
+    def _run_chunk(self, number: int, micro_batch: int, rows: Tensor | None) -> Any:
+        chunk, batch = self.chunks[number], self._batches[micro_batch]
+        if chunk.is_first:
+            output = chunk(batch)
         else:
-            made = part(batch, _first_rows(rows, part.input_shape(batch)[0]))
-        if part.is_last:
-            return made
+            output = chunk(batch, _first_rows(rows, chunk.input_shape(batch)[0]))
+        if chunk.is_last:
+            return output
         if self._shapes:
-            made = _filled_up(made, self._shapes[number + 1][0])
+            output = _padded(output, self._shapes[number + 1][0])
         if paddle.is_grad_enabled():
-            # Of a part that is frozen nothing depends on the rows, but the stages behind it send
-            # their gradient back.
-            made.stop_gradient = False
-        return made
+            # The output of frozen layers needs no gradient, but the next stage sends one back.
+            output.stop_gradient = False
+        return output
 
     def _loss(self, output: Any) -> Tensor:
         loss, terms = self._losses_of(output)
@@ -221,11 +223,11 @@ class PipelineRunner:
         return total
 
 
-def _first_rows(rows: Tensor, count: int) -> Tensor:
+def _first_rows(rows: Any, count: int) -> Tensor:
     return rows if rows.shape[0] == count else rows[:count]
 
 
-def _filled_up(rows: Tensor, count: int) -> Tensor:
+def _padded(rows: Tensor, count: int) -> Tensor:
     missing = count - rows.shape[0]
     if not missing:
         return rows

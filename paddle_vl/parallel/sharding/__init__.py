@@ -1,26 +1,31 @@
-"""Parameters, gradients and optimizer state divided over the processes of a sharding group.
+"""Sharding of optimizer state, gradients and parameters over ranks that take different samples.
 
-One scheme for three stages: every parameter is seen flat, padded with zeros to `S * n` elements for
-a group of `S` ranks, and rank `r` owns elements `r * n` to `(r + 1) * n` of it as a tensor of its
-own, the shard. The optimizer sees shards only, so its state is divided at every stage. What else is
-divided, beside the names that others gave it:
+Every parameter is seen flat, padded with zeros to `S * n` elements for a group of `S` ranks. Rank
+`r` owns elements `r * n` to `(r + 1) * n` as a tensor of its own, the shard. The optimizer updates
+shards only, so its state is sharded at every stage. What else is:
 
-| stage | divided besides the optimizer's state | DeepSpeed | PyTorch FSDP | group_sharded |
+| stage | sharded besides the optimizer state | DeepSpeed | PyTorch FSDP | group_sharded |
 | --- | --- | --- | --- | --- |
 | 1 | nothing | ZeRO-1 | - | `os` |
 | 2 | gradients | ZeRO-2 | `SHARD_GRAD_OP` | `os_g` |
 | 3 | gradients, parameters of units and tables | ZeRO-3 | `FULL_SHARD` | `p_g_os` |
 
-A unit is a layer of the model, such as a decoder layer; a table is a token embedding or a head.
-What is whole for a moment is one of them, and the one that is gathered ahead of its use. Stage 3
-with `reshard_after_forward=False` is FSDP's `SHARD_GRAD_OP`: parameters are gathered once in a step
-and freed behind its last backward pass. Stage 2 never frees them.
+A unit is a layer of the model, such as a decoder layer; a table is a token embedding or a head; the
+root is the rest. At stage 3 the unit in use and the prefetched one are unsharded. Stage 3 with
+`reshard_after_forward=False` is FSDP's `SHARD_GRAD_OP`: parameters are gathered once per step and
+freed after its last backward pass. Stage 2 never frees them.
 
-Gathers of the next unit and reductions run beside the computation, see `pending` and `storage`.
+Collectives (stages 2 and 3), all over the sharding group and overlapped with computation:
+
+| when | communicated |
+| --- | --- |
+| forward of a unit or table (3) | all-gather of its parameters, prefetched during the one before |
+| backward of a unit | the same all-gather (3); reduce-scatter of its gradients after it |
+| end of a micro-batch | reduce-scatter of the gradients of the root and of tables |
+| after the optimizer's step | all-gather of the parameters of all (2) or of the root (3) |
 """
 
 from paddle_vl.parallel.sharding.fleet_optimizer import FleetSharding
-from paddle_vl.parallel.sharding.options import ShardingOptions
-from paddle_vl.parallel.sharding.stages import Sharding
+from paddle_vl.parallel.sharding.stages import Sharding, ShardingOptions
 
 __all__ = ["FleetSharding", "Sharding", "ShardingOptions"]

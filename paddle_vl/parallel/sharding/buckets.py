@@ -1,29 +1,111 @@
-"""Shards of parameters, and what travels between them and the whole in one collective.
+"""Shards of parameters, and the buckets that are all-gathered and reduce-scattered at once.
 
-Shapes: S ranks of the group; n elements of a parameter per rank; N those of a bucket, the sum of n.
+Shapes: S ranks of the sharding group; n elements of a parameter per rank; N of a bucket per rank,
+the sum of n.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
 from paddle_vl.nn.master_weights import WideGradients, master_copy
 from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
-from paddle_vl.parallel.sharding.pending import Pending, Reductions, gather_later
+
+# Reduce-scatters in flight during a backward pass. One is hidden behind the computation of the next
+# unit; more would only hold more packed gradients, as a group runs one collective at a time.
+MAX_REDUCTIONS = 1
+
+
+class Pending:
+    """A collective in flight.
+
+    Args:
+        kind: its name.
+        task: Paddle's; waiting for it blocks the compute stream, not the host.
+        received: the output.
+        sent: the input, kept alive until the end.
+    """
+
+    def __init__(self, kind: str, task: Any, received: Tensor, sent: Tensor):
+        self.kind, self._task = kind, task
+        self._received, self._sent = received, sent
+
+    def result(self) -> Tensor:
+        """The output; valid for everything that is computed from now on."""
+        self._task.wait()
+        self._sent = None
+        return self._received
+
+
+def start_all_gather(own_N: Tensor, group) -> Pending:
+    """All-gather to `[S * N]`, rank by rank."""
+    all_SN = paddle.empty([own_N.shape[0] * group.nranks], dtype=own_N.dtype)
+    task = dist.stream.all_gather(all_SN, own_N, group=group, sync_op=False)
+    return Pending("all_gather", task, all_SN, own_N)
+
+
+def start_reduce_scatter(packed_SN: Tensor, group) -> Pending:
+    """Reduce-scatter (sum) of `[S * N]` to this rank's `[N]`."""
+    own_N = paddle.empty([packed_SN.shape[0] // group.nranks], dtype=packed_SN.dtype)
+    task = dist.stream.reduce_scatter(own_N, packed_SN, group=group, sync_op=False)
+    return Pending("reduce_scatter", task, own_N, packed_SN)
+
+
+class Reductions:
+    """Reduce-scatters of gradients of all buckets, `MAX_REDUCTIONS` at most in flight.
+
+    Attributes:
+        dtype: of what is communicated.
+    """
+
+    def __init__(self, group, dtype: Literal["float32", "bfloat16"]):
+        self.group = group
+        self.dtype: Literal["float32", "bfloat16"] = dtype
+        self._in_flight: dict[Hashable, Pending] = {}
+        self._sums: dict[Hashable, Tensor] = {}
+
+    def make_room(self) -> None:
+        """Wait until another one may start, so that its input reuses the memory of an old one."""
+        while len(self._in_flight) >= MAX_REDUCTIONS:
+            self._finish(next(iter(self._in_flight)))
+
+    def start(self, owner: Hashable, packed_SN: Tensor) -> None:
+        """Start a reduce-scatter, after `make_room`; its output is added to the owner's sum."""
+        self._finish(owner)
+        self._in_flight[owner] = start_reduce_scatter(packed_SN, self.group)
+
+    def pop_sum(self, owner: Hashable) -> Tensor | None:
+        """Remove and return the sum of an owner's outputs, `[N]` float32; None without any."""
+        self._finish(owner)
+        return self._sums.pop(owner, None)
+
+    def sums(self) -> list[Tensor]:
+        """Sums of outputs that have arrived."""
+        return list(self._sums.values())
+
+    @paddle.no_grad()
+    def _finish(self, owner: Hashable) -> None:
+        pending = self._in_flight.pop(owner, None)
+        if pending is None:
+            return
+        own_N, total_N = pending.result().astype("float32"), self._sums.get(owner)
+        self._sums[owner] = own_N if total_N is None else total_N.add_(own_N)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A parameter and this rank's part of it.
+class BucketEntry:
+    """A parameter and this rank's shard of it.
 
     Attributes:
-        parameter: as the model holds it, with or without storage.
-        shard: `[n]`; of a trained parameter float32, what the optimizer updates; of a frozen one in
-            its dtype.
+        parameter: the model's, with or without storage.
+        shard: `[n]`; float32 for a trained parameter, which the optimizer updates; in the
+            parameter's dtype for a frozen one.
     """
 
     parameter: Tensor
@@ -31,9 +113,9 @@ class Part:
 
     @classmethod
     @paddle.no_grad()
-    def of(cls, parameter: Tensor, group) -> "Part":
+    def of(cls, parameter: Tensor, group) -> "BucketEntry":
         dtype = parameter.dtype if parameter.stop_gradient else paddle.float32
-        own = own_values(parameter.detach(), group, dtype)
+        own = local_shard(parameter.detach(), group, dtype)
         if not parameter.stop_gradient:
             return cls(parameter, master_copy(parameter, own))
         return cls(parameter, EagerParamBase.from_tensor(own, trainable=False))
@@ -43,33 +125,33 @@ class Part:
         return not self.shard.stop_gradient
 
 
-def own_values(whole: Tensor, group, dtype) -> Tensor:
-    """`[n]`: this rank's row of `as_rows`, of that dtype, in storage of its own."""
-    length = -(-whole.size // group.nranks)
+def local_shard(full: Tensor, group, dtype) -> Tensor:
+    """`[n]`: this rank's row of `padded_rows`, cast, in storage of its own."""
+    length = -(-full.size // group.nranks)
     start = group.rank * length
-    stop = min(start + length, whole.size)
+    stop = min(start + length, full.size)
     if stop <= start:
         return paddle.zeros([length], dtype=dtype)
-    part = whole.reshape([-1])[start:stop]
-    # A cast to the dtype that it has already would share the whole tensor's storage.
-    own = part.clone() if part.dtype == dtype else part.astype(dtype)
+    view = full.reshape([-1])[start:stop]
+    # A cast to the same dtype would share the full tensor's storage.
+    own = view.clone() if view.dtype == dtype else view.astype(dtype)
     if stop - start == length:
         return own
     return paddle.concat([own, paddle.zeros([length - stop + start], dtype=dtype)])
 
 
-def check_whole(whole: np.ndarray, parameter: Tensor) -> None:
+def check_full_shape(full: np.ndarray, parameter: Tensor) -> None:
     """Raise ValueError unless an array to take a shard of has the parameter's shape."""
-    if whole.shape != tuple(parameter.shape):
+    if full.shape != tuple(parameter.shape):
         raise ValueError(
-            f"an array {list(whole.shape)} to take a shard of does not have the shape "
+            f"an array {list(full.shape)} to take a shard of does not have the shape "
             f"{list(parameter.shape)} of {parameter.name}"
         )
 
 
-def as_rows(whole: Tensor, num_ranks: int) -> Tensor:
-    """`[S, n]`: each rank's part of a tensor of any shape, the last ones filled up with zeros."""
-    flat = whole.reshape([-1])
+def padded_rows(full: Tensor, num_ranks: int) -> Tensor:
+    """`[S, n]`: a tensor of any shape, flat, padded with zeros, one row per rank."""
+    flat = full.reshape([-1])
     missing = -flat.shape[0] % num_ranks
     if missing:
         flat = paddle.concat([flat, paddle.zeros([missing], dtype=flat.dtype)])
@@ -77,143 +159,143 @@ def as_rows(whole: Tensor, num_ranks: int) -> Tensor:
 
 
 def from_rows(rows: Tensor, parameter: Tensor) -> Tensor:
-    """The parameter's shape from all ranks' parts of it, rank by rank."""
+    """The inverse of `padded_rows`, in the parameter's shape."""
     return rows.reshape([-1])[: parameter.size].reshape(parameter.shape)
 
 
 class Bucket:
-    """Parts whose gradients are summed in one collective, and whose values come in one per dtype.
+    """Parameters whose gradients are reduce-scattered together, and their values all-gathered.
 
-    No operation depends on which parameters have a gradient on this rank.
+    One reduce-scatter per bucket, one all-gather per dtype. Neither depends on which parameters
+    have a gradient on this rank, so all ranks run the same collectives.
 
     Args:
-        reductions: those of the group, of all its buckets.
+        reductions: of the group, shared by all its buckets.
     """
 
-    def __init__(self, parts: Sequence[Part], group, reductions: Reductions):
-        self.parts, self.group, self.reductions = list(parts), group, reductions
-        self.trained = [part for part in parts if part.is_trained]
-        halves = [p.parameter for p in self.trained if p.parameter.dtype != paddle.float32]
+    def __init__(self, entries: Sequence[BucketEntry], group, reductions: Reductions):
+        self.entries, self.group, self.reductions = list(entries), group, reductions
+        self.trained = [entry for entry in entries if entry.is_trained]
+        halves = [e.parameter for e in self.trained if e.parameter.dtype != paddle.float32]
         self._wide = WideGradients(halves)
-        self._coming: list[tuple[list[Part], Pending]] | None = None
+        self._in_flight: list[tuple[list[BucketEntry], Pending]] | None = None
 
     def gradient_sums(self) -> list[Tensor]:
-        """Float32 sums of whole half-precision gradients that are held."""
+        """Float32 sums of full half-precision gradients."""
         return self._wide.sums()
 
-    def keep_gradients(self) -> None:
-        """Add half-precision gradients up in float32 until they are reduced."""
+    def accumulate_gradients(self) -> None:
+        """Add half-precision gradients to float32 sums, until they are reduced."""
         self._wide.take()
 
     @paddle.no_grad()
     def start_reduction(self) -> None:
-        """Begin to add the group's gradients to this rank's sum, and drop the whole ones."""
+        """Start the reduce-scatter of the gradients, zeros for missing ones, and free them."""
         if not self.trained:
             return
         self.reductions.make_room()
         num_ranks, rows = self.group.nranks, []
-        for part in self.trained:
-            grad, total = part.parameter.grad, self._wide.give(part.parameter)
-            if grad is None and total is None:
-                shape = [num_ranks, part.shard.size]
+        for entry in self.trained:
+            grad, total = entry.parameter.grad, self._wide.give(entry.parameter)
+            if grad is not None:
+                total = grad if total is None else total.add_(grad.astype("float32"))
+            if total is None:
+                shape = [num_ranks, entry.shard.size]
                 rows.append(paddle.zeros(shape, dtype=self.reductions.dtype))
                 continue
-            if total is None:
-                total = grad
-            elif grad is not None:
-                total = total.add_(grad.astype("float32"))
-            rows.append(as_rows(total.astype(self.reductions.dtype), num_ranks))
-            part.parameter.clear_gradient(False)
-        # A table has a bucket of its own, and needs no copy.
+            rows.append(padded_rows(total.astype(self.reductions.dtype), num_ranks))
+            entry.parameter.clear_gradient(False)
+        # A table has a bucket of its own, which needs no copy.
         packed_SN = rows[0] if len(rows) == 1 else paddle.concat(rows, axis=1)
-        # Nothing but what travels is held meanwhile.
+        # Free everything but the packed tensor.
         grad = total = None
         rows.clear()
         self.reductions.start(self, packed_SN.reshape([-1]).contiguous())
 
     @paddle.no_grad()
-    def hand_out_gradients(self) -> None:
-        """The sum becomes the shards' gradients, float32; zeros if nothing was reduced."""
+    def assign_gradients(self) -> None:
+        """Give each shard its reduced gradient, float32; zeros if nothing was reduced."""
         if not self.trained:
             return
-        lengths = [part.shard.size for part in self.trained]
-        sum_N = self.reductions.total(self)
+        lengths = [entry.shard.size for entry in self.trained]
+        sum_N = self.reductions.pop_sum(self)
         if sum_N is None:
             sum_N = paddle.zeros([sum(lengths)], dtype="float32")
-        for part, grad in zip(self.trained, paddle.split(sum_N, lengths), strict=True):
-            # Paddle copies what is set here: no shard's gradient keeps the storage of all.
-            part.shard.grad = grad
+        for entry, grad in zip(self.trained, paddle.split(sum_N, lengths), strict=True):
+            # Paddle copies here, so no gradient keeps the storage of the bucket alive.
+            entry.shard.grad = grad
 
     @paddle.no_grad()
-    def fill_parameters(self) -> None:
-        """Write the gathered shards into the parameters' own storage."""
-        for part, whole in self._gathered_parts():
-            parameter = part.parameter
-            paddle.assign(whole[: parameter.size].reshape(parameter.shape), parameter)
+    def all_gather_parameters(self) -> None:
+        """All-gather the shards into the storage that the parameters have."""
+        for entry, full in self._gathered_entries():
+            parameter = entry.parameter
+            paddle.assign(full[: parameter.size].reshape(parameter.shape), parameter)
 
     @paddle.no_grad()
-    def start_gather(self) -> None:
-        """Begin to gather the values; one collective per dtype."""
-        if self._coming is not None:
+    def start_all_gather(self) -> None:
+        """Start the all-gather of the values; one per dtype."""
+        if self._in_flight is not None:
             return
-        self._coming = []
-        for dtype in dict.fromkeys(part.parameter.dtype for part in self.parts):
-            parts = [part for part in self.parts if part.parameter.dtype == dtype]
-            # What travels is rounded already.
-            own = [part.shard.detach().astype(dtype) for part in parts]
+        self._in_flight = []
+        for dtype in dict.fromkeys(entry.parameter.dtype for entry in self.entries):
+            entries = [entry for entry in self.entries if entry.parameter.dtype == dtype]
+            # Rounded before it is communicated.
+            own = [entry.shard.detach().astype(dtype) for entry in entries]
             own_N = own[0] if len(own) == 1 else paddle.concat(own)
-            self._coming.append((parts, gather_later(own_N, self.group)))
+            self._in_flight.append((entries, start_all_gather(own_N, self.group)))
 
-    def drop_gather(self) -> None:
-        """Forget what `start_gather` brings."""
-        coming, self._coming = self._coming or [], None
-        for _, pending in coming:
+    def discard_all_gather(self) -> None:
+        """Finish what `start_all_gather` started, and drop the result."""
+        in_flight, self._in_flight = self._in_flight or [], None
+        for _, pending in in_flight:
             pending.result()
 
     @paddle.no_grad()
-    def give_storage(self) -> None:
-        """Parameters get storage that holds the gathered shards, also for a graph that saved them.
+    def unshard(self) -> None:
+        """Give the parameters storage with the all-gathered values.
 
-        The tensors that autograd saved share the parameter's tensor object, not its storage of the
-        forward pass. Where a parameter is alone, its storage is what was gathered.
+        Tensors that autograd saved share the parameter's tensor object and not its storage, so this
+        serves graphs of earlier forward passes too.
         """
-        for part, whole in self._gathered_parts():
-            # This leaves the parameter's shape, whatever there is beyond its last element.
-            whole._share_buffer_to(part.parameter)
+        for entry, full in self._gathered_entries():
+            # This keeps the parameter's shape, whatever follows its last element. The storage of a
+            # parameter that is alone in its bucket is the gathered tensor itself.
+            full._share_buffer_to(entry.parameter)
 
-    def take_storage(self) -> None:
-        """Parameters keep shape and dtype only; Paddle raises when one is computed with."""
-        for part in self.parts:
-            part.parameter._clear_data()
+    def reshard(self) -> None:
+        """Free the parameters' storage; only shape and dtype stay, and Paddle raises on use."""
+        for entry in self.entries:
+            entry.parameter._clear_data()
 
-    def _gathered_parts(self) -> Iterator[tuple[Part, Tensor]]:
-        """Each part with its whole values, flat, zeros behind them."""
-        self.start_gather()
-        coming, self._coming = self._coming, None
-        while coming:
-            parts, pending = coming.pop(0)
+    def _gathered_entries(self) -> Iterator[tuple[BucketEntry, Tensor]]:
+        """Each entry with its full values, flat and padded with zeros."""
+        self.start_all_gather()
+        in_flight, self._in_flight = self._in_flight, None
+        while in_flight:
+            entries, pending = in_flight.pop(0)
             all_SN = pending.result()
-            if len(parts) == 1:
-                yield parts[0], all_SN
+            if len(entries) == 1:
+                yield entries[0], all_SN
                 continue
             all_SN = all_SN.reshape([self.group.nranks, -1])
             start = 0
-            for part in parts:
-                stop = start + part.shard.size
-                # A copy, so that no part keeps the storage of all.
-                yield part, all_SN[:, start:stop].clone().reshape([-1])
+            for entry in entries:
+                stop = start + entry.shard.size
+                # A copy, so that no parameter keeps the storage of the bucket alive.
+                yield entry, all_SN[:, start:stop].clone().reshape([-1])
                 start = stop
 
 
-def buckets_of(parts: Sequence[Part], group, reductions: Reductions) -> Iterator[Bucket]:
-    """In order, each of at most `BUCKET_ELEMENTS`, or of one parameter that has more."""
-    taken: list[Part] = []
+def buckets_of(entries: Sequence[BucketEntry], group, reductions: Reductions) -> Iterator[Bucket]:
+    """Buckets in order, each of at most `BUCKET_ELEMENTS` or of one larger parameter."""
+    taken: list[BucketEntry] = []
     filled = 0
-    for part in parts:
-        if taken and filled + part.parameter.size > BUCKET_ELEMENTS:
+    for entry in entries:
+        if taken and filled + entry.parameter.size > BUCKET_ELEMENTS:
             yield Bucket(taken, group, reductions)
             taken, filled = [], 0
-        taken.append(part)
-        filled += part.parameter.size
+        taken.append(entry)
+        filled += entry.parameter.size
     if taken:
         yield Bucket(taken, group, reductions)

@@ -1,21 +1,22 @@
-"""Sharding stage 1: fleet's DygraphShardingOptimizerV2, which divides AdamW over a group.
+"""Sharding stage 1: fleet's DygraphShardingOptimizerV2, which shards the state of AdamW.
 
-Fleet lays the trained parameters out behind each other in buffers, each with a buffer of float32
-gradients. Of a buffer every rank owns one part of equal length; where a parameter and that part
-meet is the rank's slice of the parameter, flat, of any length from nothing to all of it and the
-zeros behind it. AdamW updates slices. Gradients of a buffer are reduced in one collective, and its
-parameters come back in another.
+Fleet lays the trained parameters out in buffers, each with a buffer of float32 gradients. Every
+rank owns a range of equal length of each buffer. The overlap of that range with a parameter is the
+rank's slice of the parameter: flat, of any length from nothing to all of it and its padding. AdamW
+updates slices. Per step and buffer, gradients are reduce-scattered over the sharding group (and
+all-reduced over dp), and updated parameters are all-gathered.
 
-What is not fleet's here, and why:
+What differs from fleet, and why:
 - Gradients are sums: fleet's average over ranks is multiplied by their number, in float32.
 - Half-precision parameters have float32 copies of their slices, see `paddle_vl.nn.adamw`.
 - `main_grad` is used for float32 parameters too. Without it, clearing gradients detaches them from
   fleet's buffers, and nothing is reduced any more.
-- Slices get their gradients before the first step. Fleet does it in `step`, behind the sum over dp,
-  which therefore leaves out the first step.
+- Slices get their gradients before the first step. Fleet does so in `step`, after the all-reduce
+  over dp, which therefore leaves out the first step.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import paddle
@@ -26,32 +27,32 @@ from paddle.distributed import fleet
 from paddle_vl.nn.adamw import AdamW
 from paddle_vl.nn.master_weights import master_copy
 from paddle_vl.nn.parameter_table import ParameterTable, Tie
-from paddle_vl.parallel.sharding import fleet_names
-from paddle_vl.parallel.sharding.buckets import check_whole
-from paddle_vl.parallel.sharding.fleet_overlap import FinishedGathers, OrderedReductions
+from paddle_vl.parallel.sharding import fleet_buffers
+from paddle_vl.parallel.sharding.buckets import check_full_shape
+from paddle_vl.parallel.sharding.fleet_buffers import OrderedGathers, OrderedReductions
 from paddle_vl.parallel.topology import Topology
 
 
 class FleetSharding:
-    """Trained parameters of one model whose optimizer is divided over the sharding group.
+    """The trained parameters of a model, with the optimizer state sharded by fleet.
 
-    The interface of `paddle_vl.nn.master_weights.MasterWeights`. What the optimizer updates is
-    known after `distribute`; until then `shard_of` gives the parameters themselves.
+    A `paddle_vl.nn.master_weights.ParameterStore`. `shard_of` gives the parameters themselves
+    before `distribute`, and slices after it.
 
-    A step: for each micro-batch forward and backward; `end_backward`; `step` on what `shard_of`
-    gives, or none; `clear`. All but forward and backward are collective.
+    A step: for each micro-batch forward and backward; `end_backward`; `step`; `clear`. All but
+    forward and backward are collective over the sharding and dp groups.
 
     Args:
-        parameters: the model's on this rank, trained and frozen, in the same order on the group's
-            ranks. Those that are `stop_gradient` now count as frozen.
-        topology: of the run, with a sharding group of at least two ranks.
+        parameters: the model's on this rank, trained and frozen, in the same order on all ranks.
+            Those that are `stop_gradient` now count as frozen.
+        topology: with a sharding group of at least two ranks.
         parameter_table: of the model.
-        units: layers whose parameters are used by them alone; with `overlaps_gathers` the forward
-            pass of each waits for its own parameters only.
-        overlaps_gathers: updated parameters come back while the next step's forward pass runs.
+        units: layers whose parameters nothing else uses; with `overlaps_gathers` the forward pass
+            of each waits for its own parameters only.
+        overlaps_gathers: all-gather updated parameters during the next step's forward pass.
 
     Raises:
-        RuntimeError: another version of Paddle's sharding optimizer.
+        RuntimeError: Paddle's sharding optimizer is not as expected.
     """
 
     stage = 1
@@ -64,10 +65,12 @@ class FleetSharding:
         units: Iterable[nn.Layer] = (),
         overlaps_gathers: bool = False,
     ):
-        fleet_names.check_functions()
+        fleet_buffers.check_functions()
         self.topology, self.group = topology, topology.sharding_group
         self._table = parameter_table
-        self.optimizer: fleet_names.DygraphShardingOptimizerV2 | None = None
+        # Of fleet's types, whose stubs do not know what is used here.
+        self.optimizer: Any = None
+        self._hybrid: Any = None
         self._units = list(units) if overlaps_gathers else []
         self._overlaps_gathers = overlaps_gathers
         self._trained = {id(p): p for p in parameters if not p.stop_gradient}
@@ -75,39 +78,38 @@ class FleetSharding:
         self._masters: dict[str, Tensor] = {}
 
     def distribute(self, adamw: AdamW) -> None:
-        """Divide an optimizer of whole trained parameters, which has no state yet.
+        """Shard an optimizer of the trained parameters, which has no state yet.
 
-        Afterwards the parameters have fleet's storage, and the optimizer works on what `shard_of`
-        gives.
+        Afterwards the parameters live in fleet's buffers, and the optimizer updates slices.
 
         Raises:
-            ValueError: it has parameters that are not the trained ones.
+            ValueError: its parameters are not the trained ones.
         """
-        parameters = list(adamw._parameter_list)
+        parameters: list[Any] = list(adamw._parameter_list or ())
         if {id(p) for p in parameters} != set(self._trained):
             raise ValueError(
                 f"the optimizer has {len(parameters)} parameters, and {len(self._trained)} are "
                 "trained: they must be the same ones"
             )
-        # A stage of a pipeline may have nothing to train.
+        # A pipeline stage may have no trained parameters.
         if not parameters:
             return
         for parameter in parameters:
-            # Fleet gives each color buffers of its own.
+            # Fleet puts each color in buffers of its own.
             if self._table[parameter].tie is not Tie.NONE:
-                # So it is cut alike on both ends of a pipeline.
+                # Sliced alike on the first and the last pipeline stage.
                 parameter.color = "tied"
             elif self._table[parameter].is_expert:
                 parameter.color = "expert"
-        fleet_names.MixPrecisionLayer(nn.ParameterList(parameters), dtype="bfloat16")
+        fleet_buffers.MixPrecisionLayer(nn.ParameterList(parameters), dtype="bfloat16")
         self._hybrid = fleet.distributed_optimizer(adamw)
         self.optimizer = self._hybrid._inner_opt
-        if not isinstance(self.optimizer, fleet_names.DygraphShardingOptimizerV2):
+        if not isinstance(self.optimizer, fleet_buffers.DygraphShardingOptimizerV2):
             raise RuntimeError(
-                f"fleet divides the optimizer with {type(self.optimizer).__name__}: start fleet "
+                f"fleet shards the optimizer with {type(self.optimizer).__name__}: start fleet "
                 "through paddle_vl.parallel.topology.initialize with a sharding_degree above 1"
             )
-        fleet_names.check_attributes(self.optimizer)
+        fleet_buffers.check_attributes(self.optimizer)
         self.optimizer._collect_comm_buffers()
         self.optimizer._assign_slice_grad()
         self._buffers = list(self.optimizer._comm_buffer_list)
@@ -123,39 +125,39 @@ class FleetSharding:
             self._reductions = OrderedReductions(self._buffers)
         if self._overlaps_gathers:
             self._hybrid._set_all_gather_overlap_forward(True, None)
-            self._gathers = FinishedGathers(self.optimizer, self._units)
+            self._gathers = OrderedGathers(self.optimizer, self._units)
 
     def shard_of(self, parameter: Tensor) -> Tensor | None:
-        """`[n]`, this rank's slice or its float32 copy; None where this rank has nothing of it.
+        """`[n]`, this rank's slice or its float32 copy; None if this rank's slice is empty.
 
         Raises:
             ValueError: the parameter is not trained.
         """
         if id(parameter) not in self._trained:
-            raise ValueError(f"{parameter.name} is not divided: frozen, or not of this model")
+            raise ValueError(f"{parameter.name} is not sharded: frozen, or not of this model")
         return self._updated.get(id(parameter), parameter)
 
     def copies(self) -> list[Tensor]:
-        """Float32 copies of slices; slices of float32 parameters are parts of these."""
+        """Float32 copies of slices; a float32 parameter needs none, its slice is a view."""
         return list(self._masters.values())
 
     def gradient_sums(self) -> list[Tensor]:
-        """Fleet's buffers, float32, of all trained parameters at any time."""
+        """Fleet's float32 gradient buffers, which exist between steps too."""
         return [buffer.grad_storage for buffer in self._buffers] if self.optimizer else []
 
     def begin_step(self, num_micro_batches: int) -> None:
-        """In front of the first micro-batch: how many backward passes there will be."""
+        """Before the first micro-batch: set the number of backward passes."""
         if self.optimizer is not None and self.optimizer.comm_overlap:
             self.optimizer._reset_comm_buffers_acc_steps(num_micro_batches)
 
     def end_micro_batch(self) -> None:
-        """Nothing is left to do: fleet's hooks have added the gradients up."""
+        """Nothing to do: fleet's hooks accumulate the gradients."""
 
     @paddle.no_grad()
     def end_backward(self) -> None:
-        """Behind the last micro-batch: slices get sums over the sharding group and over dp.
+        """After the last micro-batch: reduce-scatter over the sharding group, all-reduce over dp.
 
-        Experts, of which dp processes hold different ones, are summed over the former alone.
+        Gradients of experts, which differ per dp rank, are left out of the all-reduce here.
         """
         if self.optimizer is None:
             return
@@ -165,18 +167,18 @@ class FleetSharding:
         self._hybrid._hybrid_sync_grad(shared)
         for buffer in self._buffers:
             is_expert = self._table[buffer.params[0]].is_expert
-            parts = 1 if is_expert else self.topology.degrees.dp_degree
+            dp_degree = 1 if is_expert else self.topology.degrees.dp_degree
             length = buffer.grad_storage.size // self.group.nranks
             begin = self.group.rank * length
             own = buffer.grad_storage._slice(begin, begin + length)
-            own.scale_(float(self.group.nranks * parts))
+            own.scale_(float(self.group.nranks * dp_degree))
 
     def step(self) -> None:
-        """Update the slices, and have whole parameters from them on all ranks."""
+        """Update the slices, and all-gather the parameters."""
         if self.optimizer is None:
             return
         if self._overlaps_gathers:
-            # Those of layers that have not run.
+            # For layers that have not run.
             self._gathers.finish()
         self.optimizer.step()
         if self._overlaps_gathers:
@@ -184,13 +186,13 @@ class FleetSharding:
 
     @paddle.no_grad()
     def clear(self) -> None:
-        """Gradients are zeros, in fleet's buffers."""
+        """Set the gradients in fleet's buffers to zero."""
         for buffer in self._buffers if self.optimizer else ():
             buffer.grad_storage.zero_()
 
     @paddle.no_grad()
     def all_gather_parameters(self) -> None:
-        """What was written to slices or copies reaches the whole parameters; `step` does it."""
+        """All-gather parameters after slices or copies were written to; `step` does so itself."""
         if self.optimizer is None:
             return
         if self._overlaps_gathers:
@@ -203,12 +205,12 @@ class FleetSharding:
 
     @paddle.no_grad()
     def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
-        """The parameter's whole value, or that of a `value` cut like its slice, such as a moment.
+        """The full value of a parameter, or of a `value` sliced like it, such as a moment.
 
-        Every rank calls it.
+        Collective over the sharding group: a broadcast per slice, in the order of the ranks.
 
         Args:
-            value: `[n]`; anything where this rank has nothing of the parameter.
+            value: `[n]`; anything if this rank's slice is empty.
         """
         if value is None:
             if self._overlaps_gathers and self.optimizer is not None:
@@ -222,27 +224,27 @@ class FleetSharding:
             dist.broadcast(part, src=self.group.ranks[rank], group=self.group)
         return flat.reshape(parameter.shape)
 
-    def own_shard(self, parameter: Tensor, whole: np.ndarray) -> np.ndarray:
-        """`[n]`, this rank's slice of an array in the parameter's shape, zeros where it ends.
+    def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
+        """`[n]`, this rank's slice of an array in the parameter's shape, padded with zeros.
 
         Raises:
             ValueError: the shapes differ.
         """
-        check_whole(whole, parameter)
+        check_full_shape(full, parameter)
         begin, end = self._span(parameter, self.group.rank)
-        own = np.zeros([max(end - begin, 0)], whole.dtype)
-        values = whole.reshape(-1)[begin : max(end, begin)]
+        own = np.zeros([max(end - begin, 0)], full.dtype)
+        values = full.reshape(-1)[begin : max(end, begin)]
         own[: values.size] = values
         return own
 
     def numbers_of_all(self, own: Mapping[str, Tensor | None]) -> Callable[[str], Tensor]:
-        """Single numbers, none below zero, of which every rank has some, and ranks the same ones.
+        """Non-negative scalars, each of which some ranks of the group have, with equal values.
 
         Args:
             own: by name `[1]`, float32; None for those that this rank does not have.
 
         Returns:
-            Gives each by its name; every rank calls it.
+            A function from name to scalar. Its first call is collective: one all-reduce (max).
         """
         found: dict[str, Tensor] = {}
 
@@ -255,7 +257,7 @@ class FleetSharding:
 
     @paddle.no_grad()
     def _gathered_numbers(self, own: Iterable[Tensor | None]) -> list[Tensor]:
-        # On the device that this group reaches: Paddle keeps some on the host.
+        # On the device of the group: Paddle keeps some of them on the host.
         values = [0.0 if number is None else number.item() for number in own]
         numbers = paddle.to_tensor(values, dtype="float32")
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
@@ -278,7 +280,7 @@ class FleetSharding:
         return master
 
     def _span(self, parameter: Tensor, rank: int) -> tuple[int, int]:
-        """Where in the flat parameter a rank's slice begins and ends, zeros behind it included."""
+        """Begin and end of a rank's slice in the flat parameter, padding included."""
         view = self._views[parameter.name]
         length = view._param_buffer.size // self.group.nranks
         begin = max(view._index, rank * length)
@@ -286,7 +288,7 @@ class FleetSharding:
         return begin - view._index, end - view._index
 
     def _owners(self, parameter: Tensor) -> list[tuple[int, int, int]]:
-        """Ranks of the group that have values of the parameter, and from where to where."""
+        """Ranks with a non-empty slice of the parameter, and its begin and end without padding."""
         spans = [(r, *self._span(parameter, r)) for r in range(self.group.nranks)]
         cut = [(rank, begin, min(end, parameter.size)) for rank, begin, end in spans]
         return [(rank, begin, end) for rank, begin, end in cut if end > begin]

@@ -1,14 +1,15 @@
-"""A layer whose backward pass is one step: afterwards all its gradients are there.
+"""A sharding unit: a layer whose parameters are unsharded for its forward and for its backward.
 
-Left to Paddle's engine, the operations of neighbouring layers interleave: a gradient that comes
-through a slice of a weight may arrive after the layer's input got its own. So the layer's graph is
-kept apart and run by a backward pass of its own, as recomputation does, inside of which parameters
-have storage and behind which gradients are reduced, at the same places on every rank.
+A unit's backward pass is one step, after which all its gradients exist. Left to Paddle's engine,
+operations of neighbouring layers interleave: a gradient that comes through a slice of a weight may
+arrive after the layer's input got its own. So the layer's graph is kept apart and run by a backward
+pass of its own, as recomputation does. Parameters have storage inside of it, and gradients are
+reduced after it, at the same places on every rank.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import paddle
@@ -16,35 +17,93 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_vl.parallel.sharding.buckets import Bucket
-from paddle_vl.parallel.sharding.storage import Storage
+
+
+class UnshardedBuckets:
+    """The buckets of stage 3 that are unsharded now: those in use, kept ones, a prefetched one.
+
+    Beside kept ones at most two are unsharded at any time. Every rank uses the same buckets in the
+    same order, so the all-gathers that are started here are the same on every rank.
+    """
+
+    def __init__(self):
+        self._unsharded: set[Bucket] = set()
+        self._kept: set[Bucket] = set()
+        self._prefetched: Bucket | None = None
+
+    @contextmanager
+    def use(self, bucket: Bucket, following: Bucket | None = None) -> Iterator[None]:
+        """Unshard a bucket while entered, and after it if it is kept.
+
+        Args:
+            following: used next; its all-gather starts before anything is computed here.
+        """
+        if bucket not in self._unsharded:
+            bucket.unshard()
+            self._unsharded.add(bucket)
+        if bucket is self._prefetched:
+            self._prefetched = None
+        if following is not None and following not in self._unsharded and self._prefetched is None:
+            following.start_all_gather()
+            self._prefetched = following
+        try:
+            yield
+        finally:
+            if bucket not in self._kept:
+                self._reshard(bucket)
+
+    def keep(self, bucket: Bucket) -> None:
+        """Leave a bucket unsharded from its next use on, until `release`."""
+        self._kept.add(bucket)
+
+    def release(self, bucket: Bucket) -> None:
+        """Reshard a bucket after its next use."""
+        self._kept.discard(bucket)
+
+    def discard_prefetched(self) -> None:
+        """Drop the prefetched bucket if it was not used."""
+        if self._prefetched is not None:
+            self._prefetched.discard_all_gather()
+            self._prefetched = None
+
+    def reshard_all(self) -> None:
+        """Reshard everything; nothing is in use."""
+        self.discard_prefetched()
+        self._kept.clear()
+        for bucket in list(self._unsharded):
+            self._reshard(bucket)
+
+    def _reshard(self, bucket: Bucket) -> None:
+        self._unsharded.discard(bucket)
+        bucket.reshard()
 
 
 class UnitForward:
     """Wraps a layer's forward, with or without recomputation in it.
 
-    The layer takes tensors that need a gradient as positional arguments of their own, not inside
-    of others, and returns one tensor or a tuple of them.
+    The layer takes tensors that need a gradient as positional arguments of their own, not nested in
+    others, and returns one tensor or a tuple of them.
 
     Attributes:
-        previous, following: of its chain. The following one runs next in a forward pass; the
-            previous one in a backward pass, if it has an open graph.
-        num_open: graphs of this layer that await their backward pass.
+        previous, following: neighbours in the chain. The following one runs next in a forward pass;
+            the previous one in a backward pass, if it has an open graph.
+        num_open: graphs of this layer whose backward pass has not run.
 
     Args:
-        storage: gives parameters storage in forward and in backward only; None if they have it.
-        keeps: what a forward pass with a graph gathered stays until the storage is freed.
-        behind_backward: called behind each backward pass.
+        unsharded: unshards the bucket in forward and backward; None at stage 2.
+        keeps: a forward pass with a graph leaves the bucket unsharded until the end of the step.
+        after_backward: called after each backward pass.
     """
 
     def __init__(
         self,
         bucket: Bucket,
-        storage: Storage | None,
+        unsharded: UnshardedBuckets | None,
         keeps: bool,
-        behind_backward: Callable[[Bucket], None],
+        after_backward: Callable[[Bucket], None],
     ):
-        self.bucket, self.storage, self.keeps = bucket, storage, keeps
-        self.behind_backward = behind_backward
+        self.bucket, self.unsharded, self.keeps = bucket, unsharded, keeps
+        self.after_backward = after_backward
         self.previous: UnitForward | None = None
         self.following: UnitForward | None = None
         self.num_open = 0
@@ -55,41 +114,40 @@ class UnitForward:
             with self.in_forward():
                 return forward(*inputs)
         self.num_open += 1
-        # With it the backward pass comes here although no input needs a gradient.
+        # Brings the backward pass here even if no input needs a gradient.
         anchor = paddle.zeros([1])
         anchor.stop_gradient = False
         return _RunApart.apply(_Call(self, forward, inputs), anchor, *differentiable)
 
     def in_forward(self) -> AbstractContextManager:
-        """Where the layer's forward runs."""
-        # What the last micro-batch's end started is not to be held beside these activations.
+        """The context of the layer's forward."""
+        # The last reduction of the micro-batch before is not held beside these activations.
         self.bucket.reductions.make_room()
         following = self.following.bucket if self.following else None
-        return self._whole(following)
+        return self._use(following)
 
     def in_backward(self) -> AbstractContextManager:
-        """Where its backward pass runs, the recomputed forward in it."""
+        """The context of its backward pass, with the recomputed forward."""
         previous = self.previous
-        return self._whole(previous.bucket if previous and previous.num_open else None)
+        return self._use(previous.bucket if previous and previous.num_open else None)
 
     def end_backward(self) -> None:
-        """Behind that."""
         self.num_open -= 1
-        self.behind_backward(self.bucket)
+        self.after_backward(self.bucket)
 
-    def _whole(self, next_bucket: Bucket | None) -> AbstractContextManager:
-        if self.storage is None:
+    def _use(self, next_bucket: Bucket | None) -> AbstractContextManager:
+        if self.unsharded is None:
             return nullcontext()
         if self.keeps and paddle.is_grad_enabled():
-            self.storage.keep(self.bucket)
-        return self.storage.of(self.bucket, next_bucket)
+            self.unsharded.keep(self.bucket)
+        return self.unsharded.use(self.bucket, next_bucket)
 
 
 class TableForward(UnitForward):
-    """Wraps the forward of a token embedding or a head, whose weight others may use too.
+    """Wraps the forward of a token embedding or a head, which may share a weight.
 
-    A look-up's backward pass does without the weight. A head's comes right behind the loss, so the
-    weight stays whole for it.
+    An embedding's backward pass does not need the weight. A head's follows the loss at once, so the
+    weight stays unsharded for it.
     """
 
     def __call__(self, forward: Callable[..., Any], *inputs: Any) -> Any:
@@ -99,13 +157,13 @@ class TableForward(UnitForward):
             return forward(*inputs)
 
     def in_forward(self) -> AbstractContextManager:
-        if self.num_open:
-            self.storage.keep(self.bucket)
+        if self.num_open and self.unsharded is not None:
+            self.unsharded.keep(self.bucket)
         return super().in_forward()
 
     def in_backward(self) -> AbstractContextManager:
-        if self.num_open == 1 and not self.keeps:
-            self.storage.release(self.bucket)
+        if self.num_open == 1 and not self.keeps and self.unsharded is not None:
+            self.unsharded.release(self.bucket)
         return super().in_backward()
 
 
@@ -139,7 +197,8 @@ class _RunApart(PyLayer):
         pairs = [pair for pair in zip(outputs, grads, strict=True) if needs_gradient(pair[0])]
         with unit.in_backward():
             if pairs:
-                paddle.autograd.backward(*map(list, zip(*pairs, strict=True)))
+                tensors, gradients = zip(*pairs, strict=True)
+                paddle.autograd.backward(list(tensors), list(gradients))
         del outputs, pairs
         unit.end_backward()
         # Paddle crashes on None for a tensor that needs a gradient.
@@ -148,11 +207,11 @@ class _RunApart(PyLayer):
 
 
 def needs_gradient(value: Any) -> bool:
-    """Whether it is a tensor that a backward pass goes through."""
+    """Whether this is a tensor that needs a gradient."""
     return isinstance(value, Tensor) and not value.stop_gradient
 
 
-def chained(units: Sequence[UnitForward]) -> None:
-    """Tell units that run one behind the other of each other."""
+def link_chain(units: Sequence[UnitForward]) -> None:
+    """Set the neighbours of units that run one after the other."""
     for one, two in itertools.pairwise(units):
         one.following, two.previous = two, one

@@ -1,1 +1,1 @@
-"""Where the processes of a run meet: the store that their groups are made through."""
+"""The key-value store of a run, through which its ranks find each other and form groups."""

@@ -1,21 +1,36 @@
-"""One process's word to the store that it is there, and what it asks about the others."""
+"""A rank's connection to the store: it registers, reports its waits, and learns of other ranks.
+
+Gloo notices that a peer has ended, and the operation raises. NCCL does not: the main thread stays
+in the collective until Paddle's timeout. `PeerWatch` ends such a process. Does not load Paddle.
+"""
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import struct
+import sys
 import threading
 import time
+import traceback
+from pathlib import Path
 from typing import Any
 
+import paddle_vl
 from paddle_vl.parallel.store import server
 
-# Between two tries to reach a store that is not there yet.
-_RETRY = 0.05
-# More than a store that works takes to answer what it need not wait for.
-_ANSWER_SECONDS = 10.0
+logger = logging.getLogger(__name__)
+
+# Seconds between two attempts to reach a store that has not started yet.
+_RETRY_S = 0.05
+# A working store answers much faster, unless the request waits for other ranks.
+_ANSWER_S = 10.0
 _MAX_ANSWER_BYTES = server.MAX_VALUE_BYTES
+GRACE_S = 10.0
+_POLL_S = 1.0
+_PACKAGE = str(Path(paddle_vl.__file__).parent)
+_EXIT_CODE = 1
 CONTINUE = (
     "start the run again; with train.resume_from_checkpoint=auto it goes on from its last "
     "checkpoint"
@@ -25,15 +40,13 @@ CONTINUE = (
 class Membership:
     """A connection to the store that lasts as long as this process.
 
-    Made, it has reached the store.
-
     Args:
-        rank, num_ranks: of this process, of the run.
+        rank, num_ranks: of this process; world size.
         host, port: of the store.
-        seconds: to wait for it.
+        seconds: to wait for the store, and for all ranks.
 
     Raises:
-        RuntimeError: the store does not come within that time.
+        RuntimeError: the store cannot be reached within that time.
     """
 
     def __init__(self, rank: int, num_ranks: int, host: str, port: int, seconds: float):
@@ -43,15 +56,15 @@ class Membership:
         self._deadline, self._seconds = time.monotonic() + seconds, seconds
         self._socket = self._connect()
 
-    def come(self) -> None:
-        """Say that this process is there, and wait until all are.
+    def join(self) -> None:
+        """Register this rank, and wait until all ranks have joined.
 
         Raises:
-            RuntimeError: some do not come within the time, or one ends before; names them.
+            RuntimeError: some do not join within the time, or one ends before; names them.
         """
         left = max(self._deadline - time.monotonic(), 0.0)
         try:
-            answer = self._ask({"come": self.rank, "seconds": left}, left + _ANSWER_SECONDS)
+            answer = self._ask({"join": self.rank, "seconds": left}, left + _ANSWER_S)
         except (OSError, ValueError) as error:
             raise RuntimeError(
                 f"rank {self.rank}: the store of this run at {self._place} has ended, or another "
@@ -63,56 +76,55 @@ class Membership:
                 "Two runs have the same address, or the launcher's variables are wrong: give each "
                 "run ports of its own"
             )
-        missing, gone = answer["missing"], answer["gone"]
-        if gone and missing:
+        missing, ended = answer["missing"], answer["ended"]
+        if ended and missing:
             raise RuntimeError(
-                f"rank {self.rank}: {ranks_text(gone)} ended before {ranks_text(missing)} had "
-                f"come: {logs_text(gone)} for the cause, and {CONTINUE}"
+                f"rank {self.rank}: {ranks_text(ended)} ended before {ranks_text(missing)} had "
+                f"joined: {logs_text(ended)} for the cause, and {CONTINUE}"
             )
         if missing:
             raise RuntimeError(
                 f"rank {self.rank} has waited {self._seconds:g} s at {self._place} for "
-                f"{ranks_text(missing)} to come: {logs_text(missing)}, and whether "
+                f"{ranks_text(missing)} to join: {logs_text(missing)}, and whether "
                 f"that machine reaches this address; then {CONTINUE}"
             )
 
-    def gone(self) -> list[int]:
+    def ended(self) -> list[int]:
         """Ranks that have ended, in that order. A store that does not answer ended with rank 0."""
         try:
-            return self._ask({}, _ANSWER_SECONDS)["gone"]
+            return self._ask({})["ended"]
         except (OSError, ValueError):
             return [0] if self.rank != 0 else []
 
-    def tell(self, wait: dict[str, Any] | None) -> None:
-        """Tell what this rank waits in, None for nothing; for those that it keeps waiting."""
-        # A store that has ended has nobody to tell.
+    def report_wait(self, wait: dict[str, Any] | None) -> None:
+        """Report the operation that this rank waits in, None for none."""
+        # Without a store there is nobody left to read it.
         with contextlib.suppress(OSError, ValueError):
-            self._ask({"waits": wait}, _ANSWER_SECONDS)
+            self._ask({"waits": wait})
 
     def waits(self) -> dict[int, dict[str, Any]]:
-        """What ranks have told that they wait in; without an answer nothing."""
+        """The operation that each rank reported to wait in; empty if the store does not answer."""
         try:
-            told = self._ask({}, _ANSWER_SECONDS)["waits"]
+            reported = self._ask({})["waits"]
         except (OSError, ValueError):
             return {}
-        return {int(rank): wait for rank, wait in told.items()}
+        return {int(rank): wait for rank, wait in reported.items()}
 
-    def finish(self, problem: str | None = None) -> None:
-        """Tell that this rank's work is done, or what ended it; the others need not wait for it."""
+    def report_end(self, problem: str | None = None) -> None:
+        """Report that this rank is done, or the problem that ended it."""
         with contextlib.suppress(OSError, ValueError):
-            told = {"done": True} if problem is None else {"failed": problem}
-            self._ask(told, _ANSWER_SECONDS)
+            self._ask({"done": True} if problem is None else {"failed": problem})
 
     def failed(self) -> dict[int, str]:
-        """Ranks that will not do their work, and why: what they said, or that they have ended.
+        """Ranks that failed or ended without reporting success, with the reason.
 
         A store that does not answer ended with rank 0.
         """
         try:
-            told = self._ask({}, _ANSWER_SECONDS)["failed"]
+            reported = self._ask({})["failed"]
         except (OSError, ValueError):
             return {0: "has ended"} if self.rank != 0 else {}
-        return {int(rank): problem for rank, problem in told.items()}
+        return {int(rank): problem for rank, problem in reported.items()}
 
     @property
     def _place(self) -> str:
@@ -121,7 +133,7 @@ class Membership:
     def _connect(self) -> socket.socket:
         while True:
             try:
-                connection = socket.create_connection((self.host, self.port), _ANSWER_SECONDS)
+                connection = socket.create_connection((self.host, self.port), _ANSWER_S)
             except OSError as error:
                 if time.monotonic() >= self._deadline:
                     raise RuntimeError(
@@ -129,13 +141,13 @@ class Membership:
                         f"is to be at {self._place} ({error}): {logs_text([0])}, and whether "
                         f"this machine reaches that address; then {CONTINUE}"
                     ) from None
-                time.sleep(_RETRY)
+                time.sleep(_RETRY_S)
                 continue
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
 
-    def _ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        text = json.dumps(question).encode()
+    def _ask(self, request: dict[str, Any], seconds: float = _ANSWER_S) -> dict[str, Any]:
+        text = json.dumps(request).encode()
         with self._lock:
             self._socket.settimeout(seconds)
             self._socket.sendall(struct.pack("<IQ", server.ASK, len(text)) + text)
@@ -145,13 +157,66 @@ class Membership:
             return json.loads(self._receive(size))
 
     def _receive(self, size: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
-            part = self._socket.recv(size - len(parts))
-            if not part:
+        received = bytearray()
+        while len(received) < size:
+            chunk = self._socket.recv(size - len(received))
+            if not chunk:
                 raise ConnectionError("the connection is closed")
-            parts += part
-        return bytes(parts)
+            received += chunk
+        return bytes(received)
+
+
+class PeerWatch:
+    """While entered, ends this process if another rank has failed and this one waits on.
+
+    A thread asks the store once per second, from the rendezvous of the ranks on. On exit it reports
+    success to the store, or the exception.
+
+    Args:
+        grace_s: seconds for the main thread to return by itself after another rank has failed.
+    """
+
+    def __init__(self, grace_s: float = GRACE_S):
+        self._grace_s = grace_s
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
+
+    def __enter__(self) -> "PeerWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._is_over.set()
+        membership = _own_membership()
+        if membership is not None:
+            membership.report_end(None if error is None else _first_line(error))
+
+    def _watch(self) -> None:
+        membership, failed = None, {}
+        while membership is None or not failed:
+            if self._is_over.wait(_POLL_S):
+                return
+            membership = _own_membership()
+            if membership is not None:
+                failed = membership.failed()
+        begin = time.monotonic()
+        if self._is_over.wait(self._grace_s):
+            return
+        rank, problem = next(iter(failed.items()))
+        logger.error(
+            "rank %d: rank %d %s, and this rank has not come back for %.0f s from %s: ended; "
+            "%s for the cause, and %s",
+            membership.rank,
+            rank,
+            problem,
+            time.monotonic() - begin,
+            _place_of_main_thread(),
+            logs_text([rank]),
+            CONTINUE,
+        )
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(_EXIT_CODE)
 
 
 def ranks_text(ranks: list[int]) -> str:
@@ -160,8 +225,29 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def logs_text(ranks: list[int]) -> str:
-    """`see the log of rank 1`, or its file where both launchers' variables tell it."""
+    """`see the log of rank 1`, or the path of its file if the launcher's variables give it."""
     folder = os.environ.get("PADDLE_LOG_DIR")
     if folder is None or os.environ.get("PADDLE_NNODES", "1") != "1":
         return f"see the log of {ranks_text(ranks)}"
     return "see " + ", ".join(f"{folder}/workerlog.{rank}" for rank in ranks)
+
+
+def _own_membership() -> Membership | None:
+    # The rendezvous loads Paddle, which this module must not do before the run does.
+    rendezvous = sys.modules.get("paddle_vl.parallel.store.rendezvous")
+    return None if rendezvous is None else rendezvous.membership()
+
+
+def _first_line(error: BaseException) -> str:
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"failed with {type(error).__name__}: {text}"
+
+
+def _place_of_main_thread() -> str:
+    """The innermost place of this package that the main thread is in."""
+    frames = sys._current_frames()
+    stack = traceback.extract_stack(frames[threading.main_thread().ident or 0])
+    own = [entry for entry in stack if entry.filename.startswith(_PACKAGE)]
+    entry = (own or stack)[-1]
+    path = Path(entry.filename)
+    return f"{path.parent.name}/{path.name}:{entry.lineno} in {entry.name}"

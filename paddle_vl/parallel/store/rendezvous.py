@@ -1,114 +1,230 @@
-"""How the processes of a run find each other, before Paddle makes any group.
+"""How the ranks of a run find each other, before Paddle makes any process group.
 
-Rank 0 starts the store, all processes come to it, and Paddle gets it as its own store on every
-rank. Works the same for groups of gloo and of NCCL.
+Rank 0 starts the store, all ranks connect to it, and Paddle uses it as its own store on every rank,
+for groups of gloo and of NCCL alike. If all ranks are on this machine everything listens on
+loopback, whatever address the launcher gives.
 """
 
+import array
+import fcntl
 import math
 import os
+import socket
+import struct
 import subprocess
 import sys
+from collections.abc import Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from ipaddress import ip_address
+from typing import Any, NamedTuple
 
 from paddle.base import core
 
 from paddle_vl.parallel.store import server
-from paddle_vl.parallel.store.address import (
-    MASTER,
-    Addresses,
-    choose_interfaces,
-    find_addresses,
-    read_variable,
-)
 from paddle_vl.parallel.store.membership import Membership
 
-# Seconds that a process waits for others, unless `limit_waits` was given another number.
+# Seconds that a rank waits for others, unless `set_timeout` was given another number.
 DEFAULT_TIMEOUT_S = 1800.0
+LOOPBACK = "127.0.0.1"
+ENDPOINTS, CURRENT = "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"
+MASTER = "PADDLE_MASTER"
 _RANK, _NUM_RANKS = "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"
 _NOT_THE_FIRST = "1"
+# Gloo takes the name of an interface, NCCL a prefix of it unless `=` asks for an exact match.
+_INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+# From linux/sockios.h: lists the IPv4 addresses of all interfaces.
+_SIOCGIFCONF = 0x8912
+# struct ifreq: name, family and port (both skipped), address; then padding.
+_ENTRY, _ENTRY_BYTES = "16s4x4s", 40
+
+
+class Addresses(NamedTuple):
+    """IPv4 addresses of a run; Paddle's store knows no others.
+
+    Attributes:
+        host, port: where the store listens.
+        own: where this rank listens.
+        one_machine: whether all ranks are on this machine.
+    """
+
+    host: str
+    port: int
+    own: str
+    one_machine: bool
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """This process among all, once they have met."""
+    """This rank, after all ranks have joined.
+
+    Attributes:
+        store_process: on rank 0; it ends when its standard input is closed.
+        paddle_store: Paddle's client of the store.
+    """
 
     rank: int
     num_ranks: int
     addresses: Addresses
     membership: Membership
-    # Of rank 0: the store ends when its standard input does.
     store_process: subprocess.Popen | None
     paddle_store: Any
-
-    def gone(self) -> list[int]:
-        """Ranks that have ended, in that order."""
-        return self.membership.gone()
 
 
 _met: list[Rendezvous] = []
 _timeout_s: list[float] = [DEFAULT_TIMEOUT_S]
 
 
-def limit_waits(seconds: float) -> None:
-    """How long this process waits for others, wherever it does; the same on every rank.
+def set_timeout(seconds: float) -> None:
+    """Set how long this rank waits for others, in every operation; the same on every rank.
 
     Raises:
-        RuntimeError: the processes have met already, with another limit.
+        RuntimeError: the ranks have met already, with another timeout.
     """
     if _met and seconds != timeout_s():
         raise RuntimeError(
-            f"the processes have met with a limit of {timeout_s():g} s to their waits, which "
-            f"cannot become {seconds:g} s: give parallel.timeout_s before the first group is made"
+            f"the ranks have met with a timeout of {timeout_s():g} s, which cannot become "
+            f"{seconds:g} s: give parallel.timeout_s before the first group is made"
         )
     _timeout_s[:] = [seconds]
 
 
 def timeout_s() -> float:
-    """Seconds that this process waits for others."""
+    """Seconds that this rank waits for others."""
     return _timeout_s[0]
 
 
 def meet() -> Rendezvous:
-    """Meet all processes of the run; every rank calls this, and once they have met it is at once.
+    """Connect this rank to the store, and wait for all ranks; later calls return at once.
 
     Raises:
-        RuntimeError: the launcher's variables are wrong, the store's port is taken, or a process
-            does not come or has ended: names it.
+        RuntimeError: the launcher's variables are wrong, the store's port is taken, or a rank does
+            not join or has ended: names it.
     """
     if _met:
         return _met[0]
-    rank, num_ranks = (int(read_variable(os.environ, name)) for name in (_RANK, _NUM_RANKS))
+    rank, num_ranks = (int(_read_variable(os.environ, name)) for name in (_RANK, _NUM_RANKS))
     addresses = find_addresses()
     choose_interfaces(addresses)
     process = _start_store(addresses, num_ranks) if rank == 0 else None
     membership = Membership(rank, num_ranks, addresses.host, addresses.port, timeout_s())
-    membership.come()
+    membership.join()
     with _paddle_as_client_of(addresses):
         core.create_or_get_global_tcp_store()
-    # Paddle's own has a limit of 900 s. It asks by this name for the store of its groups.
+    # Paddle's own client has a timeout of 900 s. Paddle looks the store up by this name.
     store = _client_of(addresses)
     core.create_or_get_global_tcp_store = lambda: store
     _met.append(Rendezvous(rank, num_ranks, addresses, membership, process, store))
     return _met[0]
 
 
-def gone_ranks() -> list[int]:
-    """Ranks that have ended, in that order; none before the processes have met."""
-    return _met[0].gone() if _met else []
+def ended_ranks() -> list[int]:
+    """Ranks that have ended, in that order; empty before the rendezvous."""
+    return _met[0].membership.ended() if _met else []
 
 
 def membership() -> Membership | None:
-    """This process among the others; None before they have met."""
+    """This rank's connection to the store; None before the rendezvous."""
     return _met[0].membership if _met else None
 
 
 def store_of(name: str) -> Any:
-    """The run's store, with keys of their own for those that give the same name."""
+    """A client of the store whose keys are shared by clients of the same name only."""
     store = _client_of(meet().addresses)
     store.set(server.NAMESPACE.removeprefix("/"), name)
     return store
+
+
+def find_addresses(environment: Mapping[str, str] = os.environ) -> Addresses:
+    """The addresses of the run, from the launcher's variables.
+
+    Raises:
+        RuntimeError: a variable is missing, is not HOST:PORT, or its host does not resolve.
+    """
+    endpoints = [
+        _host_and_port(ENDPOINTS, text)
+        for text in _read_variable(environment, ENDPOINTS).split(",")
+    ]
+    master = endpoints[0]
+    if environment.get(MASTER):
+        master = _host_and_port(MASTER, environment[MASTER])
+    resolved = {host: _resolve(host) for host, _ in [*endpoints, master]}
+    if all(map(is_of_this_machine, resolved.values())):
+        return Addresses(LOOPBACK, master[1], LOOPBACK, True)
+    own, _ = _host_and_port(CURRENT, _read_variable(environment, CURRENT))
+    return Addresses(resolved[master[0]], master[1], _resolve(own), False)
+
+
+def choose_interfaces(
+    addresses: Addresses, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set the variables by which gloo and NCCL listen on the interface of this rank's address.
+
+    Variables that the user has set stay. Without an interface of that address none is set.
+    """
+    name = interface_of(addresses.own)
+    if name is not None:
+        for variable, form in _INTERFACE_VARIABLES.items():
+            environment.setdefault(variable, form.format(name))
+
+
+def is_of_this_machine(address: str) -> bool:
+    """Whether an IPv4 address belongs to this machine (or container with a network of its own)."""
+    if ip_address(address).is_loopback:
+        return True
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Sends nothing. The kernel routes to a local address from that address itself.
+            probe.connect((address, 9))
+        except OSError:
+            return False
+        return probe.getsockname()[0] == address
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with an IPv4 address."""
+    wanted, size = socket.inet_aton(address), 64 * _ENTRY_BYTES
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        while True:
+            entries = array.array("B", bytes(size))
+            # struct ifconf: size of the buffer, and a pointer to it.
+            request = struct.pack("iL", size, entries.buffer_info()[0])
+            filled, _ = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, request))
+            if filled < size:
+                break
+            size *= 2
+    for start in range(0, filled, _ENTRY_BYTES):
+        name, found = struct.unpack_from(_ENTRY, entries, start)
+        if found == wanted:
+            # An alias `eth0:1` is a second address of `eth0`.
+            return name.split(b"\0")[0].decode().partition(":")[0]
+    return None
+
+
+def _read_variable(environment: Mapping[str, str], variable: str) -> str:
+    if not environment.get(variable):
+        raise RuntimeError(
+            f"{variable} is not set in this rank of several: start them with fleetrun, "
+            "`python -m paddle.distributed.launch` or `paddle-vl --nproc`"
+        )
+    return environment[variable]
+
+
+def _host_and_port(variable: str, text: str) -> tuple[str, int]:
+    host, _, port = text.strip().rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise RuntimeError(f"{variable} holds {text!r}; an endpoint is HOST:PORT, over IPv4")
+    return host, int(port)
+
+
+def _resolve(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise RuntimeError(
+            f"the host {host!r} of this run's endpoints does not resolve to an IPv4 address "
+            f"({error.strerror}): give the launcher addresses, or add the name to /etc/hosts"
+        ) from None
 
 
 def _client_of(addresses: Addresses) -> Any:
@@ -121,15 +237,15 @@ def _start_store(addresses: Addresses, num_ranks: int) -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # What interrupts a run is for its ranks; the store ends after them.
+        # Ctrl-C is for the ranks; the store must outlive them.
         start_new_session=True,
     )
     print(addresses.host, addresses.port, num_ranks, timeout_s(), file=process.stdin, flush=True)
-    said = process.stdout.readline().strip()
+    said = process.stdout.readline().strip() if process.stdout else ""
     if said != "ready":
         place = f"{addresses.host}:{addresses.port}"
         raise RuntimeError(
-            f"rank 0 cannot listen at {place}, where the processes of this run are to meet "
+            f"rank 0 cannot listen at {place}, where the ranks of this run are to meet "
             f"({said or 'its store did not start'}). If another program has the port, start the "
             "run again or give the launcher another with --start_port; if the address is not this "
             "machine's, give it with --host"
@@ -139,7 +255,7 @@ def _start_store(addresses: Addresses, num_ranks: int) -> subprocess.Popen:
 
 @contextmanager
 def _paddle_as_client_of(addresses: Addresses):
-    """Paddle makes one store in a process, a server on rank 0: here it takes none for rank 0."""
+    """Let Paddle make its store, which would be a server on rank 0, as a client on every rank."""
     given = {MASTER: f"{addresses.host}:{addresses.port}", _RANK: _NOT_THE_FIRST}
     kept = {name: os.environ.get(name) for name in given}
     os.environ.update(given)

@@ -1,11 +1,11 @@
-"""The store of a run: a process of its own, which rank 0 starts and which ends with it.
+"""The key-value store of a run: a separate process that rank 0 starts and that ends with rank 0.
 
-It speaks the protocol of Paddle 3.3's TCPStore, so that every process, rank 0 too, is a client of
-it: Paddle's own server listens on all addresses of a machine. Beyond it, every process says that it
-has come, so that a process that is missing or has ended can be named. It does not load Paddle.
+It speaks the wire protocol of Paddle 3.3's TCPStore, and every rank, rank 0 included, is a client:
+Paddle's own server would listen on all addresses of the machine. Beyond that protocol every rank
+registers here, so that a rank that is missing or has ended can be named. Does not load Paddle.
 
-A message is a command (4 bytes, unsigned), a text (8 bytes for the length, then UTF-8) and what the
-command needs; numbers are little-endian. One connection has one question open at a time.
+A message is a command (4 bytes, unsigned), a text (8 bytes for the length, then UTF-8) and the
+arguments of the command; numbers are little-endian. A connection has one open request at a time.
 """
 
 import asyncio
@@ -17,95 +17,95 @@ import sys
 from collections import defaultdict
 from typing import Any
 
-# Commands and replies of Paddle's store, and our own question in JSON.
+# Commands and replies of Paddle's store, and one of ours: a request in JSON.
 ADD, GET, CHECK, SET, WAIT = range(5)
 ASK = 64
 STOP_WAIT, READY, NOT_READY = 1, 2, 3
-# A value that is set here does not go into the store: what else the connection names is apart from
-# what other namespaces do. Paddle's clients put a slash before every key.
+# Setting this key stores nothing: it puts all later keys of the connection into a namespace.
+# Paddle's clients put a slash before every key.
 NAMESPACE = "/namespace"
 
-# Bounds of Paddle's own server: more is none of its clients.
+# The limits of Paddle's own server; a client that exceeds them is not Paddle's.
 MAX_KEY_BYTES, MAX_VALUE_BYTES = 1 << 14, 1 << 24
 _BACKLOG = 4096
-# For the other processes to hear that rank 0 has ended; then this one does too.
+# After rank 0 has ended the other ranks have this long to learn of it; then this process ends.
 _SECONDS_AFTER_RANK_0 = 2.0
 
 
 class Store:
-    """Values by key, and who has come and gone.
+    """Values by key, and the state of every rank.
 
     Args:
-        num_ranks: of the run.
+        num_ranks: world size.
         timeout: seconds to wait for a key.
     """
 
     def __init__(self, num_ranks: int, timeout: float):
         self.num_ranks, self.timeout = num_ranks, timeout
         self.values: dict[str, bytes] = {}
-        # In the order in which they came, and ended.
-        self.come: list[int] = []
-        self.gone: list[int] = []
-        # Ranks that have said that they are done, and why others are not: they failed, or ended.
+        # In the order in which ranks joined, and ended.
+        self.joined: list[int] = []
+        self.ended: list[int] = []
+        # Ranks that reported success, and the problem of those that failed or ended without it.
         self.done: set[int] = set()
         self.failed: dict[int, str] = {}
-        # What a rank has told that it waits in.
+        # The operation that a rank reported to wait in.
         self.waits: dict[int, Any] = {}
         self._waiting: defaultdict[str, list[asyncio.Future]] = defaultdict(list)
-        self._complete: list[asyncio.Future] = []
+        self._waiting_for_all: list[asyncio.Future] = []
 
     def put(self, key: str, value: bytes) -> None:
         self.values[key] = value
         _release(self._waiting.pop(key, []))
 
     def add(self, key: str, number: int) -> int:
-        """Add to a value that is a number in digits, from 0."""
+        """Add to a value that is a decimal number; a missing one counts as 0."""
         total = int(self.values.get(key, b"0")) + number
         self.put(key, str(total).encode())
         return total
 
     async def wait(self, key: str) -> bool:
-        """Until there is the key; False if the time is up, or a rank has ended meanwhile."""
-        if key not in self.values and not self.gone:
+        """Wait until the key exists; False after the timeout, or when a rank has ended."""
+        if key not in self.values and not self.ended:
             await self._wait_in(self._waiting[key], self.timeout)
         return key in self.values
 
-    def enter(self, rank: int) -> None:
-        """A rank has come.
+    def join(self, rank: int) -> None:
+        """Register a rank.
 
         Raises:
-            ValueError: it is not one of the run's, or has come before.
+            ValueError: it is outside of the world size, or registered already.
         """
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"this run has ranks 0 to {self.num_ranks - 1}, and no rank {rank}")
-        if rank in self.come:
-            raise ValueError(f"another process has come as rank {rank}")
-        self.come.append(rank)
-        if len(self.come) == self.num_ranks:
-            _release(self._complete)
+        if rank in self.joined:
+            raise ValueError(f"another process has joined as rank {rank}")
+        self.joined.append(rank)
+        if len(self.joined) == self.num_ranks:
+            _release(self._waiting_for_all)
 
     def leave(self, rank: int) -> None:
-        """A rank has ended: nobody waits any longer."""
-        self.gone.append(rank)
+        """Record that a rank has ended, and end all waits."""
+        self.ended.append(rank)
         if rank not in self.done:
             self.failed.setdefault(rank, "has ended")
-        for waiting in (self._complete, *self._waiting.values()):
+        for waiting in (self._waiting_for_all, *self._waiting.values()):
             _release(waiting)
 
     async def wait_for_all(self, seconds: float) -> None:
-        """Until all ranks have come, one has ended, or the time is up."""
-        if self.missing and not self.gone:
-            await self._wait_in(self._complete, seconds)
+        """Wait until all ranks have joined, one has ended, or the time is over."""
+        if self.missing and not self.ended:
+            await self._wait_in(self._waiting_for_all, seconds)
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not come."""
-        return sorted(set(range(self.num_ranks)) - set(self.come))
+        """Ranks that have not joined."""
+        return sorted(set(range(self.num_ranks)) - set(self.joined))
 
     @property
     def is_left(self) -> bool:
-        """Whether no rank is here any more."""
-        return len(self.gone) == len(self.come)
+        """Whether every rank that joined has ended."""
+        return len(self.ended) == len(self.joined)
 
     async def _wait_in(self, waiting: list[asyncio.Future], seconds: float) -> None:
         future = asyncio.get_running_loop().create_future()
@@ -122,22 +122,22 @@ def _release(waiting: list[asyncio.Future]) -> None:
 
 
 class _Connection:
-    """One client. Closing it says that its rank has ended, if it came as one."""
+    """One client. If it registered a rank, the end of the connection is the end of that rank."""
 
     def __init__(self, store: Store, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.store, self.reader, self.writer = store, reader, writer
-        self.namespace, self.rank = "", None
+        self.namespace = ""
+        self.rank: int | None = None
         self._socket = writer.get_extra_info("socket")
         self._answers: set[asyncio.Task] = set()
 
     async def serve(self) -> None:
-        # What is none of our messages ends the connection, as a client that has ended does, and as
-        # the end of the server does.
-        broken = (asyncio.IncompleteReadError, asyncio.CancelledError, OSError, ValueError)
+        # A malformed message closes the connection, like the end of the client or of the server.
+        closing = (asyncio.IncompleteReadError, asyncio.CancelledError, OSError, ValueError)
         try:
             while True:
                 await self._answer((await self._read("<I"))[0])
-        except broken:
+        except closing:
             pass
         finally:
             self.writer.close()
@@ -149,8 +149,8 @@ class _Connection:
     async def _answer(self, command: int) -> None:
         text = (await self._read_bytes(MAX_KEY_BYTES)).decode()
         if command == ASK:
-            # Beside the connection, whose end must be noticed meanwhile.
-            answer = asyncio.create_task(self._answer_question(_question(text)))
+            # In a task of its own: meanwhile the end of the connection must be noticed.
+            answer = asyncio.create_task(self._answer_request(_parsed_request(text)))
             self._answers.add(answer)
             answer.add_done_callback(self._answers.discard)
             return
@@ -167,35 +167,38 @@ class _Connection:
         elif command == GET:
             self._write_bytes(self.store.values.get(key, b""))
         elif command == CHECK:
-            is_there = key in self.store.values
-            self.writer.write(struct.pack("<i", READY if is_there else NOT_READY))
+            exists = key in self.store.values
+            self.writer.write(struct.pack("<i", READY if exists else NOT_READY))
         elif command == WAIT:
             if not await self.store.wait(key):
-                raise ConnectionError("nothing to wait for")
+                raise ConnectionError("the key did not come")
             self.writer.write(struct.pack("<i", STOP_WAIT))
         else:
             raise ValueError(f"command {command}")
 
-    async def _answer_question(self, question: dict[str, Any]) -> None:
-        """`{"come": rank, "seconds": s}` waits for all, `{"waits": what}` tells what the rank
-        waits in, `{"done": true}` and `{"failed": why}` how its work has ended; any question gets
-        who is here, what they wait in and who failed."""
+    async def _answer_request(self, request: dict[str, Any]) -> None:
+        """Answer a request with the state of all ranks.
+
+        `{"join": rank, "seconds": s}` registers a rank and waits for all, `{"waits": operation}`
+        reports what the rank waits in, `{"done": true}` and `{"failed": reason}` how it ended.
+        """
         answer = {}
-        if "come" in question:
+        if "join" in request:
             try:
-                self.store.enter(question["come"])
-                self.rank = question["come"]
-                await self.store.wait_for_all(question["seconds"])
+                self.store.join(request["join"])
+                self.rank = request["join"]
+                await self.store.wait_for_all(request["seconds"])
             except ValueError as error:
                 answer["refused"] = str(error)
-        if "waits" in question:
-            self.store.waits[self.rank] = question["waits"]
-        if "done" in question:
-            self.store.done.add(self.rank)
-        if "failed" in question:
-            self.store.failed.setdefault(self.rank, str(question["failed"]))
+        if self.rank is not None:
+            if "waits" in request:
+                self.store.waits[self.rank] = request["waits"]
+            if "done" in request:
+                self.store.done.add(self.rank)
+            if "failed" in request:
+                self.store.failed.setdefault(self.rank, str(request["failed"]))
         waits = {rank: wait for rank, wait in self.store.waits.items() if wait is not None}
-        answer |= {"missing": self.store.missing, "gone": self.store.gone, "waits": waits}
+        answer |= {"missing": self.store.missing, "ended": self.store.ended, "waits": waits}
         answer["failed"] = self.store.failed
         self._write_bytes(json.dumps(answer).encode())
 
@@ -203,14 +206,14 @@ class _Connection:
         return struct.unpack(form, await self._receive(struct.calcsize(form)))
 
     async def _receive(self, size: int) -> bytes:
-        # Paddle's client sends a message in three parts and waits for the answer to each part's
-        # packet, which the system else holds back for 40 ms. The option lasts for one packet.
+        # Paddle's client sends a message in three packets and waits for each acknowledgement, which
+        # the kernel would delay by 40 ms. The option lasts for one packet.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         return await self.reader.readexactly(size)
 
-    async def _read_bytes(self, most: int) -> bytes:
+    async def _read_bytes(self, limit: int) -> bytes:
         (size,) = await self._read("<Q")
-        if size > most:
+        if size > limit:
             raise ValueError(f"{size} bytes")
         return await self._receive(size)
 
@@ -218,22 +221,22 @@ class _Connection:
         self.writer.write(struct.pack("<Q", len(value)) + value)
 
 
-def _question(text: str) -> dict[str, Any]:
-    """Raises ValueError for what is none."""
-    question = json.loads(text)
-    if not isinstance(question, dict):
-        raise ValueError(f"a question is an object, not {text[:50]}")
-    if "come" in question and not (
-        isinstance(question["come"], int) and isinstance(question.get("seconds"), int | float)
+def _parsed_request(text: str) -> dict[str, Any]:
+    """Raises ValueError for a malformed request."""
+    request = json.loads(text)
+    if not isinstance(request, dict):
+        raise ValueError(f"a request is an object, not {text[:50]}")
+    if "join" in request and not (
+        isinstance(request["join"], int) and isinstance(request.get("seconds"), int | float)
     ):
-        raise ValueError(f"a rank comes by number, for seconds, not {text[:50]}")
-    return question
+        raise ValueError(f"a rank joins by number, for seconds, not {text[:50]}")
+    return request
 
 
 async def serve(host: str, port: int, num_ranks: int, timeout: float) -> None:
-    """Serve until standard input is closed, and then until every rank has heard of it.
+    """Serve until standard input is closed, and then until every rank has learned of it.
 
-    Says `ready` on standard output once it listens, or else why it does not.
+    Prints `ready` once it listens, or the reason why it cannot.
     """
     store = Store(num_ranks, timeout)
     try:

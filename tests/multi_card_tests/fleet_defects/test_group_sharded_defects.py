@@ -30,6 +30,7 @@ from paddle.distributed.sharding import group_sharded_parallel
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.topology import initialize
+from tests.multi_card_tests.fleet_defects.gloo_patches import install_more
 from tests.support.launch import launch, outcome_of, run_checks
 
 RANKS, WIDTH = 2, 64
@@ -106,6 +107,7 @@ def stage_3_collectives(group, has_option: bool) -> int:
 
 def worker() -> dict:
     group = initialize(ParallelDegrees(sharding_degree=RANKS)).sharding_group
+    install_more()
     return run_checks(
         {
             f"{check.__name__} {has_option}": partial(check, group, has_option)

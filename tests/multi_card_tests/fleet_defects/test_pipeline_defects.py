@@ -12,8 +12,11 @@ A test that fails tells that this Paddle no longer has the defect, and its worka
 """
 
 import threading
+from functools import partial
+from pathlib import Path
 
 import paddle
+import paddle.distributed as dist
 import paddle.distributed.fleet.base.topology as fleet_topology
 import pytest
 from paddle import nn
@@ -24,7 +27,8 @@ from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 from paddle_vl.parallel.gloo_fleet import install
 from paddle_vl.parallel.recorder import record_collectives
 from step_counts import record_host_reads
-from tests.support.launch import launch, outcome_of, run_checks
+from tests.multi_card_tests.fleet_defects.gloo_patches import install_more
+from tests.support.launch import launch, outcome_of, run_checks, wait_for_ranks
 
 ROWS, WIDTH, WAIT_SECONDS = 2, 4, 4.0
 
@@ -60,6 +64,7 @@ def data(micro_batches: int = 2):
 def different_rows() -> bool:
     """Whether rows arrive as they were sent, each mp process having its own."""
     start(mp_degree=2, use_batch_p2p_comm=True)
+    install_more()
     make_engine()
     group = fleet.get_hybrid_communicate_group()
     helper = p2p_communication.P2pHelper()
@@ -79,8 +84,8 @@ def kept_shapes() -> list[int]:
     return lengths
 
 
-def frozen_first_stage() -> bool:
-    """Whether a step ends on this stage."""
+def frozen_first_stage(folder: str) -> bool:
+    """Whether a step ends on this stage: on the first within some seconds after the last."""
     start()
     engine = make_engine()
     if engine.is_pipeline_first_stage():
@@ -94,7 +99,16 @@ def frozen_first_stage() -> bool:
         done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    return done.wait(WAIT_SECONDS)
+    rank = dist.get_rank()
+    if rank == 0:
+        wait_for_ranks(folder, rank, [1])
+        is_done = done.wait(WAIT_SECONDS)
+    else:
+        is_done = done.wait(60)
+        wait_for_ranks(folder, rank, [])
+    # The end of one process would end the other's wait.
+    wait_for_ranks(Path(folder, "end"), rank, range(2))
+    return is_done
 
 
 def shared_hooks() -> bool:
@@ -124,21 +138,21 @@ def dualpipev() -> list[str]:
     return [str(exchange.value), str(evaluation.value)]
 
 
-def worker():
+def worker(folder: str):
     checks = {
         "kept shapes": kept_shapes,
         "shared hooks": shared_hooks,
         "loss to all": loss_to_all,
         "dualpipev": dualpipev,
         # Last: a stage is left in its wait.
-        "frozen": frozen_first_stage,
+        "frozen": partial(frozen_first_stage, folder),
     }
     return run_checks(checks)
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    return launch(worker, 2)
+def outcomes(tmp_path_factory):
+    return launch(worker, 2, arguments=(str(tmp_path_factory.mktemp("ranks")),))
 
 
 def test_parts_of_different_rows_are_sent_as_one():

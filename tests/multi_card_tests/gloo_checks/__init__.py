@@ -1,1 +1,1 @@
-"""Checks of Paddle's collectives on CPU processes, by subject; each runs on every rank."""
+"""Checks of Paddle's collectives on CPU ranks, by subject; each runs on every rank."""

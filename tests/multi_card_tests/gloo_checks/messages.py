@@ -1,6 +1,5 @@
 """Messages between members of a group, and groups made at the same time."""
 
-import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.distributed import fleet
@@ -12,7 +11,6 @@ from tests.multi_card_tests.gloo_checks.registry import (
     check,
     message,
     rank,
-    rows_of_ranks,
     size,
     still_in_step,
     tensor,
@@ -74,24 +72,6 @@ def ring_of_batched_messages(reverse):
     if size() > 2:
         assert_equal(from_after, [20 + after])
     still_in_step()
-
-
-@check()
-def partial_messages_and_their_gather():
-    group = dist.collective._get_default_group().process_group
-    x = rows_of_ranks(size(), 2)[0]
-    if rank() == 0:
-        group.send_partial_on_calc_stream(tensor(x), 1, size(), 1)
-    elif rank() == 1:
-        received = paddle.zeros(x.shape)
-        group.recv_partial_on_calc_stream(received, 0, size(), 1)
-        expected = np.zeros_like(x)
-        expected[1] = x[1]
-        assert_equal(received, expected)
-    own_row = paddle.zeros(x.shape)
-    own_row[rank()] = tensor(x[rank()])
-    group.all_gather_partial_on_calc_stream(own_row, own_row, size(), rank())
-    assert_equal(own_row, x)
 
 
 @check()

@@ -17,9 +17,8 @@ IN_NUMPY = {
     Op.MAX: lambda rows: rows.max(axis=0),
     Op.MIN: lambda rows: rows.min(axis=0),
     Op.PROD: lambda rows: rows.prod(axis=0),
-    Op.AVG: lambda rows: rows.sum(axis=0) / len(rows),
 }
-OP_NAMES = {Op.SUM: "sum", Op.MAX: "max", Op.MIN: "min", Op.PROD: "prod", Op.AVG: "avg"}
+OP_NAMES = {Op.SUM: "sum", Op.MAX: "max", Op.MIN: "min", Op.PROD: "prod"}
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 INTEGERS = ("int64", "int32", "int8", "uint8")
 NOW_OR_TASK = {"task": False, "on_calc_stream": True}
@@ -82,10 +81,8 @@ def size_asked_for() -> int:
     return int(os.environ["PADDLE_TRAINERS_NUM"])
 
 
-def start_fleet(degrees: dict, pipeline_configs: dict | None = None) -> None:
+def start_fleet(degrees: dict) -> None:
     assert install()
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = degrees
-    if pipeline_configs is not None:
-        strategy.pipeline_configs = pipeline_configs
     fleet.init(is_collective=True, strategy=strategy)

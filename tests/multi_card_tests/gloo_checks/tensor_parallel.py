@@ -8,7 +8,6 @@ import paddle.distributed as dist
 import paddle.nn.functional as F
 from paddle.distributed import fleet
 from paddle.distributed.fleet.layers.mpu import mp_layers, mp_ops
-from paddle.distributed.fleet.utils import hybrid_parallel_util
 
 from paddle_vl.parallel.gloo_fleet import install
 from tests.multi_card_tests.gloo_checks.registry import (
@@ -21,7 +20,7 @@ from tests.multi_card_tests.gloo_checks.registry import (
 )
 
 
-def whole_group():
+def default_group():
     return dist.collective._get_default_group()
 
 
@@ -35,7 +34,7 @@ def with_gradient(values) -> paddle.Tensor:
 def identity_primitive():
     x, weights = rows_of_ranks(2, 3), rows_of_ranks(3, 2)
     inputs = with_gradient(x[0])
-    output = mp_ops._c_identity(inputs, group=whole_group())
+    output = mp_ops._c_identity(inputs, group=default_group())
     (output * tensor(weights[rank()].T)).sum().backward()
     assert_equal(output, x[0])
     assert_equal(inputs.grad, weights.sum(axis=0).T)
@@ -45,14 +44,14 @@ def identity_primitive():
 def all_reduce_primitive():
     x, weights = rows_of_ranks(2, 3), rows_of_ranks(3, 2)[0].T
     inputs = with_gradient(x[rank()])
-    output = mp_ops._mp_allreduce(inputs * 1.0, group=whole_group())
+    output = mp_ops._mp_allreduce(inputs * 1.0, group=default_group())
     (output * tensor(weights)).sum().backward()
     assert_equal(output, x.sum(axis=0))
     assert_equal(inputs.grad, weights)
 
 
 @check(flat_labels=False, label_column=True)
-def cross_entropy_over_a_divided_vocabulary(column):
+def cross_entropy_over_a_sharded_vocabulary(column):
     per_rank, ignored = 5, -7
     generator = np.random.default_rng(0)
     logits = 4 * generator.standard_normal((2, 6, per_rank * size())).astype("float32")
@@ -69,7 +68,7 @@ def cross_entropy_over_a_divided_vocabulary(column):
     part = with_gradient(logits[..., own])
     label = paddle.to_tensor(labels[..., None] if column else labels)
     loss, softmax = mp_ops._c_softmax_with_cross_entropy(
-        part, label, whole_group(), return_softmax=True, ignore_index=ignored
+        part, label, default_group(), return_softmax=True, ignore_index=ignored
     )
     (loss.squeeze(-1) * tensor(weights)).sum().backward()
     assert loss.shape == [2, 6, 1]
@@ -103,7 +102,7 @@ def fleet_layers_equal_plain_ones():
     embedding.weight.set_value(np.split(table, 2)[part])
     columns.weight.set_value(np.split(up, 2, axis=1)[part])
     rows.weight.set_value(np.split(down, 2)[part])
-    # All of the logits on every rank, whose gradients of their own parts are then summed.
+    # Full logits on every rank; the gradients of the local shards are then summed.
     logits = mp_ops._c_identity(rows(columns(embedding(paddle.to_tensor(ids)))), group=group)
     own = slice(part * vocabulary // 2, (part + 1) * vocabulary // 2)
     loss = mp_layers.ParallelCrossEntropy(mp_group=group)(
@@ -121,17 +120,6 @@ def fleet_layers_equal_plain_ones():
     close(embedding.weight.grad.numpy(), np.split(grads[0], 2)[part])
     close(columns.weight.grad.numpy(), np.split(grads[1], 2, axis=1)[part])
     close(rows.weight.grad.numpy(), np.split(grads[2], 2)[part])
-
-
-@check()
-def input_broadcast_gives_a_model_group_the_first_ranks_input():
-    hcg = fleet.get_hybrid_communicate_group()
-    # Another length on each rank.
-    x, nested = tensor([rank(), 2.0, 3.0][: 3 - rank() % 2]), tensor([10.0 + rank()])
-    hybrid_parallel_util.broadcast_input_data(hcg, x, {"nested": [nested]})
-    first = rank() // 2 * 2
-    assert_equal(x, [first, 2, 3])
-    assert_equal(nested, [10 + first])
 
 
 @check()

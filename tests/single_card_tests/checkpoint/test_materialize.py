@@ -14,7 +14,7 @@ from paddle import nn
 from paddle_vl import PI07Config, Qwen3VLForConditionalGeneration
 from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from tests.multi_card_tests.families import default_dtype
+from paddle_vl.nn.linear import default_dtype
 from tests.support.pi07_golden import case, config_values
 from tests.support.tiny import tiny_config
 

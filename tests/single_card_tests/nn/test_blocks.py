@@ -30,8 +30,7 @@ from paddle_vl.nn.rope import (
     inverse_frequencies,
     mrope_cos_sin,
 )
-
-TOLERANCE = 2e-6
+from tests.support.tolerance import BLOCK
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["strides", "no-strides"])
@@ -56,7 +55,7 @@ def draw(*shape, seed=0):
 def assert_same(function, formula, *inputs):
     """Equal values and equal gradients of a weighted sum, for every input."""
     found, wanted = function(*inputs), formula(*inputs)
-    np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=TOLERANCE, rtol=TOLERANCE)
+    np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=BLOCK, rtol=BLOCK)
     weight = draw(*found.shape, seed=9).detach()
     pairs = [paddle.grad((out * weight).sum(), inputs) for out in (found, wanted)]
     for mine, plain in zip(*pairs, strict=True):

@@ -1,8 +1,8 @@
-"""The board of a checked run, its ranks played by threads; as a process it is tested with several.
+"""The board of the check of collectives, with threads as ranks.
 
-Guarantees: a rank that ends without a word, or does not come, is named to those that wait for it;
-what one rank finds reaches ranks that wait elsewhere, with what they wait for; ranks of different
-groups do not wait for each other; the board forgets collectives that all have passed.
+Guarantees: a rank that ends or does not come is named to those that wait for it; a problem that one
+rank finds reaches ranks that wait elsewhere, with what they wait for; ranks of different groups do
+not wait for each other; the board forgets collectives that all ranks have passed.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +51,7 @@ def test_a_rank_that_ends_is_named_to_those_that_wait_for_it():
     board.lose(1)
     assert answers(*[(board.meet, rank, (2, 3), SUM) for rank in (2, 3)]) == [None, None]
     (found,) = answers((board.leave, 0))
-    assert found.endswith("rank 1 has ended; it came to none before")
+    assert found.endswith("rank 1 has ended; it reached none before")
 
 
 def test_a_rank_that_has_left_may_end():
@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_come_is_named():
     (found,) = answers((Board(2, 0.01).meet, 0, (0, 1), SUM))
     assert found == (
         "collective 1 of ranks [0, 1]: rank 0 is about to do a sum; rank 1 has not come within "
-        "0.01 s; it came to none before"
+        "0.01 s; it reached none before"
     )
 
 

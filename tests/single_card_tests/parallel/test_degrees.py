@@ -1,7 +1,7 @@
-"""The rules that a division over processes must satisfy.
+"""The rules that the degrees of a run must satisfy.
 
-Guarantees: each rule refuses what it is for with both numbers in its message, and nothing else
-does; all problems are found at once; divisions that fit pass; numbers below 1 do not get that far.
+Guarantees: each rule refuses its case with both numbers in the message, and no other rule does; all
+problems are found at once; valid degrees pass; numbers below 1 are refused before.
 """
 
 import pytest
@@ -16,7 +16,7 @@ SHAPE = {
 
 
 def problems(shape: dict | None = None, pad_to_multiple_of: int = 8, **degrees) -> list[str]:
-    """What a run with as many processes as its degrees need is told."""
+    """Problems of a run whose world size is the product of its degrees."""
     chosen = ParallelDegrees(**degrees)
     model = ModelShape(**SHAPE | (shape or {}))
     return plan_problems(Plan(chosen, chosen.num_processes, model, pad_to_multiple_of))
@@ -40,7 +40,7 @@ def problems(shape: dict | None = None, pad_to_multiple_of: int = 8, **degrees) 
         {"dp_degree": 4, "ep_degree": 2, "sharding_degree": 2},
     ],
 )
-def test_divisions_that_fit_pass(degrees):
+def test_valid_degrees_pass(degrees):
     assert problems({"num_experts": 8}, **degrees) == []
 
 
@@ -49,30 +49,30 @@ def test_divisions_that_fit_pass(degrees):
     [
         (
             {"sequence_parallel": True}, {},
-            "parallel.sequence_parallel is true but parallel.mp_degree is 1: it splits token rows "
-            "over the mp processes; set mp_degree to 2 or more, or sequence_parallel to false",
+            "parallel.sequence_parallel is true but parallel.mp_degree is 1: it shards token rows "
+            "over the mp ranks; set mp_degree to 2 or more, or sequence_parallel to false",
         ),
         (
             {"sharding_stage": 2}, {},
-            "parallel.sharding_stage is 2 but parallel.sharding_degree is 1, so there is nothing "
-            "to share with: set sharding_degree to 2 or more, or remove sharding_stage",
+            "parallel.sharding_stage is 2 but parallel.sharding_degree is 1, so there are no "
+            "ranks to shard over: set sharding_degree to 2 or more, or remove sharding_stage",
         ),
         (
             {"sharding_stage": 2, "sharding_degree": 2, "pp_degree": 4, "num_micro_batches": 4}, {},
-            "parallel.sharding_stage 2 with parallel.pp_degree 4: a pipeline keeps whole gradients "
-            "over its micro-batches and whole parameters between them; set sharding_stage=1, or "
+            "parallel.sharding_stage 2 with parallel.pp_degree 4: a pipeline keeps full gradients "
+            "over its micro-batches and full parameters between them; set sharding_stage=1, or "
             "pp_degree=1",
         ),
         (
             {"pp_degree": 4, "num_micro_batches": 3}, {},
-            "train.gradient_accumulation_steps 3 is less than parallel.pp_degree 4: its "
-            "micro-batches go through the pipeline one behind the other, and some stage would "
-            "always wait; set train.gradient_accumulation_steps to 4 or more",
+            "train.gradient_accumulation_steps 3 is less than parallel.pp_degree 4: the "
+            "micro-batches fill the stages of the pipeline, and some stage would always be idle; "
+            "set train.gradient_accumulation_steps to 4 or more",
         ),
         (
             {"num_virtual_stages": 4, "pp_degree": 2, "num_micro_batches": 4}, {},
-            "parallel.num_virtual_stages is 4 but parallel.pp_degree is 2: virtual stages are "
-            "parts of the layers of a pipeline of 3 processes or more; set pp_degree to 3 or more, "
+            "parallel.num_virtual_stages is 4 but parallel.pp_degree is 2: virtual stages need "
+            "a pipeline of 3 ranks or more; set pp_degree to 3 or more, "
             "or num_virtual_stages to 1",
         ),
         (
@@ -90,25 +90,25 @@ def test_divisions_that_fit_pass(degrees):
                 "pp_schedule": "dualpipev", "num_micro_batches": 8, "pp_degree": 4,
                 "num_virtual_stages": 2,
             }, {},
-            "parallel.pp_schedule is dualpipev and parallel.num_virtual_stages is 2: it has two "
-            "parts of the layers on each process anyway; set num_virtual_stages to 1",
+            "parallel.pp_schedule is dualpipev and parallel.num_virtual_stages is 2: it always "
+            "has two model chunks on each rank; set num_virtual_stages to 1",
         ),
         (
             {"pp_schedule": "dualpipev", "pp_degree": 4, "num_micro_batches": 7}, {},
             "train.gradient_accumulation_steps 7 is less than twice parallel.pp_degree 4: "
-            "dualpipev has as many micro-batches on their way; set "
+            "dualpipev has that many micro-batches in flight; set "
             "train.gradient_accumulation_steps to 8 or more",
         ),
         (
             {"pp_schedule": "dualpipev", "pp_degree": 4, "num_micro_batches": 8},
             {"num_hidden_layers": 7},
-            "num_hidden_layers is 7 but parallel.pp_degree 4 x 2 parts of dualpipev = 8: every "
-            "stage needs a layer; lower one of them",
+            "num_hidden_layers is 7 but parallel.pp_degree 4 x 2 model chunks of dualpipev = 8: "
+            "every stage needs a layer; lower one of them",
         ),
         (
             {"num_virtual_stages": 2, "pp_degree": 4, "num_micro_batches": 7}, {},
             "train.gradient_accumulation_steps 7 is less than twice parallel.pp_degree 4: "
-            "interleaved 1f1b has as many micro-batches on their way; set "
+            "interleaved 1f1b has that many micro-batches in flight; set "
             "train.gradient_accumulation_steps to 8 or more, or parallel.pp_schedule to fthenb "
             "with 4 of them",
         ),
@@ -118,7 +118,7 @@ def test_divisions_that_fit_pass(degrees):
                 "num_micro_batches": 6,
             }, {},
             "train.gradient_accumulation_steps 6 is no multiple of parallel.pp_degree 4: "
-            "balanced_memory takes the micro-batches in groups of as many as there are stages; set "
+            "balanced_memory runs the micro-batches in groups of pp_degree; set "
             "train.gradient_accumulation_steps to 8",
         ),
         (
@@ -128,7 +128,7 @@ def test_divisions_that_fit_pass(degrees):
             }, {},
             "parallel.pp_shapes is dynamic with parallel.pp_schedule 1f1b and num_virtual_stages "
             "2: only 1f1b without virtual stages takes messages of changing size; set pp_shapes to "
-            "static, which fills up the smaller micro-batches of a step",
+            "static, which pads the smaller micro-batches of a step",
         ),
         (
             {"pp_degree": 4, "num_micro_batches": 8, "num_virtual_stages": 3},
@@ -138,8 +138,8 @@ def test_divisions_that_fit_pass(degrees):
         ),
         (
             {"dp_degree": 3, "ep_degree": 2}, {"num_experts": 8},
-            "parallel.ep_degree 2 does not divide parallel.dp_degree 3: experts are shared among "
-            "processes of the dp axis; choose a dp_degree that is a multiple of 2",
+            "parallel.ep_degree 2 does not divide parallel.dp_degree 3: experts are sharded over "
+            "ranks of the dp axis; choose a dp_degree that is a multiple of 2",
         ),
         (
             {"dp_degree": 4, "ep_degree": 4}, {"num_experts": 6},
@@ -157,8 +157,8 @@ def test_divisions_that_fit_pass(degrees):
         ),
         (
             {"mp_degree": 2}, {"num_key_value_heads": 3},
-            "num_key_value_heads 3 and parallel.mp_degree 2: one must divide the other, for a "
-            "process to hold whole kv heads or processes to share one evenly; choose an mp_degree "
+            "num_key_value_heads 3 and parallel.mp_degree 2: one must divide the other, so that "
+            "a rank has entire kv heads or ranks share one evenly; choose an mp_degree "
             "that divides 3 or is a multiple of it",
         ),
         (
@@ -182,8 +182,8 @@ def test_a_rule_refuses_with_its_arithmetic(degrees, shape, message):
     assert problems(shape, **degrees) == [message]
 
 
-@pytest.mark.parametrize(("num_processes", "found"), [(1, "1 process:"), (8, "8 processes:")])
-def test_degrees_must_multiply_to_the_processes(num_processes, found):
+@pytest.mark.parametrize(("num_processes", "found"), [(1, "1 rank:"), (8, "8 ranks:")])
+def test_degrees_must_multiply_to_the_world_size(num_processes, found):
     degrees = ParallelDegrees(dp_degree=2, mp_degree=3)
     assert plan_problems(Plan(degrees, num_processes)) == [
         "parallel: dp_degree 2 x mp_degree 3 x pp_degree 1 x sharding_degree 1 = 6, but the run "
@@ -197,12 +197,12 @@ def test_kv_heads_may_be_split_or_repeated(mp_degree):
 
 
 def test_token_rows_of_every_batch_divide_under_sequence_parallel():
-    whole = {"mp_degree": 4, "pad_to_multiple_of": 6}
-    assert problems(**whole) == []
-    assert problems(**whole, sequence_parallel=True) == [
+    degrees = {"mp_degree": 4, "pad_to_multiple_of": 6}
+    assert problems(**degrees) == []
+    assert problems(**degrees, sequence_parallel=True) == [
         "data.pad_to_multiple_of 6 does not divide by parallel.mp_degree 4: sequence_parallel "
-        "splits the token rows (samples x padded length) of every batch into 4 equal parts, a "
-        "batch of one sample too; set data.pad_to_multiple_of=4"
+        "shards the token rows (samples x padded length) of every batch over 4 ranks, also of a "
+        "batch of one sample; set data.pad_to_multiple_of=4"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Options of fleet's own: what is handed through, and what is refused before fleet is started."""
+"""Options of fleet's own: those that are passed through, and those that are refused."""
 
 import re
 

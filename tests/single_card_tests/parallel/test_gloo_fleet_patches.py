@@ -1,8 +1,10 @@
-"""When the CPU fleet's patches of Paddle are refused, and when they are left out.
+"""When the patches of Paddle for gloo, and the timeout of its groups, are refused.
 
 Guarantees: an unknown version of Paddle, and a symbol that is missing, takes other parameters or
 has appeared, are refused by name before anything is patched; nothing happens on builds with an
-accelerator and with other backends.
+accelerator and with other backends; the symbols by which the timeout is set exist, a missing one is
+refused by name, and the timeout cannot change after the rendezvous. That it holds is tested in
+multi_card_tests/test_pauses.py.
 """
 
 import paddle
@@ -11,7 +13,8 @@ from paddle.base import core
 from paddle.distributed import ParallelEnv, collective
 from paddle.distributed.fleet.layers.mpu import mp_ops
 
-from paddle_vl.parallel.gloo_fleet import installation
+from paddle_vl.parallel.gloo_fleet import installation, time_limit
+from paddle_vl.parallel.store import rendezvous
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +54,8 @@ def test_function_with_other_parameters_is_refused(monkeypatch):
 
 
 def test_method_of_the_process_group_with_other_parameters_is_refused(monkeypatch):
-    monkeypatch.setattr(core.ProcessGroupGloo, "scatter", core.ProcessGroupGloo.gather)
-    with refused(r"paddle\.base\.core:ProcessGroupGloo\.scatter", r"expected \(out, in, src"):
+    monkeypatch.setattr(core.ProcessGroupGloo, "broadcast", core.ProcessGroupGloo.gather)
+    with refused(r"paddle\.base\.core:ProcessGroupGloo\.broadcast", r"expected \(tensor, src"):
         installation.install()
 
 
@@ -97,3 +100,38 @@ def test_every_patch_says_why():
     for patch in installation.PATCHES:
         patch.check()
         assert patch.reason
+
+
+def test_paddles_libraries_export_the_symbols_of_the_timeout():
+    library = time_limit.check_library()
+    assert library.context > 0
+    assert library.communicator > 0
+    assert library.manager > 0
+
+
+def test_a_missing_symbol_of_the_timeout_is_named(monkeypatch):
+    monkeypatch.setitem(time_limit._SYMBOLS, "limit", "_ZN4gloo7Context9getSecondsEv")
+    time_limit.check_library.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match=r"paddlepaddle 3.*no _ZN4gloo7Context9getSeconds"):
+            time_limit.check_library()
+    finally:
+        time_limit.check_library.cache_clear()
+
+
+def test_the_timeout_of_an_unknown_group_is_refused():
+    with pytest.raises(RuntimeError, match="no communicator of group 4321.*adapt paddle_vl"):
+        time_limit.set_group_timeout(4321, 0, 2, 60)
+
+
+def test_invalid_addresses_are_no_objects():
+    for address in (0, 8, 1 << 47, 1 << 63):
+        assert not time_limit._is_object(address, 1)
+
+
+def test_the_timeout_cannot_change_after_the_rendezvous(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_timeout_s", [60.0])
+    monkeypatch.setattr(rendezvous, "_met", [None])
+    rendezvous.set_timeout(60)
+    with pytest.raises(RuntimeError, match="met with a timeout of 60 s, which cannot become 61 s"):
+        rendezvous.set_timeout(61)

@@ -1,27 +1,24 @@
 """The formula of a rank's memory, and the table of docs/sharding.md that it makes.
 
-Guarantees: by hand, every stage divides what it should; gradients of several micro-batches are
-counted, and what each option keeps; a model is counted without storage; the documented figures for
-pi07's published size are the formula's.
+Guarantees: every stage shards what it should, by hand; gradients of several micro-batches and what
+each option keeps are counted; the documented figures for pi07's published size are the formula's.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-import paddle
 import pytest
 
-from paddle_vl import PI07Config
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.prefix_layout import LABELS
 from paddle_vl.parallel.sharding import ShardingOptions
-from paddle_vl.parallel.sharding.memory import (
+from sharding_memory import (
     Elements,
     HeldBytes,
     ModelElements,
     at_peak,
     between_steps,
     passing_bytes,
+    published_pi07,
+    table_rows,
 )
 
 DOCS = Path(__file__).parents[3] / "docs" / "sharding.md"
@@ -44,7 +41,7 @@ SINGLE = ModelElements(Elements(1000, 200), Elements(100, 40), Elements(300, 0),
         (SINGLE, 3, HeldBytes(760, 1100, 0, 2200)),
     ],
 )
-def test_between_steps_every_stage_holds_its_part(model, stage, wanted):
+def test_between_steps_every_stage_has_its_shards(model, stage, wanted):
     assert between_steps(model, stage, num_ranks=4) == wanted
     of_states = wanted.masters + wanted.gradients + wanted.moments
     assert wanted.total == wanted.parameters + of_states
@@ -67,7 +64,7 @@ def test_gradients_at_the_peak(model, stage, once, several):
     assert at_peak(model, stage, 4).moments == between_steps(model, stage, 4).moments
 
 
-def test_reducing_once_keeps_whole_float32_gradients():
+def test_reducing_once_keeps_full_float32_gradients():
     gradients = [at_peak(model, 2, 4, 3, ONCE).gradients for model in (HALF, SINGLE)]
     assert gradients == [4400, 4400]
     # With one micro-batch there is nothing to keep.
@@ -77,14 +74,14 @@ def test_reducing_once_keeps_whole_float32_gradients():
     assert at_peak(root, 2, 4, 3, ONCE).gradients == 10 + 4000 + 2000
 
 
-def test_kept_parameters_are_whole_in_a_step_and_divided_between_steps():
+def test_kept_parameters_are_full_in_a_step_and_sharded_between_steps():
     assert between_steps(HALF, 3, 4).parameters == 380
     # All in two bytes each, and the parts of the frozen ones.
     assert at_peak(HALF, 3, 4, 1, KEPT).parameters == 2 * 1340 + 100
     assert at_peak(HALF, 3, 4).parameters == 380
 
 
-def test_stage_3_divides_the_table_and_a_head_of_its_own():
+def test_stage_3_shards_the_table_and_a_separate_head():
     model = ModelElements(
         Elements(1000, 200), Elements(100, 40), Elements(300), 80, 2, Elements(30), Elements(50, 20)
     )
@@ -97,7 +94,7 @@ def test_stage_3_divides_the_table_and_a_head_of_its_own():
     assert at_peak(model, 2, 4).gradients == at_peak(HALF, 2, 4).gradients
 
 
-def test_units_or_one_table_pass():
+def test_temporary_memory_of_units_and_tables():
     # Gradients packed beside the same unpacked; at stage 3 gradients, those on their way, and two
     # units' parameters.
     assert [passing_bytes(HALF, stage) for stage in range(4)] == [0, 0, 2400, 3000]
@@ -117,17 +114,7 @@ def test_units_or_one_table_pass():
 
 
 def test_documented_figures_are_the_formulas():
-    config = PI07Config.from_dict({"vlm_config": {"discrete_action_vocab_size": 2048}})
-    with paddle.LazyGuard():
-        model = PI07LowLevelFlowMatching(config, {key: [1] for key in LABELS})
-    units = [*model.vision_blocks, *model.decoder_layers]
-    elements = ModelElements.of(model.parameters(), units, 2, model.tables)
-    text = DOCS.read_text(encoding="utf-8")
-    assert f"{(elements.units.total + elements.root.total) / 1e9:.2f} billion" in text
-    for stage, name in enumerate(("none", "1", "2", "3")):
-        held, peak = between_steps(elements, stage, 8), at_peak(elements, stage, 8)
-        passing = passing_bytes(elements, stage)
-        sizes = (held.parameters, held.masters, held.moments, held.total, peak.gradients)
-        row = [*sizes, passing, peak.total + passing]
-        cells = " | ".join(f"{size / 2**30:.2f}" for size in row)
-        assert f"| {name} | {cells} |" in text
+    model, text = published_pi07(), DOCS.read_text(encoding="utf-8")
+    assert f"{(model.units.total + model.root.total) / 1e9:.2f} billion" in text
+    for row in table_rows(model, 8):
+        assert row in text

@@ -1,9 +1,9 @@
-"""What the recorder knows, and how recordings of ranks are compared.
+"""The recorder's lists of methods and operators, and the comparison of recordings.
 
-Guarantees: every method of Paddle's process groups, and every operator that fleet calls, is either
-one that the recorder watches or known to send nothing; the first difference of recordings is found
-on each line of ranks, in order, whatever other lines hold; messages are compared with those at
-their other end.
+Guarantees: every method of Paddle's process groups, and every operator that fleet calls, is
+recorded or known to communicate nothing; the first difference of recordings is found on each
+channel (a group, or two ranks that exchange messages), in order; messages are compared with those
+at their other rank.
 """
 
 import re
@@ -13,9 +13,9 @@ import paddle.distributed as dist
 import pytest
 from paddle.base import core
 
-from paddle_vl.parallel import traffic
-from paddle_vl.parallel.recorder import Collective, first_difference
-from paddle_vl.parallel.traffic import observed
+from paddle_vl.parallel import recorder
+from paddle_vl.parallel.recorder import Collective, observed
+from tests.support.recordings import first_difference
 
 DISTRIBUTED = Path(dist.__file__).parent
 # Where Paddle's own code sends under dynamic graphs.
@@ -39,8 +39,8 @@ def test_all_operators_of_fleet_that_send_are_watched():
         for path in (DISTRIBUTED / folder).rglob("*.py"):
             used |= set(re.findall(r"_C_ops\.(\w+)\(", path.read_text(encoding="utf-8")))
     assert used - LOCAL - ELSEWHERE
-    unknown = used - LOCAL - ELSEWHERE - set(traffic._OPERATORS)
-    assert not unknown, "add it to traffic._OPERATORS, or to LOCAL here if it sends nothing"
+    unknown = used - LOCAL - ELSEWHERE - set(recorder._OPERATORS)
+    assert not unknown, "add it to recorder._OPERATORS, or to LOCAL here if it sends nothing"
 
 
 def test_a_method_of_groups_that_is_not_known_is_refused(monkeypatch):

@@ -1,9 +1,9 @@
-"""The store that the processes of a run meet in, as the process that it is.
+"""The store of a run, in its own process.
 
-Guarantees: Paddle's own client reads and writes it, under keys of its own for each name; a rank
-that does not come or has ended is named to those that wait, with the seconds and the way to go on;
-ranks may come before the store; what is no message of its protocol ends that connection alone; a
-taken port and two ranks of one number are refused; it ends with the process that started it.
+Guarantees: Paddle's client reads and writes it, with separate keys per name; a rank that does not
+join or has ended is named to those that wait, with the seconds and how to continue; ranks may start
+before the store; a malformed message ends only its connection; a taken port and two ranks of the
+same number are refused; the store ends with the process that started it.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ import pytest
 from paddle.base import core
 
 from paddle_vl.parallel.store import rendezvous, server
-from paddle_vl.parallel.store.address import Addresses
 from paddle_vl.parallel.store.membership import Membership
+from paddle_vl.parallel.store.rendezvous import Addresses
 
 HOST = "127.0.0.1"
 # Far more than anything here takes.
@@ -48,10 +48,10 @@ def members(port: int, num_ranks: int) -> list[Membership]:
     return [Membership(rank, num_ranks, HOST, port, LONG) for rank in range(num_ranks)]
 
 
-def all_come(present: list[Membership]) -> list:
+def all_join(present: list[Membership]) -> list:
     """What each raises, if it does."""
     with ThreadPoolExecutor(len(present)) as pool:
-        return [done.exception(LONG) for done in [pool.submit(one.come) for one in present]]
+        return [done.exception(LONG) for done in [pool.submit(one.join) for one in present]]
 
 
 def close(*present: Membership) -> None:
@@ -92,8 +92,8 @@ def test_all_that_come_meet_whoever_is_first():
         time.sleep(0.3)
         with running_store(2, port):
             present = [Membership(0, 2, HOST, port, LONG), early.result(LONG)]
-            assert all_come(present) == [None, None]
-            assert present[0].gone() == []
+            assert all_join(present) == [None, None]
+            assert present[0].ended() == []
             close(*present)
 
 
@@ -101,9 +101,9 @@ def test_ranks_that_do_not_come_are_named():
     with running_store(4) as (port, _):
         present = [Membership(rank, 4, HOST, port, 0.3) for rank in (0, 2)]
         begin = time.monotonic()
-        for rank, error in zip((0, 2), all_come(present), strict=True):
+        for rank, error in zip((0, 2), all_join(present), strict=True):
             assert str(error).startswith(
-                f"rank {rank} has waited 0.3 s at {HOST}:{port} for ranks 1, 3 to come: "
+                f"rank {rank} has waited 0.3 s at {HOST}:{port} for ranks 1, 3 to join: "
                 "see the log of ranks 1, 3"
             )
             assert "train.resume_from_checkpoint=auto" in str(error)
@@ -120,12 +120,14 @@ def test_a_store_that_does_not_come_is_rank_0():
 def test_a_rank_that_ends_before_all_have_come_is_named_at_once():
     with running_store(3) as (port, _), ThreadPoolExecutor(2) as pool:
         present = members(port, 3)
-        waiting = [pool.submit(one.come) for one in present[:2]]
+        waiting = [pool.submit(one.join) for one in present[:2]]
         time.sleep(0.2)
         # As it is when the process is killed; its own wait does not matter.
         present[1]._socket.shutdown(socket.SHUT_RDWR)
         error = waiting[0].exception(5)
-        assert str(error).startswith("rank 0: rank 1 ended before rank 2 had come: see the log of ")
+        assert str(error).startswith(
+            "rank 0: rank 1 ended before rank 2 had joined: see the log of "
+        )
         waiting[1].exception(5)
         close(*present)
 
@@ -133,13 +135,13 @@ def test_a_rank_that_ends_before_all_have_come_is_named_at_once():
 def test_nobody_waits_for_a_key_when_a_rank_has_ended():
     with running_store(2) as (port, _), ThreadPoolExecutor(1) as pool:
         present, store = members(port, 2), core.TCPStore(HOST, port, False, 1, 10)
-        assert all_come(present) == [None, None]
+        assert all_join(present) == [None, None]
         store.set("there", "1")
         waiting = pool.submit(store.wait, "never")
         time.sleep(0.1)
         close(present[1])
         assert waiting.exception(5) is not None
-        assert present[0].gone() == [1]
+        assert present[0].ended() == [1]
         # What is there can be had.
         other = core.TCPStore(HOST, port, False, 1, 10)
         other.wait("there")
@@ -160,11 +162,11 @@ def test_the_time_for_a_key_is_limited(monkeypatch):
 def test_waits_are_told_until_they_are_over():
     with running_store(2) as (port, _):
         present = members(port, 2)
-        assert all_come(present) == [None, None]
+        assert all_join(present) == [None, None]
         wait = {"operation": "barrier", "ranks": [0, 1], "number": 3}
-        present[1].tell(wait)
+        present[1].report_wait(wait)
         assert present[0].waits() == {1: wait}
-        present[1].tell(None)
+        present[1].report_wait(None)
         assert present[0].waits() == {}
         close(*present)
 
@@ -172,10 +174,12 @@ def test_waits_are_told_until_they_are_over():
 def test_two_processes_of_one_rank_are_refused():
     with running_store(2) as (port, _):
         twice = [Membership(1, 2, HOST, port, 0.2) for _ in range(2)]
-        errors = sorted(str(error) for error in all_come(twice))
-        assert any("is refused" in e and "another process has come as rank 1" in e for e in errors)
+        errors = sorted(str(error) for error in all_join(twice))
+        assert any(
+            "is refused" in e and "another process has joined as rank 1" in e for e in errors
+        )
         with pytest.raises(RuntimeError, match="this run has ranks 0 to 1, and no rank 5"):
-            Membership(5, 6, HOST, port, 0.2).come()
+            Membership(5, 6, HOST, port, 0.2).join()
         close(*twice)
 
 
@@ -196,7 +200,7 @@ def test_another_program_in_the_store_s_place_is_found_out():
     with socket.create_server((HOST, 0)) as other, ThreadPoolExecutor(1) as pool:
         member = Membership(1, 2, HOST, other.getsockname()[1], 5)
         connection, _ = other.accept()
-        answer = pool.submit(member.come)
+        answer = pool.submit(member.join)
         connection.recv(100)
         connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         assert "another program answers there" in str(answer.exception(LONG))
@@ -226,34 +230,34 @@ def test_what_is_no_message_ends_its_connection_alone(message):
         assert bytes(store.get("key")) == b"value"
 
 
-@pytest.mark.parametrize("question", [b"[", b"7", b'{"come": "x", "seconds": 1}'])
+@pytest.mark.parametrize("question", [b"[", b"7", b'{"join": "x", "seconds": 1}'])
 def test_a_question_that_makes_no_sense_harms_nobody(question):
     with running_store(1) as (port, _):
         with socket.create_connection((HOST, port), LONG) as stranger:
             stranger.sendall(struct.pack("<IQ", server.ASK, len(question)) + question)
             assert stranger.recv(1) == b""
         (member,) = members(port, 1)
-        assert all_come([member]) == [None]
+        assert all_join([member]) == [None]
         close(member)
 
 
 def test_it_ends_with_the_process_that_started_it():
     with running_store(2) as (port, process):
         present = members(port, 2)
-        assert all_come(present) == [None, None]
+        assert all_join(present) == [None, None]
         # As when rank 0 is killed.
         process.stdin.close()
         close(present[0])
-        assert present[1].gone() == [0]
+        assert present[1].ended() == [0]
         close(present[1])
         process.wait(2)
-        assert present[1].gone() == [0]
+        assert present[1].ended() == [0]
 
 
 def test_it_does_not_wait_for_ranks_that_stay():
     with running_store(2) as (port, process):
         present = members(port, 2)
-        assert all_come(present) == [None, None]
+        assert all_join(present) == [None, None]
         process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(server._SECONDS_AFTER_RANK_0 + 3)

@@ -1,7 +1,7 @@
-"""Where the processes of a run listen, from the launcher's variables and this machine's addresses.
+"""The addresses of a run, from the launcher's variables and this machine's interfaces.
 
-Guarantees: a run on one machine uses loopback, also if the launcher names an address of it; one on
-several uses the address of the process's own endpoint; gloo and NCCL get the interface of that
+Guarantees: a run on one machine uses loopback, also if the launcher gives another address of it; a
+run on several uses the address of the rank's own endpoint; gloo and NCCL get the interface of that
 address unless the user has chosen one; wrong variables are refused by name.
 """
 
@@ -10,7 +10,7 @@ import socket
 import psutil
 import pytest
 
-from paddle_vl.parallel.store.address import (
+from paddle_vl.parallel.store.rendezvous import (
     Addresses,
     choose_interfaces,
     find_addresses,

@@ -1,8 +1,8 @@
-"""The topology of one process.
+"""The topology of one rank.
 
-Guarantees: one process is rank 0 of groups of one, takes all samples and starts no fleet; samples
-split over dp and sharding together; degrees that do not fit the launched processes are refused
-before fleet starts.
+Guarantees: one rank is rank 0 of groups of one, takes all samples and starts no fleet; samples are
+sharded over dp and sharding together; degrees that do not match the world size are refused before
+fleet starts.
 """
 
 import paddle.distributed as dist
@@ -34,7 +34,7 @@ def test_one_process_starts_no_fleet():
 def test_degrees_that_do_not_fit_are_refused_together_before_fleet_starts():
     with pytest.raises(ValueError, match="2 problems") as refusal:
         initialize(ParallelDegrees(dp_degree=2, sequence_parallel=True))
-    assert "= 2, but the run has 1 process:" in str(refusal.value)
+    assert "= 2, but the run has 1 rank:" in str(refusal.value)
     assert "parallel.mp_degree is 1" in str(refusal.value)
     assert not dist.is_initialized()
 

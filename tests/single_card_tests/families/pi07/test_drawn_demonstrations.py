@@ -21,9 +21,9 @@ from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrat
 from paddle_vl.families.pi07.demonstrations.training_set import (
     NO_DROPS,
     DrawnDemonstrations,
-    DropProbabilities,
     FlowDraws,
 )
+from paddle_vl.families.pi07.settings import DropProbabilities
 from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,

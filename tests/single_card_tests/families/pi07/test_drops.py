@@ -13,7 +13,6 @@ from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrat
 from paddle_vl.families.pi07.demonstrations.training_set import (
     DROPPED_METADATA,
     NO_DROPS,
-    DropProbabilities,
     Drops,
     FlowDraws,
     Stream,
@@ -21,6 +20,7 @@ from paddle_vl.families.pi07.demonstrations.training_set import (
     drop_fields,
     sample_rng,
 )
+from paddle_vl.families.pi07.settings import DropProbabilities
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, same
 
 NOTHING = Drops(False, False, False, frozenset())

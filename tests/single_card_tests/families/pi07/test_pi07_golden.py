@@ -1,7 +1,8 @@
 """pi07 equals PyTorch: every quantity and every gradient of the golden cases.
 
-Guarantees: what `tools/check_parity.py pi07` compares, under both settings of Paddle's stride
-kernels; files that a case names may be in another folder; a wrong value, a tensor that was not
+Guarantees: what `tools/check_parity.py pi07` compares, with the CPU kernels under both settings of
+Paddle's stride kernels, with the plain operations, and with the GPU kernels as far as a CPU runs
+them; files that a case names may be in another folder; a wrong value, a tensor that was not
 compared and a case of unknown kind fail.
 """
 

@@ -1,7 +1,11 @@
-"""Bytes that a rank holds of parameters, gradients and optimizer state: by formula, and counted.
+"""Bytes per rank of parameters, gradients and optimizer state: by formula, and of a live run.
 
-With S ranks that share, w bytes per stored parameter, and `t_u`, `f_u`, `t_r`, `f_r` the trained
-and the frozen parameters of units and of the rest (the root), `t = t_u + t_r`, `f = f_u + f_r`:
+    python tools/sharding_memory.py
+
+prints the table of docs/sharding.md for pi07's published size.
+
+With S sharding ranks, w bytes per stored parameter, and `t_u`, `f_u`, `t_r`, `f_r` the trained and
+frozen parameters of units and of the rest (the root), `t = t_u + t_r`, `f = f_u + f_r`:
 
 | stage | parameters | float32 copies | moments | gradients at the peak |
 | --- | --- | --- | --- | --- |
@@ -10,25 +14,26 @@ and the frozen parameters of units and of the rest (the root), `t = t_u + t_r`, 
 | 2 | w (t + f) | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
 | 3 | w (t_r + f_r) + w f_u / S | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
 
-At stage 3 a head with a weight of its own counts as a unit, and of the token table the parameters
-do: they are divided, and the trained ones only there as the copies. Its gradient is the root's.
-Stage 0 divides nothing. At stage 1 fleet keeps its buffers of gradients between steps too, and
-updates parts of float32 parameters in place. Several micro-batches per step add to the last column
-w t where w < 4 at stage 0, and 4 t_r / S at 2 and 3; with `reduce_once_per_step` there are 4 t
-instead until the last of them. With `reshard_after_forward: false` stage 3 has the parameters of
-stage 2 during a step, and the parts of frozen ones beside them. Activations, buckets on their way
-and the zeros behind the last rank's parts are left out; what passes is `passing_bytes`.
+At stage 3 a head with a weight of its own counts as a unit. The token table's parameters count as a
+unit's (sharded; trained ones exist only as the copies), its gradient as the root's. Stage 0 shards
+nothing. At stage 1 fleet keeps its gradient buffers between steps, and updates slices of float32
+parameters in place. Gradient accumulation adds to the last column w t where w < 4 at stage 0, and
+4 t_r / S at 2 and 3; with `reduce_once_per_step` there are 4 t instead until the last micro-batch.
+With `reshard_after_forward: false` stage 3 has the parameters of stage 2 during a step, and the
+shards of frozen ones beside them. Activations, collectives in flight and padding are left out; the
+temporary memory of a unit is `passing_bytes`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.parallel.sharding.options import ShardingOptions
+from paddle_vl.parallel.sharding import ShardingOptions
 
-FLOAT32_BYTES = 4
+_FLOAT32_BYTES = 4
 _PLAIN = ShardingOptions()
 
 
@@ -52,16 +57,16 @@ class Elements:
 
 @dataclass(frozen=True)
 class ModelElements:
-    """What the formula knows of a model, or of a rank's part of it under tensor parallelism.
+    """Parameter counts of a model, or of an mp rank's shard of it.
 
     Attributes:
-        units: of all units together.
-        root: of what is no unit's.
-        largest_unit: of the unit that has most.
-        largest_in_root: of the trained tensor of the root that has most, a token table.
-        item_bytes: of a stored parameter, 2 or 4.
-        table: of the token table, a part of the root that stage 3 divides.
-        head: of a head with a weight of its own, a part of the root that is a unit at stage 3.
+        units: all units together.
+        root: the rest.
+        largest_unit: the unit with the most parameters.
+        largest_in_root: size of the largest trained tensor of the root, such as a token table.
+        item_bytes: bytes per stored parameter, 2 or 4.
+        table: the token table, which belongs to the root and is sharded at stage 3.
+        head: a head with its own weight, which belongs to the root and is a unit at stage 3.
     """
 
     units: Elements
@@ -83,7 +88,7 @@ class ModelElements:
         """Count a model's parameters, with storage or without.
 
         Args:
-            tables: the token embedding and behind it the head, which may have the same weight.
+            tables: the token embedding, and after it the head, which may have the same weight.
         """
         parameters = list(parameters)
         owned = {id(p) for unit in units for p in unit.parameters()}
@@ -91,9 +96,9 @@ class ModelElements:
             (p.size for p in parameters if id(p) not in owned and not p.stop_gradient), default=0
         )
         per_unit = [Elements.of(unit.parameters()) for unit in units]
-        whole = Elements.of(parameters)
+        full = Elements.of(parameters)
         in_units = Elements(sum(u.trained for u in per_unit), sum(u.frozen for u in per_unit))
-        root = Elements(whole.trained - in_units.trained, whole.frozen - in_units.frozen)
+        root = Elements(full.trained - in_units.trained, full.frozen - in_units.frozen)
         largest_unit = max(per_unit, key=lambda unit: unit.total, default=Elements())
         table, *others = [layer.weight for layer in tables] or [None]
         heads = [weight for weight in others if weight is not table]
@@ -110,11 +115,11 @@ class ModelElements:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes of a rank.
+    """Bytes per rank.
 
     Attributes:
-        parameters: what the layers compute with, and shards of frozen parameters.
-        masters: float32 copies, or this rank's parts of them, which the optimizer updates.
+        parameters: of the layers, and shards of frozen parameters.
+        masters: float32 master weights, or this rank's shards of them.
         gradients: of parameters and of masters, and their sums over micro-batches.
         moments: both of Adam's.
     """
@@ -130,11 +135,11 @@ class HeldBytes:
 
 
 def between_steps(model: ModelElements, stage: int, num_ranks: int) -> HeldBytes:
-    """What a rank holds when a step is done.
+    """Memory between two steps.
 
     Args:
-        stage: 0 divides nothing, whatever the number of ranks.
-        num_ranks: those that share.
+        stage: 0 shards nothing, whatever the number of ranks.
+        num_ranks: of the sharding group.
     """
     width, ranks = model.item_bytes, num_ranks if stage else 1
     trained = model.units.trained + model.root.trained
@@ -142,11 +147,11 @@ def between_steps(model: ModelElements, stage: int, num_ranks: int) -> HeldBytes
         parameters = width * (model.units.total + model.root.total)
     else:
         parameters = width * (model.root.total - model.table.total - model.head.total)
-        parameters += _frozen_parts(model, ranks)
-    needs_masters = stage > 1 or width < FLOAT32_BYTES
-    masters = FLOAT32_BYTES * trained / ranks if needs_masters else 0
-    gradients = FLOAT32_BYTES * trained if stage == 1 else 0
-    return HeldBytes(parameters, masters, gradients, 2 * FLOAT32_BYTES * trained / ranks)
+        parameters += _frozen_shards(model, ranks)
+    needs_masters = stage > 1 or width < _FLOAT32_BYTES
+    masters = _FLOAT32_BYTES * trained / ranks if needs_masters else 0
+    gradients = _FLOAT32_BYTES * trained if stage == 1 else 0
+    return HeldBytes(parameters, masters, gradients, 2 * _FLOAT32_BYTES * trained / ranks)
 
 
 def at_peak(
@@ -156,8 +161,8 @@ def at_peak(
     num_micro_batches: int = 1,
     options: ShardingOptions = _PLAIN,
 ) -> HeldBytes:
-    """What a rank holds when most gradients are there: behind the last micro-batch's backward pass,
-    or right before it where whole gradients are added up until then.
+    """Memory when most gradients exist: after the last backward pass, or right before it where full
+    gradients are accumulated until then.
 
     Arguments as for `between_steps`.
     """
@@ -165,41 +170,41 @@ def at_peak(
     has_sums, parameters = num_micro_batches > 1, held.parameters
     trained = model.units.trained + model.root.trained
     if stage < 2:
-        gradients = FLOAT32_BYTES * trained
-        if has_sums and stage == 0 and width < FLOAT32_BYTES:
+        gradients = _FLOAT32_BYTES * trained
+        if has_sums and stage == 0 and width < _FLOAT32_BYTES:
             gradients += width * trained
     else:
         head = model.head.trained if stage == 3 else 0
-        root, parts = model.root.trained - head, model.units.trained + head
-        gradients = FLOAT32_BYTES * parts / num_ranks + width * root
+        root, sharded = model.root.trained - head, model.units.trained + head
+        gradients = _FLOAT32_BYTES * sharded / num_ranks + width * root
         if has_sums and options.reduce_once_per_step:
-            gradients += FLOAT32_BYTES * root if width < FLOAT32_BYTES else 0
-            gradients = max(gradients, FLOAT32_BYTES * trained)
+            gradients += _FLOAT32_BYTES * root if width < _FLOAT32_BYTES else 0
+            gradients = max(gradients, _FLOAT32_BYTES * trained)
         elif has_sums:
-            gradients += FLOAT32_BYTES * root / num_ranks
+            gradients += _FLOAT32_BYTES * root / num_ranks
     if stage == 3 and not options.reshard_after_forward:
         parameters = width * (model.units.total + model.root.total)
-        parameters += _frozen_parts(model, num_ranks)
+        parameters += _frozen_shards(model, num_ranks)
     return HeldBytes(parameters, held.masters, gradients, held.moments)
 
 
 def passing_bytes(model: ModelElements, stage: int, options: ShardingOptions = _PLAIN) -> int:
-    """What is needed beyond that for a moment, the most at any time.
+    """Peak of the temporary memory beyond that.
 
-    Of a unit its whole gradients beside the same packed to be sent, or beside those of the unit
-    before, which are on their way. At stage 3 its parameters and those of the next unit too, or a
-    table's alone. Of the root's largest tensor, sent by itself, the gradient as it is sent.
+    For a unit: its full gradients, beside the same packed for the reduce-scatter or beside those of
+    the previous unit in flight; at stage 3 its parameters and those of the next unit too, or those
+    of a table alone. For the root's largest tensor: its gradient in the dtype of the reduction.
     """
     width, unit = model.item_bytes, model.largest_unit
-    sent = 2 if options.reduce_dtype == "bfloat16" else FLOAT32_BYTES
+    sent = 2 if options.reduce_dtype == "bfloat16" else _FLOAT32_BYTES
     if stage < 2:
         return 0
     head = model.head if stage == 3 else Elements()
     packing = 2 * sent * unit.trained
     computing = width * unit.trained + sent * max(unit.trained, head.trained)
     table = 0 if sent == width else sent * model.largest_in_root
-    if options.reduce_once_per_step and width < FLOAT32_BYTES:
-        computing = max(computing, (width + FLOAT32_BYTES) * unit.trained)
+    if options.reduce_once_per_step and width < _FLOAT32_BYTES:
+        computing = max(computing, (width + _FLOAT32_BYTES) * unit.trained)
     if stage == 2:
         return max(packing, computing, table)
     if not options.reshard_after_forward:
@@ -208,8 +213,8 @@ def passing_bytes(model: ModelElements, stage: int, options: ShardingOptions = _
     return max(packing + width * unit.total, computing + 2 * width * unit.total, table, tables)
 
 
-def _frozen_parts(model: ModelElements, num_ranks: int) -> float:
-    """Of frozen parameters that stage 3 divides; a trained one's part is its float32 copy."""
+def _frozen_shards(model: ModelElements, num_ranks: int) -> float:
+    """Shards of frozen parameters at stage 3; a trained one's shard is its float32 copy."""
     frozen = model.units.frozen + model.table.frozen + model.head.frozen
     return model.item_bytes * frozen / num_ranks
 
@@ -217,11 +222,11 @@ def _frozen_parts(model: ModelElements, num_ranks: int) -> float:
 def counted_bytes(
     parameters: Iterable[Tensor], trained: Any, states: Iterable[Tensor]
 ) -> HeldBytes:
-    """The same of a live run: the tensors that are there now.
+    """Memory of a live run: the tensors that exist now.
 
     Args:
         parameters: the model's on this rank.
-        trained: the `Sharding` or `MasterWeights` of them.
+        trained: their `Sharding` or `MasterWeights`.
         states: the optimizer's moments.
     """
     parameters = list(parameters)
@@ -239,3 +244,42 @@ def counted_bytes(
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.size * tensor.element_size() for tensor in tensors)
+
+
+def published_pi07() -> ModelElements:
+    """Parameter counts of pi07's published size in bfloat16, the vision tower frozen."""
+    from paddle_vl import PI07Config
+    from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+    from paddle_vl.families.pi07.prefix_layout import LABELS
+
+    config = PI07Config.from_dict({"vlm_config": {"discrete_action_vocab_size": 2048}})
+    with paddle.LazyGuard():
+        model = PI07LowLevelFlowMatching(config, {key: [1] for key in LABELS})
+    units = [*model.vision_blocks, *model.decoder_layers]
+    return ModelElements.of(model.parameters(), units, 2, model.tables)
+
+
+def table_rows(model: ModelElements, num_ranks: int) -> list[str]:
+    """The rows of a table of GiB per rank, with one micro-batch per step."""
+    rows = []
+    for stage, name in enumerate(("none", "1", "2", "3")):
+        held, peak = between_steps(model, stage, num_ranks), at_peak(model, stage, num_ranks)
+        passing = passing_bytes(model, stage)
+        sizes = (held.parameters, held.masters, held.moments, held.total, peak.gradients)
+        cells = [*sizes, passing, peak.total + passing]
+        rows.append(f"| {name} | {' | '.join(f'{size / 2**30:.2f}' for size in cells)} |")
+    return rows
+
+
+def main() -> None:
+    print(
+        "| stage | parameters | float32 copies | moments | between steps | gradients "
+        "| temporary | at the peak |"
+    )
+    print("| --- |" + " --- |" * 7)
+    for row in table_rows(published_pi07(), 8):
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

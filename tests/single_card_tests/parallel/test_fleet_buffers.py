@@ -1,26 +1,26 @@
-"""Names of fleet's sharding optimizer are checked before they are used.
+"""The check of fleet's private names.
 
-Guarantees: those of this Paddle are right; a function that is missing or takes something else, and
-an attribute that is missing, are named with what to install.
+Guarantees: those of the installed Paddle pass; a function that is missing or takes other
+parameters, and a missing attribute, are named with what to install.
 """
 
 import re
 
 import pytest
 
-from paddle_vl.parallel.sharding import fleet_names
-from paddle_vl.parallel.sharding.fleet_names import DygraphShardingOptimizerV2, FusedCommBuffer
+from paddle_vl.parallel.sharding import fleet_buffers
+from paddle_vl.parallel.sharding.fleet_buffers import DygraphShardingOptimizerV2, FusedCommBuffer
 
 
 def test_functions_of_this_paddle_are_known():
-    fleet_names.check_functions()
+    fleet_buffers.check_functions()
 
 
 def test_another_function_is_named(monkeypatch):
     monkeypatch.delattr(DygraphShardingOptimizerV2, "_assign_slice_grad")
     monkeypatch.setattr(FusedCommBuffer, "add_grad", lambda self, parameter: None)
     with pytest.raises(RuntimeError) as raised:
-        fleet_names.check_functions()
+        fleet_buffers.check_functions()
     message = str(raised.value)
     assert "DygraphShardingOptimizerV2._assign_slice_grad does not take ()" in message
     assert "FusedCommBuffer.add_grad does not take (param, use_comm)" in message
@@ -31,4 +31,4 @@ def test_a_missing_attribute_is_named():
     optimizer = DygraphShardingOptimizerV2.__new__(DygraphShardingOptimizerV2)
     vars(optimizer).update(_slice_params={}, comm_overlap=False, _comm_buffer_list=[])
     with pytest.raises(RuntimeError, match="V2 has no has_register_forward_hook"):
-        fleet_names.check_attributes(optimizer)
+        fleet_buffers.check_attributes(optimizer)

@@ -1,8 +1,14 @@
-"""The primitives of Paddle's tensor-parallel layers, made of collectives of the group.
+"""Functions of fleet that ask for an accelerator's kernel or device, made of gloo's collectives.
 
-Ranks of a group hold parts of the last axis (features, or the vocabulary). Paddle's kernels for
-these exist for accelerators only. Layers that split their input or gather their output are not
-used here, and what they need is not made.
+The primitives of tensor-parallel layers have kernels for accelerators only. The last axis
+(features, or the vocabulary) is sharded over the group. Layers that split their input or gather
+their output are not used here, so their primitives are left out.
+
+| primitive | forward | backward |
+| --- | --- | --- |
+| `_c_identity` | identity | all-reduce of the gradient |
+| `_mp_allreduce` | all-reduce | identity |
+| `_c_softmax_with_cross_entropy` | all-reduces: maximum, sum of exp, target logit | local |
 """
 
 from collections.abc import Callable
@@ -17,8 +23,6 @@ from paddle_vl.parallel.gloo_fleet.patch import Patch
 
 
 class _Identity(PyLayer):
-    """The input; gradients are summed over the ranks."""
-
     @staticmethod
     def forward(ctx, tensor, group):
         ctx.group = group
@@ -30,8 +34,6 @@ class _Identity(PyLayer):
 
 
 class _AllReduce(PyLayer):
-    """The sum over the ranks; the gradient is the same on each."""
-
     @staticmethod
     def forward(ctx, tensor, group):
         return _reduced(tensor, group)
@@ -42,7 +44,7 @@ class _AllReduce(PyLayer):
 
 
 class _CrossEntropy(PyLayer):
-    """Cross entropy of logits whose vocabulary is divided over the ranks, at least in float32."""
+    """Cross entropy of logits whose vocabulary is sharded, computed at least in float32."""
 
     @staticmethod
     def forward(ctx, logits, label, group, ignore_index):
@@ -56,8 +58,8 @@ class _CrossEntropy(PyLayer):
         is_here = is_target & (row >= 0) & (row < logits.shape[-1])
         row = paddle.where(is_here, row, paddle.zeros_like(row))
         own = paddle.take_along_axis(x, row, axis=-1, broadcast=False) * is_here.astype(x.dtype)
-        # A product would make the loss NaN where an ignored position has infinite logits.
         loss = paddle.log(denominator) - _reduced(own, group)
+        # A product would make the loss NaN where an ignored position has infinite logits.
         loss = paddle.where(is_target, loss, paddle.zeros_like(loss))
         softmax = exp / denominator
         ctx.save_for_backward(softmax, row, is_here, is_target)
@@ -82,64 +84,42 @@ def _reduced(tensor: Tensor, group, op=core.ReduceOp.SUM) -> Tensor:
     return result
 
 
-def _gloo_group(group):
-    """The group (the default one for None) if it is a gloo group, else None."""
-    group = collective._get_default_group() if group is None else group
-    return group if isinstance(group.process_group, core.ProcessGroupGloo) else None
+def _c_identity(tensor, group=None, skip_c_identity_dynamic=False):
+    return _Identity.apply(tensor, group or collective._get_default_group())
 
 
-def _c_identity(paddles_own: Callable) -> Callable:
-    def _c_identity(tensor, group=None, skip_c_identity_dynamic=False):
-        if (gloo := _gloo_group(group)) is None:
-            return paddles_own(tensor, group, skip_c_identity_dynamic)
-        return _Identity.apply(tensor, gloo)
-
-    return _c_identity
-
-
-def _mp_allreduce(paddles_own: Callable) -> Callable:
-    def _mp_allreduce(
-        tensor,
-        op=paddle.distributed.ReduceOp.SUM,
-        group=None,
-        use_calc_stream=True,
-        use_model_parallel=True,
-        skip_c_identity_dynamic=False,
-    ):
-        if (gloo := _gloo_group(group)) is None:
-            return paddles_own(
-                tensor, op, group, use_calc_stream, use_model_parallel, skip_c_identity_dynamic
-            )
-        if op != paddle.distributed.ReduceOp.SUM:
-            raise ValueError(f"_mp_allreduce sums (ReduceOp.SUM); got operation {op}.")
-        return _AllReduce.apply(tensor, gloo)
-
-    return _mp_allreduce
+def _mp_allreduce(
+    tensor,
+    op=paddle.distributed.ReduceOp.SUM,
+    group=None,
+    use_calc_stream=True,
+    use_model_parallel=True,
+    skip_c_identity_dynamic=False,
+):
+    if op != paddle.distributed.ReduceOp.SUM:
+        raise ValueError(f"_mp_allreduce sums (ReduceOp.SUM); got operation {op}.")
+    return _AllReduce.apply(tensor, group or collective._get_default_group())
 
 
-def _c_softmax_with_cross_entropy(paddles_own: Callable) -> Callable:
-    def _c_softmax_with_cross_entropy(
-        logits, label, group=None, return_softmax=False, ignore_index=-100
-    ):
-        if (gloo := _gloo_group(group)) is None:
-            return paddles_own(logits, label, group, return_softmax, ignore_index)
-        if label.ndim == logits.ndim - 1:
-            label = label.unsqueeze(-1)
-        if label.shape != [*logits.shape[:-1], 1]:
-            raise ValueError(f"Logits of {logits.shape} need one label a row, got {label.shape}.")
-        loss, softmax = _CrossEntropy.apply(logits, label, gloo, ignore_index)
-        return (loss, softmax) if return_softmax else loss
-
-    return _c_softmax_with_cross_entropy
+def _c_softmax_with_cross_entropy(
+    logits, label, group=None, return_softmax=False, ignore_index=-100
+):
+    if label.ndim == logits.ndim - 1:
+        label = label.unsqueeze(-1)
+    if label.shape != [*logits.shape[:-1], 1]:
+        raise ValueError(f"Logits of {logits.shape} need one label a row, got {label.shape}.")
+    group = group or collective._get_default_group()
+    loss, softmax = _CrossEntropy.apply(logits, label, group, ignore_index)
+    return (loss, softmax) if return_softmax else loss
 
 
-def _primitive(name: str, parameters: str, make: Callable) -> Patch:
+def _primitive(name: str, parameters: str, function: Callable) -> Patch:
     return Patch(
         owner="paddle.distributed.fleet.layers.mpu.mp_ops",
         name=name,
         parameters=tuple(parameters.split()),
         reason="Do not support c_... for cpu kernel now",
-        make=make,
+        make=lambda _: function,
     )
 
 
@@ -154,5 +134,26 @@ PATCHES = (
         "_c_softmax_with_cross_entropy",
         "logits label group return_softmax ignore_index",
         _c_softmax_with_cross_entropy,
+    ),
+    Patch(
+        owner="paddle.distributed.parallel:ParallelEnv",
+        name="_device_id",
+        parameters=None,
+        reason="the CPU build never sets it, and PipelineLayer and sharding read it",
+        make=lambda _: 0,
+    ),
+    *(
+        Patch(
+            owner=owner,
+            name="get_current_device_type",
+            parameters=(),
+            reason="tensor fusion helper now only support ['gpu', 'npu', 'xpu'], but got cpu",
+            # It chooses the alignment of buffers; that of a GPU suits a CPU too.
+            make=lambda _: lambda: "gpu",
+        )
+        for owner in (
+            "paddle.distributed.fleet.utils.tensor_fusion_helper",
+            "paddle.optimizer.fusion_utils",
+        )
     ),
 )

@@ -1,4 +1,4 @@
-"""Models whose sharding is checked, and their data; see `sharding_checks`."""
+"""Small models for tests of sharding, and their data."""
 
 import numpy as np
 import paddle
@@ -11,13 +11,13 @@ from paddle_vl.parallel.recompute import recompute_layers
 
 VOCAB, DIM, ROWS = 11, 6, 5
 NUM_LAYERS, NUM_BLOCKS = 3, 2
-# Of the model for memory: one float32 weight of a layer, and how many there are.
+# The model for memory: width of a float32 weight, one per layer, and the number of layers.
 WIDE, NUM_WIDE = 256, 8
 WIDE_BYTES = WIDE * WIDE * 4
 
 
 class Block(nn.Layer):
-    """A unit that the data enter, which need no gradient: as in a vision tower."""
+    """A unit whose input needs no gradient, as in a vision tower."""
 
     def __init__(self):
         super().__init__()

@@ -1,0 +1,61 @@
+"""Methods of gloo groups that the shown defects need and that no run of this package uses."""
+
+import paddle
+
+from paddle_vl.parallel.gloo_fleet.messages import recv, send
+from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, group_method
+from paddle_vl.parallel.gloo_fleet.process_group import (
+    DONE,
+    all_gather_into_tensor,
+    all_reduce,
+    write,
+)
+
+
+def _flat_slice(tensor, num, id):
+    length = tensor.size // num
+    return tensor.reshape([-1])[id * length : (id + 1) * length]
+
+
+@paddle.no_grad()
+def _reduce(group, tensor, dst, op, sync_op=True):
+    result = tensor.clone()
+    all_reduce(group, result, op)
+    if group.rank() == dst:
+        write(result, tensor)
+    return DONE
+
+
+def _send_partial(group, tensor, dst, num, id):
+    return send(group, _flat_slice(tensor, num, id), dst)
+
+
+@paddle.no_grad()
+def _recv_partial(group, tensor, src, num, id):
+    own = _flat_slice(tensor, num, id).clone()
+    recv(group, own, src)
+    slices = [own if i == id else _flat_slice(tensor, num, i) for i in range(num)]
+    write(paddle.concat(slices), tensor)
+    return DONE
+
+
+def _all_gather_partial(group, out, in_, num, id):
+    return all_gather_into_tensor(group, out, _flat_slice(in_, num, id))
+
+
+def install_more() -> None:
+    """Install them; `paddle_vl.parallel.gloo_fleet.install` has run."""
+    for patch in (
+        group_method("reduce", "tensor dst op sync_op", NOT_IN_GLOO, _reduce),
+        group_method(
+            "send_partial_on_calc_stream", "tensor dst num id", NOT_IN_GLOO, _send_partial
+        ),
+        group_method(
+            "recv_partial_on_calc_stream", "tensor src num id", NOT_IN_GLOO, _recv_partial
+        ),
+        group_method(
+            "all_gather_partial_on_calc_stream", "out in num id", NOT_IN_GLOO, _all_gather_partial
+        ),
+    ):
+        patch.check()
+        patch.apply()
