@@ -34,7 +34,7 @@ LayerCosts = tuple[Sequence[float], float, float]
 
 
 class RankInfo(Protocol):
-    """A rank's place among the data-parallel ranks, see `paddle_vl.train.processes`."""
+    """A rank's place among the data-parallel ranks, see `paddle_vl.parallel.ranks`."""
 
     is_main: bool
     data_rank: int

@@ -10,6 +10,7 @@ G deepstack levels, C = (1 + G) * D.
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import paddle
@@ -78,12 +79,12 @@ class FleetRegionOps(RegionOps):
 
     def enter_columns(self, x_TD: Tensor, num_rows: int | None = None) -> Tensor:
         if not self.sequence_parallel:
-            return fleet_ops._c_identity(x_TD, group=self.mp_group)
+            return cast(Tensor, fleet_ops._c_identity(x_TD, group=self.mp_group))
         x_TD = AllGatherOp.apply(x_TD)
         return x_TD if num_rows is None else slice_axis(x_TD, 0, num_rows)
 
     def enter_head(self, x_TD: Tensor) -> Tensor:
-        return fleet_ops._c_identity(x_TD, group=self.mp_group)
+        return cast(Tensor, fleet_ops._c_identity(x_TD, group=self.mp_group))
 
     def enter_replicated(self, x: Tensor) -> Tensor:
         return divide_gradient(x, self.mp_group.nranks)
@@ -115,7 +116,7 @@ class FleetRegionOps(RegionOps):
                 return merged, levels
             # Ranks use different rows: one all-reduce for the gradient of all levels.
             packed_MC = paddle.concat([merged, *levels], axis=1)
-            packed_MC = fleet_ops._c_identity(packed_MC, group=self.mp_group)
+            packed_MC = cast(Tensor, fleet_ops._c_identity(packed_MC, group=self.mp_group))
         merged, *levels = paddle.split(packed_MC, 1 + num_levels, axis=1)
         return merged, levels
 

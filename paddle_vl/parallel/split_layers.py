@@ -6,9 +6,10 @@ them.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 from paddle.distributed.fleet.layers.mpu import mp_ops as fleet_ops
 from paddle.distributed.fleet.meta_parallel import ColumnParallelLinear, RowParallelLinear
 from paddle.distributed.fleet.utils.sequence_parallel_utils import (
@@ -23,7 +24,7 @@ from paddle_vl.nn.functional import slice_axis
 from paddle_vl.nn.linear import AdaptableLinear, Columns, Linear, linear, mark_fused, split_columns
 
 
-class _FusedColumns:
+class _FusedColumns(nn.Layer):
     """Several linears in one of fleet's column-parallel layers; a rank has `[q | k | v]` of its
     heads.
 
@@ -31,6 +32,7 @@ class _FusedColumns:
     which Paddle refuses for a frozen one: the plain product runs there.
     """
 
+    weight: Tensor
     _OVERLAPS = ("mp_async_allreduce", "sp_async_reduce_scatter")
 
     def __init__(
@@ -41,7 +43,8 @@ class _FusedColumns:
         group,
         splits: bool = True,
     ):
-        super().__init__(
+        # Of fleet's layer, which comes next in the order of the bases.
+        super().__init__(  # pyright: ignore[reportCallIssue]
             in_features,
             sum(one.width for one in columns),
             weight_attr=Normal(std=init_std),
@@ -96,7 +99,7 @@ class Row(_Row, RowParallelLinear):
     """A row-parallel linear that returns all token rows."""
 
     def reduce(self, terms_TD: Tensor) -> Tensor:
-        return fleet_ops._mp_allreduce(terms_TD, group=self.model_parallel_group)
+        return cast(Tensor, fleet_ops._mp_allreduce(terms_TD, group=self.model_parallel_group))
 
 
 class RowToRows(_Row, RowSequenceParallelLinear):
@@ -130,7 +133,7 @@ class SplitExperts(Experts):
         terms_TD = super().forward(x_TD, indices_TK, weights_TK)
         if self.sequence_parallel:
             return ReduceScatterOp.apply(terms_TD)
-        return fleet_ops._mp_allreduce(terms_TD, group=self.group)
+        return cast(Tensor, fleet_ops._mp_allreduce(terms_TD, group=self.group))
 
 
 class SharedHeadLinear(AdaptableLinear):

@@ -13,6 +13,7 @@ import paddle
 
 from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.profile.cells import RESULT_FILE
 from paddle_vl.profile.memory import GB, MemoryMeter, device_memory_limit, memory_meter
 from paddle_vl.profile.summary import RankMeasure, profile_table, summarize
@@ -20,7 +21,6 @@ from paddle_vl.profile.supervise import MemoryLimitError, leaving_status
 from paddle_vl.profile.workload import Workload, with_workload
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import PhaseClock
-from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -77,10 +77,10 @@ def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
         finally:
             meter.close()
             trainer.feed.close()
-        everyone = trainer.processes.gathered(asdict(measured))
+        everyone = trainer.ranks.gathered(asdict(measured))
         measures = [RankMeasure(**of_rank) for of_rank in everyone]
         result = summarize(measures, _facts(config, settings, trainer))
-        if trainer.processes.is_main:
+        if trainer.ranks.is_main:
             file = settings.out / RESULT_FILE
             file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             print(profile_table(result))
@@ -105,19 +105,19 @@ def measure(
     Raises:
         MemoryLimitError: on the ranks above the limit, and on the others a RuntimeError.
     """
-    clock, processes = PhaseClock(), trainer.processes
+    clock, ranks = PhaseClock(), trainer.ranks
     outcomes, cpu_seconds = [], []
     for _ in range(warmup_steps):
         trainer.train_one_step()
-        _check_limit(meter, memory_limit, rank, processes)
-    processes.wait()
+        _check_limit(meter, memory_limit, rank, ranks)
+    ranks.wait()
     meter.reset()
     for _ in range(steps):
         begin = time.process_time()
         with clock.step():
             outcomes.append(trainer.train_one_step())
         cpu_seconds.append(time.process_time() - begin)
-        _check_limit(meter, memory_limit, rank, processes)
+        _check_limit(meter, memory_limit, rank, ranks)
     peak = meter.peak()
     return RankMeasure(
         rank=rank,
@@ -131,14 +131,12 @@ def measure(
     )
 
 
-def _check_limit(
-    meter: MemoryMeter, limit: int | None, rank: int, processes: SingleProcess
-) -> None:
+def _check_limit(meter: MemoryMeter, limit: int | None, rank: int, ranks: SingleRank) -> None:
     if limit is None:
         return
     used = meter.peak().reserved
     is_over = used > limit
-    if not int(processes.sum_over_all(paddle.to_tensor(int(is_over)))):
+    if not int(ranks.sum_over_all(paddle.to_tensor(int(is_over)))):
         return
     if is_over:
         raise MemoryLimitError(f"rank {rank}", used, limit)

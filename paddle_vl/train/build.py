@@ -16,7 +16,7 @@ from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
-from paddle_vl.parallel.processes import FleetProcesses
+from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.evaluate import mean_losses
@@ -25,7 +25,6 @@ from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_name
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer, decayed_names
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
 from paddle_vl.train.run_lock import RunLock
@@ -56,45 +55,45 @@ def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
     parallel = config.parallel
     topology = initialize(parallel_degrees(config), parallel.fleet, parallel.timeout_s)
     several = topology.world_size > 1
-    processes = FleetProcesses(topology) if several else ONE_PROCESS
+    ranks = FleetRanks(topology) if several else ONE_RANK
     if several:
         check_settings_agree(flatten(config.model_dump(mode="json")), topology.describe())
-    lock = _lock_output(config, processes) if writes else None
+    lock = _lock_output(config, ranks) if writes else None
     with ExitStack() as on_failure:
         if lock is not None:
             on_failure.callback(lock.release)
-        trainer = _build(config, topology, processes, lock)
+        trainer = _build(config, topology, ranks, lock)
         on_failure.pop_all()
     return trainer
 
 
-def _lock_output(config: RunConfig, processes: SingleProcess) -> RunLock | None:
+def _lock_output(config: RunConfig, ranks: SingleRank) -> RunLock | None:
     """The lock of the output folder, on rank 0; None on others. All ranks raise its error."""
     lock, problem = None, None
-    if processes.is_main:
+    if ranks.is_main:
         try:
             lock = RunLock.acquire(Path(config.train.output_dir))
         except (RuntimeError, OSError) as error:
             problem = str(error)
-    problem = processes.gathered(problem)[0]
+    problem = ranks.gathered(problem)[0]
     if problem is not None:
         raise RuntimeError(problem)
     return lock
 
 
 def _build(
-    config: RunConfig, topology: Topology, processes: SingleProcess, lock: RunLock | None
+    config: RunConfig, topology: Topology, ranks: SingleRank, lock: RunLock | None
 ) -> Trainer:
     several = topology.world_size > 1
-    if not processes.is_main:
+    if not ranks.is_main:
         logging.getLogger("paddle_vl").setLevel(logging.WARNING)
-    checkpoint = checkpoint_to_resume(config, processes)
+    checkpoint = checkpoint_to_resume(config, ranks)
     if checkpoint is not None:
         for change in changed_settings(checkpoint, config):
             logger.info("changed since %s: %s", checkpoint.name, change)
     if config.model.pretrained is not None and (checkpoint is None or config.trains_adapters):
         folder = Path(config.model.pretrained)
-        check_pretrained(folder, config.train.verify_checkpoint, processes)
+        check_pretrained(folder, config.train.verify_checkpoint, ranks)
     seed_everything(config.train.seed)
     family = run_family(config, checkpoint)
     if several:
@@ -129,25 +128,24 @@ def _build(
         trained,
         factors,
     )
-    runner = layout.runner(model, family.make_stage, processes, family.loss, built.adapter)
-    loader = family.train_loader(built.collator, processes)
+    runner = layout.runner(model, family.make_stage, ranks, family.loss, built.adapter)
+    loader = family.train_loader(built.collator, ranks)
     num_steps = _num_steps(config, loader)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
-    eval_loader = (
-        None if family.eval_data is None else family.eval_loader(built.collator, processes)
-    )
+    eval_loader = None if family.eval_data is None else family.eval_loader(built.collator, ranks)
 
     def save_model(folder: Path, write: FileWriter) -> None:
         built.save(folder, write, store)
-        if processes.is_main:
+        if ranks.is_main:
             built.save_extra_files(folder)
 
     def evaluate(received: Callable[[], int | None]) -> MeanLosses | None:
+        assert eval_loader is not None, "the trainer evaluates only where there is data for it"
         with eval_loader as batches:
             after_s = config.logging.data_wait_warning_s
             watched_batches = watched(batches, after_s, "the evaluation")
-            return mean_losses(runner, watched_batches, processes, received)
+            return mean_losses(runner, watched_batches, ranks, received)
 
     trainer = Trainer(
         config,
@@ -157,7 +155,7 @@ def _build(
         num_steps,
         save_model,
         None if eval_loader is None else evaluate,
-        processes,
+        ranks,
         peak_flops,
         None if peak_flops is None else family.flop_counter(model, trained),
         lock,
@@ -170,7 +168,7 @@ def _build(
         len(family.train_data),
         num_steps,
         config.train.gradient_accumulation_steps,
-        config.train.per_device_train_batch_size * processes.data_size,
+        config.train.per_device_train_batch_size * ranks.data_size,
         family.sample_kind,
         f", continuing {checkpoint}" if checkpoint else "",
     )
@@ -191,6 +189,7 @@ def _num_steps(config: RunConfig, loader: PrefetchLoader) -> int:
     train = config.train
     if train.max_steps is not None:
         return train.max_steps
+    assert train.num_train_epochs is not None, "one of the two is set, see TrainConfig"
     batches = loader.batches_in(train.num_train_epochs)
     num_steps = max(1, math.ceil(batches / train.gradient_accumulation_steps))
     if train.warmup_steps > num_steps:

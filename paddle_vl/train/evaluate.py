@@ -6,14 +6,14 @@ from itertools import chain, islice, repeat
 from paddle_vl.batch.schema import Batch
 from paddle_vl.families.base import MeanLosses
 from paddle_vl.nn.loss import weighted_loss, zero_terms
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.step import Runner
 
 
 def mean_losses(
     runner: Runner,
     batches: Iterable[Batch],
-    processes: SingleProcess = ONE_PROCESS,
+    ranks: SingleRank = ONE_RANK,
     received: Callable[[], int | None] = lambda: None,
 ) -> MeanLosses | None:
     """Mean of each loss term over all batches; None where any rank received a stop signal.
@@ -32,7 +32,7 @@ def mean_losses(
     was_training = model.training
     model.eval()
     try:
-        for group in _groups(batches, runner, processes, received):
+        for group in _groups(batches, runner, ranks, received):
             if group is None:
                 return None
             sums += runner.loss_sums(group).astype("float64")
@@ -41,8 +41,8 @@ def mean_losses(
     finally:
         if was_training:
             model.train()
-    values = processes.sum_losses(sums).tolist()
-    counts = processes.totals(counts)
+    values = ranks.sum_losses(sums).numpy().tolist()
+    counts = ranks.totals(counts)
     if not all(counts):
         raise ValueError("the evaluation data has no target token: there is no loss to report")
     means = [value / count for value, count in zip(values, counts, strict=True)]
@@ -57,7 +57,7 @@ def mean_losses(
 def _groups(
     batches: Iterable[Batch],
     runner: Runner,
-    processes: SingleProcess,
+    ranks: SingleRank,
     received: Callable[[], int | None],
 ) -> Iterator[list[Batch] | None]:
     """The batches, as many at once as the runner takes; None where any rank received a stop signal.
@@ -66,7 +66,7 @@ def _groups(
     """
     size = runner.batches_at_once
     if runner.model.placement.ops.layers_are_collective:
-        stream = in_step(batches, runner, processes, received)
+        stream = in_step(batches, runner, ranks, received)
         while group := list(islice(stream, size)):
             batches_there = [batch for batch in group if batch is not None]
             yield batches_there if len(batches_there) == len(group) else None
@@ -75,7 +75,7 @@ def _groups(
     stream = chain(batches)
     while True:
         group = list(islice(stream, size))
-        (num_left,), signal = processes.agree([len(group)], received())
+        (num_left,), signal = ranks.agree([len(group)], received())
         if signal is not None:
             yield None
         if num_left == 0 or signal is not None:
@@ -87,7 +87,7 @@ def _groups(
 def in_step(
     batches: Iterable[Batch],
     runner: Runner,
-    processes: SingleProcess,
+    ranks: SingleRank,
     received: Callable[[], int | None] = lambda: None,
 ) -> Iterator[Batch | None]:
     """Batches for ranks whose layers are collective: all ranks run the same number of batches, each
@@ -102,7 +102,7 @@ def in_step(
         is_left = batch is not None
         own = batch if is_left else idle
         counts = [is_left, *map(int, adapter.optional_branches(own))]
-        (num_left, *needed), signal = processes.agree(counts, received())
+        (num_left, *needed), signal = ranks.agree(counts, received())
         if signal is not None:
             yield None
         if num_left == 0 or signal is not None:

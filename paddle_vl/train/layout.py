@@ -18,11 +18,11 @@ from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
 from paddle_vl.parallel.pipeline.split_backward import split_backward
+from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetCheckpointRanks, FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.train.phases import Phase, phase
-from paddle_vl.train.processes import SingleProcess
 from paddle_vl.train.step import ModelRunner, Runner
 
 
@@ -136,13 +136,13 @@ class Layout:
         self,
         model: nn.Layer,
         make_stage: Callable[[Any, range], ModelChunk],
-        processes: SingleProcess,
+        ranks: SingleRank,
         loss: Loss,
         adapter: BatchAdapter,
     ) -> Runner:
         """What computes losses and gradients: the model, or this process's parts of it."""
         if self.topology.degrees.pp_degree == 1:
-            return ModelRunner(model, loss, adapter, processes)
+            return ModelRunner(model, loss, adapter, ranks)
         if self.topology.degrees.pp_schedule == "dualpipev":
             split_backward(model.decoder_layers)
         return PipelineRunner(
@@ -153,7 +153,7 @@ class Layout:
             self.config.model.compute_dtype,
             loss,
             adapter,
-            processes.data_size,
+            ranks.data_size,
             self.reserved,
             partial(phase, Phase.FORWARD_BACKWARD),
         )

@@ -21,11 +21,13 @@ from paddle_vl.nn.adamw import STATES, AdamW
 from paddle_vl.nn.linear import fused_columns, names_by_parameter, whole_slices
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore, gradient_of
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Tie
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.train.freeze import NO_PARTS, NamedParameters, matching_names
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 _MASTER = "master_weight"
+# Identity of a parameter and the name of one of its scalar states.
+_PowerKey = tuple[int, str]
 
 
 class Optimizer:
@@ -110,7 +112,7 @@ class Optimizer:
             self._keep_powers_on_device()
 
     @paddle.no_grad()
-    def squared_norm(self, processes: SingleProcess = ONE_PROCESS) -> Tensor:
+    def squared_norm(self, ranks: SingleRank = ONE_RANK) -> Tensor:
         """Float32 sum of squares over the gradients that this rank counts, before clipping.
 
         Summed over all ranks, each element of a parameter counts once, sharded or replicated.
@@ -123,7 +125,7 @@ class Optimizer:
         total = paddle.zeros([])
         for tensor, spec in self.tensors_with_specs:
             grad = gradient_of(tensor)
-            if grad is not None and processes.counts_here(spec):
+            if grad is not None and ranks.counts_here(spec):
                 total = total + grad.astype("float32").square().sum()
         return total
 
@@ -195,7 +197,7 @@ class Optimizer:
         """All state, unsharded; producing the arrays is collective where they are sharded."""
         states = [state for state in self._states() if self._table[state[2]].tie is not Tie.COPY]
         powers = {(id(p), state): t for _, state, p, t in states if not _has_layout(state)}
-        power = powers.__getitem__
+        power: Callable[[_PowerKey], Tensor | None] = powers.__getitem__
         if self._fleet is not None:
             power = self._fleet.numbers_of_all(powers)
         tensors = []
@@ -211,7 +213,7 @@ class Optimizer:
             else:
                 shapes = [(1,)] * len(names)
                 key = id(parameter), state
-                produce = [lambda key=key: power(key).numpy()] * len(names)
+                produce = [partial(_number, power, key)] * len(names)
             tensors += [
                 TensorToWrite(f"{name}/{state}", shape, "F32", make)
                 for name, shape, make in zip(names, shapes, produce, strict=True)
@@ -313,6 +315,12 @@ class Optimizer:
     def _gradients(self) -> list[Tensor]:
         grads = map(gradient_of, self.tensors)
         return [grad for grad in grads if grad is not None]
+
+
+def _number(numbers: Callable[[_PowerKey], Tensor | None], key: _PowerKey) -> np.ndarray:
+    number = numbers(key)
+    assert number is not None, "the all-reduce gives every rank all of them"
+    return number.numpy()
 
 
 def _has_layout(state: str) -> bool:

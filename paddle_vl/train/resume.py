@@ -6,8 +6,8 @@ from typing import Any
 
 from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.checkpoint import checkpoint_folders, complete_checkpoints, missing_files
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.saving.verify import Verdict, examine
 
 logger = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
 
 
-def checkpoint_to_resume(config: RunConfig, processes: SingleProcess = ONE_PROCESS) -> Path | None:
+def checkpoint_to_resume(config: RunConfig, ranks: SingleRank = ONE_RANK) -> Path | None:
     """The checkpoint of train.resume_from_checkpoint; None for a new run.
 
     Its files are compared with its manifest. Called by all ranks, which share the reading and get
@@ -30,37 +30,37 @@ def checkpoint_to_resume(config: RunConfig, processes: SingleProcess = ONE_PROCE
     if wanted == "none":
         return None
     if wanted == "auto":
-        return _newest_usable(output_dir, config.train.verify_checkpoint, processes)
+        return _newest_usable(output_dir, config.train.verify_checkpoint, ranks)
     checkpoint = _named(Path(wanted), output_dir)
-    verdict = examine(checkpoint, config.train.verify_checkpoint, processes)
+    verdict = examine(checkpoint, config.train.verify_checkpoint, ranks)
     if verdict.problems:
         raise RuntimeError(
             f"train.resume_from_checkpoint {checkpoint} is damaged: {'; '.join(verdict.problems)}. "
             "Name another one, or restore it from a copy"
         )
-    if processes.is_main:
+    if ranks.is_main:
         for mark in verdict.reasons:
             logger.warning("%s is marked: %s; continuing as it was named", checkpoint.name, mark)
-    _say_unverified(checkpoint, verdict, processes)
+    _say_unverified(checkpoint, verdict, ranks)
     return checkpoint
 
 
-def _newest_usable(output_dir: Path, checksums: bool, processes: SingleProcess) -> Path | None:
+def _newest_usable(output_dir: Path, checksums: bool, ranks: SingleRank) -> Path | None:
     """The newest checkpoint that is neither damaged nor marked; None without checkpoints."""
     # All ranks use the list of rank 0.
     found = [path.name for _, path in checkpoint_folders(output_dir)]
-    names = processes.gathered(found)[0]
+    names = ranks.gathered(found)[0]
     passed_over: list[str] = []
     for name in reversed(names):
         checkpoint = output_dir / name
-        verdict = examine(checkpoint, checksums, processes)
+        verdict = examine(checkpoint, checksums, ranks)
         if verdict.reasons:
             passed_over.append(f"{name}: {'; '.join(verdict.reasons)}")
             continue
-        if processes.is_main:
+        if ranks.is_main:
             for text in passed_over:
                 logger.warning("passed over %s", text)
-        _say_unverified(checkpoint, verdict, processes)
+        _say_unverified(checkpoint, verdict, ranks)
         return checkpoint
     if passed_over:
         raise RuntimeError(
@@ -71,8 +71,8 @@ def _newest_usable(output_dir: Path, checksums: bool, processes: SingleProcess) 
     return None
 
 
-def _say_unverified(checkpoint: Path, verdict: Verdict, processes: SingleProcess) -> None:
-    if processes.is_main and not verdict.has_manifest:
+def _say_unverified(checkpoint: Path, verdict: Verdict, ranks: SingleRank) -> None:
+    if ranks.is_main and not verdict.has_manifest:
         logger.warning(
             "%s is not verified: it has no manifest.json, as checkpoints of earlier versions",
             checkpoint,

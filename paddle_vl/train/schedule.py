@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 
 
 def learning_rate(step: int, num_steps: int, train: TrainConfig) -> float:
@@ -58,12 +58,12 @@ def seed_everything(seed: int) -> None:
     paddle.seed(seed)
 
 
-def seed_step(seed: int, step: int, processes: SingleProcess = ONE_PROCESS) -> None:
+def seed_step(seed: int, step: int, ranks: SingleRank = ONE_RANK) -> None:
     """Seed all generators for a step.
 
     Ranks with different samples or layers get different seeds. Ranks of a tensor-parallel group get
     the same seed, except for tensors that they shard: see `paddle_vl.parallel.random_state`.
     """
-    entropy = [seed, step, *processes.random_place]
+    entropy = [seed, step, *ranks.random_place]
     seed_everything(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
-    processes.seed_split_random(entropy)
+    ranks.seed_split_random(entropy)

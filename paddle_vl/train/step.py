@@ -15,9 +15,9 @@ from paddle_vl.batch.schema import Batch
 from paddle_vl.families.base import BatchAdapter
 from paddle_vl.nn.loss import Loss, zero_terms
 from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 # Samples, tokens, packed places.
 _NUM_REST = 3
@@ -108,7 +108,7 @@ class StepOutcome:
 
     def means(self, loss: Loss) -> dict[str, float]:
         """The terms by name, read from the device."""
-        return dict(zip(loss.terms, self.terms.tolist(), strict=True))
+        return dict(zip(loss.terms, self.terms.numpy().tolist(), strict=True))
 
 
 class Runner(Protocol):
@@ -157,9 +157,9 @@ class ModelRunner:
         model: Any,
         loss: Loss,
         adapter: BatchAdapter,
-        processes: SingleProcess = ONE_PROCESS,
+        ranks: SingleRank = ONE_RANK,
     ):
-        self.model, self.loss, self.adapter, self.processes = model, loss, adapter, processes
+        self.model, self.loss, self.adapter, self.ranks = model, loss, adapter, ranks
 
     def accumulate_gradients(
         self,
@@ -168,7 +168,7 @@ class ModelRunner:
         store: ParameterStore | None = None,
     ) -> Tensor:
         terms = zero_terms(self.loss)
-        num_batches = len(batches) * self.processes.data_size
+        num_batches = len(batches) * self.ranks.data_size
         for batch in batches:
             with phase(Phase.FORWARD):
                 loss, parts = self.loss.share(self._output(batch), totals, num_batches)
@@ -193,7 +193,7 @@ class ModelRunner:
 def agree_on_step(
     micro_batches: Sequence[MicroBatch],
     loss: Loss,
-    processes: SingleProcess = ONE_PROCESS,
+    ranks: SingleRank = ONE_RANK,
     signal: int | None = None,
 ) -> StepTotals:
     """Exchange counts before a step, in one message. All ranks call this together.
@@ -211,7 +211,7 @@ def agree_on_step(
     sums = [sum(column) for column in zip(*own, strict=True)]
     branches = [batch.optional_branches for batch in micro_batches]
     with phase(Phase.AGREEMENT):
-        totals, signal = processes.agree(
+        totals, signal = ranks.agree(
             [*sums, *(int(is_needed) for of in branches for is_needed in of)], signal
         )
     num_terms, num_branches = len(loss.terms), len(branches[0])
@@ -223,7 +223,7 @@ def agree_on_step(
     return StepTotals(tuple(counts), num_samples, num_tokens, num_places, tuple(needed), signal)
 
 
-def leave_step(num_agreed: int, processes: SingleProcess, signal: int | None) -> int | None:
+def leave_step(num_agreed: int, ranks: SingleRank, signal: int | None) -> int | None:
     """Take part in other ranks' `agree_on_step` with zeros and a stop signal.
 
     For a rank that was stopped while it waited for data.
@@ -234,7 +234,7 @@ def leave_step(num_agreed: int, processes: SingleProcess, signal: int | None) ->
     Returns:
         The signal that all ranks stop for.
     """
-    return processes.agree([0] * num_agreed, signal)[1]
+    return ranks.agree([0] * num_agreed, signal)[1]
 
 
 def train_step(
@@ -242,7 +242,7 @@ def train_step(
     optimizer: Optimizer,
     micro_batches: Sequence[MicroBatch],
     learning_rate: float,
-    processes: SingleProcess = ONE_PROCESS,
+    ranks: SingleRank = ONE_RANK,
     totals: StepTotals | None = None,
 ) -> StepOutcome:
     """Train on the micro-batches of all ranks as one batch. All ranks call it together.
@@ -258,7 +258,7 @@ def train_step(
         ValueError: the step has nothing to learn from.
     """
     loss, adapter, store = runner.loss, runner.adapter, optimizer.store
-    totals = totals or agree_on_step(micro_batches, loss, processes)
+    totals = totals or agree_on_step(micro_batches, loss, ranks)
     batches = [
         adapter.synchronized(micro_batch.batch, needed, runner.model)
         for micro_batch, needed in zip(micro_batches, totals.needed, strict=True)
@@ -267,9 +267,9 @@ def train_step(
     terms = runner.accumulate_gradients(batches, totals.counts, store)
     with phase(Phase.GRADIENT_SUM):
         store.end_backward()
-        processes.sum_gradients(optimizer.tensors_with_specs)
+        ranks.sum_gradients(optimizer.tensors_with_specs)
     with phase(Phase.CLIP):
-        terms, norm = _summed(terms, optimizer, processes)
+        terms, norm = _summed(terms, optimizer, ranks)
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)
     with phase(Phase.OPTIMIZER):
         optimizer.update(learning_rate, norm, is_good)
@@ -278,9 +278,9 @@ def train_step(
 
 
 @paddle.no_grad()
-def _summed(terms: Tensor, optimizer: Optimizer, processes: SingleProcess) -> tuple[Tensor, Tensor]:
+def _summed(terms: Tensor, optimizer: Optimizer, ranks: SingleRank) -> tuple[Tensor, Tensor]:
     """The step's terms and gradient norm, in one all-reduce."""
-    own = terms if processes.counts_losses else paddle.zeros_like(terms)
-    squares = optimizer.squared_norm(processes)
-    totals = processes.sum_over_all(paddle.concat([own, squares.reshape([1])]))
+    own = terms if ranks.counts_losses else paddle.zeros_like(terms)
+    squares = optimizer.squared_norm(ranks)
+    totals = ranks.sum_over_all(paddle.concat([own, squares.reshape([1])]))
     return totals[:-1], totals[-1].sqrt()

@@ -15,13 +15,13 @@ from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.families.base import MeanLosses
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, TrainingData
 from paddle_vl.train.freeze import reported_rates
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, StepTrace, phase
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.reporting.gauges import Gauge, memory_in_use
 from paddle_vl.train.reporting.metrics import StepMeter, check_skipped
 from paddle_vl.train.reporting.reporter import Reporter
@@ -56,7 +56,7 @@ class Trainer:
         save_model: writes model and processor files into a folder, see `saving.snapshot`.
         evaluate: computes the evaluation losses, given a function that returns the stop signal
             received so far; returns None if any rank received one. None without evaluation data.
-        processes: ranks of the run.
+        ranks: ranks of the run.
         peak_flops: peak FLOP/s of this rank's device, if known.
         count_flops: FLOPs of a batch.
         lock: lock of the output folder, released when the run ends.
@@ -71,7 +71,7 @@ class Trainer:
         num_steps: int,
         save_model: Fill,
         evaluate: Callable[[Callable[[], int | None]], MeanLosses | None] | None = None,
-        processes: SingleProcess = ONE_PROCESS,
+        ranks: SingleRank = ONE_RANK,
         peak_flops: float | None = None,
         count_flops: Callable[[Batch], int] | None = None,
         lock: RunLock | None = None,
@@ -79,12 +79,12 @@ class Trainer:
         self.config, self.runner, self.optimizer = config, runner, optimizer
         self.data, self.num_steps = data, num_steps
         self.save_model, self.evaluate = save_model, evaluate
-        self.processes, self._lock = processes, lock
+        self.ranks, self._lock = ranks, lock
         self.output_dir = Path(config.train.output_dir)
         self.record = RunRecord(self.output_dir)
-        self.reporter = Reporter(config.logging, self.output_dir, processes)
-        self.writer = CheckpointWriter(self.output_dir, config.train, processes)
-        self.trace = StepTrace(config.train.profile, self.output_dir, processes.rank)
+        self.reporter = Reporter(config.logging, self.output_dir, ranks)
+        self.writer = CheckpointWriter(self.output_dir, config.train, ranks)
+        self.trace = StepTrace(config.train.profile, self.output_dir, ranks.rank)
         self.meter = StepMeter(runner.loss, peak_flops)
         self.feed = BatchFeed(
             data,
@@ -92,7 +92,7 @@ class Trainer:
             config.train.gradient_accumulation_steps,
             num_steps,
             wait_warning_s=config.logging.data_wait_warning_s,
-            copies=device_copies(config.data.pin_memory, processes.is_main),
+            copies=device_copies(config.data.pin_memory, ranks.is_main),
             count_flops=count_flops,
         )
         self.step = 0
@@ -145,11 +145,11 @@ class Trainer:
                 raise
             self._close()
             # A launcher stops all ranks when one exits.
-            self.processes.wait()
+            self.ranks.wait()
         return self.stop_signal
 
     def _begin(self) -> None:
-        if self.processes.is_main:
+        if self.ranks.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             checkpoints.remove_partial_folders(self.output_dir)
             if self.step == 0:
@@ -159,7 +159,7 @@ class Trainer:
 
     def _save_settings(self) -> None:
         """Write config.yaml once: before step 1, or after the first step of a resumed run."""
-        if self.processes.is_main and not self._saved_settings:
+        if self.ranks.is_main and not self._saved_settings:
             save_run_config(self.config, self.output_dir / "config.yaml")
         self._saved_settings = True
 
@@ -182,7 +182,7 @@ class Trainer:
             if self._lock is not None:
                 stack.callback(self._lock.release)
             stack.callback(self.reporter.close)
-            if self.processes.is_main:
+            if self.ranks.is_main:
                 stack.callback(self.record.end, self.step)
             stack.callback(self.trace.close)
             stack.callback(self.feed.close)
@@ -209,19 +209,17 @@ class Trainer:
         try:
             fed = self.feed.next_step()
         except DataWaitLeftError:
-            self.stop_signal = leave_step(self._num_agreed, self.processes, self.stop.received)
+            self.stop_signal = leave_step(self._num_agreed, self.ranks, self.stop.received)
             return None
         micro_batches = fed.micro_batches
-        totals = agree_on_step(micro_batches, self.runner.loss, self.processes, self.stop.received)
+        totals = agree_on_step(micro_batches, self.runner.loss, self.ranks, self.stop.received)
         self._num_agreed = totals.num_agreed
         if totals.signal is not None:
             self.stop_signal = totals.signal
             return None
         rate = learning_rate(self.step, self.num_steps, self.config.train)
-        seed_step(self.config.train.seed, self.step, self.processes)
-        outcome = train_step(
-            self.runner, self.optimizer, micro_batches, rate, self.processes, totals
-        )
+        seed_step(self.config.train.seed, self.step, self.ranks)
+        outcome = train_step(self.runner, self.optimizer, micro_batches, rate, self.ranks, totals)
         self.feed.prepare_next()
         with phase(Phase.METRICS):
             self.step += 1
@@ -254,14 +252,14 @@ class Trainer:
             self._save_checkpoint(must=is_last)
 
     def _collect_report(self) -> None:
-        processes, loss = self.processes, self.runner.loss
-        skipped = self._data_place.skipped if processes.counts_data else 0
+        ranks, loss = self.ranks, self.runner.loss
+        skipped = self._data_place.skipped if ranks.counts_data else 0
         gauges = [
-            *self.meter.gauges(processes.counts_data),
+            *self.meter.gauges(ranks.counts_data),
             Gauge("skipped_samples", "sum", skipped),
             Gauge("memory", "max", memory_in_use()),
         ]
-        counts, is_counted = loss.metric_counts(self.runner.model), int(processes.counts_losses)
+        counts, is_counted = loss.metric_counts(self.runner.model), int(ranks.counts_losses)
         gauges += [Gauge(name, "sum", value * is_counted) for name, value in counts.items()]
         rate = learning_rate(self.step - 1, self.num_steps, self.config.train)
         entries = {"epoch": round(self._data_place.passes, 4), "learning_rate": rate}
@@ -287,7 +285,7 @@ class Trainer:
             losses = self.evaluate(lambda: self.stop.received)
         self._owes_evaluation = losses is None
         if losses is None:
-            self.stop_signal = self.processes.agree([], self.stop.received)[1]
+            self.stop_signal = self.ranks.agree([], self.stop.received)[1]
             return
         logger.info("step %d: eval loss %.4f", self.step, losses.loss)
         line = {"eval_loss": losses.loss}
@@ -319,7 +317,7 @@ class Trainer:
         states, stem = self.optimizer.state_to_write(), checkpoints.OPTIMIZER_STEM
         ranks = self.runner.model.placement.checkpoint_ranks
         write_tensors(folder, stem, states, DEFAULT_SHARD_BYTES, ranks, write)
-        if not self.processes.is_main:
+        if not self.ranks.is_main:
             return
         save_run_config(self.config, folder / "config.yaml")
         state = {

@@ -13,7 +13,7 @@ from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights, gradient_of
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.processes import FleetProcesses
+from paddle_vl.parallel.ranks import FleetRanks
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.parallel.topology import Topology, initialize
@@ -69,7 +69,7 @@ class Run:
 
     def __init__(self, model: nn.Layer, topology: Topology | None, options: str = "plain"):
         self.model, self.topology = model, topology
-        self.processes = None if topology is None else FleetProcesses(topology)
+        self.ranks = None if topology is None else FleetRanks(topology)
         fleets, overlaps_gathers = OPTIONS[options]
         self.table = table_of(model)
         if topology is None:
@@ -88,8 +88,8 @@ class Run:
 
     def sum_gradients(self) -> None:
         self.trained.end_backward()
-        if self.processes is not None:
-            self.processes.sum_gradients(self.optimizer.tensors_with_specs)
+        if self.ranks is not None:
+            self.ranks.sum_gradients(self.optimizer.tensors_with_specs)
 
     def micro_batches(self, step: int) -> list[tuple]:
         if self.topology is None:
@@ -98,10 +98,10 @@ class Run:
         return [sample(step, micro, rank) for micro in range(MICRO_BATCHES)]
 
     def norm(self) -> Tensor:
-        if self.processes is None:
+        if self.ranks is None:
             return self.optimizer.squared_norm().sqrt()
-        squares = self.optimizer.squared_norm(self.processes)
-        return self.processes.sum_over_all(squares).sqrt()
+        squares = self.optimizer.squared_norm(self.ranks)
+        return self.ranks.sum_over_all(squares).sqrt()
 
     def train_step(self, batches: list[tuple]) -> tuple[float, float, dict[str, np.ndarray]]:
         """Loss of this rank's batches, gradient norm, and gradients."""

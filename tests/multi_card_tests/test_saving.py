@@ -17,7 +17,7 @@ from paddle_vl.checkpoint import writing
 from paddle_vl.checkpoint.manifest import Manifest, SummedStream
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.processes import FleetProcesses
+from paddle_vl.parallel.ranks import FleetRanks
 from paddle_vl.parallel.tensor import FleetCheckpointRanks
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
@@ -57,22 +57,22 @@ class Checks:
 
     def __init__(self, folder: str):
         topology = initialize(ParallelDegrees(mp_degree=RANKS))
-        self.folder, self.processes = Path(folder), FleetProcesses(topology)
+        self.folder, self.ranks = Path(folder), FleetRanks(topology)
         self.ranks, self.group = FleetCheckpointRanks.of(topology), topology.mp_group
 
     def fill(self, folder, write) -> None:
-        if self.processes.is_main:
+        if self.ranks.is_main:
             filled(2)(folder, lambda *arguments: None)
         for stem in ("model", "optimizer"):
             tensors = parts_of(self.group)
             writing.write_tensors(folder, stem, tensors, 1 << 30, self.ranks, write)
 
     def save(self, name: str, **changes) -> Path:
-        with CheckpointWriter(self.folder / name, settings(**changes), self.processes) as writer:
+        with CheckpointWriter(self.folder / name, settings(**changes), self.ranks) as writer:
             folder = writer.save(2, self.fill)
             for _ in range(20):
                 # The main threads' own messages, in one order on all ranks.
-                assert self.processes.totals([1]) == [1]
+                assert self.ranks.totals([1]) == [1]
                 writer.poll()
         return folder
 
@@ -87,7 +87,7 @@ class Checks:
         assert sorted(contents(folder)) == sorted(
             [*(name for name in files if "/" not in name), "manifest.json"]
         )
-        assert not examine(folder, True, self.processes).reasons
+        assert not examine(folder, True, self.ranks).reasons
 
     def without_a_thread(self) -> None:
         one, other = self.save("beside"), self.save("plain", async_save=False)
@@ -96,32 +96,32 @@ class Checks:
     def damage(self) -> None:
         folder = self.save("damage")
         file = folder / "model-00002-of-00002.safetensors"
-        if self.processes.is_main:
+        if self.ranks.is_main:
             file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
-        self.processes.wait()
-        (problem,) = examine(folder, True, self.processes).problems
+        self.ranks.wait()
+        (problem,) = examine(folder, True, self.ranks).problems
         assert problem.startswith(file.name)
-        assert len(set(self.processes.gathered(problem))) == 1
+        assert len(set(self.ranks.gathered(problem))) == 1
 
     def full_disk(self) -> None:
         folder = self.save("full")
-        self.processes.wait()
+        self.ranks.wait()
         before = contents(folder)
         plain = SummedStream.to_disk
 
         def to_disk(stream):
-            if self.processes.rank == 1:
+            if self.ranks.rank == 1:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return plain(stream)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SummedStream, "to_disk", to_disk)
-            writer = CheckpointWriter(self.folder / "full", settings(), self.processes)
+            writer = CheckpointWriter(self.folder / "full", settings(), self.ranks)
             writer.save(4, self.fill)
             with pytest.raises(RuntimeError, match="No space left on device") as caught:
                 writer.wait()
             writer.close()
-        assert self.processes.is_main == ("rank 1" in str(caught.value))
+        assert self.ranks.is_main == ("rank 1" in str(caught.value))
         assert steps_in(self.folder / "full") == [2]
         assert contents(folder) == before
 

@@ -48,7 +48,7 @@ def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
     trainer.optimizer.masks_updates = True
     turns, collected, own_sums, counts = [], [], [], []
     turn, collect = trainer.turn, trainer.reporter.collect
-    train_one_step, sum_over_all = trainer.train_one_step, trainer.processes.sum_over_all
+    train_one_step, sum_over_all = trainer.train_one_step, trainer.ranks.sum_over_all
 
     def counted():
         turns.append(counted_turn(turn, trainer))
@@ -67,7 +67,7 @@ def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
         collect(step, gauges, make_line, *others)
 
     trainer.turn, trainer.train_one_step = counted, seen_step
-    trainer.processes.sum_over_all, trainer.reporter.collect = seen_sum, seen_report
+    trainer.ranks.sum_over_all, trainer.reporter.collect = seen_sum, seen_report
     trainer.run()
     lines = []
     for step, gauges, make_line in collected:

@@ -13,8 +13,8 @@ import paddle.distributed.fleet.base.topology as fleet_topology
 import paddle.nn.functional as F
 import pytest
 
-from paddle_vl.parallel.processes import FleetProcesses
 from paddle_vl.parallel.random_state import split_random
+from paddle_vl.parallel.ranks import FleetRanks
 from paddle_vl.parallel.topology import ParallelDegrees, Topology, initialize
 from paddle_vl.train.schedule import seed_step
 from tests.support.launch import launch, outcome_of, run_checks
@@ -58,19 +58,19 @@ def place(**degrees) -> dict:
 def dropout() -> dict:
     """Masks of 64 elements of two steps, in the order in which a layer would draw them."""
     fleet_topology._HYBRID_PARALLEL_GROUP = None
-    processes = FleetProcesses(initialize(ParallelDegrees(**DEGREES["dp_mp"])))
+    ranks = FleetRanks(initialize(ParallelDegrees(**DEGREES["dp_mp"])))
 
     def draw() -> list[float]:
         return F.dropout(paddle.ones([64])).tolist()
 
-    seed_step(3, 10, processes)
+    seed_step(3, 10, ranks)
     whole = draw()
     with split_random():
         split = draw()
-    seed_step(3, 11, processes)
+    seed_step(3, 11, ranks)
     masks = {"whole": whole, "split": split, "next step": draw()}
     # What was drawn on the way does not matter.
-    seed_step(3, 10, processes)
+    seed_step(3, 10, ranks)
     with split_random():
         split_first = draw()
     return masks | {"again": draw() + split_first}

@@ -183,7 +183,7 @@ def measure(degrees: dict) -> dict[str, Any]:
     from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
     from paddle_vl.families.qwen3_vl.recipe import model_shape
     from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
-    from paddle_vl.parallel.processes import FleetProcesses
+    from paddle_vl.parallel.ranks import FleetRanks
     from paddle_vl.parallel.topology import initialize
     from paddle_vl.train.layout import Layout, parallel_degrees
     from paddle_vl.train.optimizer import Optimizer
@@ -199,12 +199,12 @@ def measure(degrees: dict) -> dict[str, Any]:
     )
     config = Qwen3VLConfig.from_dict(model_settings(degrees))
     topology = initialize(parallel_degrees(run_config))
-    processes = FleetProcesses(topology)
+    ranks = FleetRanks(topology)
     layout = Layout(run_config, topology, model_shape(config), layer_costs(config))
     placement = layout.placement()
     model = Qwen3VLForConditionalGeneration.from_config(config, placement)
     store = layout.parameter_store(model)
-    runner = layout.runner(model, Qwen3VLStage, processes, VLLoss(), VLBatchAdapter())
+    runner = layout.runner(model, Qwen3VLStage, ranks, VLLoss(), VLBatchAdapter())
     named = list(model.hf_named_parameters())
     optimizer = Optimizer(named, run_config.train, set(), store, placement.parameter_table)
     batch = make_batch(config)
@@ -215,7 +215,7 @@ def measure(degrees: dict) -> dict[str, Any]:
     num_batches = MICRO_BATCHES if several else 1
     micro_batches = [counted(batch, runner.adapter)] * num_batches
     with recorded_phases() as recording:
-        train_step(runner, optimizer, micro_batches, 1e-3, processes)
+        train_step(runner, optimizer, micro_batches, 1e-3, ranks)
     calls = [call._replace(phase=PHASES[call.phase]) for call in recording.calls]
     parameters = sum(int(np.prod(parameter.shape)) for parameter in model.parameters())
     return {"calls": calls, "parameters": parameters}

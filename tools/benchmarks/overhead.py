@@ -76,23 +76,23 @@ def seconds_of(turns: int, do: Callable[[], object], wait: Callable[[], None]) -
 
 def metric_times(trainer: Trainer) -> dict[str, list[float]]:
     """Seconds of the messages of a step besides gradients, each alone."""
-    processes = trainer.processes
+    ranks = trainer.ranks
     terms_and_norm = paddle.rand([len(trainer.runner.loss.terms) + 1])
-    gauges = trainer.meter.gauges(processes.counts_data)
+    gauges = trainer.meter.gauges(ranks.counts_data)
 
     def gather() -> None:
-        copy = HostCopy(processes.gathered_values(local_values(gauges)))
+        copy = HostCopy(ranks.gathered_values(local_values(gauges)))
         GaugeLayout.of(gauges).reduced(copy.read())
 
     does = {
-        "message between hosts": lambda: processes.agree([1] * 8),
-        "all-reduce of losses and norm": lambda: processes.sum_over_all(terms_and_norm),
+        "message between hosts": lambda: ranks.agree([1] * 8),
+        "all-reduce of losses and norm": lambda: ranks.sum_over_all(terms_and_norm),
         "on logging steps: all-gather, read": gather,
     }
     times: dict[str, list[float]] = {name: [] for name in does}
     for _ in range(TRIES):
         for name, do in does.items():
-            times[name].append(seconds_of(1, do, processes.wait))
+            times[name].append(seconds_of(1, do, ranks.wait))
     return times
 
 
@@ -129,7 +129,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.nproc > 1:
         rounds = range(max(1, options.steps // every))
-        steps = [seconds_of(every, trainer.turn, trainer.processes.wait) for _ in rounds]
+        steps = [seconds_of(every, trainer.turn, trainer.ranks.wait) for _ in rounds]
         found["times"] = {"step": steps, **metric_times(trainer)}
     trainer.feed.close()
     trainer.reporter.close()

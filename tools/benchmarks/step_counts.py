@@ -21,7 +21,7 @@ from paddle_vl.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 # Files that read messages between hosts, or that only run on a CPU: not reads of the device.
-HOST_ONLY = ("parallel/processes.py", "nn/attention.py")
+HOST_ONLY = ("parallel/ranks.py", "nn/attention.py")
 NO_PHASE = "no phase"
 # Methods that read a tensor's values on the host; some call others.
 _READS = (

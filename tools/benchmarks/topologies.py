@@ -77,10 +77,10 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         trainer.turn()
     times = []
     for _ in range(options.steps):
-        trainer.processes.wait()
+        trainer.ranks.wait()
         begin = time.perf_counter()
         trainer.turn()
-        trainer.processes.wait()
+        trainer.ranks.wait()
         times.append(time.perf_counter() - begin)
     trainer.feed.close()
     trainer.reporter.close()

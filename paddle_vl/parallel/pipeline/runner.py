@@ -53,8 +53,11 @@ class ReservedRows(Protocol):
         tokens, visual: its token rows, and how many of them are visual.
     """
 
-    tokens: int
-    visual: int
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def visual(self) -> int: ...
 
 
 class PipelineRunner:

@@ -15,8 +15,8 @@ What differs from fleet, and why:
   over dp, which therefore leaves out the first step.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import paddle
@@ -31,6 +31,8 @@ from paddle_vl.parallel.sharding import fleet_buffers
 from paddle_vl.parallel.sharding.buckets import check_full_shape
 from paddle_vl.parallel.sharding.fleet_buffers import OrderedGathers, OrderedReductions
 from paddle_vl.parallel.topology import Topology
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class FleetSharding:
@@ -237,21 +239,21 @@ class FleetSharding:
         own[: values.size] = values
         return own
 
-    def numbers_of_all(self, own: Mapping[str, Tensor | None]) -> Callable[[str], Tensor]:
+    def numbers_of_all(self, own: Mapping[Key, Tensor | None]) -> Callable[[Key], Tensor]:
         """Non-negative scalars, each of which some ranks of the group have, with equal values.
 
         Args:
-            own: by name `[1]`, float32; None for those that this rank does not have.
+            own: by key `[1]`, float32; None for those that this rank does not have.
 
         Returns:
-            A function from name to scalar. Its first call is collective: one all-reduce (max).
+            A function from key to scalar. Its first call is collective: one all-reduce (max).
         """
-        found: dict[str, Tensor] = {}
+        found: dict[Key, Tensor] = {}
 
-        def find(name: str) -> Tensor:
+        def find(key: Key) -> Tensor:
             if not found:
                 found.update(zip(own, self._gathered_numbers(own.values()), strict=True))
-            return found[name]
+            return found[key]
 
         return find
 

@@ -24,7 +24,9 @@ class TrainingData(Protocol):
 
     epoch: int
     batches_consumed: int
-    skipped: dict[str, int]
+
+    @property
+    def skipped(self) -> dict[str, int]: ...
 
     def __len__(self) -> int: ...
 

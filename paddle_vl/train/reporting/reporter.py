@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from paddle_vl.config.schema import LoggingConfig
 from paddle_vl.files.named_errors import naming
-from paddle_vl.train.processes import SingleProcess
+from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, HostCopy, local_values
 from paddle_vl.train.reporting.run_files import (
     METRICS_FILE,
@@ -47,7 +47,7 @@ class Reporter:
     """Gathers and writes the metrics of a run.
 
     Args:
-        processes: ranks of the run; all of them collect, the first one writes.
+        ranks: ranks of the run; all of them collect, the first one writes.
 
     Attributes:
         bar: progress bar, which shows the last line; set by `open`.
@@ -56,19 +56,19 @@ class Reporter:
     bar: "ProgressBar"
     _writers: "ScalarWriters"
 
-    def __init__(self, config: LoggingConfig, output_dir: Path, processes: SingleProcess):
-        self._config, self._output_dir, self._processes = config, output_dir, processes
+    def __init__(self, config: LoggingConfig, output_dir: Path, ranks: SingleRank):
+        self._config, self._output_dir, self._ranks = config, output_dir, ranks
         self._file = MetricsFile(output_dir / METRICS_FILE)
         self._pending: _Pending | None = None
         self._is_open = False
 
     def open(self, step: int, num_steps: int) -> None:
         """Start after `step` completed steps; lines of later steps are removed."""
-        if self._processes.is_main:
+        if self._ranks.is_main:
             self._file.drop_after(step)
             report_to, lines = self._config.report_to, self._file.read()
             self._writers = ScalarWriters(report_to, self._output_dir, lines)
-        self.bar = ProgressBar(num_steps, step, self._processes.is_main, self._config.progress_bar)
+        self.bar = ProgressBar(num_steps, step, self._ranks.is_main, self._config.progress_bar)
         self._is_open = True
 
     def collect(
@@ -84,7 +84,7 @@ class Reporter:
             make_line: makes the metrics line of the reduced values.
             on_written: called on every rank after the line is written; may raise.
         """
-        copy = HostCopy(self._processes.gathered_values(local_values(gauges)))
+        copy = HostCopy(self._ranks.gathered_values(local_values(gauges)))
         self._pending = _Pending(step, copy, GaugeLayout.of(gauges), make_line, on_written)
 
     def write(self, step: int | None = None, entries: Line | None = None) -> None:
@@ -107,7 +107,7 @@ class Reporter:
             pending.on_written(values, line)
 
     def _write_line(self, line: Line) -> None:
-        if not self._processes.is_main:
+        if not self._ranks.is_main:
             return
         self._file.append(line)
         self._writers.write(line)
@@ -121,7 +121,7 @@ class Reporter:
             self.write()
         finally:
             self.bar.close()
-            if self._processes.is_main:
+            if self._ranks.is_main:
                 self._writers.close()
                 draw_loss_curve(self._file.read(), self._output_dir / CURVE_FILE)
 

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.checkpoint import (
     checkpoint_folders,
     checkpoint_name,
     partial_of,
     remove_folder,
 )
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.saving.commit import FolderWrite, WriteTimes, collect_ranks, commit, failure
 from paddle_vl.train.saving.snapshot import Fill, HostMemory, HostSnapshot, NoSnapshot
 from paddle_vl.train.saving.verify import examine
@@ -42,10 +42,8 @@ class CheckpointWriter:
         times: durations of the last complete write, on rank 0.
     """
 
-    def __init__(
-        self, output_dir: Path, train: TrainConfig, processes: SingleProcess = ONE_PROCESS
-    ):
-        self.output_dir, self.processes = output_dir, processes
+    def __init__(self, output_dir: Path, train: TrainConfig, ranks: SingleRank = ONE_RANK):
+        self.output_dir, self.ranks = output_dir, ranks
         self.pruner = Pruner(output_dir, train.save_total_limit, train.verify_checkpoint)
         self.is_overdue = False
         self.times: WriteTimes | None = None
@@ -64,7 +62,7 @@ class CheckpointWriter:
         Raises:
             RuntimeError: out of host memory.
         """
-        if self._is_async and self.processes.holds_model:
+        if self._is_async and self.ranks.holds_model:
             self._memory.prepare(num_bytes)
 
     def save(
@@ -85,7 +83,7 @@ class CheckpointWriter:
         """
         self.is_overdue = False
         target = self.output_dir / checkpoint_name(step)
-        if nonfinite_updates and self.processes.is_main:
+        if nonfinite_updates and self.ranks.is_main:
             logger.warning(
                 "%s is marked, as the last %d updates were skipped: "
                 "train.resume_from_checkpoint=auto passes it over, its path does not",
@@ -104,7 +102,7 @@ class CheckpointWriter:
 
     def put_off(self, step: int, nonfinite_updates: int) -> None:
         """Postpone a periodic checkpoint while updates are skipped."""
-        if not self.is_overdue and self.processes.is_main:
+        if not self.is_overdue and self.ranks.is_main:
             logger.warning(
                 "%s is put off: %d updates in a row were skipped, as a loss or the gradient norm "
                 "was not finite; it is written after the next update that is",
@@ -161,7 +159,7 @@ class CheckpointWriter:
             if write.error is not None:
                 if not write.is_told:
                     logger.warning("%s", write.error)
-            elif write.times is None and self.processes.is_main:
+            elif write.times is None and self.ranks.is_main:
                 logger.warning("%s was not completed", write.target)
         self._memory.clear()
 
@@ -180,26 +178,26 @@ class CheckpointWriter:
     ) -> None:
         begin = time.perf_counter()
         self.wait()
-        processes, partial = self.processes, partial_of(target)
+        ranks, partial = self.ranks, partial_of(target)
         if not self._ranks:
-            holders = processes.gathered(bool(processes.holds_model))
+            holders = ranks.gathered(bool(ranks.holds_model))
             self._ranks = [rank for rank, holds in enumerate(holders) if holds]
-        if processes.is_main:
+        if ranks.is_main:
             target.parent.mkdir(parents=True, exist_ok=True)
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir()
-        processes.wait()
+        ranks.wait()
         self._target = target
-        if processes.holds_model:
+        if ranks.holds_model:
             snapshot = HostSnapshot(self._memory) if self._is_async else NoSnapshot()
             try:
                 snapshot.take(fill, partial)
             except OSError as error:
                 raise failure(target, error) from error
-            write = FolderWrite(snapshot, target, processes.rank, begin)
+            write = FolderWrite(snapshot, target, ranks.rank, begin)
             write.reads_back = self._reads_back and prunes
-            if processes.is_main:
+            if ranks.is_main:
                 write.finish = self._finisher(write, step, nonfinite_updates, prunes)
             self._write = write
             write.start()
@@ -235,7 +233,7 @@ class CheckpointWriter:
     def _agree(self, write: FolderWrite | None, target: Path) -> None:
         """Raise on all ranks if one of them failed."""
         own = write.error if write is not None else None
-        errors = self.processes.gathered(None if own is None else str(own))
+        errors = self.ranks.gathered(None if own is None else str(own))
         failed = [rank for rank, error in enumerate(errors) if error is not None]
         if not failed:
             return

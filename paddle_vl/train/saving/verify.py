@@ -24,6 +24,7 @@ from paddle_vl.checkpoint.manifest import (
     shared_out,
 )
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.checkpoint import (
     MODEL_FILES,
     OPTIMIZER_STEM,
@@ -31,7 +32,6 @@ from paddle_vl.train.checkpoint import (
     load_state,
     missing_files,
 )
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 
 logger = logging.getLogger(__name__)
 # Files that a manifest must list: they determine what a resumed run does.
@@ -70,22 +70,20 @@ class Verdict:
         return [*self.problems, *marks]
 
 
-def examine(
-    checkpoint: Path, checksums: bool = True, processes: SingleProcess = ONE_PROCESS
-) -> Verdict:
+def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> Verdict:
     """Verify a checkpoint. Called by all ranks, which get the same verdict.
 
     Args:
         checksums: read all files; otherwise only presence and sizes are checked.
     """
     begin = time.perf_counter()
-    plans = processes.gathered(_plan(checkpoint) if processes.is_main else None)
+    plans = ranks.gathered(_plan(checkpoint) if ranks.is_main else None)
     plan = plans[0]
     problems, files = list(plan["problems"]), files_from_json(plan["files"])
     if not problems and files:
-        own = shared_out(files, processes.rank, len(plans))
-        problems = _found(damaged_files(checkpoint, own, checksums), processes)
-        if processes.is_main and checksums and not problems:
+        own = shared_out(files, ranks.rank, len(plans))
+        problems = _found(damaged_files(checkpoint, own, checksums), ranks)
+        if ranks.is_main and checksums and not problems:
             size = sum(file.size for file in files.values())
             logger.info(
                 "%s is verified: %.2f GB in %.1f s",
@@ -96,9 +94,7 @@ def examine(
     return Verdict(tuple(problems), plan["nonfinite_updates"], plan["has_manifest"])
 
 
-def check_pretrained(
-    folder: Path, checksums: bool = True, processes: SingleProcess = ONE_PROCESS
-) -> None:
+def check_pretrained(folder: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> None:
     """Compare the weights that a run starts from with their manifest, if there is one.
 
     Called by all ranks, which share the reading.
@@ -113,16 +109,16 @@ def check_pretrained(
         except RuntimeError as error:
             return {"files": {}, "problems": [str(error)]}
 
-    plans = processes.gathered(plan() if processes.is_main else None)
-    own = shared_out(files_from_json(plans[0]["files"]), processes.rank, len(plans))
-    problems = plans[0]["problems"] or _found(damaged_files(folder, own, checksums), processes)
+    plans = ranks.gathered(plan() if ranks.is_main else None)
+    own = shared_out(files_from_json(plans[0]["files"]), ranks.rank, len(plans))
+    problems = plans[0]["problems"] or _found(damaged_files(folder, own, checksums), ranks)
     if problems:
         raise RuntimeError(f"model.pretrained {damage_of_weights(folder, problems)}")
 
 
-def _found(own: list[str], processes: SingleProcess) -> list[str]:
+def _found(own: list[str], ranks: SingleRank) -> list[str]:
     """Findings of all ranks, the same list on each."""
-    return [problem for of_rank in processes.gathered(own) for problem in of_rank]
+    return [problem for of_rank in ranks.gathered(own) for problem in of_rank]
 
 
 def _plan(checkpoint: Path) -> dict[str, Any]:

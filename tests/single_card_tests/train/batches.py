@@ -6,7 +6,7 @@ import paddle
 from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.step import MicroBatch, ModelRunner, StepOutcome, StepTotals, counted
 from tests.support.tiny import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows
 
@@ -60,8 +60,8 @@ def micro_batches(*batches: dict) -> list[MicroBatch]:
     return [counted(batch, VLBatchAdapter()) for batch in batches]
 
 
-def vl_runner(model, processes: SingleProcess = ONE_PROCESS) -> ModelRunner:
-    return ModelRunner(model, VLLoss(), VLBatchAdapter(), processes)
+def vl_runner(model, ranks: SingleRank = ONE_RANK) -> ModelRunner:
+    return ModelRunner(model, VLLoss(), VLBatchAdapter(), ranks)
 
 
 def outcome(

@@ -12,8 +12,8 @@ from paddle_vl.checkpoint.writing import write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig, TrainConfig
 from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train import checkpoint as checkpoints
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 
 ARRAYS = {"a": np.arange(6, dtype=np.float32)}
@@ -72,16 +72,16 @@ def save_checkpoint(
     step: int,
     config: RunConfig | None = None,
     nonfinite_updates: int = 0,
-    processes: SingleProcess = ONE_PROCESS,
+    ranks: SingleRank = ONE_RANK,
     **changes: Any,
 ) -> Path:
     """One checkpoint by a writer of its own."""
-    with CheckpointWriter(output_dir, settings(**changes), processes) as writer:
+    with CheckpointWriter(output_dir, settings(**changes), ranks) as writer:
         fill = filled(step, config=config, nonfinite_updates=nonfinite_updates)
         return writer.save(step, fill, nonfinite_updates)
 
 
-class OneOfSeveral(SingleProcess):
+class OneOfSeveral(SingleRank):
     """A process whose messages go through the memory that it shares with others."""
 
     def __init__(self, rank, board, barrier):
@@ -98,7 +98,7 @@ class OneOfSeveral(SingleProcess):
         self.barrier.wait()
 
 
-def on_ranks(number: int, work: Callable[[SingleProcess], Any]) -> list[Any]:
+def on_ranks(number: int, work: Callable[[SingleRank], Any]) -> list[Any]:
     """What `work` returns or raises on each of so many ranks, which are threads."""
     board, barrier = [None] * number, threading.Barrier(number, timeout=10)
     results: list[Any] = [None] * number

@@ -16,8 +16,8 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.qwen3_vl.objective import VLLoss, expert_counts
+from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.processes import ONE_PROCESS, SingleProcess
 from tests.single_card_tests.train.batches import image_batch, split_batch, vl_runner
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 from tests.support.tiny import EXPERTS, tiny_model
@@ -31,24 +31,24 @@ FEW_EXPERTS = {
 }  # fmt: skip
 
 
-class OneOfTwo(SingleProcess):
+class OneOfTwo(SingleRank):
     """A process whose data is one of two parts; the other has the same numbers."""
 
     data_size = 2
 
 
-@pytest.mark.parametrize("processes", [ONE_PROCESS, OneOfTwo()], ids=["alone", "one of two"])
-def test_a_steps_loss_has_the_mean_of_the_auxiliary_losses(processes):
+@pytest.mark.parametrize("ranks", [ONE_RANK, OneOfTwo()], ids=["alone", "one of two"])
+def test_a_steps_loss_has_the_mean_of_the_auxiliary_losses(ranks):
     parts, model, expected = split_batch(TEXTS, PROMPTS), tiny_model(**SETTINGS), 0.0
-    targets = 8 * processes.data_size
+    targets = 8 * ranks.data_size
     for part in parts:
         output = model(**part)
-        share = len(parts) * processes.data_size
+        share = len(parts) * ranks.data_size
         expected += output.loss_sum / targets + WEIGHT * output.aux_loss / share
     expected.backward()
     wanted = {name: p.grad.numpy() for name, p in model.hf_named_parameters()}
     model = tiny_model(**SETTINGS)
-    terms = vl_runner(model, processes).accumulate_gradients(parts, [targets])
+    terms = vl_runner(model, ranks).accumulate_gradients(parts, [targets])
     assert terms.item() == pytest.approx(float(expected), rel=1e-6)
     for name, parameter in model.hf_named_parameters():
         scale = np.abs(wanted[name]).max()

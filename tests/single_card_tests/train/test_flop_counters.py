@@ -11,9 +11,9 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.build import run_family
 from paddle_vl.train.freeze import freeze_parameters, trained_names
-from paddle_vl.train.processes import ONE_PROCESS
 from tests.single_card_tests.train.tiny_policy_run import MODEL, write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.counted_products import counted_products
@@ -59,7 +59,7 @@ def prepared(path: Path, *overrides: str):
     trained = trained_names(shapes, config.model.freeze, trainable, family.parts)
     freeze_parameters(family.named_parameters(model), trained, shapes)
     model.materialize_all()
-    with family.train_loader(built.collator, ONE_PROCESS) as batches:
+    with family.train_loader(built.collator, ONE_RANK) as batches:
         batch = next(iter(batches))
     return family, built, family.flop_counter(model, trained), batch
 

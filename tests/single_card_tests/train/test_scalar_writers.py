@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.config.schema import LoggingConfig
-from paddle_vl.train.processes import ONE_PROCESS
+from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.reporting.reporter import Reporter, ScalarWriters
 from paddle_vl.train.reporting.run_files import METRICS_FILE, MetricsFile, numbers_of, tag_of
 
@@ -101,7 +101,7 @@ def test_run_that_goes_on_gives_its_writers_the_lines_it_keeps(tmp_path):
     for line in [*LINES, {"step": 4, "loss": 9.0}]:
         file.append(line)
     config = LoggingConfig(report_to=["tensorboard"], progress_bar=False)
-    reporter = Reporter(config, tmp_path, ONE_PROCESS)
+    reporter = Reporter(config, tmp_path, ONE_RANK)
     reporter.open(3, 10)
     reporter.write(5, {"eval_loss": 0.5})
     reporter.close()
