@@ -58,14 +58,14 @@ class Checks:
     def __init__(self, folder: str):
         topology = initialize(ParallelDegrees(mp_degree=RANKS))
         self.folder, self.ranks = Path(folder), FleetRanks(topology)
-        self.ranks, self.group = FleetCheckpointRanks.of(topology), topology.mp_group
+        self.checkpoint_ranks, self.group = FleetCheckpointRanks.of(topology), topology.mp_group
 
     def fill(self, folder, write) -> None:
         if self.ranks.is_main:
             filled(2)(folder, lambda *arguments: None)
         for stem in ("model", "optimizer"):
             tensors = parts_of(self.group)
-            writing.write_tensors(folder, stem, tensors, 1 << 30, self.ranks, write)
+            writing.write_tensors(folder, stem, tensors, 1 << 30, self.checkpoint_ranks, write)
 
     def save(self, name: str, **changes) -> Path:
         with CheckpointWriter(self.folder / name, settings(**changes), self.ranks) as writer:
