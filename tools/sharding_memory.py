@@ -24,6 +24,7 @@ shards of frozen ones beside them. Activations, collectives in flight and paddin
 temporary memory of a unit is `passing_bytes`.
 """
 
+import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -272,6 +273,7 @@ def table_rows(model: ModelElements, num_ranks: int) -> list[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     print(
         "| stage | parameters | float32 copies | moments | between steps | gradients "
         "| temporary | at the peak |"

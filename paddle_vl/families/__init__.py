@@ -1,1 +1,1 @@
-"""The model families, one folder each; `registry` knows their names."""
+"""The model families, one folder each, and what they have in common: the protocol `base.Family`."""

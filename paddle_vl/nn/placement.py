@@ -5,7 +5,7 @@ A model gets a `Placement`. It builds the layers that tensor parallelism shards 
 region, and asks `placement.stage_layers` which layers its pipeline stage has. It knows no rank
 beyond that. `paddle_vl.parallel.tensor` has the versions for several ranks.
 
-One module of more than 350 lines, since it is the whole interface that a new model has to know.
+Over 350 lines, since it is the whole interface that a new model has to know.
 """
 
 from collections.abc import Callable, Mapping, Sequence
