@@ -3,9 +3,10 @@
     python tools/trace_batch.py
 
 It trains one step of a tiny run in a temporary folder, the loader in the same process, and watches
-every call. A file counts when one of its functions is given a piece of the batch or returns one: a
-line of the data file, a picture, an array or a tensor. Reports, checkpoints and signals are thereby
-left out, and so is what only sees sizes and settings.
+every call until the parameters are updated. A file counts when one of its functions is given a
+piece of the batch, or gets one back from a call: a line of the data file, a picture, an array or a
+tensor. What only sees sizes and settings is left out. Operations run in their plain form; on a
+device with a kernel in `nn/cpu` or `nn/gpu` the kernel runs in its place.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from PIL import Image
 import paddle_vl
 from faults.tiny_run import write_tiny_run
 from paddle_vl.config.load import load_run_config
+from paddle_vl.nn.operations import use_kernels
 from paddle_vl.train.build import build_trainer
 
 PACKAGE = Path(paddle_vl.__file__).parent
@@ -42,6 +44,7 @@ class PassedFiles:
 
     first: dict[str, str] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
+    is_updated: bool = False
 
     def watch(self, frame: FrameType, event: str, value: Any) -> None:
         """For `sys.setprofile`."""
@@ -50,13 +53,27 @@ class PassedFiles:
         file = frame.f_code.co_filename
         if not file.startswith(f"{PACKAGE}{os.sep}"):
             return
-        name = Path(file).relative_to(PACKAGE).as_posix()
+        if event == "return" and frame.f_code.co_name == "train_step":
+            self.is_updated = True
+        if self.is_updated:
+            return
+        name = _file_of(frame)
         if event == "call":
             self.calls[name] = self.calls.get(name, 0) + 1
-        if name not in self.first and _carries(_values(frame, event, value)):
-            # Qualified names came with Python 3.11.
-            code = frame.f_code
-            self.first[name] = getattr(code, "co_qualname", code.co_name)
+        caller = frame.f_back if event == "return" else None
+        is_called_here = caller is not None and caller.f_code.co_filename.startswith(str(PACKAGE))
+        files = {name, _file_of(caller)} if caller is not None and is_called_here else {name}
+        if not files <= self.first.keys() and _carries(_values(frame, event, value)):
+            for each, at in ((name, frame), *([(_file_of(caller), caller)] if caller else [])):
+                if each in files:
+                    # Qualified names came with Python 3.11.
+                    code = at.f_code
+                    self.first.setdefault(each, getattr(code, "co_qualname", code.co_name))
+
+
+def _file_of(frame: FrameType) -> str:
+    file = Path(frame.f_code.co_filename)
+    return file.relative_to(PACKAGE).as_posix() if file.is_relative_to(PACKAGE) else ""
 
 
 def _values(frame: FrameType, event: str, value: Any) -> list[Any]:
@@ -69,7 +86,7 @@ def _values(frame: FrameType, event: str, value: Any) -> list[Any]:
     return [frame.f_locals[name] for name in names if name != "self" and name in frame.f_locals]
 
 
-def _carries(values: Any, depth: int = 3) -> bool:
+def _carries(values: Any, depth: int = 6) -> bool:
     """Whether a piece of a batch is among some values or in what they hold."""
     for value in values:
         if isinstance(value, _PIECES):
@@ -99,11 +116,13 @@ def passed_files() -> PassedFiles:
         config = load_run_config(write_tiny_run(Path(folder)), settings)
         trainer = build_trainer(config, writes=False)
         with contextlib.closing(trainer.feed):
-            trainer.train_one_step()
+            with use_kernels("plain"):
+                trainer.train_one_step()
             threading.setprofile(passed.watch)
             sys.setprofile(passed.watch)
             try:
-                trainer.train_one_step()
+                with use_kernels("plain"):
+                    trainer.train_one_step()
             finally:
                 sys.setprofile(None)
                 threading.setprofile(None)

@@ -11,24 +11,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.schema import Batch
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import ModelShape
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.flops import FlopCounter
-from paddle_vl.nn.loss import Loss
 from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Placement
 
-BatchT = TypeVar("BatchT", bound=Batch)
 # Relative cost of every decoder layer, of what comes before them, and of what comes after them.
 LayerCosts = tuple[Sequence[float], float, float]
 
@@ -71,72 +67,6 @@ class TrainableModel(Protocol):
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Unsharded shape of every parameter of the full model, by checkpoint key."""
         ...
-
-
-class BatchAdapter(ABC, Generic[BatchT]):
-    """What the trainer asks about a batch, and how a batch reaches the model.
-
-    A batch that needs an optional branch of the model (a vision tower, an optional part of the
-    prompt) may have to run in step with ranks whose batches do not: `optional_branches` says what a
-    batch needs, `synchronized` gives the batch to run once all ranks' needs are known.
-    """
-
-    @abstractmethod
-    def counts(self, batch: BatchT) -> list[int]:
-        """What a batch adds to the divisor of each loss term."""
-
-    @abstractmethod
-    def num_samples(self, batch: BatchT) -> int: ...
-
-    @abstractmethod
-    def idle_batch(self, model: Any) -> BatchT:
-        """A batch that adds 0 to every count, for a rank that has no batch left."""
-
-    def num_tokens(self, batch: BatchT) -> int:
-        """Tokens without padding; 0 where throughput is not measured in tokens."""
-        return 0
-
-    def num_packed_places(self, batch: BatchT) -> int:
-        """Token capacity of packed rows, padding included; 0 without packing."""
-        return 0
-
-    def lengths(self, batch: BatchT) -> list[int]:
-        """Tokens of each sample without padding; empty where tokens are not counted."""
-        return []
-
-    def optional_branches(self, batch: BatchT) -> list[bool]:
-        """Whether the batch needs each optional branch of the model."""
-        return []
-
-    def prepared(self, batch: BatchT) -> BatchT:
-        """The batch with what has to be read on the host before arrays leave it."""
-        return batch
-
-    def is_for_device(self, name: str) -> bool:
-        """Whether the model computes with a field; other fields stay on the host."""
-        return True
-
-    def synchronized(self, batch: BatchT, needed: Sequence[int], model: Any) -> BatchT:
-        """The batch as this rank runs it.
-
-        Args:
-            needed: for each optional branch the number of data-parallel ranks whose batch needs it.
-        """
-        return batch
-
-    def to_device(self, batch: BatchT) -> BatchT:
-        """The batch with tensors in place of the arrays that the model computes with."""
-        moved = {
-            name: paddle.to_tensor(value)
-            if isinstance(value, np.ndarray) and self.is_for_device(name)
-            else value
-            for name, value in batch.items()
-        }
-        return cast(BatchT, moved)
-
-    def forward(self, model: Any, batch: BatchT) -> Any:
-        """The model's output for a batch on the device."""
-        return model(**batch)
 
 
 @dataclass(frozen=True)
@@ -285,7 +215,7 @@ class Family(ABC):
         fields: optional fields of the data, which must be the same on all ranks.
         sample_kind: what a batch is counted in, for messages.
         train_data, eval_data: samples; None without evaluation data.
-        loss: see `paddle_vl.nn.loss.Loss`.
+        loss: see `paddle_vl.nn.objective.Loss`.
     """
 
     config: RunConfig

@@ -2,7 +2,7 @@
 
 Every operation is written in plain Paddle operations, correct on any device and in a traced
 program. `paddle_vl.nn.cpu` and `paddle_vl.nn.gpu` register faster kernels behind the same
-functions, see `paddle_vl.nn.kernels`. Nothing here depends on a rank.
+functions, see `paddle_vl.nn.operations`. Nothing here depends on a rank.
 """
 
 # Importing them registers their kernels.

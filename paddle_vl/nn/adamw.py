@@ -10,6 +10,12 @@ from paddle import Tensor
 STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 
 
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """What the optimizer takes as a tensor's gradient: fleet's float32 `main_grad`, or its own."""
+    main = getattr(tensor, "main_grad", None)
+    return tensor.grad if main is None else main
+
+
 class AdamW(paddle.optimizer.AdamW):
     """AdamW whose step updates float32 master weights in place of half-precision parameters.
 

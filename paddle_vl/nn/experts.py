@@ -19,7 +19,7 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Normal
 
-from paddle_vl.nn.kernels import operation
+from paddle_vl.nn.operations import operation
 
 
 class Dispatch(NamedTuple):

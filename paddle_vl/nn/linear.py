@@ -18,8 +18,8 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.nn.initializer import Constant, Initializer, Normal
 
-from paddle_vl.nn.kernels import operation
 from paddle_vl.nn.lora import LowRank, LowRankSettings
+from paddle_vl.nn.operations import operation
 
 
 @contextmanager

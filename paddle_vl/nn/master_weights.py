@@ -80,12 +80,6 @@ def master_copy(parameter: Tensor, value: Tensor) -> Tensor:
     return copy
 
 
-def gradient_of(tensor: Tensor) -> Tensor | None:
-    """What the optimizer takes as a tensor's gradient: fleet's float32 `main_grad`, or its own."""
-    main = getattr(tensor, "main_grad", None)
-    return tensor.grad if main is None else main
-
-
 class WideGradients:
     """Float32 accumulation of half-precision gradients over the micro-batches of a step.
 

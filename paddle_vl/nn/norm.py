@@ -13,7 +13,7 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Constant
 
-from paddle_vl.nn.kernels import column_sum, operation, row_sum
+from paddle_vl.nn.operations import column_sum, operation, row_sum
 
 
 @operation

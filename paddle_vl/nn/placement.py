@@ -17,7 +17,6 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.functional import RowDropout, token_loss
 from paddle_vl.nn.linear import (
     AdaptableLinear,
     Columns,
@@ -28,6 +27,7 @@ from paddle_vl.nn.linear import (
     VocabHead,
 )
 from paddle_vl.nn.lora import LowRankSettings
+from paddle_vl.nn.operations import RowDropout, token_loss
 from paddle_vl.nn.parameter_table import REPLICATED, ParameterTable, Tie
 
 # Pixels and grid of items (images, videos) to merged rows `[M, D]` and G levels of `[M, D]`.
@@ -193,7 +193,7 @@ class RegionOps:
         return encode(None)
 
     def token_loss(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed cross entropy and target count, see `paddle_vl.nn.loss.token_loss`."""
+        """Summed cross entropy and target count, see `paddle_vl.nn.operations.token_loss`."""
         return token_loss(logits_TV, targets_T)
 
 

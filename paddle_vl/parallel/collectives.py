@@ -23,7 +23,7 @@ from paddle.distributed.fleet.utils.hybrid_parallel_util import (
     fused_allreduce_gradients_with_group,
 )
 
-from paddle_vl.nn.master_weights import gradient_of
+from paddle_vl.nn.adamw import gradient_of
 from paddle_vl.nn.parameter_table import ParamSpec
 
 # Elements per collective: large enough to hide latency, small beside a model.

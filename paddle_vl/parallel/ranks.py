@@ -24,7 +24,7 @@ class SingleRank:
     """World size 1.
 
     Attributes:
-        rank: global rank.
+        rank, world_size: global rank, and number of ranks.
         is_main: whether this rank writes files and logs; True on rank 0.
         holds_model: whether this rank takes part in saving the model; one data-parallel replica
             does.
@@ -39,6 +39,7 @@ class SingleRank:
 
     is_main = True
     rank = 0
+    world_size = 1
     holds_model = True
     counts_data = True
     counts_losses = True
@@ -102,7 +103,8 @@ class FleetRanks(SingleRank):
 
     def __init__(self, topology: Topology):
         self.topology = topology
-        self.rank, self.is_main = topology.rank, topology.rank == 0
+        self.rank, self.world_size = topology.rank, topology.world_size
+        self.is_main = topology.rank == 0
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
         # The first replica; with expert parallelism the first dp ranks that have all experts.
         self.holds_model = topology.dp_rank < topology.degrees.ep_degree

@@ -26,7 +26,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.nn.functional import IGNORE_INDEX, slice_axis
+from paddle_vl.nn.operations import IGNORE_INDEX, slice_axis
 from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
 from paddle_vl.parallel.collectives import all_gathered, all_reduced, divide_gradient
 

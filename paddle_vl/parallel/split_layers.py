@@ -20,8 +20,8 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 from paddle.nn.initializer import Normal
 
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.functional import slice_axis
 from paddle_vl.nn.linear import AdaptableLinear, Columns, Linear, linear, mark_fused, split_columns
+from paddle_vl.nn.operations import slice_axis
 
 
 class _FusedColumns(nn.Layer):

@@ -18,9 +18,9 @@ from paddle.distributed.fleet.meta_parallel import VocabParallelEmbedding
 from paddle.nn.initializer import Normal
 
 from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.functional import RowDropout
 from paddle_vl.nn.linear import AdaptableLinear, Columns, VocabHead
 from paddle_vl.nn.lora import LowRankSettings
+from paddle_vl.nn.operations import RowDropout
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
 from paddle_vl.nn.placement import (
     CheckpointRanks,

@@ -5,7 +5,7 @@ from itertools import chain, islice, repeat
 
 from paddle_vl.batch.schema import Batch
 from paddle_vl.families.base import MeanLosses
-from paddle_vl.nn.loss import weighted_loss, zero_terms
+from paddle_vl.nn.objective import weighted_loss, zero_terms
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.step import Runner
 

@@ -10,9 +10,8 @@ from paddle import nn
 from paddle_vl.config.families import ModelShape
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.families.base import BatchAdapter
-from paddle_vl.nn.loss import Loss
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
+from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner

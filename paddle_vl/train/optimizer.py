@@ -17,9 +17,9 @@ from paddle.base import framework
 from paddle_vl.checkpoint.rules import SharedArray
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.nn.adamw import STATES, AdamW
+from paddle_vl.nn.adamw import STATES, AdamW, gradient_of
 from paddle_vl.nn.linear import fused_columns, names_by_parameter, whole_slices
-from paddle_vl.nn.master_weights import MasterWeights, ParameterStore, gradient_of
+from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Tie
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.parallel.sharding import FleetSharding

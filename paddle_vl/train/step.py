@@ -12,9 +12,8 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.schema import Batch
-from paddle_vl.families.base import BatchAdapter
-from paddle_vl.nn.loss import Loss, zero_terms
 from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.objective import BatchAdapter, Loss, zero_terms
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase
@@ -267,7 +266,8 @@ def train_step(
     terms = runner.accumulate_gradients(batches, totals.counts, store)
     with phase(Phase.GRADIENT_SUM):
         store.end_backward()
-        ranks.sum_gradients(optimizer.tensors_with_specs)
+        if ranks.world_size > 1:
+            ranks.sum_gradients(optimizer.tensors_with_specs)
     with phase(Phase.CLIP):
         terms, norm = _summed(terms, optimizer, ranks)
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)

@@ -13,9 +13,9 @@ import paddle
 import paddle.nn.functional as F
 
 from paddle_vl.nn import experts
+from paddle_vl.nn.attention import rotate_half
 from paddle_vl.nn.cpu import attention
-from paddle_vl.nn.kernels import column_sum, row_sum
-from paddle_vl.nn.rope import rotate_half
+from paddle_vl.nn.operations import column_sum, row_sum
 
 
 @dataclass

@@ -15,7 +15,7 @@ import paddle
 import pytest
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.kernels import OPERATIONS, use_kernels
+from paddle_vl.nn.operations import OPERATIONS, use_kernels
 
 # Kernels for GPUs: traced as one operator of the dtype of its first tensor, as they are there.
 KERNELS = (

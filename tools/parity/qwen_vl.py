@@ -17,7 +17,7 @@ import paddle
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.batch.positions import mrope_position_ids, restart_offsets, vision_layout
 from paddle_vl.batch.visual_index import host_visual_indices
-from paddle_vl.nn.rope import vision_cos_sin
+from paddle_vl.nn.attention import vision_cos_sin
 from parity.comparison import CaseReport
 from parity.golden import GoldenCase, GoldenFolders
 from parity.qwen_vl_processor import compare_processor

@@ -14,8 +14,8 @@ from paddle import Tensor, nn
 from paddle_vl.families.pi07.engine_config import Gemma3TextConfig, GemmaExpertConfig
 from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, Rotary
 from paddle_vl.nn.attention import AttentionMask, masked_attention
-from paddle_vl.nn.functional import activation
 from paddle_vl.nn.linear import Columns
+from paddle_vl.nn.operations import activation
 from paddle_vl.nn.placement import Placement
 
 # Keys and values `[B, S, K, H]`; keys are normalized and rotated.

@@ -10,9 +10,9 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Constant, Uniform
 
+from paddle_vl.nn.attention import apply_rotary
 from paddle_vl.nn.linear import Linear, linear
 from paddle_vl.nn.norm import gemma_rms_norm, rms_quotient
-from paddle_vl.nn.rope import apply_rotary
 
 PAD_ID = 0
 

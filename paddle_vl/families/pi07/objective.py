@@ -15,11 +15,10 @@ from paddle import Tensor, nn
 from paddle_vl.batch.schema import Batch
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.worker_pool import Collator
-from paddle_vl.families.base import BatchAdapter
 from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
 from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
-from paddle_vl.nn.loss import Loss
+from paddle_vl.nn.objective import BatchAdapter, Loss
 
 
 class PolicyLoss(Loss):

@@ -44,7 +44,7 @@ from paddle_vl.families.pi07.prefix_layout import (
     presence_of,
 )
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
-from paddle_vl.nn.functional import IGNORE_INDEX
+from paddle_vl.nn.operations import IGNORE_INDEX
 from paddle_vl.nn.placement import Placement
 
 _BOS = "<bos>"

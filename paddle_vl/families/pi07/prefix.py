@@ -24,8 +24,8 @@ from paddle_vl.families.pi07.prefix_layout import (
     real_frames,
 )
 from paddle_vl.families.pi07.vision import VideoEncoder
-from paddle_vl.nn.functional import slice_axis
 from paddle_vl.nn.linear import Embedding
+from paddle_vl.nn.operations import slice_axis
 from paddle_vl.nn.placement import Placement
 
 

@@ -20,9 +20,9 @@ from paddle.nn.initializer import Constant, Normal
 from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
 from paddle_vl.families.pi07.layers import GemmaRMSNorm
 from paddle_vl.nn.attention import AttentionMask, masked_attention, segment_attention
-from paddle_vl.nn.functional import activation, slice_axis
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.norm import LayerNorm
+from paddle_vl.nn.operations import activation, slice_axis
 from paddle_vl.nn.placement import Placement
 
 # Shortest and longest period of the code of a frame's age, in frames.

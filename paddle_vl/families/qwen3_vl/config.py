@@ -22,7 +22,7 @@ from paddle_vl.families.qwen3_vl.text_config import (
 from paddle_vl.files.checked_values import Range, check_mapping, check_values
 from paddle_vl.files.hub_keys import INERT_KEYS
 from paddle_vl.files.json_file import read_json_object, shown
-from paddle_vl.nn.functional import ACTIVATIONS
+from paddle_vl.nn.operations import ACTIVATIONS
 
 _MOE_TYPE = "qwen3_vl_moe"
 _VISION_RANGES = {

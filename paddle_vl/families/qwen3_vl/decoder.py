@@ -16,12 +16,11 @@ from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
 from paddle_vl.families.qwen3_vl.moe import LoadBalance, SparseMoE
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
-from paddle_vl.nn.attention import MASKED_SCORE, PackedSamples, causal_attention
-from paddle_vl.nn.functional import swiglu
+from paddle_vl.nn.attention import MASKED_SCORE, PackedSamples, apply_rotary, causal_attention
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.norm import RMSNorm
+from paddle_vl.nn.operations import swiglu
 from paddle_vl.nn.placement import Placement
-from paddle_vl.nn.rope import apply_rotary
 
 
 class KeyValueCache:

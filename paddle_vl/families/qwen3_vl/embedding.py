@@ -18,8 +18,8 @@ from paddle_vl.batch.visual_index import (
     compute_visual_indices,
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+from paddle_vl.nn.attention import mrope_cos_sin
 from paddle_vl.nn.placement import Placement
-from paddle_vl.nn.rope import mrope_cos_sin
 
 
 def decoder_positions(config: Qwen3VLConfig, dict_args: dict[str, Any]) -> dict[str, Any]:

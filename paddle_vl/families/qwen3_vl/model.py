@@ -29,7 +29,7 @@ from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 from paddle_vl.families.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.attention import PackedSamples
-from paddle_vl.nn.functional import next_token_targets
+from paddle_vl.nn.operations import next_token_targets
 from paddle_vl.nn.placement import Placement
 
 Array = np.ndarray | Tensor

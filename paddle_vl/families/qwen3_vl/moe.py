@@ -12,7 +12,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
-from paddle_vl.nn.kernels import column_sum
+from paddle_vl.nn.operations import column_sum
 from paddle_vl.nn.placement import Placement
 
 

@@ -14,9 +14,8 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.positions import real_lengths
 from paddle_vl.batch.schema import VLBatch
-from paddle_vl.families.base import BatchAdapter
 from paddle_vl.families.qwen3_vl.model import Qwen3VLOutput
-from paddle_vl.nn.loss import Loss
+from paddle_vl.nn.objective import BatchAdapter, Loss
 
 _HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})
 

@@ -16,11 +16,10 @@ from paddle.nn.initializer import Normal
 
 from paddle_vl.batch.positions import VisionLayout
 from paddle_vl.families.qwen3_vl.config import Qwen3VLVisionConfig
-from paddle_vl.nn.attention import segment_attention
-from paddle_vl.nn.functional import activation
+from paddle_vl.nn.attention import apply_rotary, segment_attention, vision_cos_sin
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.norm import LayerNorm
-from paddle_vl.nn.rope import apply_rotary, vision_cos_sin
+from paddle_vl.nn.operations import activation
 
 
 class VisionFeatures(NamedTuple):

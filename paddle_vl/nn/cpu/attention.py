@@ -26,7 +26,7 @@ from paddle_vl.nn.attention import (
     eager_or_sdpa_attention,
     equal_segments_attention,
 )
-from paddle_vl.nn.kernels import row_sum
+from paddle_vl.nn.operations import row_sum
 
 _QUERY_BLOCK = 128
 

@@ -11,10 +11,10 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
+from paddle_vl.nn.attention import rotate_half
 from paddle_vl.nn.experts import grouped_linear
-from paddle_vl.nn.kernels import column_sum, row_sum
 from paddle_vl.nn.linear import biased_linear
-from paddle_vl.nn.rope import rotate_half
+from paddle_vl.nn.operations import column_sum, row_sum
 
 
 @row_sum.register("cpu")

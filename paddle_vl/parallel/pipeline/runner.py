@@ -17,8 +17,8 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.schema import Batch
-from paddle_vl.nn.loss import Loss, zero_terms
 from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.objective import Loss, zero_terms
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.engine import Engine
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, evaluated_batches
@@ -72,7 +72,7 @@ class PipelineRunner:
         chunks: all chunks of the model in order; this stage runs its own.
         stage: number of this stage.
         dtype: of the rows between chunks.
-        loss: see `paddle_vl.nn.loss`.
+        loss: see `paddle_vl.nn.objective`.
         adapter: of the model's batches, for the trainer.
         data_size: data shards, each with its own pipeline.
         reserved: the largest micro-batch of training, if that is fixed.

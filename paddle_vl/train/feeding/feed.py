@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from paddle_vl.batch.schema import Batch
-from paddle_vl.families.base import BatchAdapter
+from paddle_vl.nn.objective import BatchAdapter
 from paddle_vl.train.feeding.device_copies import DeviceCopies
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.step import MicroBatch, counted

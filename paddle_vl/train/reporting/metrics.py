@@ -30,7 +30,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.nn.loss import Loss, weighted_loss
+from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints
 from paddle_vl.train.reporting.gauges import Gauge
 from paddle_vl.train.step import MicroBatch, StepOutcome

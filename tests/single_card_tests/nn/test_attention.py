@@ -20,7 +20,7 @@ from paddle_vl.nn.attention import (
     segment_attention,
 )
 from paddle_vl.nn.cpu.attention import packed_blocks
-from paddle_vl.nn.kernels import use_kernels
+from paddle_vl.nn.operations import use_kernels
 from tests.single_card_tests.nn.flash_kernel import FlashKernel
 
 

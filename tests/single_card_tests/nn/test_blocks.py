@@ -14,21 +14,21 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
-from paddle_vl.nn.functional import (
+from paddle_vl.nn.attention import (
+    apply_rotary,
+    interleaved_mrope_axis,
+    inverse_frequencies,
+    mrope_cos_sin,
+)
+from paddle_vl.nn.linear import Linear, VocabHead, linear
+from paddle_vl.nn.norm import layer_norm, rms_norm
+from paddle_vl.nn.operations import (
     RowDropout,
     activation,
     next_token_targets,
     swiglu,
     token_loss,
-)
-from paddle_vl.nn.kernels import use_kernels
-from paddle_vl.nn.linear import Linear, VocabHead, linear
-from paddle_vl.nn.norm import layer_norm, rms_norm
-from paddle_vl.nn.rope import (
-    apply_rotary,
-    interleaved_mrope_axis,
-    inverse_frequencies,
-    mrope_cos_sin,
+    use_kernels,
 )
 from tests.support.tolerance import BLOCK
 

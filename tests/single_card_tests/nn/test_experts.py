@@ -18,7 +18,7 @@ from paddle_vl.nn.experts import (
     sort_by_expert,
     unpermute_rows,
 )
-from paddle_vl.nn.kernels import use_kernels
+from paddle_vl.nn.operations import use_kernels
 from tests.support.tiny import forbid_host_reads
 
 KERNELS = ["cpu", "plain", "gpu"]

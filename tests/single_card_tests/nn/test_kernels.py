@@ -9,15 +9,15 @@ cases.
 import paddle
 import pytest
 
-from paddle_vl.nn import kernels
-from paddle_vl.nn.kernels import OPERATIONS, operation, use_kernels
+from paddle_vl.nn import operations
 from paddle_vl.nn.norm import rms_norm
+from paddle_vl.nn.operations import OPERATIONS, operation, use_kernels
 
 
 @pytest.fixture
 def doubled(monkeypatch):
     """An operation that says which implementation ran."""
-    monkeypatch.setattr(kernels, "OPERATIONS", [])
+    monkeypatch.setattr(operations, "OPERATIONS", [])
 
     @operation
     def doubled(x, more=0):

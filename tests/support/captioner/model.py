@@ -34,10 +34,10 @@ from paddle_vl.checkpoint.rules import (
 from paddle_vl.checkpoint.safetensors_io import FileWriter, write_file
 from paddle_vl.checkpoint.writing import save_parameters
 from paddle_vl.nn.attention import causal_attention
-from paddle_vl.nn.functional import next_token_targets, swiglu
 from paddle_vl.nn.linear import Columns, Embedding, Linear, default_dtype, separate
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.norm import RMSNorm
+from paddle_vl.nn.operations import next_token_targets, swiglu
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 from tests.support.captioner.inputs import CaptionBatch
 

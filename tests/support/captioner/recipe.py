@@ -11,7 +11,6 @@ from paddle_vl.config.families import ModelShape, model_values
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.base import (
-    BatchAdapter,
     BuiltModel,
     Evaluation,
     EvaluationOptions,
@@ -22,7 +21,7 @@ from paddle_vl.families.base import (
 )
 from paddle_vl.families.flops import FlopCounter, Operations
 from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer
-from paddle_vl.nn.loss import Loss
+from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Placement
 from tests.support.captioner.inputs import (
     END,

@@ -20,7 +20,7 @@ from paddle_vl.families.pi07.decoder import (
 )
 from paddle_vl.nn import attention
 from paddle_vl.nn.attention import AttentionMask, masked_attention
-from paddle_vl.nn.kernels import use_kernels
+from paddle_vl.nn.operations import use_kernels
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
 from tests.single_card_tests.nn.flash_kernel import FlashKernel

@@ -14,7 +14,7 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddle_vl.nn.kernels import use_kernels
+from paddle_vl.nn.operations import use_kernels
 from parity.comparison import CaseReport
 from parity.pi07 import run_cases
 from parity.pi07_golden import GoldenFolders

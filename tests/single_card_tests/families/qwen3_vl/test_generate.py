@@ -12,7 +12,7 @@ import pytest
 
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.nn import attention
-from paddle_vl.nn.kernels import use_kernels
+from paddle_vl.nn.operations import use_kernels
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from tests.single_card_tests.nn.flash_kernel import FlashKernel
 from tests.support.tiny import IMAGE, patches, tiny_config, tiny_model, token_rows

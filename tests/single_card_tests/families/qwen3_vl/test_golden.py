@@ -17,7 +17,7 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddle_vl.nn.kernels import use_kernels
+from paddle_vl.nn.operations import use_kernels
 from parity.comparison import CaseReport
 from parity.golden import GoldenFolders
 from parity.qwen_vl import run_cases

@@ -1,0 +1,191 @@
+"""Operations with a plain implementation, and faster kernels by device behind the same function.
+
+The body of an operation is its plain implementation: Paddle operations that any device computes,
+that autograd differentiates, and that can be traced into a program.
+
+    @operation
+    def rms_norm(x, weight_C, epsilon): ...
+
+    @rms_norm.register("cpu")
+    def _rms_norm_on_cpu(x, weight_C, epsilon): ...
+
+A call takes the kernel of the device on which its first tensor lies. Without one, or while a
+program is traced, it takes the plain implementation. `use_kernels` forces one choice, for tests.
+
+The small operations stand here too: sums, activations, slices, dropout of token rows, and the cross
+entropy of tokens. The others have files of their own.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+
+Device = Literal["cpu", "gpu"]
+P = ParamSpec("P")
+R = TypeVar("R")
+# A function or a `PyLayer` class.
+K = TypeVar("K")
+
+OPERATIONS: list["Operation[Any, Any]"] = []
+_forced: Device | Literal["plain"] | None = None
+
+
+class Operation(Generic[P, R]):
+    """A function that chooses its implementation by the device of its first argument.
+
+    Attributes:
+        plain: the implementation in plain Paddle operations.
+        kernels: the others, by device.
+    """
+
+    def __init__(self, plain: Callable[P, R]):
+        functools.update_wrapper(self, plain)
+        self.plain = plain
+        self.kernels: dict[str | None, Callable[..., R]] = {}
+        OPERATIONS.append(self)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.kernels.get(_device_of(args[0]), self.plain)(*args, **kwargs)
+
+    def register(self, *devices: Device) -> Callable[[K], K]:
+        """Decorator: on these devices, in eager mode, take a function of the same arguments, or the
+        `apply` of a `PyLayer` class."""
+
+        def add(kernel: K) -> K:
+            call: Any = getattr(kernel, "apply", kernel)
+            self.kernels.update(dict.fromkeys(devices, call))
+            return kernel
+
+        return add
+
+
+def operation(plain: Callable[P, R]) -> Operation[P, R]:
+    """Decorator: make an `Operation` of a function whose first argument is a tensor."""
+    return Operation(plain)
+
+
+@contextmanager
+def use_kernels(device: Device | Literal["plain"]) -> Iterator[None]:
+    """Take the kernels of this device, or the plain implementations, wherever tensors lie.
+
+    For tests: the plain implementations, and code for GPUs on a machine without one. A backward
+    pass must run inside the block too, since hand-written ones call operations.
+    """
+    global _forced
+    before, _forced = _forced, device
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def _device_of(x: Any) -> str | None:
+    if _forced is not None:
+        return _forced
+    if not paddle.in_dynamic_mode():
+        return None
+    place = x.place
+    if place.is_cpu_place():
+        return "cpu"
+    return "gpu" if place.is_gpu_place() else None
+
+
+@operation
+def row_sum(x: Tensor) -> Tensor:
+    """Sum over the last dim, which is kept: `[..., C]` to `[..., 1]`, in the dtype of `x`."""
+    return x.sum(axis=-1, keepdim=True)
+
+
+@operation
+def column_sum(x_NC: Tensor) -> Tensor:
+    """Sum over the rows: `[N, C]` to `[C]`, in the dtype of `x`."""
+    return x_NC.sum(axis=0)
+
+
+IGNORE_INDEX = -100
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate=True),
+    "silu": F.silu,
+}
+ACTIVATIONS = tuple(_ACTIVATIONS)
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function that a configuration's `hidden_act` names.
+
+    Raises:
+        ValueError: an unknown name, with the known ones.
+    """
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"hidden_act is {name!r}; this package has {sorted(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up`, in one kernel; without `up` both are halves of `gate`'s last dim.
+
+    Source: Shazeer, GLU Variants Improve Transformer, https://arxiv.org/abs/2002.05202.
+    """
+    return F.swiglu(gate, up)
+
+
+def slice_axis(x: Tensor, begin: int, end: int, axis: int = 0) -> Tensor:
+    """`x[begin:end]` along an axis, as an operation of the graph even where it takes all of `x`.
+
+    Paddle leaves `x[:n]` out of the graph where it takes everything. Autograd would then visit the
+    layers in another order than on a rank that takes less, and collectives would not match.
+    """
+    return paddle.slice(x, [axis], [begin], [end])
+
+
+class RowDropout(nn.Layer):
+    """In training, zeroes entries of token rows with probability `p` and scales the others by
+    `1 / (1 - p)`.
+
+    Attributes:
+        random: opens a context to draw in: that of another random state, where the rows differ from
+            rank to rank.
+    """
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+        self.random: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        if not (self.training and self.p):
+            return x_TD
+        with self.random():
+            return F.dropout(x_TD, self.p)
+
+
+def next_token_targets(labels_BL: Tensor) -> Tensor:
+    """Labels shifted left by one, so that row i holds what row i predicts: `[B * L]` int64.
+
+    The last position of every row of the batch predicts nothing and gets `IGNORE_INDEX`.
+    """
+    ignored = paddle.full([labels_BL.shape[0], 1], IGNORE_INDEX, dtype=labels_BL.dtype)
+    return paddle.concat([labels_BL[:, 1:], ignored], axis=1).reshape([-1])
+
+
+def token_loss(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy summed over the rows whose target is not `IGNORE_INDEX`, and their number.
+
+    Logits are cast to float32 first: a bfloat16 sum over the vocabulary is too coarse. A sum and a
+    count, not a mean: the caller divides by the count of the whole global batch. (Paddle's own mean
+    divides by all rows, ignored ones too, when the ignored index is negative, in 3.3.1.)
+
+    Returns:
+        Two float32 scalars, sum and count.
+    """
+    total = F.cross_entropy(
+        logits_TV.astype("float32"), targets_T, ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    count = (targets_T != IGNORE_INDEX).astype("float32").sum()
+    return total, count
