@@ -9,10 +9,13 @@ Source: Gemma3WithExpertConfig of OpenTau; Gemma3Config and SiglipVisionConfig o
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import isqrt
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paddle_vl.files.checked_values import Range, check_mapping, check_values
 from paddle_vl.files.hub_keys import INERT_KEYS
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 # Keys of HF's configuration classes without effect on the engine's numbers.
 _UNUSED = {
@@ -55,7 +58,7 @@ _RANGES = {
     "dropout": Range(0, 1),
     "discrete_action_vocab_size": Range(1, 1 << 24),
 }
-Section = TypeVar("Section")
+Section = TypeVar("Section", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Gemma3TextConfig:
 
     def rope_base(self, layer: int) -> float:
         """Rotary base of a layer, for both streams."""
+        assert self.layer_types is not None, "__post_init__ gives it a value"
         is_local = self.layer_types[layer] == "sliding_attention"
         return self.rope_local_base_freq if is_local else self.rope_theta
 
@@ -308,7 +312,8 @@ def section(cls: type[Section], values: Mapping[str, Any] | None, name: str) -> 
             f"{name} has keys that this model does not know: {unknown}; correct or remove them"
         )
     other = {key: value for key, value in values.items() if key not in names}
-    return cls(**{key: value for key, value in values.items() if key in names}, other=other)
+    own = {key: value for key, value in values.items() if key in names}
+    return cls(**own | {"other": other})
 
 
 def written(config: Any) -> dict[str, Any]:
