@@ -36,9 +36,14 @@ LayerCosts = tuple[Sequence[float], float, float]
 class RankInfo(Protocol):
     """A rank's place among the data-parallel ranks, see `paddle_vl.train.processes`."""
 
-    is_main: bool
-    data_rank: int
-    data_size: int
+    @property
+    def is_main(self) -> bool: ...
+
+    @property
+    def data_rank(self) -> int: ...
+
+    @property
+    def data_size(self) -> int: ...
 
     def wait(self) -> None:
         """Barrier over all ranks."""
@@ -54,10 +59,17 @@ class TrainableModel(Protocol):
         tables: token embedding and head, those of this rank.
     """
 
-    placement: Placement
-    vision_blocks: list[nn.Layer]
-    decoder_layers: list[nn.Layer]
-    tables: list[nn.Layer]
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def vision_blocks(self) -> list[nn.Layer]: ...
+
+    @property
+    def decoder_layers(self) -> list[nn.Layer]: ...
+
+    @property
+    def tables(self) -> list[nn.Layer]: ...
 
     def parameters(self) -> list[Tensor]: ...
 
