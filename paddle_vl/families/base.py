@@ -4,7 +4,7 @@ A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stag
 a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
 knows neither the trainer nor `paddle_vl.parallel`: what it needs of them arrives as an argument.
 
-Over 350 lines, as the whole protocol stands in one place.
+One file of over 350 lines, as it is the whole protocol.
 """
 
 from abc import ABC, abstractmethod

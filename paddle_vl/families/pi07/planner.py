@@ -291,16 +291,10 @@ class PI07HighLevelPlanner(BasePolicy):
         """Load a planner's folder; arguments and errors as for `PI07LowLevelPolicy`."""
         folder = Path(path)
         config = PI07PlannerConfig.from_pretrained(folder) if config is None else config
+        stored = PolicyCheckpoint(folder)
+        parts = {"tokenizer": tokenizer or folder / TOKENIZER_FILE}
         return cls._loaded(
-            PolicyCheckpoint(folder),
-            config,
-            {"tokenizer": tokenizer or folder / TOKENIZER_FILE},
-            statistics,
-            dtype,
-            fresh,
-            ignore,
-            placement,
-            materialize,
+            stored, config, parts, statistics, dtype, fresh, ignore, placement, materialize
         )
 
     def save_tokenizers(self, folder: Path) -> None:
