@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from PIL import Image
@@ -93,7 +93,7 @@ def _load_digits() -> tuple[np.ndarray, list[int]]:
         raise RuntimeError(
             "the digits are part of scikit-learn, which is not installed: pip install scikit-learn"
         ) from error
-    data = load_digits()
+    data = cast(Any, load_digits())  # a Bunch, without a type for its fields
     return data.images, data.target.tolist()
 
 
@@ -140,7 +140,7 @@ def _test_records(
     for task, phrasings in (("compare", _COMPARE), ("add", _ADD)):
         pairs = rng.permutation(numbers)[: 2 * NUM_TEST_PAIRS].reshape(-1, 2)
         for pair in pairs:
-            yield _record(task, pair, [_pick(phrasings, rng)], digits, names)
+            yield _record(task, pair.tolist(), [_pick(phrasings, rng)], digits, names)
 
 
 def _record(
@@ -167,7 +167,7 @@ def _record(
 
 
 def _pick(phrasings: Sequence[tuple[str, str]], rng: np.random.Generator) -> tuple[str, str]:
-    return phrasings[rng.integers(len(phrasings))]
+    return phrasings[int(rng.integers(len(phrasings)))]
 
 
 def _make_processor(train_records: Sequence[dict[str, Any]]) -> Qwen3VLProcessor:
@@ -233,7 +233,7 @@ def _sha256(path: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("directory", help="folder to write; left unchanged if it is complete")
     directory = parser.parse_args().directory
     written = make_digits_dataset(directory)

@@ -5,7 +5,8 @@ Whoever shards a model takes a shard of each parameter before the next one has s
 rank ever holds more than its shards and one full tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -19,6 +20,18 @@ from paddle_vl.nn.linear import whole_slices
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.safetensors_io import StoredTensor
+
+
+class ReadableTensor(Protocol):
+    """A tensor of a checkpoint, not yet read; see `StoredTensor`."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, *, must_be_finite: bool = True) -> np.ndarray: ...
 
 
 class MaterializeStep(NamedTuple):
@@ -93,9 +106,9 @@ class Keyed(Protocol):
 
 def check_keys(
     folder: Path,
-    stored: "dict[str, StoredTensor]",
+    stored: Mapping[str, ReadableTensor],
     wanted: Iterable[Keyed],
-    ignored: set[str],
+    ignored: AbstractSet[str],
     owner: str = "the model of its config.json",
 ) -> None:
     """Compare a checkpoint's keys and shapes with a model's before anything is read.
@@ -146,7 +159,7 @@ def checkpoint_tensors(folder: Path) -> "dict[str, StoredTensor]":
 
 
 def fill_parameters(
-    parameters: Iterable[StoredParameter], stored: "dict[str, StoredTensor]"
+    parameters: Iterable[StoredParameter], stored: Mapping[str, ReadableTensor]
 ) -> None:
     """Give every parameter its stored value."""
     for step in stored_values(parameters, stored):
@@ -154,7 +167,7 @@ def fill_parameters(
 
 
 def stored_values(
-    parameters: Iterable[StoredParameter], stored: "dict[str, StoredTensor]"
+    parameters: Iterable[StoredParameter], stored: Mapping[str, ReadableTensor]
 ) -> list[MaterializeStep]:
     """Steps that give every parameter its stored value.
 
@@ -168,7 +181,7 @@ def stored_values(
     ]
 
 
-def _read_into(items: Sequence[StoredParameter], stored: "Sequence[StoredTensor]") -> None:
+def _read_into(items: Sequence[StoredParameter], stored: Sequence[ReadableTensor]) -> None:
     parameter, table = items[0].parameter, items[0].table
     if items[0].block is None:
         set_value(parameter, items[0].from_stored(stored[0].read()))

@@ -4,7 +4,7 @@ A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stag
 a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
 knows neither the trainer nor `paddle_vl.parallel`: what it needs of them arrives as an argument.
 
-Over 350 lines, as the whole protocol stands in one place.
+One file of over 350 lines, as it is the whole protocol.
 """
 
 from abc import ABC, abstractmethod
@@ -32,9 +32,14 @@ LayerCosts = tuple[Sequence[float], float, float]
 class RankInfo(Protocol):
     """A rank's place among the data-parallel ranks, see `paddle_vl.parallel.ranks`."""
 
-    is_main: bool
-    data_rank: int
-    data_size: int
+    @property
+    def is_main(self) -> bool: ...
+
+    @property
+    def data_rank(self) -> int: ...
+
+    @property
+    def data_size(self) -> int: ...
 
     def wait(self) -> None:
         """Barrier over all ranks."""
@@ -50,10 +55,17 @@ class TrainableModel(Protocol):
         tables: token embedding and head, those of this rank.
     """
 
-    placement: Placement
-    vision_blocks: list[nn.Layer]
-    decoder_layers: list[nn.Layer]
-    tables: list[nn.Layer]
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def vision_blocks(self) -> list[nn.Layer]: ...
+
+    @property
+    def decoder_layers(self) -> list[nn.Layer]: ...
+
+    @property
+    def tables(self) -> list[nn.Layer]: ...
 
     def parameters(self) -> list[Tensor]: ...
 

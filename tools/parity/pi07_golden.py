@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,9 @@ class GoldenCase:
 
     def inputs(self) -> dict:
         """The `in.*` tensors as the model takes them, cameras in lists."""
-        given = {name[3:]: value for name, value in self.tensors.items() if name[:3] == "in."}
+        given: dict[str, Any] = {
+            name[3:]: value for name, value in self.tensors.items() if name[:3] == "in."
+        }
         for one, many in _PER_CAMERA.items():
             if f"{one}0" in given:
                 given[many] = [given.pop(f"{one}{i}") for i in range(self.meta["n_cams"])]

@@ -83,7 +83,7 @@ def _steps(case: GoldenCase, init: dict[str, np.ndarray]) -> Iterator[dict[str, 
         store.end_backward()
         found = {}
         if f"step{n}.grad_norm" in given:
-            norm = optimizer.squared_norm().sqrt().item()
+            norm = float(optimizer.squared_norm().sqrt())
             found[f"step{n}.grad_norm"] = np.float32(norm)
             optimizer.clip_gradients(norm)
         optimizer.step(train.learning_rate)

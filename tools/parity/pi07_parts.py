@@ -1,19 +1,20 @@
 """Single components of pi07: engine, video encoder, formulas, trainable parameters."""
 
 import json
+from typing import Any
 
 import numpy as np
 import paddle
 
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS
 from paddle_vl.families.pi07.decoder import SuffixView, block_mask, prefix_positions, suffix_mask
-from paddle_vl.families.pi07.flow import time_embedding
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, time_embedding
 from paddle_vl.families.pi07.inputs.images import letterbox
 from paddle_vl.families.pi07.layers import Rotary
 from paddle_vl.families.pi07.vision import frame_codes, visible_frames
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, model_of
-from parity.pi07_quantities import Comparison, array
+from parity.pi07_quantities import Comparison, array, video_encoder
 
 _ENGINE = "gemma3_with_expert."
 
@@ -28,7 +29,8 @@ def run_engine(case: GoldenCase, report: CaseReport) -> None:
         group = "joint" if joint else "two passes"
         inputs, found = _engine_outputs(model, case, joint)
         compare.check(group, {name: array(x) for name, x in found.items()})
-        sum((found[f"out.{name}_final"] ** 2).sum() for name in ("prefix", "suffix")).backward()
+        squares = [(found[f"out.{name}_final"] ** 2).sum() for name in ("prefix", "suffix")]
+        (squares[0] + squares[1]).backward()
         compare.check("grads", {f"grad.{name}": array(x.grad) for name, x in inputs.items()})
     compare.all_compared()
     compare.all_compared("grad.")
@@ -95,12 +97,14 @@ def run_video(case: GoldenCase, report: CaseReport) -> None:
     """The tower layer by layer, for videos of several lengths and single images."""
     compare = Comparison(case, report)
     starts = sorted({name.partition("in.video")[0] for name in case.tensors if ".in.video" in name})
-    models = {4: None}
+    models: dict[int, PI07LowLevelFlowMatching] = {}
     for start in starts:
-        settings = {"spacetime_layer_stride": 1} if start.startswith("stride1") else {}
+        settings: dict[str, Any] = (
+            {"spacetime_layer_stride": 1} if start.startswith("stride1") else {}
+        )
         model = model_of(case, **settings)
         models[len(settings)] = model
-        encoder, layers = model.prefix.video_encoder, []
+        encoder, layers = video_encoder(model), []
         hooks = [
             layer.register_forward_post_hook(lambda *call, kept=layers: kept.append(call[2]))
             for layer in encoder.tower.layers
@@ -111,7 +115,7 @@ def run_video(case: GoldenCase, report: CaseReport) -> None:
             hook.remove()
         compare.check("layers", {f"{start}layer{i}": array(x) for i, x in enumerate(layers)})
     image = paddle.to_tensor(case.tensors["embed_image.in"])
-    found = array(models[0].prefix.video_encoder.embed_image(image))
+    found = array(video_encoder(models[0]).embed_image(image))
     compare.check("image", {"embed_image.out": found, "embed_image.equals_T1_video": found})
     compare.compared |= {name for name in case.tensors if "in." in name or name.endswith(".in")}
     compare.all_compared("")
@@ -164,7 +168,9 @@ def run_freeze(case: GoldenCase, report: CaseReport) -> None:
     for mode, wanted in json.loads(case.file.read_text(encoding="utf-8")).items():
         on = modes.get(mode, {mode})
         settings = {name: name in on for name in switches}
-        shared = {k: v for k, v in settings.items() if k != "train_vision_encoder_only"}
+        shared: dict[str, Any] = {
+            k: v for k, v in settings.items() if k != "train_vision_encoder_only"
+        }
         vision_only = settings["train_vision_encoder_only"]
         model = model_of(source, vlm_train_vision_encoder_only=vision_only, **shared)
         found = {i.key for i in model.stored_parameters() if not i.parameter.stop_gradient}

@@ -30,6 +30,7 @@ def run_planner(case: GoldenCase, report: CaseReport) -> None:
     model = _model(case, batch)
     tensors = as_tensors(batch)
     presence = Presence(False, presence_of(batch).metadata, False)
+    assert model.prefix is not None, "a full model has all layers"
     prefix = model.prefix(tensors, presence, training=True)
     compare.check(
         "prefix",
@@ -51,8 +52,8 @@ def run_planner(case: GoldenCase, report: CaseReport) -> None:
                 compare.check("grads", {f"grad.{item.key}": found})
     memory, response = model.generate(batch, *_special_tokens(case))
     names = ("out.sampled_memory", "out.sampled_response")
-    found = dict(zip(names, (memory, response), strict=True))
-    compare.check("tokens", found)
+    tokens: dict[str, np.ndarray] = dict(zip(names, (memory, response), strict=True))
+    compare.check("tokens", tokens)
     for start in ("out.", "grad."):
         compare.all_compared(start)
 

@@ -110,10 +110,12 @@ def _policy(case: GoldenCase) -> PI07LowLevelPolicy:
         | {"state": PolicyFeature("STATE", given["in.state"].shape[-1:])},
         output_features={"actions": PolicyFeature("ACTION", given["in.actions"].shape[-1:])},
     )
+    vocabulary = config.vlm_config.discrete_action_vocab_size
+    assert vocabulary is not None, "the case gives it"
     policy = PI07LowLevelPolicy(
         config,
         _Tokenizer(case.meta["config"]["indicator_token_ids"]),
-        _ActionTokenizer(config.vlm_config.discrete_action_vocab_size),
+        _ActionTokenizer(vocabulary),
         _statistics(case.folders.case("16_")),
     )
     fill(policy.model, case)

@@ -14,6 +14,7 @@ from paddle_vl.families.pi07.decoder import (
 )
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, suffix_marks
 from paddle_vl.families.pi07.prefix import Prefix
+from paddle_vl.families.pi07.vision import VideoEncoder
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase
 
@@ -68,7 +69,7 @@ class Recording:
     def __init__(self, model: PI07LowLevelFlowMatching):
         self.calls: dict[str, list[Any]] = {}
         self._layers = {
-            "tokens": model.prefix.video_encoder.projector,
+            "tokens": video_encoder(model).projector,
             "prefix": model.prefix,
             "suffix": model.suffix,
             "decoder": model.decoder,
@@ -79,8 +80,11 @@ class Recording:
     def __enter__(self):
         self._hooks = []
         for name, layer in self._layers.items():
-            self._hooks.append(layer.register_forward_post_hook(self._keeper(name)))
-            self._hooks.append(layer.register_forward_pre_hook(self._input_keeper(name)))
+            post, pre = self._keeper(name), self._input_keeper(name)
+            # Paddle's stub knows no hooks that return None.
+            post_hook = layer.register_forward_post_hook(post)  # pyright: ignore[reportArgumentType]
+            pre_hook = layer.register_forward_pre_hook(pre)  # pyright: ignore[reportArgumentType]
+            self._hooks += [post_hook, pre_hook]
         return self
 
     def __exit__(self, *error):
@@ -98,6 +102,12 @@ class Recording:
             self.calls.setdefault(f"{name} input", []).append(inputs)
 
         return keep
+
+
+def video_encoder(model: PI07LowLevelFlowMatching) -> VideoEncoder:
+    """The video encoder of a full model."""
+    assert model.prefix is not None, "a full model has all layers"
+    return model.prefix.video_encoder
 
 
 def array(x) -> np.ndarray:

@@ -61,7 +61,7 @@ def run_training(case: GoldenCase, report: CaseReport) -> None:
     _compare_two_passes(model, prefix, suffix_rows, cond, compare)
     compare.all_compared()
     weights = case.meta.get("loss_weighting", {"MSE": 1, "CE": 1})
-    sum(losses[name] * weight for name, weight in weights.items()).backward()
+    paddle.add_n([losses[name] * weight for name, weight in weights.items()]).backward()
     _compare_gradients(model, case, compare)
 
 
@@ -130,7 +130,7 @@ def _compare_gradients(
     if frozen != wanted:
         report.fail("grads", "frozen parameters", f"differ in {sorted(frozen ^ wanted)[:5]}")
     if "grad_l2_norm" in case.meta.get("scalars", {}):
-        norm = np.float64(case.meta["scalars"]["grad_l2_norm"])
+        norm = np.asarray(case.meta["scalars"]["grad_l2_norm"], dtype=np.float64)
         compare.value("grads", "global norm", squares**0.5, norm)
 
 
@@ -199,7 +199,7 @@ def run_trajectory(case: GoldenCase, report: CaseReport) -> None:
     for _ in range(len(case.tensors["out.MSE"])):
         losses = model(batch)
         (losses["MSE"] + losses["CE"]).backward()
-        norm = optimizer.squared_norm().sqrt().item()
+        norm = float(optimizer.squared_norm().sqrt())
         optimizer.clip_gradients(norm)
         optimizer.step(train.learning_rate)
         optimizer.clear_gradients()

@@ -26,4 +26,4 @@ def train_steps(model, batch: dict, num_steps: int) -> list[tuple[float, float]]
         train_step(runner, optimizer, micro_batches, _SETTINGS.learning_rate)
         for _ in range(num_steps)
     ]
-    return [(step.terms.item(), step.grad_norm.item()) for step in steps]
+    return [(float(step.terms[0]), float(step.grad_norm)) for step in steps]

@@ -16,7 +16,12 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from paddle_vl.checkpoint.reading import check_keys, checkpoint_tensors, stored_values
+from paddle_vl.checkpoint.reading import (
+    ReadableTensor,
+    check_keys,
+    checkpoint_tensors,
+    stored_values,
+)
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.checkpoint.writing import parameters_to_write, write_tensors
 from paddle_vl.families.pi07.checkpoint_map import (
@@ -61,6 +66,27 @@ class BasePolicy(nn.Layer):
     normalizers: Mapping[str, Normalizer]
     # Patterns of checkpoint keys that the model never reads.
     unused_keys: Sequence[str] = ()
+
+    def __init__(
+        self,
+        config: PI07Config | PI07PlannerConfig,
+        *parts: Any,
+        placement: Placement | None = None,
+        **named_parts: Any,
+    ):
+        """Subclasses name the parts: their tokenizers, and statistics."""
+        super().__init__()
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Policy],
+        path: str | Path,
+        *,
+        config: Any = None,
+        **settings: Any,
+    ) -> Policy:
+        """Load a policy's folder, see `PI07LowLevelPolicy.from_pretrained`."""
+        raise NotImplementedError
 
     @classmethod
     def from_config(
@@ -199,8 +225,11 @@ class PolicyCheckpoint:
         """
         stored = checkpoint_tensors(folder)
         self.folder = folder
-        self.statistics = {key: t for key, t in stored.items() if _is_statistic(key)}
-        self.model = engine_keys({k: t for k, t in stored.items() if k not in self.statistics})
+        self.statistics: dict[str, ReadableTensor] = {
+            key: t for key, t in stored.items() if _is_statistic(key)
+        }
+        weights = {key: t for key, t in stored.items() if key not in self.statistics}
+        self.model: dict[str, ReadableTensor] = dict(engine_keys(weights))
         # Head and embedding are tied; writers that store tied tensors once may keep either name.
         if _EMBEDDING_KEY not in self.model and _HEAD_KEY in self.model:
             self.model[_EMBEDDING_KEY] = self.model[_HEAD_KEY]

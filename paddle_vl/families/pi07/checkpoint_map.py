@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paddle_vl.checkpoint.reading import ReadableTensor
 from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
 from paddle_vl.checkpoint.safetensors_io import StoredTensor
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
@@ -113,7 +114,7 @@ class GroupRows:
         rows: stored row of each of the policy's groups.
     """
 
-    stored: StoredTensor
+    stored: ReadableTensor
     rows: tuple[int, ...]
     has_groups: bool = True
 
@@ -146,7 +147,7 @@ class Groups:
 
 
 def grouped_projections(
-    stored: Mapping[str, StoredTensor], groups: Groups, num_groups: int
+    stored: Mapping[str, ReadableTensor], groups: Groups, num_groups: int
 ) -> dict[str, GroupRows]:
     """Stored projections, by key, for a policy with one projection per group.
 
@@ -166,7 +167,7 @@ def grouped_projections(
 
 
 def grouped_statistics(
-    stored: Mapping[str, StoredTensor], groups: Groups, shapes: Mapping[str, tuple[int, ...]]
+    stored: Mapping[str, ReadableTensor], groups: Groups, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, GroupRows]:
     """Stored statistics, by key, in the order of the policy's groups.
 
@@ -180,12 +181,13 @@ def grouped_statistics(
     for key, tensor in stored.items():
         if key in shapes and tensor.shape == shapes[key][1:] and shapes[key][0] == 1:
             found[key] = GroupRows(tensor, (0,), has_groups=False)
-        elif not groups.are_same and (tensor.shape[:1] != (1,) or len(groups.policy) > 1):
+        elif not groups.are_same and (tensor.shape[:1] != (1,) or len(groups.policy or ()) > 1):
             found[key] = GroupRows(tensor, _rows(key, groups, may_be_new=False))
     return found
 
 
 def _rows(key: str, groups: Groups, may_be_new: bool) -> tuple[int, ...]:
+    assert groups.policy is not None, "groups without names keep their order"
     numbers = {name: number for number, name in enumerate(groups.stored or ())}
     new = [name for name in groups.policy if name not in numbers]
     if new and not may_be_new:
@@ -199,5 +201,5 @@ def _rows(key: str, groups: Groups, may_be_new: bool) -> tuple[int, ...]:
             f"dataset_names to tell which is which of the policy's {groups.policy}"
         )
     if new:
-        logger.info("%s: new groups %s begin as %r", key, new, groups.stored[0])
+        logger.info("%s: new groups %s begin as %r", key, new, next(iter(numbers)))
     return tuple(numbers.get(name, 0) for name in groups.policy)

@@ -138,6 +138,7 @@ class PI07Config(PolicyConfig):
 
     def __post_init__(self):
         self.check_common()
+        assert self.dropout is not None, "check_common gives it a value"
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; it must be in [0, 1)")
         self._check_horizon()

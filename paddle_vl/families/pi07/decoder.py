@@ -99,6 +99,7 @@ class InterleavedDecoderLayer(nn.Layer):
         super().__init__()
         text = config.gemma3_config.text_config
         base, dropout = text.rope_base(number), config.dropout
+        assert dropout is not None, "a policy's configuration gives it a value"
         has_expert = not config.disable_action_expert
         is_last = number == text.num_hidden_layers - 1
         self.backbone_layer = BackboneLayer(
@@ -119,7 +120,7 @@ class InterleavedDecoderLayer(nn.Layer):
         suffix_view: SuffixView | None = None,
         past: KeyValue | None = None,
         keep: bool = False,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor, ...]:
         """Run the given streams.
 
         Args:
@@ -131,13 +132,20 @@ class InterleavedDecoderLayer(nn.Layer):
         """
         rows: list[Tensor] = []
         if prefix_TD is not None:
-            prefix_TD, past = self.backbone_layer(prefix_TD, prefix_view, past)
-            rows.append(prefix_TD)
+            assert prefix_view is not None, "a prefix has a view"
+            out_TD, past = self.backbone_layer(prefix_TD, prefix_view, past)
+            rows.append(out_TD)
         if suffix_TE is not None:
+            assert self.expert_layer is not None, "a suffix needs an expert"
+            assert suffix_view is not None, "a suffix has a view"
+            assert past is not None, "a suffix reads a prefix"
             rows.append(
                 self.expert_layer(suffix_TE, cond_TE, suffix_view.own, suffix_view.read(past))
             )
-        return (*rows, *past) if keep else tuple(rows)
+        if not keep:
+            return tuple(rows)
+        assert past is not None, "there are keys of a prefix to return"
+        return (*rows, *past)
 
 
 class DecoderOutput(NamedTuple):
@@ -182,7 +190,9 @@ class InterleavedDecoder(nn.Layer):
     def __init__(self, config: Gemma3WithExpertConfig, placement: Placement):
         super().__init__()
         self.config, self.placement = config, placement
-        self.attention_implementation: str = config.attention_implementation
+        implementation = config.attention_implementation
+        assert implementation is not None, "a policy's configuration gives it a value"
+        self.attention_implementation: str = implementation
         text, expert = config.gemma3_config.text_config, config.gemma_expert_config
         self.layers = nn.LayerList(
             [
@@ -262,6 +272,7 @@ class InterleavedDecoder(nn.Layer):
             streams = streams._replace(prefix=self._enter(prefix_BLD))
         if suffix_BCE is None:
             return streams
+        assert cond_BCE is not None, "a suffix has a condition"
         if self.placement.ops.row_part.size > 1:
             # Sharded rows need a condition each.
             cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], cond_BCE.shape[-1]])
@@ -299,8 +310,12 @@ class InterleavedDecoder(nn.Layer):
         prefix_TD, suffix_TE, cond_TE = streams
         prefix_BLD = suffix_BCE = None
         if prefix_TD is not None:
+            assert self.norm is not None, "the last stage has the norms"
+            assert prefix_view is not None, "a prefix has a view"
             prefix_BLD = self._leave(self.norm(prefix_TD), prefix_view)
         if suffix_TE is not None:
+            assert self.expert_norm is not None, "the last stage has the norms"
+            assert suffix_view is not None, "a suffix has a view"
             suffix_BCE = self._leave(self.expert_norm(suffix_TE, cond_TE)[0], suffix_view.own)
         return DecoderOutput(prefix_BLD, suffix_BCE, None)
 

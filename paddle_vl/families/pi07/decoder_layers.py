@@ -170,7 +170,7 @@ class Attention(nn.Layer):
         q_BLNH, k_BSKH, v_BSKH = (
             rows.reshape(heads) for rows in self.qkv_proj(x_TD, view.num_rows)
         )
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BSKH = self.q_norm(q_BLNH), self.k_norm(k_BSKH)
         rotary = view.rotary[rope_base]
         q_BLNH, k_BSKH = rotary(q_BLNH), rotary(k_BSKH)

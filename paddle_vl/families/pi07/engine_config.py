@@ -9,10 +9,13 @@ Source: Gemma3WithExpertConfig of OpenTau; Gemma3Config and SiglipVisionConfig o
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import isqrt
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paddle_vl.files.checked_values import Range, check_mapping, check_values
 from paddle_vl.files.hub_keys import INERT_KEYS
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 # Keys of HF's configuration classes without effect on the engine's numbers.
 _UNUSED = {
@@ -55,7 +58,7 @@ _RANGES = {
     "dropout": Range(0, 1),
     "discrete_action_vocab_size": Range(1, 1 << 24),
 }
-Section = TypeVar("Section")
+Section = TypeVar("Section", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Gemma3TextConfig:
 
     def rope_base(self, layer: int) -> float:
         """Rotary base of a layer, for both streams."""
+        assert self.layer_types is not None, "__post_init__ gives it a value"
         is_local = self.layer_types[layer] == "sliding_attention"
         return self.rope_local_base_freq if is_local else self.rope_theta
 
@@ -257,16 +261,15 @@ class Gemma3WithExpertConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The section as OpenTau writes it."""
-        backbone = self.gemma3_config
+        text, vision = self.gemma3_config.text_config, self.gemma3_config.vision_config
+        backbone = {
+            "model_type": "gemma3",
+            "text_config": written(text) | {"model_type": "gemma3_text"},
+            "vision_config": written(vision) | {"model_type": "siglip_vision_model"},
+        }
         return written(self) | {
             "model_type": "Gemma3WithExpertModel",
-            "gemma3_config": written(backbone)
-            | {
-                "model_type": "gemma3",
-                "text_config": written(backbone.text_config) | {"model_type": "gemma3_text"},
-                "vision_config": written(backbone.vision_config)
-                | {"model_type": "siglip_vision_model"},
-            },
+            "gemma3_config": written(self.gemma3_config) | backbone,
             "gemma_expert_config": written(self.gemma_expert_config) | {"model_type": "gemma"},
         }
 
@@ -308,7 +311,7 @@ def section(cls: type[Section], values: Mapping[str, Any] | None, name: str) -> 
             f"{name} has keys that this model does not know: {unknown}; correct or remove them"
         )
     other = {key: value for key, value in values.items() if key not in names}
-    return cls(**{key: value for key, value in values.items() if key in names}, other=other)
+    return cls(**{k: v for k, v in values.items() if k in names} | {"other": other})
 
 
 def written(config: Any) -> dict[str, Any]:
@@ -322,10 +325,8 @@ def _with_plain_rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """Move the two bases of transformers 5's `rope_parameters` to the fields of transformers 4."""
     text = dict(text)
     rope = check_mapping(text.get("rope_parameters"), "text_config: rope_parameters")
-    for kind, name in (
-        ("full_attention", "rope_theta"),
-        ("sliding_attention", "rope_local_base_freq"),
-    ):
+    bases = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+    for kind, name in bases.items():
         where = f"text_config: rope_parameters.{kind}"
         base = check_mapping(rope.get(kind), where).get("rope_theta")
         if base is not None:
@@ -340,11 +341,10 @@ def _fixed(config: Any, where: str, **values: Any) -> None:
 
 
 def _check_heads(config: Any, where: str) -> None:
-    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % key_value_heads:
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv:
         raise ValueError(
-            f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
-            f"{key_value_heads}"
+            f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv}"
         )
     if config.head_dim % 2:
         raise ValueError(f"{where}: head_dim {config.head_dim} is odd; rotary pairs need it even")

@@ -109,6 +109,7 @@ class PI07Flops(FlopCounter):
             seen = (key and not insulated, value and not insulated)
             steps = _expert_layer(actions, vlm.gemma_expert_config, i, steps, time, seen)
         rows = tokens.norm(f"{_LANGUAGE}.norm", rows)
+        assert vlm.discrete_action_vocab_size is not None, "the model's head has a size"
         tokens.linear(
             "action_tokens", f"{_ENGINE}.da_head", width, vlm.discrete_action_vocab_size, rows
         )

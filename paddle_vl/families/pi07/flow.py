@@ -188,6 +188,9 @@ class PI07LowLevelFlowMatching(PolicyModel):
     the heads.
     """
 
+    config: PI07Config
+    prefix: PrefixEmbedding | None
+
     def __init__(
         self,
         config: PI07Config,
@@ -213,6 +216,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
             self.suffix = SuffixEmbedding(config, num_groups)
         self.decoder = InterleavedDecoder(vlm, self.placement)
         if self.placement.stage_layers.head:
+            assert vlm.discrete_action_vocab_size is not None, "the first stage refuses None"
             self.da_head = Linear(width, vlm.discrete_action_vocab_size, True)
             self.action_out_proj = GroupedProjection(
                 config.proj_width, config.max_action_dim, num_groups
@@ -256,6 +260,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         presence = presence_of(batch) if presence is None else presence
         batch = as_tensors(batch)
         noisy = self.noisy_actions(batch)
+        assert self.prefix is not None, "a full model has all layers"
         prefix = self.prefix(batch, presence)
         out = self.decode(prefix, noisy, batch.get("group_index"))
         losses = self.losses(out, noisy, batch)
@@ -279,7 +284,8 @@ class PI07LowLevelFlowMatching(PolicyModel):
     def decode(
         self, prefix: Prefix, noisy: NoisyActions, group_B: Tensor | None = None
     ) -> DecoderOutput:
-        """Both streams at once."""
+        """Both streams at once, in a full model."""
+        assert self.suffix is not None, "a full model has all layers"
         rows, cond = self.suffix(noisy.x_t, noisy.time, group_B)
         return self.decoder(
             prefix.embs, rows, cond, self.prefix_view(prefix), self.suffix_view(prefix)
@@ -300,6 +306,8 @@ class PI07LowLevelFlowMatching(PolicyModel):
         self, out: DecoderOutput, noisy: NoisyActions, batch: Mapping[str, Any]
     ) -> dict[str, Any]:
         """What `forward` returns with `per_sample`."""
+        assert out.prefix is not None, "training runs both streams"
+        assert out.suffix is not None, "training runs both streams"
         flow = self.flow_terms(out.suffix, noisy, batch)
         tokens = token_slot_loss(
             self.action_token_logits(out.prefix),
@@ -315,6 +323,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
 
     def velocity(self, suffix_BCE: Tensor, group_B: Tensor | None = None) -> Tensor:
         """Velocities `[B, C, A]` float32 from the expert's rows."""
+        assert self.action_out_proj is not None, "the last stage has the heads"
         return self.action_out_proj(suffix_BCE, group_B).astype("float32")
 
     def flow_terms(
@@ -334,6 +343,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         """Logits `[B, L_a, V]` of the action tokens, each from the token before it."""
         length = self.config.discrete_action_max_length
         end = prefix_BLD.shape[1] - 1
+        assert self.da_head is not None, "the last stage has the heads"
         return self.da_head(prefix_BLD[:, end - length : end])
 
     @paddle.no_grad()
@@ -364,6 +374,8 @@ class PI07LowLevelFlowMatching(PolicyModel):
                 "this model is one stage of a pipeline; to act, load the checkpoint in a single "
                 "process"
             )
+        assert self.prefix is not None, "a full model has all layers"
+        assert self.suffix is not None, "a full model has all layers"
         if delay and action_prefix is None:
             raise ValueError(f"delay is {delay}: action_prefix must give these first steps")
         config, presence, batch = self.config, presence_of(batch), as_tensors(batch)
@@ -387,5 +399,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
             time_1C = paddle.logical_not(is_given_1C).astype("float32") * float(time)
             rows, cond = self.suffix(x_BCA, time_1C, group_B)
             out = self.decoder(None, rows, cond, suffix_view=suffix_view, cache=cache)
+            assert out.suffix is not None, "a suffix was given"
             x_BCA = x_BCA + self.velocity(out.suffix, group_B) * float(time_step(num_steps))
         return with_given(x_BCA)

@@ -96,7 +96,8 @@ class Rotary:
         """Cosine and sine `[B, L, N, H]`, repeated for every head: Paddle's CPU kernels are slow at
         broadcasting over a middle dim."""
         if heads not in self._by_heads:
-            self._by_heads[heads] = tuple(paddle.concat([x] * heads, 2) for x in self._one_head)
+            cos, sin = (paddle.concat([x] * heads, 2) for x in self._one_head)
+            self._by_heads[heads] = cos, sin
         return self._by_heads[heads]
 
 
@@ -188,7 +189,7 @@ class GroupedProjection(nn.Layer):
     def __init__(self, in_features: int, out_features: int, num_groups: int | None):
         super().__init__()
         self.is_grouped = num_groups is not None
-        if self.is_grouped:
+        if num_groups is not None:
             self.linear = GroupLinear(in_features, out_features, num_groups)
         else:
             self.linear = Linear(in_features, out_features, True, init_std=fresh_std(in_features))

@@ -72,6 +72,7 @@ class PI07Stage(ABC):
         if self.is_first:
             streams = self._embedded(batch, presence)
         else:
+            assert arrived_R is not None, "a later stage receives rows"
             streams = self._unpacked(arrived_R, self._shapes(batch, presence))
         decoder = model.decoder
         streams, _ = decoder.run_layers(self.layers, streams, prefix_view, suffix_view)
@@ -135,6 +136,8 @@ class PI07LowLevelStage(PI07Stage):
 
     def _embedded(self, batch: Mapping[str, Any], presence: Presence) -> Streams:
         model, noisy = self.model, self.model.noisy_actions(batch)
+        assert model.prefix is not None, "the first stage embeds"
+        assert model.suffix is not None, "the first stage embeds"
         rows, cond = model.suffix(noisy.x_t, noisy.time, batch.get("group_index"))
         return model.decoder.enter(model.prefix(batch, presence).embs, rows, cond)
 
@@ -148,6 +151,7 @@ class PI07PlannerStage(PI07Stage):
     model: PI07HighLevelPlannerModel
 
     def _embedded(self, batch: Mapping[str, Any], presence: Presence) -> Streams:
+        assert self.model.prefix is not None, "the first stage embeds"
         return self.model.decoder.enter(self.model.prefix(batch, presence, training=True).embs)
 
     def _losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +180,9 @@ def low_level_costs(config: PI07Config) -> Costs:
     layer = tokens * _layer_cost(text)
     layer += config.chunk_size * _expert_cost(vlm.gemma_expert_config)
     # The frames and the goal of every camera.
-    before = _tower_cost(backbone, cameras * (config.n_obs_steps + 1), vlm.freeze_vision_encoder)
+    before = _tower_cost(
+        backbone, cameras * (config.n_obs_steps + 1), bool(vlm.freeze_vision_encoder)
+    )
     width = config.proj_width
     before += config.chunk_size * width * (config.max_action_dim + 2 * width)
     vocabulary = vlm.discrete_action_vocab_size or 0
@@ -193,7 +199,7 @@ def planner_costs(config: PI07PlannerConfig) -> Costs:
     tokens = cameras * backbone.mm_tokens_per_image + written
     tokens += config.prompt_max_length + config.metadata_max_length
     layers = [float(tokens * _layer_cost(text))] * text.num_hidden_layers
-    before = _tower_cost(backbone, cameras, vlm.freeze_vision_encoder)
+    before = _tower_cost(backbone, cameras, bool(vlm.freeze_vision_encoder))
     # No token predicts the first one of memory and response.
     return layers, float(before), float((written - 2) * text.hidden_size * text.vocab_size)
 

@@ -53,6 +53,9 @@ _BOS = "<bos>"
 class PI07HighLevelPlannerModel(PolicyModel):
     """Prefix embedding, the backbone half of the decoder, and a head tied to the token table."""
 
+    config: PI07PlannerConfig
+    prefix: PlannerEmbedding | None
+
     def __init__(
         self,
         config: PI07PlannerConfig,
@@ -109,6 +112,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
         """
         presence = presence_of(batch) if presence is None else presence
         batch = as_tensors(batch)
+        assert self.prefix is not None, "a full model has all layers"
         prefix = self.prefix(batch, presence, training=True)
         out = self.decoder(prefix.embs, prefix_view=self.prefix_view(prefix))
         return self.losses(out, batch)
@@ -116,6 +120,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
     def losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """What `forward` returns."""
         out_BLD = out.prefix
+        assert out_BLD is not None, "the planner runs the prefix"
         response, memory = batch["response_tokens"], batch["memory_tokens"]
         response_at = out_BLD.shape[1] - response.shape[1]
         label = len(self.tokens.label_ids[RESPONSE_LABEL])
@@ -149,6 +154,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits `[..., V]` of rows `[..., D]`, or this rank's vocabulary shard of them."""
+        assert self.lm_head is not None, "the last stage has the head"
         return self.lm_head(self.placement.ops.enter_head(rows))
 
     @paddle.no_grad()
@@ -170,6 +176,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
                 "this model is one rank's shard of a model; to generate, load the checkpoint in a "
                 "single process"
             )
+        assert self.prefix is not None, "a full model has all layers"
         presence, batch = presence_of(batch), as_tensors(batch)
         prefix = self.prefix(batch, presence, training=False)
         writer = _Writer(self, prefix)
@@ -183,7 +190,9 @@ class _Writer:
     """Greedy decoding with cached keys and values of all tokens read so far."""
 
     def __init__(self, model: PI07HighLevelPlannerModel, prefix: Prefix):
+        assert model.prefix is not None, "a full model has all layers"
         self.model, self.pad_BL = model, prefix.pad_masks
+        self.embed_tokens = model.prefix.embed_tokens
         output = model.decoder(prefix.embs, prefix_view=model.prefix_view(prefix), keep=True)
         self.cache: list[KeyValue] = output.cache
         self.last_B1D = output.prefix[:, -1:]
@@ -194,7 +203,7 @@ class _Writer:
         marks = paddle.ones(pad_Bn.shape, dtype="bool")
         positions = suffix_positions(self.pad_BL, 1) + prefix_positions(pad_Bn)
         view = decoder.view(positions, suffix_mask(self.pad_BL, pad_Bn, marks))
-        rows = self.model.prefix.embed_tokens(ids_Bn)
+        rows = self.embed_tokens(ids_Bn)
         output = decoder(rows, prefix_view=view, cache=self.cache, keep=True)
         self.pad_BL = paddle.concat([self.pad_BL, pad_Bn], axis=1)
         self.cache, self.last_B1D = output.cache, output.prefix[:, -1:]
@@ -211,7 +220,7 @@ class _Writer:
             ended &= tokens.shape[1] > 1
             token = np.where(ended, PAD_ID, token)
             tokens = np.concatenate([tokens, token], axis=1)
-            self.read(paddle.to_tensor(token), paddle.to_tensor(~ended))
+            self.read(paddle.to_tensor(token), paddle.to_tensor(np.asarray(~ended)))
         return tokens
 
 
@@ -253,8 +262,8 @@ class PI07HighLevelPlanner(BasePolicy):
             ValueError: settings, statistics and tokenizer do not fit together.
             RuntimeError: the tokenizer's files are missing or damaged.
         """
-        super().__init__()
-        if not hasattr(tokenizer, "encode"):
+        super().__init__(config)
+        if isinstance(tokenizer, (str, Path)):
             tokenizer = PromptTokenizer.from_pretrained(tokenizer)
             check_vocabulary(tokenizer, config.vlm_config)
         self.config, self.tokenizer = config, tokenizer
@@ -282,16 +291,10 @@ class PI07HighLevelPlanner(BasePolicy):
         """Load a planner's folder; arguments and errors as for `PI07LowLevelPolicy`."""
         folder = Path(path)
         config = PI07PlannerConfig.from_pretrained(folder) if config is None else config
+        stored = PolicyCheckpoint(folder)
+        parts = {"tokenizer": tokenizer or folder / TOKENIZER_FILE}
         return cls._loaded(
-            PolicyCheckpoint(folder),
-            config,
-            {"tokenizer": tokenizer or folder / TOKENIZER_FILE},
-            statistics,
-            dtype,
-            fresh,
-            ignore,
-            placement,
-            materialize,
+            stored, config, parts, statistics, dtype, fresh, ignore, placement, materialize
         )
 
     def save_tokenizers(self, folder: Path) -> None:

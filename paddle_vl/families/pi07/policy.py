@@ -76,8 +76,8 @@ class PI07LowLevelPolicy(BasePolicy):
             ValueError: settings, statistics and tokenizers do not fit together.
             RuntimeError: files of a tokenizer are missing or damaged.
         """
-        super().__init__()
-        if not hasattr(tokenizer, "encode"):
+        super().__init__(config)
+        if isinstance(tokenizer, (str, Path)):
             tokenizer = PromptTokenizer.from_pretrained(tokenizer)
             check_vocabulary(tokenizer, config.vlm_config)
         if action_tokenizer is None and Path(config.discrete_action_tokenizer_path).is_dir():

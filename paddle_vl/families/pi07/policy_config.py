@@ -8,7 +8,7 @@ counts as not given.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -113,6 +113,20 @@ class PolicyConfig:
     policy_type: ClassVar[str]
     shared_settings: ClassVar[Mapping[str, Any]]
     engine_defaults: ClassVar[Mapping[str, Any]] = {}
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    # Fields of both, which are described there.
+    vlm_config: Gemma3WithExpertConfig
+    input_features: dict[str, PolicyFeature]
+    output_features: dict[str, PolicyFeature]
+    normalization_mapping: dict[str, str]
+    resize_imgs_with_padding: tuple[int, int] | None
+    attention_implementation: str | None
+    optimizer_betas: tuple[float, float]
+    dataset_names: list[str] | None
+    dataset_to_norm_index: dict[str, int] | None
+    config_version: int | None
+    other: dict[str, Any]
 
     @classmethod
     def from_pretrained(cls: type[Config], path: str | Path) -> Config:

@@ -14,7 +14,7 @@ from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import InterleavedDecoder, block_mask, prefix_positions
 from paddle_vl.families.pi07.decoder_layers import StreamView
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.families.pi07.prefix import Prefix
+from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix, PrefixEmbedding
 from paddle_vl.families.pi07.prefix_layout import PrefixMasks, PrefixTokens
 from paddle_vl.nn.linear import separate
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
@@ -59,14 +59,14 @@ class PolicyModel(Materializable, nn.Layer):
     """
 
     tokens: PrefixTokens
-    prefix: nn.Layer | None
+    prefix: PrefixEmbedding | PlannerEmbedding | None
     decoder: InterleavedDecoder
 
     def __init__(
         self,
         config: PI07Config | PI07PlannerConfig,
         label_ids: Mapping[str, Sequence[int]],
-        placement: Placement | None,
+        placement: Placement | None = None,
     ):
         super().__init__()
         self.config, self.label_ids = config, label_ids
@@ -191,4 +191,7 @@ def as_tensors(values: Any) -> Any:
         return {name: as_tensors(value) for name, value in values.items()}
     if isinstance(values, (list, tuple)):
         return [as_tensors(value) for value in values]
-    return paddle.to_tensor(values) if isinstance(values, (np.ndarray, np.generic)) else values
+    if isinstance(values, (np.ndarray, np.generic)):
+        # Paddle's stub knows no NumPy scalars.
+        return paddle.to_tensor(values)  # pyright: ignore[reportArgumentType]
+    return values

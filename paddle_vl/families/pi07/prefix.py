@@ -126,9 +126,8 @@ class PrefixEmbedding(nn.Layer):
         return found
 
     def _pictures(self, batch: Mapping[str, Any], with_goals: bool) -> dict[str, Tensor]:
-        videos, history, goals = (
-            batch.get(name) for name in ("videos", "obs_history_is_pad", "subgoal_images")
-        )
+        videos, history = batch["videos"], batch.get("obs_history_is_pad")
+        goals = batch.get("subgoal_images") or []
         if history is not None:
             history = paddle.concat([history] * len(videos))
         stills = paddle.concat(goals) if goals and with_goals else None

@@ -27,6 +27,7 @@ from paddle_vl.families.base import (
     losses_report,
 )
 from paddle_vl.families.flops import FlopCounter
+from paddle_vl.families.pi07.base_policy import BasePolicy
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.pi07.demonstrations.sample import (
@@ -80,7 +81,7 @@ class PI07Recipe(Family):
 
     config: PI07Run
     config_class: type[PI07Config] | type[PI07PlannerConfig] = PI07Config
-    policy_class: type[PI07LowLevelPolicy] | type[PI07HighLevelPlanner] = PI07LowLevelPolicy
+    policy_class: type[BasePolicy] = PI07LowLevelPolicy
     loss: PolicyLoss
     loss_class: type[PolicyLoss] = PolicyLoss
     adapter_class: type[PolicyBatchAdapter] = PolicyBatchAdapter
@@ -281,6 +282,7 @@ class PI07Recipe(Family):
             chosen = OPTIONAL_FIELDS if data.fields is None else data.fields
             groups = {} if names is None else {"group_names": names}
             seed = self.config.train.seed
+            assert data.synthetic_samples is not None, "PI07Run demands it without files"
             return SyntheticDemonstrations(data.synthetic_samples, shapes, chosen, seed, **groups)
         chosen = data.fields
         if chosen is None:

@@ -178,9 +178,8 @@ class SiglipAttention(nn.Layer):
         if history is not None:
             # Sliced and concatenated even without stills: one graph on all ranks.
             rows = history.num_video_frames * patches
-            videos = _attend_in_time(
-                *(slice_axis(x_QhH, 0, rows) for x_QhH in (q_QhH, k_QhH, v_QhH)), patches, history
-            )
+            q, k, v = (slice_axis(x_QhH, 0, rows) for x_QhH in (q_QhH, k_QhH, v_QhH))
+            videos = _attend_in_time(q, k, v, patches, history)
             v_QhH = paddle.concat([videos, slice_axis(v_QhH, rows, v_QhH.shape[0])])
         out = segment_attention(q_QhH, k_QhH, v_QhH, ((frames, patches),))
         return self.out_proj(out.reshape([frames, patches, width]))

@@ -1,6 +1,7 @@
 """Evaluation of a model folder on data files: loss, and greedy answers compared with the data's."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -133,6 +134,18 @@ class FirstSamples:
 
     def __init__(self, dataset: Any, limit: int):
         self._dataset, self._limit = dataset, limit
+
+    @property
+    def on_bad_sample(self) -> str:
+        return self._dataset.on_bad_sample
+
+    @property
+    def skipped(self) -> Counter[str]:
+        return self._dataset.skipped
+
+    @property
+    def fingerprint(self) -> int:
+        return self._dataset.fingerprint
 
     def __len__(self) -> int:
         return min(self._limit, len(self._dataset))

@@ -86,6 +86,7 @@ def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) 
     frames = {name: _paths(record, name, folder, len(state_RS))[newest] for name in shapes.cameras}
     actions_NA = None
     if shapes.chunk_size is not None:
+        assert shapes.action_dim is not None, "both are given, or neither"
         actions_NA = _rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
     goals = {
         goal: _paths(record, goal, folder, 1)[0] for goal in shapes.goals.values() if goal in record

@@ -87,7 +87,9 @@ class DemonstrationShapes:
     @property
     def action_shape(self) -> tuple[int, ...]:
         """`(C, A)`, or empty without actions."""
-        return () if self.chunk_size is None else (self.chunk_size, self.action_dim)
+        if self.chunk_size is None or self.action_dim is None:
+            return ()
+        return (self.chunk_size, self.action_dim)
 
     @property
     def goals(self) -> dict[str, str]:
@@ -107,15 +109,27 @@ class DemonstrationSource(SampleSource, Protocol):
             of a formula.
     """
 
-    shapes: DemonstrationShapes
-    fields: Mapping[str, bool]
-    group_names: tuple[str, ...]
-    files: Sequence[Path]
-    contents: Sequence[tuple[str, str, str]]
-    positions_fingerprint: int
+    @property
+    def shapes(self) -> DemonstrationShapes: ...
+
+    @property
+    def fields(self) -> Mapping[str, bool]: ...
+
+    @property
+    def group_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def files(self) -> Sequence[Path]: ...
+
+    @property
+    def contents(self) -> Sequence[tuple[str, str, str]]: ...
+
+    @property
+    def positions_fingerprint(self) -> int: ...
 
     def place(self, number: int) -> str:
         """Origin of a sample for messages: `file:line`, or its number."""
+        ...
 
     def demonstration(
         self, number: int, *, with_history: bool = True, with_subgoals: bool = True
@@ -125,11 +139,13 @@ class DemonstrationSource(SampleSource, Protocol):
         Raises:
             BadSampleError: the sample cannot be used; says `file:line: reason`.
         """
+        ...
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Real frames of the state `[at most F, S]`, real steps of the actions `[at most C, A]` or
         None, and the `dataset_index`. Reads no images.
         """
+        ...
 
 
 def chosen_fields(names: Sequence[str], shapes: DemonstrationShapes) -> dict[str, bool]:
@@ -205,7 +221,7 @@ def collate_demonstrations(samples: Sequence[Demonstration]) -> dict[str, Any]:
     """
     batch: dict[str, Any] = {}
     for name in sorted({name for sample in samples for name in sample}):
-        values = [sample.get(name) for sample in samples]
+        values: list[Any] = [sample.get(name) for sample in samples]
         kinds = {_kind(value) for value in values}
         if len(kinds) > 1:
             raise RuntimeError(

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paddle_vl.data.jsonl import FileContent
 from paddle_vl.families.pi07.demonstrations.sample import (
     NUMBER_TYPES,
     Demonstration,
@@ -230,5 +229,5 @@ class DrawnDemonstrations:
         return self.source.positions_fingerprint
 
     @property
-    def contents(self) -> Sequence[FileContent]:
+    def contents(self) -> Sequence[tuple[str, str, str]]:
         return self.source.contents

@@ -51,6 +51,7 @@ class ObservationHistory:
                         "reset() before another environment or batch size"
                     )
         self._steps.append(current)
+        assert self._steps.maxlen is not None, "__init__ limits the length"
         missing = self._steps.maxlen - len(self._steps)
         places = [i * self.interval - missing for i in range(self.num_frames)]
         result = dict(batch)

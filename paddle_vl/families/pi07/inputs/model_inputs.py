@@ -301,10 +301,9 @@ class PlannerInputs:
             f"Task: {task}, Past Memory: {memory}, State: {state}, "
             for task, memory, state in zip(tasks, memories, states, strict=True)
         ]
-        cameras = cameras_of(config.input_features)
-        frames = prepare_videos(
-            batch, cameras, config.resize_imgs_with_padding, 1, config.empty_cameras
-        )
+        cameras, image_size = cameras_of(config.input_features), config.resize_imgs_with_padding
+        assert image_size is not None, "check_common gives it a value"
+        frames = prepare_videos(batch, cameras, image_size, 1, config.empty_cameras)
         inputs: dict[str, Any] = {
             "images": [video[:, 0] * 2.0 - 1.0 for video in frames.images],
             "img_masks": frames.masks,

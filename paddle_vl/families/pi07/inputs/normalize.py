@@ -74,14 +74,13 @@ def group_index(
 
 
 def _looked_up(
-    groups: Sequence[str | None], rows: Mapping[str, int], given: Sequence[Any]
+    groups: Sequence[str | None], rows: dict[str, int], given: Sequence[Any]
 ) -> np.ndarray:
-    unknown = [entry for name, entry in zip(groups, given, strict=True) if name not in rows]
-    if unknown:
+    if unknown := [e for name, e in zip(groups, given, strict=True) if name not in rows]:
         raise ValueError(
             f"the policy has no statistics of {unknown}; it was trained on {sorted(rows)}"
         )
-    return np.array([rows[name] for name in groups], dtype=np.int64)
+    return np.array([rows[name] for name in groups if name in rows], dtype=np.int64)
 
 
 def _repeated(words: str | Sequence[str], name: str, batch_size: int) -> list[str]:

@@ -92,7 +92,9 @@ class PromptTokenizer:
             initial_alphabet=alphabet,
         )
         tokenizer.train_from_iterator(texts, trainer=trainer)
-        return cls(tokenizer, tokenizer.token_to_id("<bos>"), tokenizer.token_to_id(_PAD_TOKEN))
+        pad_id = tokenizer.token_to_id(_PAD_TOKEN)
+        assert pad_id is not None, "it is one of the special tokens"
+        return cls(tokenizer, tokenizer.token_to_id("<bos>"), pad_id)
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json` into a folder."""
@@ -119,7 +121,7 @@ class PromptTokenizer:
             return [self.bos_id, *ids]
         return ids
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ids."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens)
 
@@ -252,10 +254,14 @@ METADATA_RANGES: dict[str, tuple[int, int]] = {
 
 def metadata_problem(name: str, value: float) -> str | None:
     """What is wrong with a metadata number; None if it is valid."""
-    least, most = METADATA_RANGES.get(name, (None, None))
-    if least is None or least <= value <= most:
+    if name not in METADATA_RANGES:
         return None
-    # Python refuses to print integers of thousands of digits.
-    is_huge = isinstance(value, int) and abs(value) >= 10**18
-    found = f"a number of {value.bit_length()} bits" if is_huge else str(value)
+    least, most = METADATA_RANGES[name]
+    if least <= value <= most:
+        return None
+    if isinstance(value, int) and abs(value) >= 10**18:
+        # Python refuses to print integers of thousands of digits.
+        found = f"a number of {value.bit_length()} bits"
+    else:
+        found = str(value)
     return f"{name!r} is {found}; it must be from {least} to {most}"

@@ -234,6 +234,11 @@ def test_checkpoint_without_tokenizers_takes_those_that_are_given(saved):
         policy(raw_batch()[0])
 
 
+def test_tokenizer_may_be_a_path_as_text(saved):
+    policy = PI07LowLevelPolicy.from_pretrained(saved, tokenizer=str(saved))
+    assert_golden_weights(policy)
+
+
 def observation_of_three() -> dict:
     """One observation in time."""
     batch, _ = raw_batch()
