@@ -6,7 +6,17 @@ load Paddle.
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paddle_vl.config.schema import LoRAConfig
+    from paddle_vl.families.pi07.config import PI07Config
+    from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
+    from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
+    from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
+    from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+    from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+    from paddle_vl.generation.config import GenerationConfig
 
 __version__ = "0.2.0"
 
@@ -28,7 +38,16 @@ _HOME = {
     "Qwen3VLForConditionalGeneration": "paddle_vl.families.qwen3_vl.model",
     "Qwen3VLProcessor": "paddle_vl.families.qwen3_vl.inputs.processor",
 }
-__all__ = [*_HOME]
+__all__ = [
+    "GenerationConfig",
+    "LoRAConfig",
+    "PI07Config",
+    "PI07HighLevelPlanner",
+    "PI07LowLevelPolicy",
+    "Qwen3VLConfig",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLProcessor",
+]
 
 
 def __getattr__(name: str) -> Any:

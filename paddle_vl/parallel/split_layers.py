@@ -6,7 +6,7 @@ them.
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import paddle
 from paddle import Tensor, nn
@@ -43,15 +43,15 @@ class _FusedColumns(nn.Layer):
         group,
         splits: bool = True,
     ):
+        settings: dict[str, Any] = {
+            "weight_attr": Normal(std=init_std),
+            "has_bias": False,
+            "gather_output": False,
+            "mp_group": group,
+        }
         # Of fleet's layer, which comes next in the order of the bases.
-        super().__init__(  # pyright: ignore[reportCallIssue]
-            in_features,
-            sum(one.width for one in columns),
-            weight_attr=Normal(std=init_std),
-            has_bias=False,
-            gather_output=False,
-            mp_group=group,
-        )
+        fleet_layer: Any = super()
+        fleet_layer.__init__(in_features, sum(one.width for one in columns), **settings)
         mark_fused(self.weight, columns)
         self.own_widths = [one.width // group.nranks for one in columns] if splits else []
         known = [name for name in self._OVERLAPS if hasattr(self, name)]

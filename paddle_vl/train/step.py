@@ -282,5 +282,7 @@ def _summed(terms: Tensor, optimizer: Optimizer, ranks: SingleRank) -> tuple[Ten
     """The step's terms and gradient norm, in one all-reduce."""
     own = terms if ranks.counts_losses else paddle.zeros_like(terms)
     squares = optimizer.squared_norm(ranks)
-    totals = ranks.sum_over_all(paddle.concat([own, squares.reshape([1])]))
+    totals = paddle.concat([own, squares.reshape([1])])
+    if ranks.world_size > 1:
+        totals = ranks.sum_over_all(totals)
     return totals[:-1], totals[-1].sqrt()

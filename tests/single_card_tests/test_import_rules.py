@@ -37,8 +37,8 @@ ALLOWED = {
         *("profile", "report", "train", "families", "generation", "checkpoint", "data"),
         *("parallel", "nn", "batch", "config", "compat", "files"),
     },
-    # Names that are looked up on first use; the command.
-    "__init__": set(),
+    # Public names, imported on first use (and for type checkers); the command.
+    "__init__": {"config", "families", "generation"},
     "__main__": {"cli"},
 }
 WITHOUT_PADDLE = ("files", "config", "batch", "data", "inputs", "demonstrations")

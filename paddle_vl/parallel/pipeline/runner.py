@@ -30,11 +30,11 @@ class ModelChunk(Protocol):
     is_first: bool
     is_last: bool
 
-    def input_shape(self, batch: Batch) -> tuple[int, ...]:
+    def input_shape(self, batch: Any) -> tuple[int, ...]:
         """Shape of the rows that arrive, known without them and without the layers."""
         ...
 
-    def reserved_shape(self, batch: Batch, rows: "ReservedRows") -> tuple[int, ...]:
+    def reserved_shape(self, batch: Any, rows: "ReservedRows") -> tuple[int, ...]:
         """The same for the largest micro-batch that is provided for. Called with `reserved` only.
 
         Raises:
@@ -42,7 +42,7 @@ class ModelChunk(Protocol):
         """
         ...
 
-    def __call__(self, batch: Batch, rows: Tensor | None = None) -> Any:
+    def __call__(self, batch: Any, rows: Tensor | None = None) -> Any:
         """Rows for the next chunk; the output of the model for the last one."""
 
 
