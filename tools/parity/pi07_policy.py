@@ -1,9 +1,13 @@
 """pi07's low-level policy: normalization, model inputs, losses, a rollout."""
 
+from typing import cast
+
 import numpy as np
 
 from paddle_vl import PI07LowLevelPolicy
+from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
 from paddle_vl.families.pi07.inputs.normalize import Normalizer
+from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
 from paddle_vl.families.pi07.policy_config import PolicyFeature
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, config_of, fill
@@ -114,8 +118,9 @@ def _policy(case: GoldenCase) -> PI07LowLevelPolicy:
     assert vocabulary is not None, "the case gives it"
     policy = PI07LowLevelPolicy(
         config,
-        _Tokenizer(case.meta["config"]["indicator_token_ids"]),
-        _ActionTokenizer(vocabulary),
+        # The case has token ids in place of tokenizers.
+        cast(PromptTokenizer, _Tokenizer(case.meta["config"]["indicator_token_ids"])),
+        cast(ActionTokenizer, _ActionTokenizer(vocabulary)),
         _statistics(case.folders.case("16_")),
     )
     fill(policy.model, case)

@@ -102,7 +102,8 @@ def _run_forward(
         )
     if "rope_deltas" in tensors:
         compared.add("rope_deltas")
-        deltas = model.position_ids(*_of(inputs, _POSITION_INPUTS), offsets)[1]
+        given = dict(zip(_POSITION_INPUTS, _of(inputs, _POSITION_INPUTS), strict=True))
+        deltas = model.position_ids(**given, cu_seqlens=offsets)[1]
         report.exact("positions", "rope_deltas", deltas, tensors["rope_deltas"].reshape(-1))
     for kind, pixels, grid in (
         ("vis_image", "pixel_values", "image_grid_thw"),

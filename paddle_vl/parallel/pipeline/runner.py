@@ -42,7 +42,7 @@ class ModelChunk(Protocol):
         """
         ...
 
-    def __call__(self, batch: Any, rows: Tensor | None = None) -> Any:
+    def __call__(self, batch: Any, rows: Tensor | None = None, /) -> Any:
         """Rows for the next chunk; the output of the model for the last one."""
 
 
