@@ -26,8 +26,7 @@ from paddle_vl.checkpoint.safetensors_io import (
     write_file,
 )
 from paddle_vl.config.schema import LoRAConfig
-from paddle_vl.files.json_file import read_json_object, shown
-from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.text_file import read_json_object, shown, write_text
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.checkpoint.manifest import FileSum, SummedStream
-from paddle_vl.files.json_file import parse_json_object, read_json_object, shown
-from paddle_vl.files.named_errors import naming
+from paddle_vl.files.text_file import naming, parse_json_object, read_json_object, shown
 
 _NUMPY_DTYPES = {
     "F64": np.float64,

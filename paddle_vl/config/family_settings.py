@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from paddle_vl.config.families import families, family_of
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import Section, section_of, setting_descriptions
-from paddle_vl.files.json_file import read_json_object
+from paddle_vl.files.text_file import read_json_object
 
 Key = tuple[str | int, ...]
 Descriptions = dict[str, tuple[str, str]]

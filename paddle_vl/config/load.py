@@ -20,7 +20,7 @@ from paddle_vl.config.family_settings import Key, own_settings, settings_class_o
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import setting_descriptions
 from paddle_vl.config.validate import rule_problems
-from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.text_file import write_text
 
 COMMAND_LINE = "command line"
 _MAX_NAMES = 64

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paddle_vl.files.json_file import parse_json_object, read_text, shown
+from paddle_vl.files.text_file import parse_json_object, read_text, shown
 
 TOKENIZER_FILE = "tokenizer.json"
 # Saving and fingerprinting take time and memory for every id up to the highest.

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.files.json_file import read_json_object, shown
-from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.text_file import read_json_object, shown, write_text
 
 FILE_NAME = "generation_config.json"
 # Far beyond every model's positions; a cache for more would exhaust the memory.

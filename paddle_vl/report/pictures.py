@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.files.named_errors import naming
+from paddle_vl.files.text_file import naming
 from paddle_vl.report.panels import Curve, Panel
 from paddle_vl.report.runs import Run, skipped_updates
 

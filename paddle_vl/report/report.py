@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.text_file import write_text
 from paddle_vl.report.panels import Panel, panels_of
 from paddle_vl.report.pictures import draw_panels
 from paddle_vl.report.runs import Run, read_runs, skipped_updates

@@ -21,10 +21,16 @@ from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.evaluate import mean_losses
 from paddle_vl.train.feeding.feed import watched
-from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names, treated_apart
+from paddle_vl.train.freeze import (
+    decayed_names,
+    freeze_parameters,
+    rate_factors,
+    trained_names,
+    treated_apart,
+)
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
-from paddle_vl.train.optimizer import Optimizer, decayed_names
+from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
 from paddle_vl.train.run_lock import RunLock

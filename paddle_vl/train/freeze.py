@@ -1,4 +1,4 @@
-"""Which parameters are trained and at which rate, by patterns over HF parameter names.
+"""Which parameters are trained, decayed, and at which rate, by patterns over HF parameter names.
 
 A pattern may also be the name of a component of the model, such as `vision`.
 """
@@ -134,3 +134,16 @@ def reported_rates(train: TrainConfig, rate: float) -> dict[str, float]:
         f"learning_rate/{pattern}": rate * peak / train.learning_rate
         for pattern, peak in train.part_learning_rates.items()
     }
+
+
+def decayed_names(
+    names: Iterable[str], exclude: list[str], parts: Mapping[str, Sequence[str]] = NO_PARTS
+) -> set[str]:
+    """Names of the model's parameters that weight decay applies to.
+
+    Args:
+        names: of all parameters of the full model, frozen ones too.
+        exclude: patterns of train.weight_decay_exclude.
+    """
+    names = set(names)
+    return names - matching_names(exclude, names, "train.weight_decay_exclude", parts)

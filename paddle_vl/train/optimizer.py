@@ -5,7 +5,7 @@ written through the parameter it belongs to.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Tie
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.parallel.sharding import FleetSharding
-from paddle_vl.train.freeze import NO_PARTS, NamedParameters, matching_names
+from paddle_vl.train.freeze import NamedParameters
 
 _MASTER = "master_weight"
 # Identity of a parameter and the name of one of its scalar states.
@@ -341,16 +341,3 @@ def _of_all(names: list[str], value_of: Callable[[str], Any], what: str) -> Any:
             f"{what}: {values}; separate the layer's projections first"
         )
     return values[names[0]]
-
-
-def decayed_names(
-    names: Iterable[str], exclude: list[str], parts: Mapping[str, Sequence[str]] = NO_PARTS
-) -> set[str]:
-    """Names of the model's parameters that weight decay applies to.
-
-    Args:
-        names: of all parameters of the full model, frozen ones too.
-        exclude: patterns of train.weight_decay_exclude.
-    """
-    names = set(names)
-    return names - matching_names(exclude, names, "train.weight_decay_exclude", parts)

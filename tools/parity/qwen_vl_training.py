@@ -2,7 +2,8 @@
 
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
-from paddle_vl.train.optimizer import Optimizer, decayed_names
+from paddle_vl.train.freeze import decayed_names
+from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import ModelRunner, counted, train_step
 
 _SETTINGS = TrainConfig(

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields
 from math import isqrt
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paddle_vl.files.checked_values import Range, check_mapping, check_values
-from paddle_vl.files.hub_keys import INERT_KEYS
+from paddle_vl.files.checked_values import INERT_KEYS, Range, check_mapping, check_values
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig, check_training
 from paddle_vl.files.checked_values import Range, check_mapping, check_values
-from paddle_vl.files.json_file import read_json_object, shown
-from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.text_file import read_json_object, shown, write_text
 
 CURRENT_CONFIG_VERSION = 1
 FEATURE_TYPES = ("STATE", "VISUAL", "ENV", "ACTION", "REWARD")

@@ -19,9 +19,8 @@ from paddle_vl.families.qwen3_vl.text_config import (
     plain_experts,
     plain_text,
 )
-from paddle_vl.files.checked_values import Range, check_mapping, check_values
-from paddle_vl.files.hub_keys import INERT_KEYS
-from paddle_vl.files.json_file import read_json_object, shown
+from paddle_vl.files.checked_values import INERT_KEYS, Range, check_mapping, check_values
+from paddle_vl.files.text_file import read_json_object, shown
 from paddle_vl.nn.operations import ACTIVATIONS
 
 _MOE_TYPE = "qwen3_vl_moe"
@@ -241,7 +240,7 @@ class Qwen3VLConfig:
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write `config.json` into a folder."""
-        from paddle_vl.files.named_errors import write_text
+        from paddle_vl.files.text_file import write_text
 
         text = json.dumps(self.to_dict(), indent=2) + "\n"
         write_text(Path(path) / "config.json", text)

@@ -9,7 +9,7 @@ from paddle_vl.families.qwen3_vl.inputs.collate import VLCollator
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.sizes import size_values
 from paddle_vl.files.checked_values import check_mapping
-from paddle_vl.files.json_file import read_json_object
+from paddle_vl.files.text_file import read_json_object
 
 _TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paddle_vl.files.checked_values import Range, check_mapping, check_values
-from paddle_vl.files.json_file import shown
+from paddle_vl.files.text_file import shown
 
 # Far beyond every published model: larger values are typing errors, and would take all memory
 # before anything could report them.

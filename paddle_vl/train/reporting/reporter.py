@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from paddle_vl.config.schema import LoggingConfig
-from paddle_vl.files.named_errors import naming
+from paddle_vl.files.text_file import naming
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, HostCopy, local_values
 from paddle_vl.train.reporting.run_files import (

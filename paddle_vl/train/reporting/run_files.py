@@ -12,8 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paddle_vl.files.json_file import read_json_object, shown
-from paddle_vl.files.named_errors import naming, write_text
+from paddle_vl.files.text_file import naming, read_json_object, shown, write_text
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"

@@ -28,7 +28,7 @@ import paddle
 
 from paddle_vl.config.family_settings import settings_classes
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.fleet_strategy import effective_options, fleet_strategy
 from paddle_vl.train.layout import parallel_degrees
 from paddle_vl.train.reporting.run_files import RUN_FILE, read_starts

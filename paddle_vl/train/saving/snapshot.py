@@ -22,7 +22,7 @@ from paddle_vl.checkpoint.safetensors_io import (
     file_header,
     write_file,
 )
-from paddle_vl.files.named_errors import naming
+from paddle_vl.files.text_file import naming
 
 # Allocation unit beyond the prepared memory, and stride of touching memory.
 _BLOCK_BYTES = 1 << 26

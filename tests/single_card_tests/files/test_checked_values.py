@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from paddle_vl.files.checked_values import Range, check_values
-from paddle_vl.files.json_file import shown
-from paddle_vl.files.named_errors import naming
+from paddle_vl.files.text_file import naming, shown
 
 
 @dataclass(frozen=True)

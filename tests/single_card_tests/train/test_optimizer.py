@@ -13,8 +13,8 @@ import pytest
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.qwen3_vl.settings import PARTS
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.train.freeze import freeze_parameters, rate_factors, trained_names
-from paddle_vl.train.optimizer import Optimizer, decayed_names
+from paddle_vl.train.freeze import decayed_names, freeze_parameters, rate_factors, trained_names
+from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import train_step
 from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
 from tests.support.tiny import tiny_model

@@ -12,8 +12,8 @@ import pytest
 
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.train.freeze import freeze_parameters, trained_names
-from paddle_vl.train.optimizer import Optimizer, decayed_names
+from paddle_vl.train.freeze import decayed_names, freeze_parameters, trained_names
+from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import train_step
 from tests.single_card_tests.train.batches import (
     count_calls,

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from paddle_vl.families.pi07.demonstrations.sample import DemonstrationSource
-from paddle_vl.files.json_file import read_json_object
-from paddle_vl.files.named_errors import write_text
-from paddle_vl.files.spreads import spread_problem
+from paddle_vl.families.pi07.inputs.statistics_checks import spread_problem
+from paddle_vl.files.text_file import read_json_object, write_text
 
 # Of one group: feature -> statistic -> values, float64 `[dims]`; `count` is int64 `[1]`.
 GroupStatistics = dict[str, dict[str, np.ndarray]]

@@ -17,8 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from paddle_vl.files.checked_values import Range, check_values
-from paddle_vl.files.json_file import read_json_object
-from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.text_file import read_json_object, write_text
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.inputs.statistics_checks import spread_problem
 from paddle_vl.families.pi07.policy_config import PolicyFeature, check_normalization
-from paddle_vl.files.spreads import spread_problem
 
 # Of one group: feature -> statistic (mean, std, min, max, q01, q99, count) -> values.
 Statistics = Mapping[str, Mapping[str, Any]]

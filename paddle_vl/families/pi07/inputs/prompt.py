@@ -15,8 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.files.json_file import read_json_object, shown
-from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.text_file import read_json_object, shown, write_text
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
 
 CONFIG_FILE = "tokenizer_config.json"

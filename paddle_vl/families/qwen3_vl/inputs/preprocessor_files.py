@@ -8,8 +8,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_vl.files.checked_values import Range, check_mapping, check_values
-from paddle_vl.files.json_file import read_json_object, shown
-from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.text_file import read_json_object, shown, write_text
 
 # File of transformers 5 with the settings of all processors, each under its name.
 NESTED_CONFIG_FILE = "processor_config.json"

@@ -33,8 +33,7 @@ from paddle_vl.families.qwen3_vl.inputs.tokenizer import (
     VideoPrompt,
 )
 from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
-from paddle_vl.files.json_file import parse_json_object, read_text
-from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.text_file import parse_json_object, read_text, write_text
 
 Message = Mapping[str, Any]
 

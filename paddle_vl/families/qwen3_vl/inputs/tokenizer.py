@@ -40,7 +40,7 @@ from paddle_vl.data.jsonl import BadSampleError, check_unicode
 from paddle_vl.families.qwen3_vl.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.qwen3_vl.inputs.conversation import Conversation, ImagePart, Turn
 from paddle_vl.families.qwen3_vl.inputs.video_processor import timestamp_text
-from paddle_vl.files.named_errors import write_text
+from paddle_vl.files.text_file import write_text
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
 
 # Pre-tokenization of Qwen2 and later: contractions, words with one leading mark, single digits,

@@ -1,6 +1,8 @@
-"""Reading JSON files; every error names the file, what is wrong, and what to do."""
+"""Text and JSON files, read and written with errors that name the file."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,27 @@ def shown(value: Any) -> str:
         # An integer of thousands of digits.
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Add the file name to an `OSError` without one, e.g. of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file.
+
+    Raises:
+        OSError: always with the file's name.
+    """
+    with naming(path):
+        path.write_text(text, encoding="utf-8")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
