@@ -9,6 +9,7 @@ import argparse
 import pkgutil
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import paddle
@@ -33,8 +34,12 @@ def build(output: Path) -> int:
     # Paddle's compiled base class does not say where it is from, which pdoc asks of every class.
     paddle.autograd.PyLayer.__base__.__module__ = "paddle.autograd"
     pdoc.render.configure(docformat="google")
-    parts = [item.name for item in pkgutil.iter_modules(paddle_vl.__path__)]
-    names = ["paddle_vl", *(f"paddle_vl.{name}" for name in parts if name != "__main__")]
+    # A package with `__all__` shows these names alone, so its modules are named here.
+    names = ["paddle_vl"]
+    for item in pkgutil.walk_packages(paddle_vl.__path__, "paddle_vl."):
+        parent = import_module(item.name.rpartition(".")[0])
+        if hasattr(parent, "__all__") and item.name != "paddle_vl.__main__":
+            names.append(item.name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         pdoc.pdoc(*names, output_directory=output)
