@@ -2,8 +2,9 @@
 
 A policy's folder is OpenTau's and LeRobot's: `config.json`, `model.safetensors` and here the
 tokenizers too. Checkpoint keys are those of the model after `model.`, and statistics after the name
-of their normalizer, such as `normalize_inputs.buffer_state.mean`. Over 350 lines, since a policy and
-its files are one format.
+of their normalizer, such as `normalize_inputs.buffer_state.mean`.
+
+Over 350 lines, since a policy and its files are one format.
 """
 
 import fnmatch
