@@ -1,11 +1,14 @@
-"""Workarounds for Paddle: of each the version, the symptom and the reason."""
+"""Workarounds for Paddle, each with version, symptom and reason; and names of earlier versions."""
 
 import ctypes
+import functools
 import os
 import platform
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import paddle
 
@@ -13,6 +16,25 @@ import paddle
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _CPU_INFO = Path("/proc/cpuinfo")
 _STRIDE_KERNELS = "FLAGS_use_stride_kernel"
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def renamed_argument(old: str, new: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: accept a keyword argument under its former name too, with a FutureWarning."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def accepts_both(*args: Any, **kwargs: Any) -> R:
+            if old in kwargs:
+                message = f"{function.__qualname__}: {old}= is now {new}=; use the new name"
+                warnings.warn(message, FutureWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return accepts_both
+
+    return decorate
 
 
 def configure_cpu_runtime(num_threads: int | None = None) -> bool:

@@ -26,6 +26,7 @@ from paddle_vl.checkpoint.reading import (
 )
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.checkpoint.writing import parameters_to_write, write_tensors
+from paddle_vl.compat import renamed_argument
 from paddle_vl.families.pi07.checkpoint_map import (
     UNUSED_KEYS,
     Groups,
@@ -91,6 +92,7 @@ class BasePolicy(nn.Layer):
         raise NotImplementedError
 
     @classmethod
+    @renamed_argument("fills", "materialize")
     def from_config(
         cls: type[Policy],
         config: PI07Config | PI07PlannerConfig,

@@ -18,6 +18,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.compat import renamed_argument
 from paddle_vl.families.pi07.base_policy import BasePolicy, PolicyCheckpoint
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import (
@@ -275,6 +276,7 @@ class PI07HighLevelPlanner(BasePolicy):
             self.normalizers["normalize_inputs"].set_statistics(statistics)
 
     @classmethod
+    @renamed_argument("fills", "materialize")
     def from_pretrained(
         cls,
         path: str | Path,

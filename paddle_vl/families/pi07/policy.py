@@ -23,6 +23,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.compat import renamed_argument
 from paddle_vl.families.pi07.base_policy import NORMALIZERS, BasePolicy, PolicyCheckpoint
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
@@ -98,6 +99,7 @@ class PI07LowLevelPolicy(BasePolicy):
         self.action_queue = ActionQueue(config.n_action_steps, config.max_delay)
 
     @classmethod
+    @renamed_argument("fills", "materialize")
     def from_pretrained(
         cls,
         path: str | Path,

@@ -15,6 +15,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
+from paddle_vl.compat import renamed_argument
 from paddle_vl.families.qwen3_vl.checkpoint_map import (
     EMBEDDING_KEY,
     HEAD_KEY,
@@ -57,6 +58,7 @@ class PretrainedQwen3VL(Materializable, nn.Layer):
         self.adapter: Adapter | None = None
 
     @classmethod
+    @renamed_argument("fills", "materialize")
     def from_config(
         cls: type[Model],
         config: Qwen3VLConfig,
@@ -86,6 +88,7 @@ class PretrainedQwen3VL(Materializable, nn.Layer):
         return model
 
     @classmethod
+    @renamed_argument("fills", "materialize")
     def from_pretrained(
         cls: type[Model],
         path: str | Path,
