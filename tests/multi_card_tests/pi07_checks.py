@@ -160,7 +160,7 @@ def planner_batch(micro: int, rank: int, filled: dict[str, Sequence[int]]) -> di
 def low_level_losses(
     model: PI07LowLevelFlowMatching, batch: dict[str, Any], presence: Presence, batches: list
 ) -> list[paddle.Tensor]:
-    """What a batch adds to each loss term of the whole step."""
+    """What a batch adds to each loss term of the full step."""
     out = model(batch, presence, per_sample=True)
     values = sum(
         int(((~b["actions_is_pad"]).sum(axis=1) * b["real_action_dim"]).sum()) for b in batches
