@@ -1,10 +1,12 @@
-"""`tools/train.py` in which a rank may be killed or be given other settings, as variables say.
+"""`tools/train.py` with a fault in one rank.
 
-FAULT=RANK:PLACE kills that rank in the third training step (`step`), with the checkpoint of step 2
-complete, or while the checkpoint of
-step 4 is being written (`save`); FAULT=RANK:seed gives it another seed. In the third step
-FAULT=RANK:raise raises, and FAULT=RANK:stuck waits for ever in a call that notices nothing, as one
-of NCCL does.
+FAULT=RANK:PLACE names the rank and the fault:
+
+- `step`: SIGKILL in the third training step, after the checkpoint of step 2 is complete;
+- `save`: SIGKILL while the checkpoint of step 4 is being written;
+- `seed`: another seed than the other ranks;
+- `raise`: an exception in the third step;
+- `stuck`: a blocking call in the third step that never returns, as NCCL calls do.
 """
 
 import os
@@ -25,7 +27,7 @@ def die(*args, **kwargs):
 
 
 def die_behind_checkpoint_2():
-    """Checkpoints are written beside training."""
+    """Wait for checkpoint 2, which a background thread writes, and die."""
     (output_dir,) = (a.partition("=")[2] for a in arguments if a.startswith("train.output_dir="))
     while not (Path(output_dir) / "checkpoint-2").exists():
         time.sleep(0.01)

@@ -25,7 +25,7 @@ from tests.support.sharding_models import HalfModel, toy
 
 STEPS, MICRO_BATCHES, RATE = 3, 2, 0.02
 TRAIN = TrainConfig(output_dir="unused", learning_rate=RATE, weight_decay=0.1, max_grad_norm=0.5)
-# By name fleet's options, and whether gathers overlap. Of size 0, each parameter has a buffer.
+# Fleet's options by name, and whether gathers overlap. At size 0 each parameter has its own buffer.
 OPTIONS = {
     "plain": ({}, False),
     "a buffer each": ({"comm_buffer_size_MB": 0}, False),
@@ -47,7 +47,7 @@ DEFAULTS = {
 
 
 def sample(step: int, micro: int, rank: int) -> tuple:
-    """Only the first rank uses the rare parameter, in all of its micro-batches."""
+    """A micro-batch; only rank 0 uses the rare parameter."""
     ids_T, pixels_TD, _ = sharding_models.sample(step, micro, rank)
     return ids_T, pixels_TD, rank == 0
 
@@ -66,7 +66,7 @@ def table_of(model: nn.Layer) -> ParameterTable:
 
 
 class Run:
-    """A model with its optimizer, sharded over the topology's ranks, or on one device."""
+    """A model with its optimizer, sharded over the topology's ranks or on one device."""
 
     def __init__(self, model: nn.Layer, topology: Topology | None, options: str = "plain"):
         self.model, self.topology = model, topology
@@ -128,7 +128,7 @@ class Run:
         return found
 
     def values(self) -> dict[str, np.ndarray]:
-        """Full parameters and optimizer state."""
+        """Full parameters and optimizer states."""
         parameters = {
             name: self.trained.gathered_value(parameter).astype("float32").numpy().copy()
             for name, parameter in self.model.named_parameters()
@@ -138,7 +138,7 @@ class Run:
 
 
 def trained_run(run: Run, of_steps: list[list[tuple]]) -> dict[str, Any]:
-    """Losses and norms of the steps, gradients of the first one, values after the last."""
+    """Losses and norms of all steps, gradients of the first step, values after the last one."""
     losses, norms, first = [], [], {}
     for batches in of_steps:
         loss, norm, gradients = run.train_step(batches)
@@ -164,7 +164,7 @@ def train(topology: Topology, options: str) -> dict[str, Any]:
 
 
 def continued(topology: Topology, options: str) -> list[str]:
-    """What differs, bit for bit, when the last step runs from saved values."""
+    """Names of values that differ, bit for bit, when the last step resumes from saved values."""
     run = Run(toy(), topology, options)
     trained_run(run, [run.micro_batches(step) for step in range(STEPS - 1)])
     saved = run.values()
@@ -179,7 +179,7 @@ def continued(topology: Topology, options: str) -> list[str]:
 
 
 def collectives(topology: Topology, options: str) -> list[Collective]:
-    """Those of the second step."""
+    """The collectives of the second step."""
     run = Run(toy(), topology, options)
     run.train_step(run.micro_batches(0))
     with record_collectives() as recording:
@@ -197,7 +197,8 @@ def collectives(topology: Topology, options: str) -> list[Collective]:
 
 
 def skipped(topology: Topology, masks: bool) -> list[str]:
-    """What a step changes whose norm is not finite, and a later one that differs from none."""
+    """Names of values that a step with an infinite norm changes, or that differ one step later from
+    a run without that step."""
     run, plain = (Run(toy(), topology) for _ in range(2))
     for each in (run, plain):
         each.optimizer.masks_updates = masks
@@ -217,7 +218,7 @@ def skipped(topology: Topology, masks: bool) -> list[str]:
 
 
 def masked(topology: Topology) -> float:
-    """Largest difference between a step whose flag is read and one that is masked by it."""
+    """Largest difference between a step that reads its finite flag and one that is masked by it."""
     found = []
     for masks in (False, True):
         run = Run(toy(), topology)
@@ -229,7 +230,7 @@ def masked(topology: Topology) -> float:
 
 
 def written(topology: Topology) -> list[str]:
-    """Parameters that did not take the values written to the slices."""
+    """Parameters that did not take the values written to their shards."""
     run, wrong = Run(toy(), topology), []
     wanted = {}
     for name, parameter in run.optimizer.parameters:
@@ -248,7 +249,7 @@ def written(topology: Topology) -> list[str]:
 
 
 def half_gradients(topology: Topology, options: str) -> tuple[set[str], set[float]]:
-    """dtypes and values of a bfloat16 gradient whose parts are 256, 1, 1 and 1 on every rank."""
+    """dtypes and values of a bfloat16 gradient whose micro-batches add 256, 1, 1 and 1."""
     model = HalfModel()
     run = Run(model, topology, options)
     if run.trained.optimizer.comm_overlap:
@@ -263,7 +264,7 @@ def half_gradients(topology: Topology, options: str) -> tuple[set[str], set[floa
 
 
 def half_steps(topology: Topology | None, num_ranks: int) -> dict[str, np.ndarray]:
-    """Masters, moments and parameters of a bfloat16 model after some steps."""
+    """Master weights, moments and parameters of a bfloat16 model after some steps."""
     paddle.seed(1)
     run = Run(HalfModel(), topology)
     ranks = range(num_ranks) if topology is None else [topology.data_rank]
@@ -286,7 +287,7 @@ def classes(topology: Topology) -> tuple[str, str, str]:
 
 
 def fused(topology: Topology) -> bool:
-    """Whether all state shares fleet's buffer after a step."""
+    """Whether all optimizer states share fleet's buffer after a step."""
     run = Run(toy(), topology, "fused states")
     run.train_step(run.micro_batches(0))
     buffer = run.optimizer._adamw.fused_states_buffer
@@ -295,7 +296,7 @@ def fused(topology: Topology) -> bool:
 
 
 def specs(topology: Topology) -> list[tuple]:
-    """Of two slices: which parameter's spec the optimizer has for it, and what fleet reads."""
+    """For two shards: whether the optimizer uses the parameter's spec, and its `is_distributed`."""
     model = toy()
     model.head.weight.is_distributed = True
     run = Run(model, topology)

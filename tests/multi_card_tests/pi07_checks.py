@@ -1,10 +1,10 @@
-"""pi07 and its planner on every rank of a sharding group; see `test_pi07_symmetry`.
+"""Checks of pi07 and its planner on every rank of a sharding group; see `test_pi07_symmetry`.
 
-A run is a step of several micro-batches in which every rank drops other optional parts. The loss of
-a step is the sum of squares over the number of values that count, and the sum of cross entropies
-over the number of token slots, of all micro-batches of all ranks.
+A run is one step of several micro-batches, in which every rank drops different optional inputs. The
+loss of the step is the sum of squares divided by the number of valid values, plus the sum of cross
+entropies divided by the number of token slots, over all micro-batches of all ranks.
 
-Over 350 lines: one launch runs them all, and starting processes costs more than they do.
+Over 350 lines: one launch runs all checks, because starting ranks costs more than the checks.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ from tests.support.pi07_golden import CASES, case, config_values
 CAMERAS, FRAMES, SIDE, STEPS, ACTIONS, STATES, SLOTS = 2, 3, 56, 6, 7, 5, 5
 LENGTHS = {"lang": 9, "response": 6, "metadata": 7}
 MEMORY, RESPONSE = 6, 5
-# What each rank's micro-batches have, by micro-batch and rank: `part`s filled in `sample`s.
+# Optional inputs of each micro-batch and rank: name -> samples that have it.
 NOTHING: dict[str, Sequence[int]] = {}
 EVERYTHING = {"response": (0, 1), "metadata": (0, 1), "subgoal": (0, 1)}
 ONE_RESPONSE, ALL_METADATA, ONE_GOAL = {"response": (1,)}, {"metadata": (0, 1)}, {"subgoal": (0,)}
@@ -60,7 +60,7 @@ def low_level_model(
     dropout: float = 0.0,
     placement: Placement | None = None,
 ) -> PI07LowLevelFlowMatching:
-    """The model of golden case 01 with its weights."""
+    """The model of golden case 01, with its weights."""
     description, _ = case("01_all_fields")
     values = config_values(description)
     values["vlm_config"] |= {"freeze_vision_encoder": frozen, "dropout": dropout}
@@ -75,7 +75,7 @@ def low_level_model(
 
 
 def planner_model(frozen: bool = False) -> PI07HighLevelPlannerModel:
-    """The same backbone without an expert."""
+    """The same backbone without an action expert."""
     given = case("01_all_fields")[0]["config"]
     vlm = given["vlm"] | {
         "gemma3_config": given["gemma3"],
@@ -109,7 +109,7 @@ def _masked(batch: dict[str, Any], filled: dict[str, Sequence[int]]) -> dict[str
 
 
 def low_level_batch(micro: int, rank: int, filled: dict[str, Sequence[int]]) -> dict[str, Any]:
-    """Every field is there, masked where it is not filled; padding everywhere else too."""
+    """A batch with every field; absent inputs are masked, and other fields are padded too."""
     random, size = np.random.default_rng([micro, rank]), 2
 
     def pictures(*shape: int) -> np.ndarray:
@@ -160,7 +160,7 @@ def planner_batch(micro: int, rank: int, filled: dict[str, Sequence[int]]) -> di
 def low_level_losses(
     model: PI07LowLevelFlowMatching, batch: dict[str, Any], presence: Presence, batches: list
 ) -> list[paddle.Tensor]:
-    """What a batch adds to each term of the loss of all batches."""
+    """What a batch adds to each loss term of the full step."""
     out = model(batch, presence, per_sample=True)
     values = sum(
         int(((~b["actions_is_pad"]).sum(axis=1) * b["real_action_dim"]).sum()) for b in batches
@@ -172,13 +172,13 @@ def low_level_losses(
 def planner_losses(
     model: PI07HighLevelPlannerModel, batch: dict[str, Any], presence: Presence, batches: list
 ) -> list[paddle.Tensor]:
-    # Its means are over all slots, as many in every batch.
+    # Its means are over all token slots, and every batch has the same number of them.
     return [model(batch, presence)["CE"] / len(batches)]
 
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between the low level and the planner."""
+    """What differs between the low-level model and the planner."""
 
     make_model: Callable[..., nn.Layer]
     make_batch: Callable[[int, int, dict[str, Sequence[int]]], dict[str, Any]]
@@ -194,9 +194,10 @@ class Setup:
     """One way to run a step.
 
     Attributes:
-        agreed: lay out what any rank has (`branch_sync: all_reduce`), instead of what this has.
-        embedding: stands for the prefix embedding's class.
-        wholly_divided: the token table is a unit too, gathered at every look-up.
+        agreed: a rank lays out the inputs that any rank has (`branch_sync: all_reduce`), not only
+            its own.
+        embedding: class that replaces the prefix embedding.
+        wholly_divided: shard the token table as a unit too, gathered at every look-up.
     """
 
     stage: int = 3
@@ -216,7 +217,7 @@ class Setup:
         return model
 
     def batches(self, num_ranks: int) -> list[list[dict[str, Any]]]:
-        """By micro-batch and rank."""
+        """Batches by micro-batch and rank."""
         return [
             [self.family.make_batch(micro, rank, drops[rank]) for rank in range(num_ranks)]
             for micro, drops in enumerate(self.drops)
@@ -230,7 +231,7 @@ class Setup:
 
 
 def single_run(setup: Setup, num_ranks: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Terms and gradients of one process that runs all batches one after the other."""
+    """Loss terms and gradients of one device that runs all batches one after the other."""
     setup = replace(setup, embedding=None, model_settings={})
     model, batches, terms = setup.model(), setup.batches(num_ranks), []
     everything = [batch for of_ranks in batches for batch in of_ranks]
@@ -249,7 +250,7 @@ def single_run(setup: Setup, num_ranks: int) -> tuple[list[float], dict[str, np.
 
 @dataclass
 class ShardedRun:
-    """A step of this rank, and what it left."""
+    """Results of one step on this rank."""
 
     terms: list[float]
     gradients: dict[str, np.ndarray]
@@ -259,7 +260,7 @@ class ShardedRun:
 
 
 def sharded_run(setup: Setup, group, recording: Recording | None = None) -> ShardedRun:
-    """A step; recorded here, or by who gives a recording."""
+    """Run a step and record its collectives, here or into the given recording."""
     if recording is None:
         with record_collectives() as recording:
             return sharded_run(setup, group, recording)
@@ -299,8 +300,8 @@ def sharded_run(setup: Setup, group, recording: Recording | None = None) -> Shar
 
 
 def compared_run(setup: Setup, group) -> dict[str, Any]:
-    """A step beside one process's: the largest error of each gradient, relative to its largest
-    entry; rank 0 computes what it is compared with."""
+    """A step compared with one device, which rank 0 computes: the largest error of each gradient,
+    relative to its largest entry."""
     run = sharded_run(setup, group)
     found: dict[str, Any] = {"terms": run.terms, "calls": run.calls}
     found |= {"prefix_lengths": run.prefix_lengths, "tower_frames": run.tower_frames}
@@ -317,7 +318,7 @@ def compared_run(setup: Setup, group) -> dict[str, Any]:
 
 
 def model_parallel_run(setup: Setup, topology: Topology, **placing: Any) -> dict[str, Any]:
-    """A step of ranks that share matrices as well; terms beside those of one process."""
+    """A step with tensor parallelism as well; its loss terms beside those of one device."""
     is_collective = setup.stage > 1
     placement = FleetPlacement(topology.mp_group, layers_are_collective=is_collective, **placing)
     group = topology.sharding_group
@@ -329,7 +330,7 @@ def model_parallel_run(setup: Setup, topology: Topology, **placing: Any) -> dict
 
 
 def seeded_runs(setup: Setup, group) -> bool:
-    """Whether two runs with dropout are the same bit by bit, and a third with another seed not."""
+    """Whether two runs with dropout are bit-identical, and a third with another seed differs."""
     runs = []
     for seed in (3, 3, 4):
         paddle.seed(100 * seed + group.rank)
@@ -344,7 +345,7 @@ def seeded_runs(setup: Setup, group) -> bool:
 
 
 def checked_run(setup: Setup, group) -> str | None:
-    """What the check of collectives says to a step; None if nothing."""
+    """The error that the check of collectives raises for a step; None if it passes."""
     try:
         with check_collectives(SECONDS) as recording:
             sharded_run(setup, group, recording)
@@ -354,8 +355,8 @@ def checked_run(setup: Setup, group) -> str | None:
 
 
 class InBranchEmbedding(PrefixEmbedding):
-    """As it was: whatever a rank does not lay out, it does not embed; goals have a pass of the
-    tower, and each text a look-up, of their own."""
+    """A rank embeds only what it lays out. Goals have their own pass of the tower, and each text
+    its own look-up."""
 
     def forward(self, batch, presence, training=True) -> Prefix:
         blocks = [block for block in PREFIX_BLOCKS if presence.has(block, training)]
@@ -383,7 +384,7 @@ class InBranchEmbedding(PrefixEmbedding):
 
 
 class HoistedAndDropped(InBranchEmbedding):
-    """Embedded on every rank, and what is not laid out is not used: issue 266 as it stands."""
+    """Every rank embeds every input, and drops what it does not lay out."""
 
     def forward(self, batch, presence, training=True) -> Prefix:
         blocks = self.tokens.embedded(batch, presence, training)

@@ -1,6 +1,6 @@
 """Checks that run on every rank of a sharding group; see `test_sharding`.
 
-Over 350 lines: one launch runs them all, and starting processes costs more than they do.
+Over 350 lines: one launch runs all checks, because starting ranks costs more than the checks.
 """
 
 import gc
@@ -43,7 +43,7 @@ STEPS, MICRO_BATCHES = 3, 2
 
 
 class Mode(NamedTuple):
-    """A stage and its options."""
+    """A sharding stage and its options."""
 
     stage: int
     options: ShardingOptions = ShardingOptions()
@@ -77,7 +77,7 @@ def gradient_of(name: str) -> str:
 
 
 def single_run(num_ranks: int) -> dict[str, Any]:
-    """One process on the data of all ranks; returns what `train` does."""
+    """What `train` returns, from one device that trains on the data of all ranks."""
     model = toy()
     optimizer = adamw(trained(model))
     losses, gradients = [], {}
@@ -102,7 +102,7 @@ def single_run(num_ranks: int) -> dict[str, Any]:
 
 
 class Run:
-    """A model, its sharding and its optimizer."""
+    """A model with its sharding and its optimizer."""
 
     def __init__(self, group, mode: Mode, recomputed: bool = False, model: Any = None):
         self.group, self.model = group, model or toy(recomputed)
@@ -150,13 +150,13 @@ class Run:
 
 
 def train(group, mode: Mode, recomputed: bool) -> dict[str, Any]:
-    """Losses of this rank's data, gradients of the first step, parameters after the last."""
+    """Losses of this rank's data, gradients of the first step, parameters after the last one."""
     run = Run(group, mode, recomputed)
     losses, gradients = [], {}
     for step in range(STEPS):
         losses.append(run.backward(step))
         assert all(parameter.grad is None for parameter in run.model.parameters())
-        # AdamW does not see a factor that all gradients have.
+        # Gradients are compared too: AdamW would hide a factor that all of them have.
         gradients = gradients or run.gradients()
         run.update()
         assert all(shard.grad is None for shard in run.shards)
@@ -181,7 +181,7 @@ def step_collectives(group, mode: Mode, recomputed: bool) -> list[Collective]:
 
 
 def small_buckets(group, mode: Mode) -> tuple[list[str], dict[str, Any]]:
-    """Kinds of a step's collectives with buckets that hold an embedding or a rare, not both."""
+    """A step's collectives, and `train`, with buckets that cannot hold embedding and `rare`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "BUCKET_ELEMENTS", VOCAB * DIM + DIM - 1)
         calls = step_collectives(group, mode, False)
@@ -191,7 +191,7 @@ def small_buckets(group, mode: Mode) -> tuple[list[str], dict[str, Any]]:
 
 
 def storage_between_steps(group, mode: Mode) -> list[str]:
-    """Parameters without storage, after construction, after a step and after an evaluation."""
+    """Parameters without storage: after construction, after a step, and after an evaluation."""
     run = Run(group, mode)
     found = []
     for moment in (
@@ -213,14 +213,14 @@ def evaluated(run: Run, batch: tuple) -> float:
 
 
 def evaluation(group, mode: Mode) -> tuple[float, float]:
-    """Loss with and without a graph, the same data on every rank."""
+    """Loss with and without a graph, for the same data on every rank."""
     run = Run(group, mode)
     return run.model(*sample(0, 0, 1)).item(), evaluated(run, sample(0, 0, 1))
 
 
 def memory(group, mode: Mode) -> dict[str, int]:
-    """Bytes above those before the model was made, of a stack that is all units."""
-    # Models of other checks: a layer and its replaced forward know each other.
+    """Bytes of a model whose layers are all units, above those before it was made."""
+    # Free the models of other checks: a layer and its replaced forward refer to each other.
     gc.collect()
     before = host_memory_stat_current_value("Allocated", 0)
     model = WideStack()
@@ -242,7 +242,7 @@ def memory(group, mode: Mode) -> dict[str, int]:
         loss = run.model(x_TD)
         measure(f"{name} forward")
         loss.backward()
-        # A graph holds its inputs.
+        # The graph holds its inputs.
         del loss
         measure(f"{name} backward")
         run.sharding.end_micro_batch()
@@ -260,8 +260,8 @@ def memory(group, mode: Mode) -> dict[str, int]:
 
 
 def order(group, mode: Mode) -> list[str]:
-    """What a step of one micro-batch does, in order: collectives, waits for them, and each unit's
-    computation, again in the backward pass as it recomputes."""
+    """Events of a step of one micro-batch: collectives, waits for them, and each unit's computation
+    (repeated in the backward pass by activation recomputation)."""
     paddle.seed(5)
     model, events = Toy(), []
 
@@ -298,8 +298,8 @@ def order(group, mode: Mode) -> list[str]:
 
 
 def tied(group, mode: Mode) -> dict[str, float]:
-    """Relative errors of gradients and of updated parameters, of a model whose head is its table,
-    on the same data on every rank; and the number of gathers of one micro-batch's forward."""
+    """Relative errors of the gradients of a model whose head shares the token table, for the same
+    data on every rank."""
 
     def step(model: Toy, run: Run | None) -> None:
         for micro in range(MICRO_BATCHES):
@@ -325,8 +325,8 @@ def tied(group, mode: Mode) -> dict[str, float]:
 
 
 def text_last(group, mode: Mode) -> tuple[float, list[str]]:
-    """Error of the gradients of a step whose last micro-batch runs no block on any rank, relative
-    to each one's largest, and kinds of what that micro-batch sends."""
+    """Largest relative gradient error of a step whose last micro-batch runs no block on any rank,
+    and the kinds of that micro-batch's collectives."""
 
     def loss(model: Toy, micro: int, rank: int) -> Tensor:
         ids_T, pixels_TD, uses_rare = sample(0, micro, rank)
@@ -353,8 +353,8 @@ def text_last(group, mode: Mode) -> tuple[float, list[str]]:
 
 
 def unannounced(group, mode: Mode) -> tuple[list[str], float]:
-    """Kinds of collectives behind the last micro-batch of a step of unknown length, and the error
-    of its gradients."""
+    """Kinds of collectives after the last micro-batch of a step of unknown length, and the error of
+    its gradients."""
     known, run = Run(group, mode), Run(group, mode)
     known.backward()
     for micro in range(MICRO_BATCHES):
@@ -368,7 +368,7 @@ def unannounced(group, mode: Mode) -> tuple[list[str], float]:
 
 
 def half_bytes(group, mode: Mode) -> list[tuple[str, int]]:
-    """dtype and bytes of each reduction of a step of a model with a bfloat16 weight."""
+    """dtype and bytes of each reduction in a step of a model with a bfloat16 weight."""
     run = Run(group, mode, model=HalfModel())
     with record_collectives() as recording:
         run.sharding.begin_step(2)
@@ -381,7 +381,7 @@ def half_bytes(group, mode: Mode) -> list[tuple[str, int]]:
 
 
 def round_trip(group, mode: Mode) -> list[str]:
-    """Parameters whose gathered shards are not the original."""
+    """Parameters whose gathered shards differ from the original."""
     run = Run(group, mode)
     run.backward()
     run.update()
@@ -404,10 +404,10 @@ def round_trip(group, mode: Mode) -> list[str]:
 
 
 def restored(group, mode: Mode) -> list[str]:
-    """Parameters that did not take the values written to the shards, as loading a file does."""
+    """Parameters that did not take the values written to their shards."""
     run = Run(group, mode)
     with paddle.no_grad():
-        # At stage 3 the next block is gathered now, and not used before its values change.
+        # At stage 3 this prefetches the next block, whose values then change before it is used.
         run.model.blocks[0](paddle.ones([1, DIM]))
     divided = [n for n, p in names(run.model).items() if not (p.stop_gradient and mode.stage < 3)]
     divided = [name for name in divided if name != "fixed"]
@@ -428,8 +428,8 @@ def restored(group, mode: Mode) -> list[str]:
 
 
 def overlapping(group, mode: Mode) -> float:
-    """Largest difference of the gradients when two forwards come before two backwards, as in a
-    pipeline, and one of the units runs twice in each."""
+    """Largest gradient difference when two forward passes precede two backward passes, as in a
+    pipeline. One unit runs twice in each."""
     gradients = []
     for is_overlapped in (False, True):
         run = Run(group, mode)
@@ -453,7 +453,7 @@ def overlapping(group, mode: Mode) -> float:
 
 
 def never_used(group, mode: Mode) -> list[str]:
-    """Parameters whose shards have a wrong gradient when no unit runs and one parameter is used."""
+    """Parameters whose shards have wrong gradients when no unit runs and only `rare` is used."""
     run = Run(group, mode)
     (run.model.rare * 2.0).sum().backward()
     run.sharding.end_micro_batch()
@@ -469,7 +469,7 @@ def never_used(group, mode: Mode) -> list[str]:
 
 
 def half_gradients(group, mode: Mode) -> tuple[str, set[float]]:
-    """dtype and values of a bfloat16 gradient whose parts are 256, 1, 1 and 1 on every rank."""
+    """dtype and values of a bfloat16 gradient whose micro-batches add 256, 1, 1 and 1."""
     run = Run(group, mode, model=HalfModel())
     run.sharding.begin_step(4)
     for value in (256.0, 1.0, 1.0, 1.0):
@@ -483,7 +483,7 @@ def half_gradients(group, mode: Mode) -> tuple[str, set[float]]:
 
 
 def specs(group) -> list[tuple[bool, bool]]:
-    """Of two shards: whether they have a spec of their own, and what fleet reads."""
+    """For two shards: whether they have a spec of their own, and their `is_distributed`."""
     model, table = toy(), ParameterTable()
     table.add(model.parameters())
     model.head.weight.is_distributed = True
@@ -493,7 +493,7 @@ def specs(group) -> list[tuple[bool, bool]]:
 
 
 def refused(group) -> dict[str, str]:
-    """What wrong use says."""
+    """Error messages of wrong uses."""
     messages = {}
 
     def refuse(name, error, function):

@@ -1,9 +1,12 @@
-"""Values and arrays gathered from all ranks, and the checks made of them, on 3 ranks.
+"""Values and arrays gathered from all ranks, and the checks built on them, on 3 ranks.
 
-Guarantees: values of any length come back as they were, in the order of the ranks, over all and in
-a group of some; arrays with dtype, shape and bits, also empty ones and none; what JSON would change
-is refused by its place before anything is sent; optional fields that only some ranks' data have are
-named on every rank with the ranks that have them; equal fields pass, in any order.
+Guarantees:
+
+- values of any length return unchanged and in rank order, over all ranks and in a subgroup;
+- arrays keep dtype, shape and bits, also if they are empty or there are none;
+- a value that JSON would change is refused before anything is sent, and its place is named;
+- every rank names the optional fields that only some ranks' data have, with those ranks;
+- equal fields pass in any order.
 """
 
 import math

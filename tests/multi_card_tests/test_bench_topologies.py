@@ -1,6 +1,7 @@
-"""The tool that compares two checkouts: it measures real runs of both, and refuses what is none.
+"""The tool that compares the performance of two checkouts.
 
-Guarantees: a checkout compared with itself sends the same; a folder that is no checkout is refused.
+Guarantees: it runs both; a checkout compared with itself has equal traffic; a folder that is not a
+checkout is refused.
 """
 
 import subprocess

@@ -1,7 +1,7 @@
-"""Checkpoints that were written when this package had a pipeline and a sharding of its own.
+"""Checkpoints written when this package had its own pipeline and sharding.
 
-Guarantee: a run goes on from one of two model-parallel times two sharding processes, on one process
-and on fleet's engine, to what one process trained then.
+Guarantee: a run continues from a checkpoint of mp 2 x sharding 2, on one device and on fleet's
+engine, and equals what one device trained then.
 """
 
 import os

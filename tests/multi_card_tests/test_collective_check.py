@@ -1,10 +1,13 @@
 """Recorded and checked collectives on 2 and on 4 ranks.
 
-Guarantees: every kind of call is recorded once, with ranks, bytes, dtype and shape; ranks that
-start different collectives, a rank that has left or failed while others wait, and one that does not
-come end in an error on every rank that names both ranks, the collective of each, its position and
-its phase, and nothing hangs; a check changes neither records nor results; an environment variable
-checks a full run, whose results stay the same.
+Guarantees:
+
+- every kind of call is recorded once, with ranks, bytes, dtype and shape;
+- every rank raises an error instead of hanging if ranks start different collectives, if a rank has
+  left or failed while others wait, or if a rank does not come. The error names the ranks, each
+  one's collective, its position and its phase;
+- a check changes neither records nor results;
+- an environment variable checks a full run, and the run's results stay the same.
 """
 
 import json
@@ -29,15 +32,15 @@ from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.recordings import first_difference
 
-# Far below parallel.timeout_s, far above what a check takes on a loaded machine.
+# Far below parallel.timeout_s, and far above what a check takes on a loaded machine.
 SECONDS = 60.0
-# For the ranks of which one never comes.
+# For checks in which one rank never comes.
 SHORT_SECONDS = 6.0
 OBJECT_BYTES = len(pickle.dumps({"rank": 0}))
 
 
 def send_everything(group) -> list:
-    """One of each kind; returns what the values became."""
+    """Issue one collective of each kind; returns the resulting values."""
     size, rank = group.nranks, group.rank
     x = paddle.full([size, 2], float(rank))
     parts, rows, own, objects = [], paddle.empty([size * size, 2]), paddle.empty([1, 2]), []
@@ -70,7 +73,7 @@ def recorded(group, checked: bool) -> tuple[list, list]:
 
 
 def error_of(act, timeout: float = SECONDS) -> tuple[str, float]:
-    """The message that a rank gets, and the seconds until then."""
+    """The error message of this rank, and the seconds until it was raised."""
     begin, message = time.monotonic(), ""
     try:
         with check_collectives(timeout) as recording:
@@ -81,7 +84,7 @@ def error_of(act, timeout: float = SECONDS) -> tuple[str, float]:
     except (RuntimeError, KeyError) as error:
         message = str(error)
     seconds = time.monotonic() - begin
-    # The groups are as they were.
+    # The groups still work.
     x = paddle.ones([3])
     dist.all_reduce(x)
     assert x.numpy().tolist() == [float(dist.get_world_size())] * 3
@@ -101,7 +104,7 @@ def raise_key_error():
 
 
 class Backward(PyLayer):
-    """Sums in the backward pass as many values as it is told."""
+    """All-reduces a given number of values in the backward pass."""
 
     @staticmethod
     def forward(ctx, x, size):
@@ -127,7 +130,7 @@ def error_in_backward(rank: int) -> str:
 
 
 def error_across_groups(group, rank: int) -> str:
-    """The first two ranks wait for all, the others for each other."""
+    """Ranks 0 and 1 wait for all ranks, the others for each other."""
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     own = pair if rank == 3 else None
     return error_of(lambda: dist.all_reduce(paddle.ones([2]), group=own), SHORT_SECONDS)
@@ -173,7 +176,7 @@ def test_every_kind_is_recorded_once(outcomes):
             ("alltoall_single", everyone, own, "float32"),
             ("all_reduce", everyone, own, "float32"),
             ("broadcast", everyone, row, "float32"),
-            # An object's size, and then the object.
+            # The size of an object, then the object.
             ("all_gather", everyone, 8, "int64"),
             ("all_gather", everyone, OBJECT_BYTES, "uint8"),
             ("send" if rank % 2 == 0 else "recv", pair, own, "float32"),
@@ -216,7 +219,7 @@ def test_different_plans_are_named_on_every_rank(outcomes, name, first, others):
 def test_a_rank_that_does_no_more_is_named_on_every_rank(outcomes, name, problem):
     for rank, (message, seconds) in enumerate(outcome_of(outcomes, name)):
         if name == "failed" and rank > 0:
-            # Its own.
+            # Its own error.
             assert message == "'broken batch'"
             continue
         assert problem in message
@@ -240,7 +243,7 @@ def test_ranks_that_wait_in_different_groups_end_in_bounded_time(outcomes):
 
 
 def run_as_asked() -> str | None:
-    """A run that the environment checks."""
+    """A run that the environment variable checks."""
     group = initialize(ParallelDegrees(dp_degree=2)).dp_group
     try:
         dist.all_reduce(paddle.zeros([2 + group.rank]), group=group)
@@ -256,7 +259,7 @@ def test_a_run_is_checked_when_the_environment_asks():
 
 
 def train_a_policy(run_file: str, output_dir: str) -> int:
-    """Returns how many collectives of it were checked."""
+    """Train; returns how many collectives were checked."""
     checked = []
     meet = collective_check._Check.meet
     with pytest.MonkeyPatch.context() as patch:

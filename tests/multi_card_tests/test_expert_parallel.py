@@ -1,9 +1,8 @@
-"""Training runs whose experts are spread over processes.
+"""Training runs with expert parallelism, against the same run file on one device.
 
-Pinned here: loss, auxiliary loss, gradient norm, tokens per expert and every parameter after four
-optimizer steps equal the run on one device, on batches of different lengths, with images and
-without; a resumed run is bit-identical; checkpoints hold all experts, and one process continues
-from them. The oracle is the same run file on one device.
+Guarantees, on batches of different lengths, with and without images: loss, auxiliary loss, gradient
+norm, tokens per expert and every parameter after four optimizer steps equal one device's; a resumed
+run is bit-identical; checkpoints hold all experts, and one rank continues from them.
 """
 
 import json
@@ -90,7 +89,7 @@ def test_every_step_and_every_parameter_equal_one_device(several, one_device):
     for found, wanted in zip(lasting_metrics(several), lasting_metrics(one_device), strict=True):
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():
-            # Padding is counted, and there is less of it in smaller batches.
+            # Padding tokens are counted, and smaller batches have fewer of them.
             if not key.startswith("tokens_per_expert"):
                 assert found[key] == pytest.approx(value, rel=TOPOLOGY), (wanted["step"], key)
     assert_close(arrays_of(several / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
@@ -114,7 +113,7 @@ def test_one_process_continues_what_several_saved(several, one_device, run_file,
 
 
 def test_the_load_balancing_loss_travels_through_a_pipeline(tmp_path):
-    """Micro-batches are those of one device, and so is the loss of each."""
+    """Micro-batches, and so the loss of each, are the same as on one device."""
     model = MOE | {
         "text_config": MOE["text_config"]
         | {"output_router_logits": True, "router_aux_loss_coef": 1.0}

@@ -1,9 +1,9 @@
-"""The fault campaign: a short one here, and that it notices what it is there to notice.
+"""The fault campaign: a short one, and tests that it detects what it should.
 
-Guarantees: faults of kinds that no other test has, in runs of one and two processes, lose nothing,
-leave nothing running and are recovered from bit-identically; a process that is left running, a
-checkpoint that is altered or deleted behind a run's back, weights that are altered after the
-recovery, and a line of metrics.jsonl that is gone are told, with another exit code.
+Guarantees: faults that no other test injects, in runs of one and two ranks, lose no checkpoint,
+leave no process running, and recovery is bit-identical. The campaign reports, with another exit
+code, a process left running, a checkpoint altered or deleted during the run, weights altered after
+the recovery, and a missing line of metrics.jsonl.
 """
 
 import random
@@ -38,7 +38,7 @@ def campaign(*options: str) -> subprocess.CompletedProcess:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """The table: kind to injected, recovered, lost, left."""
+    """The table: kind -> injected, recovered, lost, left."""
     lines = text.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("kind "))
     return {line.split()[0]: line.split()[1:5] for line in lines[first + 1 :]}
@@ -60,7 +60,7 @@ def test_every_kind_with_every_start():
 
 
 class Sabotage(PowerLoss):
-    """Leaves a process behind, deletes a checkpoint, alters the trained weights."""
+    """Leaves a process running, deletes a checkpoint, and alters the trained weights."""
 
     name = "sabotage"
     places = ("step",)
@@ -77,7 +77,7 @@ class Sabotage(PowerLoss):
 
 
 class FromTheEnd(random.Random):
-    """Draws the last byte, which is of a tensor."""
+    """Draws the last byte, which belongs to a tensor."""
 
     def randrange(self, stop: int) -> int:
         return stop - 1

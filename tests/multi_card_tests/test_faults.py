@@ -1,10 +1,13 @@
-"""Runs on several ranks in which one dies, or has other settings.
+"""Runs on several ranks in which one rank dies or has other settings.
 
-Guarantees: the launcher ends the other ranks, with an exit code other than 0; the last checkpoint
-is complete, and the run continues from it bit-exactly, wherever it was interrupted; ranks that
-disagree on a setting stop at the start and name it. Without a launcher that would kill them, ranks
-whose peer has failed end by themselves and log the reason, also from a wait that does not notice
-it.
+Guarantees:
+
+- the launcher ends the other ranks with a nonzero exit code;
+- the last checkpoint is complete, and the run continues from it bit-exactly, wherever it was
+  interrupted;
+- ranks that disagree on a setting stop at the start and name it;
+- without a launcher that would kill them, ranks end by themselves after another rank failed, and
+  log the reason, even from a blocking wait.
 """
 
 import os
@@ -24,12 +27,12 @@ from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 SCRIPT = Path(__file__).with_name("faulty_train.py")
 ROOT = Path(__file__).parents[2]
-# Start-up on a loaded machine, a few steps and the end; far below parallel.timeout_s.
+# Start-up on a loaded machine, a few steps, and the end; far below parallel.timeout_s.
 SECONDS_TO_END = 300
 
 
 def launched(run_file: Path, output_dir: Path, fault: str = "", *overrides: str):
-    """Run on two mp ranks through the launcher: exit code, seconds, and logs by name."""
+    """Run on two mp ranks through the launcher: exit code, seconds, logs by name."""
     command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
     command += ["--log_dir", str(output_dir) + "-log", str(SCRIPT), str(run_file)]
     command += [f"train.output_dir={output_dir}", "parallel.mp_degree=2", "train.save_steps=2"]
@@ -79,7 +82,7 @@ def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_continues(
 def test_ranks_that_disagree_stop_at_the_start_and_name_the_setting(run_file, tmp_path):
     code, _, logs = launched(run_file, tmp_path / "out", "1:seed")
     assert code != 0
-    # The launcher may kill one rank before it has written why.
+    # The launcher may kill one rank before it has logged the reason.
     said = [rank for rank in (0, 1) if "do not have the same" in logs[f"workerlog.{rank}"]]
     assert said
     for rank in said:
@@ -89,7 +92,7 @@ def test_ranks_that_disagree_stop_at_the_start_and_name_the_setting(run_file, tm
 
 
 def started_alone(run_file: Path, output_dir: Path, faults: tuple[str, str]):
-    """Two ranks without a launcher that kills the other: exit codes and outputs by rank."""
+    """Two ranks without a launcher that ends both: exit codes and outputs by rank."""
     command = [sys.executable, str(SCRIPT), str(run_file), f"train.output_dir={output_dir}"]
     command.append("parallel.dp_degree=2")
     environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
@@ -136,5 +139,5 @@ def test_a_rank_in_gloo_ends_at_once_after_another_has_failed(run_file, tmp_path
     codes, outputs = started_alone(run_file, tmp_path / "out", ("none", "raise"))
     assert codes == [1, 1]
     assert "failed: rank 1 has ended" in outputs[0]
-    # The operation raised; the watch over the other ranks did not have to end the process.
+    # The collective raised; the watchdog did not have to end the rank.
     assert "has not come back for" not in outputs[0]

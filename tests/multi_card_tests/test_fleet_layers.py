@@ -1,7 +1,7 @@
 """Fleet's tensor-parallel layers in a model, and fleet's options for them.
 
-Guarantees: every matrix of a dense decoder layer, the token table and the loss are fleet's classes,
-also with unfused linears, except for heads that several ranks share; with fleet's overlaps of
+Guarantees: every matrix of a dense decoder layer, the token table and the loss use fleet's classes,
+also with unfused linears, except for heads that several ranks share; with fleet's overlap of
 products and collectives, losses and gradients equal one device's, also with frozen weights.
 """
 
@@ -60,13 +60,13 @@ def separate_some(model) -> None:
 
 
 def classes(folder: str, group, sequence_parallel: bool, apart: bool) -> list[str]:
-    """Matrices that belong to no layer of fleet's."""
+    """Matrices that are not in one of fleet's layers."""
     model = model_of(folder, group, sequence_parallel)
     if apart:
         separate_some(model)
     column, row = ColumnParallelLinear, RowParallelLinear
     if sequence_parallel:
-        # Linears apart take rows that were gathered for all of them.
+        # Unfused linears share rows that were gathered once for all of them.
         column, row = (ColumnSequenceParallelLinear, column), RowSequenceParallelLinear
     wanted = {"qkv_proj": column, "gate_up_proj": column, "o_proj": row, "down_proj": row}
     wanted["embed_tokens"] = VocabParallelEmbedding
@@ -86,7 +86,8 @@ def classes(folder: str, group, sequence_parallel: bool, apart: bool) -> list[st
 def worst_difference(
     folder: str, group, sequence_parallel: bool, frozen: tuple[str, ...], apart: bool = False
 ) -> tuple[float, str, int]:
-    """Of the loss and the gradients, to one device; and how many overlapped products ran."""
+    """Largest relative error of loss and gradients, its tensor, and the number of overlapped
+    products."""
     ids = token_rows([1, 2, 3, 4, 5, 6], [5, 6, 7, 8, 9, 1])
     batch = {"input_ids": ids, "labels": ids}
     overlapped = []
@@ -127,7 +128,7 @@ def worst_difference(
 
 
 def gathers(folder: str, group) -> dict[str, tuple[int, int]]:
-    """Number of collectives that gather weights and moments, and number of shards."""
+    """Number of collectives to gather weights and moments, and number of sharded parameters."""
     model = model_of(folder, group, True)
     named = list(model.hf_named_parameters())
     table = model.placement.parameter_table
@@ -150,7 +151,7 @@ def gathers(folder: str, group) -> dict[str, tuple[int, int]]:
 FROZEN = {
     "trained": (),
     "frozen projections": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
-    # The first layer's rows have no gradient either.
+    # The rows into the first layer have no gradient either.
     "frozen table": ("embed_tokens", "layers.0", "layers.1"),
 }
 

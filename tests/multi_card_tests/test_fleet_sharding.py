@@ -1,17 +1,17 @@
 """Sharding stage 1 (fleet's DygraphShardingOptimizerV2) on 2, 3 and 2 x 2 ranks against one device.
 
-The model has frozen parameters, sizes that no group divides, a parameter that only one rank uses,
-and learning rates and decay per parameter; ranks have different data. Guarantees:
+The model has frozen parameters, sizes that no group size divides, a parameter that only one rank
+uses, and a learning rate and decay per parameter. Each rank has its own data. Guarantees:
 
 - losses, norms, gradients, and every parameter and moment after three clipped steps of two
-  micro-batches equal one device's; so with overlapped reductions and gathers and fused states;
-- a saved run continues bit-exactly; a step that is not finite changes nothing, whether its flag is
-  read or masked;
+  micro-batches equal one device's, also with overlapped reductions and gathers and fused states;
+- a saved run continues bit-exactly; a step with an infinite norm changes nothing, whether its flag
+  is read or masks the update;
 - bfloat16 gradients are accumulated, and master weights updated, in float32;
-- every rank issues the same collectives, as many as stated here; fleet's class is what trains;
-  wrong use is refused.
+- every rank issues the same collectives, in the stated number; fleet's class does the training;
+- wrong use is refused.
 
-Checks are in `fleet_sharding_checks`.
+The checks are in `fleet_sharding_checks`.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from tests.support.tolerance import TOPOLOGY
 NUM_TRAINED = len(trained(toy()))
 TOPOLOGIES = {
     "2": (2, {"sharding_degree": 2}),
-    # Averages over three ranks round.
+    # Averages over three ranks are rounded.
     "3": (3, {"sharding_degree": 3}),
     "2 x 2": (4, {"sharding_degree": 2, "dp_degree": 2}),
 }
@@ -61,7 +61,7 @@ def test_steps_equal_one_process(outcomes, options):
     "options", [name for name in OPTIONS if OPTIONS[name] not in PLAIN.values()]
 )
 def test_overlap_and_fused_states_change_no_bit(outcomes, options):
-    # Other buffers cut parameters elsewhere, and their norm is added up in another order.
+    # Another buffer size cuts parameters elsewhere, and the norm is summed in another order.
     plain = PLAIN["comm_buffer_size_MB" in OPTIONS[options][0]]
     (name,) = (name for name in OPTIONS if OPTIONS[name] == plain)
     for found, wanted in zip(
@@ -82,7 +82,7 @@ def test_every_rank_sends_the_stated_collectives(outcomes, options):
     }
     num_buffers = NUM_TRAINED if "comm_buffer_size_MB" in fleets else 1
     reduced = Counter(reduce_scatter=num_buffers)
-    # Not that of the parameter which this rank does not use, and what follows it.
+    # The bucket of the parameter that this rank does not use, and those after it, come late.
     early = found["backward"]["reduce_scatter"]
     assert found["forward"] == Counter()
     if "comm_overlap" in fleets and num_buffers > 1:

@@ -1,9 +1,9 @@
-"""Collectives that fleet issues itself, recorded and checked, in plain fleet on 2 ranks.
+"""Collectives that fleet itself issues, recorded and checked, in plain fleet on 2 ranks.
 
-Guarantees: collectives that fleet issues by methods of process groups, not by functions of
-paddle.distributed, are recorded once each, with ranks, bytes, dtype and shape, in order: of its
-tensor- and sequence-parallel layers, its pipeline and its sharding optimizer; the check of
-collectives names ranks that disagree inside of a layer of fleet.
+Fleet calls methods of process groups, not functions of paddle.distributed. Guarantees: the
+collectives of its tensor- and sequence-parallel layers, its pipeline and its sharding optimizer are
+recorded once each and in order, with ranks, bytes, dtype and shape; the check of collectives names
+ranks that disagree inside a layer of fleet.
 """
 
 import numpy as np
@@ -72,7 +72,7 @@ class Stages(PipelineLayer):
 
 
 def in_a_pipeline() -> list[Recording]:
-    """Two steps of two micro-batches."""
+    """Recordings of two steps of two micro-batches."""
     start_fleet(pp_degree=2)
     model = fleet.distributed_model(Stages())
     optimizer = fleet.distributed_optimizer(
@@ -89,7 +89,7 @@ def in_a_pipeline() -> list[Recording]:
 
 def in_sharding() -> Recording:
     start_fleet(sharding_degree=2)
-    # The alignment of its buffers, which it knows for accelerators only.
+    # Fleet knows the alignment of its buffers for accelerators only.
     vars(tensor_fusion_helper)["__current_device_type__"] = "gpu"
     model = nn.Linear(WIDTH, 8)
     optimizer = fleet.distributed_optimizer(
@@ -115,7 +115,7 @@ def layers():
 @pytest.mark.parametrize(
     ("name", "calls"),
     [
-        # The sums of the rows behind, and of their gradients in front.
+        # All-reduce of the output rows, and of the gradients of the input rows.
         ("parallel", [("all_reduce", ROWS * WIDTH), ("all_reduce", ROWS * WIDTH)]),
         (
             "sequence parallel",
@@ -156,7 +156,7 @@ def test_a_pipeline_is_recorded():
         )
     for step in range(2):
         assert first_difference([recording[step].calls for recording in recordings]) is None
-    # Shapes go ahead of the first message.
+    # In the first step shapes are sent before the messages.
     first, steady = recordings[0]
     assert len(first.calls) > len(steady.calls)
 
@@ -166,7 +166,7 @@ def test_a_sharding_optimizer_is_recorded():
     for recording in recordings:
         sent = {call.kind: call.num_bytes for call in recording.calls}
         assert len(sent) == len(recording.calls)
-        # One buffer, with places to align parameters left empty.
+        # One buffer, with gaps that align parameters.
         assert sent["reduce_scatter"] == 2 * sent["all_gather"]
         assert sent["reduce_scatter"] >= 4 * np.prod([WIDTH + 1, 8])
     assert first_difference([recording.calls for recording in recordings]) is None

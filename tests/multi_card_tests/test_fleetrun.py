@@ -1,7 +1,6 @@
-"""A run as the README starts it on several ranks: `fleetrun ... tools/train.py CONFIG`.
+"""A run on several ranks as the README starts it: `fleetrun ... tools/train.py CONFIG`.
 
-Guarantees: Paddle's console script runs the training on two ranks, with the losses and weights of
-one device.
+Guarantee: Paddle's console script trains on two ranks, with one device's losses and weights.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""The collectives of a run and fleet's layers on CPU ranks, with patched gloo groups.
+"""A run's collectives and fleet's layers on CPU ranks, with patched gloo groups.
 
-Guarantees, at 2 and at 4 ranks: every collective gives what NumPy gives, for each operation, dtype,
-stride and size; messages between two members of a larger group do not block its later collectives,
-and both directions may be sent at once; groups that ranks make at the same time all work; fleet's
+Guarantees, on 2 and 4 ranks: every collective equals NumPy, for each operation, dtype, stride and
+size; messages between two ranks of a larger group do not block its later collectives, and both
+directions may be sent at once; groups that ranks create at the same time all work; fleet's
 tensor-parallel primitives and layers give the results and gradients of a plain computation.
 
 One launch per world size runs all checks of `gloo_checks`; they assert on every rank.

@@ -1,8 +1,8 @@
-"""The launcher of tests on several ranks.
+"""The launcher of the tests on several ranks.
 
-Guarantees: results are returned by rank; a rank that fails ends the others and its output is shown;
-ranks that hang are ended at the timeout and their output is shown; no process is left; a failing
-check is reported without the others.
+Guarantees: results are returned in rank order; a rank that fails ends the others, and its output is
+shown; ranks that hang are killed at the timeout, and their output is shown; no process is left; a
+failing check does not fail the other checks.
 """
 
 import os
@@ -39,7 +39,7 @@ def matrix_library_setting():
 
 
 def wait_for_ever(folder, what_rank_1_does):
-    """Rank 0 and a child process wait; rank 1 fails or waits too."""
+    """Rank 0 and a child process hang; rank 1 fails or hangs too."""
     if os.environ["PADDLE_TRAINER_ID"] == "1" and what_rank_1_does == "fails":
         raise ValueError("rank 1 has had enough")
     child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
@@ -50,7 +50,7 @@ def wait_for_ever(folder, what_rank_1_does):
 
 
 def assert_gone(folder):
-    # Nobody waits for a killed grandchild: it may die a little later, and stay in the table.
+    # The killed grandchild may die later, and nobody reaps it.
     deadline = time.monotonic() + 60
     while any(is_alive(int(pid)) for pid in os.listdir(folder)):
         assert time.monotonic() < deadline

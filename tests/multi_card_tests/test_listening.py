@@ -1,8 +1,8 @@
-"""Addresses at which the ranks of a run on one machine listen.
+"""Addresses on which the ranks of a run on one machine listen.
 
-Guarantees: from start to end of a training on 2 or 3 ranks over gloo everything listens on loopback
-only: with groups of some ranks, under the check of collectives, through Paddle's launcher, and if
-the launcher gives another address of this machine.
+Guarantees: from start to end of a run on 2 or 3 ranks over gloo, every socket listens on loopback
+only: with subgroups, under the check of collectives, through Paddle's launcher, and if the launcher
+passes another address of this machine.
 """
 
 import os
@@ -28,7 +28,7 @@ from tests.support.launch import launch, wait_for_ranks
 ROOT = Path(__file__).parents[2]
 LOOPBACK = {"127.0.0.1", "::1"}
 POLL_SECONDS = 0.01
-# Ranks stay until the watcher, which reports by this number, has seen the store.
+# Pseudo-rank of the watcher. Ranks wait until it has seen the store.
 WATCHER = -1
 ADDRESSES = [
     address.address
@@ -40,10 +40,12 @@ ADDRESSES = [
 
 @contextmanager
 def watched_listening(folder: Path | None = None):
-    """Yields, filled while entered: addresses that child processes listen on, with their commands.
+    """Collects, while the block runs, the addresses on which child processes listen.
+
+    Yields a dict: address -> command lines.
 
     Args:
-        folder: where ranks wait for the watcher to have seen the store.
+        folder: where ranks wait until the watcher has seen the store.
     """
     found, over = defaultdict(set), threading.Event()
     own = psutil.Process()
@@ -55,7 +57,7 @@ def watched_listening(folder: Path | None = None):
 
     def watch() -> None:
         while not over.wait(POLL_SECONDS):
-            # Processes may end while they are looked at.
+            # Processes may end while they are inspected.
             with suppress(psutil.Error, OSError):
                 for child in own.children(recursive=True):
                     with suppress(psutil.Error, OSError):
@@ -77,13 +79,13 @@ def has_store(found) -> bool:
 
 
 def assert_loopback_alone(found) -> None:
-    # The store at least: otherwise nothing was watched.
+    # Without the store nothing was watched.
     assert has_store(found)
     assert set(found) <= LOOPBACK, dict(found)
 
 
 def use_groups(degrees: dict[str, int], host: str, folder: str) -> float:
-    """Collectives and messages in groups of all ranks and of some."""
+    """Collectives and messages in the group of all ranks and in subgroups."""
     for name in ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"):
         os.environ[name] = os.environ[name].replace("127.0.0.1", host)
     topology = initialize(ParallelDegrees(**degrees))

@@ -1,11 +1,13 @@
-"""LoRA runs over several processes.
+"""LoRA runs on several ranks, against one device.
 
-Pinned here: loss, gradient norm, every factor of every adapter, every module that is trained whole
-and every state of the optimizer after four steps equal the run on one device, under tensor and
-sequence parallelism (with a key head that two ranks share), in a pipeline, and with sharded
-parameters; the adapters are one file of PEFT's whoever wrote it, and one process continues from it;
-dropout draws the same on the ranks of a tensor-parallel group where their input is the same, and
-differently where each has a part of it.
+Guarantees, under tensor and sequence parallelism (two ranks share a key head), in a pipeline, and
+with sharded parameters:
+
+- loss, gradient norm, every factor of every adapter, every fully trained module and every optimizer
+  state after four steps equal one device's;
+- the adapters are saved as one PEFT file under every topology, and one rank continues from it;
+- dropout masks agree on the ranks of a tensor-parallel group if their inputs are replicated, and
+  differ if the inputs are sharded.
 """
 
 import json
@@ -49,7 +51,7 @@ def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
 
 
 def worker(run_file: str, output_dir: str, overrides: list[str]) -> dict[str, np.ndarray]:
-    """A whole run; with tensor parallelism, then what dropout keeps of each kind of input."""
+    """A full run; with tensor parallelism, also what dropout keeps of each kind of input."""
     train(run_file, output_dir, overrides)
     group = fleet.get_hybrid_communicate_group().get_model_parallel_group()
     if group.nranks == 1:
@@ -77,7 +79,7 @@ def run_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def common(run_file) -> list[str]:
-    """Settings of a run beside a base with a head of its own, every linear of which is adapted."""
+    """Settings of a run that adapts every linear of a base model with an untied head."""
     processor = Qwen3VLProcessor.from_pretrained(run_file.with_name("processor"))
     form: Qwen3VLConfig = model_config(MODEL | {"tie_word_embeddings": False}, processor)
     base = run_file.with_name("base")
@@ -108,7 +110,7 @@ def one_device(run_file, common, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def dropout_of_ranks() -> dict[str, list[dict[str, np.ndarray]]]:
-    """What the workers returned, by topology."""
+    """Results of the workers by topology."""
     return {}
 
 
@@ -149,7 +151,7 @@ def test_dropout_draws_the_same_where_the_input_is_the_same(several, dropout_of_
 
 
 def test_every_factor_was_trained(one_device):
-    """Else the comparison above would be about nothing."""
+    """Otherwise the comparison above would compare zeros."""
     for key, array in load_file(one_device / "final" / "adapter_model.safetensors").items():
         if key.endswith("lora_B.weight"):
             assert np.abs(array).max() > 0, key

@@ -1,10 +1,13 @@
-"""Qwen3-VL with experts on real processes, each expert's inner features split over them.
+"""Qwen3-VL with experts under tensor parallelism, which shards the inner features of each expert.
 
-Pinned here: loss, auxiliary loss and every gradient of every rank equal one device's, with and
-without sequence parallelism, on padded batches with images and on text; fresh weights, saved files
-and values laid out like a parameter are those of one device, gate and up split each; routing needs
-no collective of its own; every rank knows the same tokens per expert; layers that return their
-routing beside their rows may be units of sharding. The oracle is the model on one device.
+Guarantees, with and without sequence parallelism, against one device:
+
+- loss, auxiliary loss and every gradient of every rank are equal, on padded batches with images and
+  on text;
+- fresh weights, saved files, and parameter-shaped values gathered to full ones are equal, with gate
+  and up sharded separately;
+- routing needs no collective of its own, and every rank has the same tokens per expert;
+- layers that return their routing beside their rows can be sharding units.
 """
 
 import tempfile
@@ -29,7 +32,7 @@ from tests.support.tiny import EXPERTS, IMAGE, patches, tiny_config, tiny_model,
 from tests.support.tolerance import TOPOLOGY
 
 BATCHES = ("images", "text")
-# A weight that makes the auxiliary loss as large as the other.
+# A weight that makes the auxiliary loss as large as the cross entropy.
 SETTINGS = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 1.0}
 
 
@@ -63,7 +66,7 @@ def gradients(model) -> dict[str, np.ndarray]:
 
 
 def worst_difference(folder: str, group, sequence_parallel: bool, name: str) -> tuple[float, str]:
-    """Largest difference of losses and gradients to one device, relative; and where."""
+    """Largest relative error of losses and gradients against one device, and its tensor."""
     placement = FleetPlacement(group, sequence_parallel)
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
     output = model(**batch(name))
@@ -82,8 +85,8 @@ def worst_difference(folder: str, group, sequence_parallel: bool, name: str) -> 
 
 
 def fresh_weights_and_files(folder: str, group) -> list[str]:
-    """Keys of tensors that differ from one device's: drawn by a rank, saved by all, or put together
-    from a value of a parameter's layout."""
+    """Keys of tensors that differ from one device's: after a rank draws them, after all ranks save
+    them, or after values of a parameter's layout are gathered."""
     paddle.seed(7)
     config = tiny_config(**SETTINGS)
     wanted = Qwen3VLForConditionalGeneration.from_config(config).hf_state_dict()
@@ -125,11 +128,11 @@ def kinds_of_collectives(group, sequence_parallel: bool, settings: dict) -> list
 
 
 def sharded_difference(group, stage: int, recomputed: bool) -> tuple[float, str]:
-    """Gradients of two micro-batches on two ranks, against both on one device."""
+    """Largest gradient error of two micro-batches on two ranks against one device."""
     names = BATCHES if group.rank == 0 else BATCHES[::-1]
     whole = tiny_model(**SETTINGS)
     for name in BATCHES:
-        # Every batch is seen once by each of two ranks.
+        # Each of the two ranks sees every batch once.
         (2 * whole(**batch(name)).loss).backward()
     wanted = dict(whole.hf_named_parameters())
     model = tiny_model(**SETTINGS)

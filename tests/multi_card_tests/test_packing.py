@@ -1,8 +1,8 @@
-"""Training on packed rows over several processes.
+"""Training on packed rows on several ranks.
 
-Pinned: loss, gradient norm and every parameter after four optimizer steps equal the run on one
-device with the same rows, under model parallelism with sequence parallelism, over a pipeline, and
-with every layer sharded; a resumed run is bit-identical, and one process continues what several
+Guarantees, under model parallelism with sequence parallelism, in a pipeline, and with every layer
+sharded: loss, gradient norm and every parameter after four optimizer steps equal the run on one
+device with the same rows; a resumed run is bit-identical, and one rank continues what several
 saved. Samples have two images, one, or none.
 """
 
@@ -27,7 +27,7 @@ from tests.support.tolerance import TOPOLOGY
 
 __all__ = ["run_file"]
 
-# Two to five samples a row, of which the longest has 80 tokens; an epoch is one step.
+# Two to five samples per row, the longest with 80 tokens; an epoch is one step.
 PACKED = ["data.packing=true", "data.packing_length=192", "train.gradient_accumulation_steps=2"]
 PACKED += ["data.max_vision_tokens_per_row=20", "data.max_length=96"]
 TOPOLOGIES = {
@@ -59,7 +59,7 @@ def several(request, run_file, tmp_path_factory) -> Path:
 
 def test_every_step_and_every_parameter_equal_one_device(several, one_device):
     for found, wanted in zip(lasting_metrics(several), lasting_metrics(one_device), strict=True):
-        # Every process pads its own rows to the longest of them.
+        # Every rank pads its rows to its own longest row.
         assert 0.5 < found.pop("packing_efficiency") <= 1
         assert 0.5 < wanted.pop("packing_efficiency") <= 1
         assert found.keys() == wanted.keys()

@@ -1,8 +1,8 @@
 """Late ranks: paused, or busy with something else.
 
 Guarantees: a rank that is paused at a random moment for longer than gloo's own 30 seconds changes
-nothing, and the result is bit-exact; one that is later than parallel.timeout_s ends the run with an
-error that names it, the operation, and how to continue. Runs are started as users do.
+no bit of the result; a rank that is later than parallel.timeout_s ends the run with an error that
+names the rank, the operation, and how to continue. Runs start as users start them.
 """
 
 import random
@@ -30,7 +30,7 @@ def run_file(tmp_path_factory) -> Path:
 def run_paused(
     start: str, run_file: Path, output_dir: Path, overrides: tuple[str, ...], seconds: float
 ) -> None:
-    """Run to the end, with one rank paused at a random moment."""
+    """Train to the end, with one rank paused at a random moment."""
     rng = random.Random(str(output_dir))
     with SignalledRun(start, run_file, output_dir, overrides) as run:
         run.wait_for_steps(rng.randrange(1, NUM_STEPS - 3))

@@ -1,9 +1,9 @@
 """Errors that name ranks that have ended or are late.
 
-Guarantees: a rank that ends during a run is named by every other rank in every kind of operation,
-also in a backward pass, with how to continue; one that is later than parallel.timeout_s is named,
-with the operations that other late ranks wait in; one that does not come to the start is named, and
-so is rank 0.
+Guarantees: every other rank names a rank that ends during a run, in every kind of operation and in
+a backward pass, and says how to continue; an error names a rank that is later than
+parallel.timeout_s, with the operations in which other late ranks wait; an error names ranks that do
+not come to the start, including rank 0.
 """
 
 import os
@@ -25,7 +25,7 @@ from tests.support.launch import launch, wait_for_ranks
 
 # Seconds that ranks wait for each other.
 LIMIT = 8
-# Far above what a loaded machine takes for seven operations, far below the limit of 1800 s.
+# Far above what a loaded machine takes for seven operations, and far below the limit of 1800 s.
 SECONDS_TO_NOTICE = 100
 CONTINUE = "train.resume_from_checkpoint=auto"
 
@@ -58,7 +58,7 @@ def error_of(act) -> str:
 
 
 def lose_rank_2(folder: str) -> dict:
-    """Rank 2 ends while the others wait for it; they end together, so that neither loses more."""
+    """Rank 2 ends while the others wait for it. The others end together, so neither loses more."""
     rank = initialize(ParallelDegrees(dp_degree=3)).rank
     x = paddle.ones([50_000])
     dist.all_reduce(x)
@@ -99,7 +99,7 @@ def test_a_rank_that_ends_is_named_by_all_in_every_operation(tmp_path):
 
 
 def lose_a_peer(operation: str, folder: str) -> str | None:
-    """Rank 1 ends while rank 0 sends to it, or waits for what it sends."""
+    """Rank 1 ends while rank 0 sends to it or receives from it."""
     rank = initialize(ParallelDegrees(dp_degree=2)).rank
     x = paddle.ones([1 << 20])
     for source, target in ((0, 1), (1, 0)):
@@ -119,7 +119,7 @@ def test_a_peer_that_ends_is_named(operation, tmp_path):
 
 
 def wait_for_rank_2(folder: str) -> str:
-    """Rank 0 waits for all, rank 1 for rank 2 alone, and rank 2 does something else."""
+    """Rank 0 waits for all ranks, rank 1 for rank 2 only, and rank 2 does something else."""
     rank = initialize(ParallelDegrees(dp_degree=3), timeout_s=LIMIT).rank
     pair = dist.new_group([1, 2])
     wait_for_ranks(Path(folder, "ready"), rank, range(3))
@@ -127,7 +127,7 @@ def wait_for_rank_2(folder: str) -> str:
     if rank == 0:
         message = error_of(dist.barrier)
     elif rank == 1:
-        # So it still waits when rank 0 gives up and asks what it does.
+        # Rank 1 still waits when rank 0 gives up and reads what rank 1 does.
         time.sleep(LIMIT / 2)
         message = error_of(lambda: dist.all_reduce(paddle.ones([2]), group=pair))
     wait_for_ranks(Path(folder, "done"), rank, range(3))
@@ -148,7 +148,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
 
 
 def start_late(folder: str) -> str:
-    """Rank 1 comes when rank 0 has given up and its store has ended."""
+    """Rank 1 comes after rank 0 has given up and its store has ended."""
     rank = int(os.environ["PADDLE_TRAINER_ID"])
     if rank == 1:
         wait_for_ranks(folder, rank, [0])

@@ -1,16 +1,18 @@
-"""Ranks that divide pi07's parameters and drop different optional parts, over 2 and 4 processes.
+"""Ranks that shard pi07's parameters and drop different optional inputs, on 2 and 4 ranks.
 
 Guarantees, for the low-level model and the planner, at stages 2 and 3, with the tower trained and
 frozen, with and without recomputation, over several micro-batches in which every rank has other
-parts and so prefixes of other lengths: all ranks send the same collectives in the same order,
-forward and backward, and nothing hangs; the terms of the loss and every parameter's gradient are
-those of one process that runs the same batches one after the other; two seeded runs are the same
-bit by bit, with dropout. The same for prefixes that all ranks lay out alike (`all_reduce`), which
-give other numbers. The tower runs over goals only where a rank has one, and that changes no
-collective. Ranks that share matrices as well (mp 2, sharding 2) send the same too.
+inputs and so another prefix length:
 
-The proof that this can fail: embedding in branches, and embedding everything without using it, do
-send other collectives, which the check of collectives names on every rank.
+- all ranks issue the same collectives in the same order, forward and backward;
+- loss terms and every parameter's gradient equal one device's that runs the same batches;
+- two runs with the same seed are bit-identical, with dropout;
+- the same holds for prefixes with the same layout on all ranks (`all_reduce`), whose losses differ;
+- the tower runs over goals only on ranks that have one, and that changes no collective;
+- the same holds for ranks that also shard matrices (mp 2, sharding 2).
+
+Proof that the tests can fail: embedding in branches, and embedding everything without using it,
+issue different collectives, and the check of collectives names them on every rank.
 """
 
 from functools import partial
@@ -64,7 +66,7 @@ SAME = {
     ),
     "planner all_reduce": Setup(family=PLANNER, drops=METADATA_OF_ONE, agreed=True),
 }
-# On four processes, where every launch takes long.
+# On four ranks, where every launch takes long.
 SAME_ON_FOUR = (
     "stage 3",
     "stage 3 frozen recomputed",
@@ -150,7 +152,7 @@ def test_every_rank_sends_the_same_collectives(outcomes):
         calls = [run["calls"] for run in outcome_of(outcomes, name)]
         assert first_difference(calls) is None, name
         assert all(of_rank == calls[0] for of_rank in calls), name
-        # Stage 2 sends nothing in forward, and both do in backward.
+        # Stage 2 issues no collective in forward; both stages do in backward.
         phases = {call.phase for call in calls[0]}
         expected = {"forward", "backward", "end"} if SAME[name].stage == 3 else {"backward", "end"}
         assert phases == expected, name
@@ -170,7 +172,7 @@ def test_losses_and_gradients_equal_one_process(outcomes):
         np.testing.assert_allclose(terms, runs[0]["single terms"], rtol=1e-5, err_msg=name)
         errors, sizes = runs[0]["errors"], runs[0]["sizes"]
         assert not {key: error for key, error in errors.items() if error > SYMMETRY}, name
-        # They are all compared, and have something in them.
+        # The comparison covers the tower and the table, and their gradients are not zero.
         tower = [size for key, size in sizes.items() if ".tower." in key]
         assert bool(tower) is not SAME[name].frozen, name
         assert all(size > 0 for size in tower), name
@@ -189,7 +191,7 @@ def test_what_all_ranks_lay_out_alike_gives_other_numbers(outcomes):
 
 
 def test_a_rank_without_any_part_differs_by_its_labels_alone():
-    """As the golden cases 02 and 02e differ: `:\\n` against `, ` and `;\\n `."""
+    """The labels differ as in golden cases 02 and 02e: `:\\n` against `, ` and `;\\n `."""
     model, batch = low_level_model(), low_level_batch(0, 0, NOTHING)
     with paddle.no_grad():
         alone, forced = (
@@ -197,7 +199,7 @@ def test_a_rank_without_any_part_differs_by_its_labels_alone():
         )
         same_labels = model(batch, Presence(True, False, False))["MSE"].item()
     assert abs(alone - forced) > 1e-4
-    # Masked blocks themselves have no effect.
+    # Masked blocks have no effect of their own.
     np.testing.assert_allclose(same_labels, forced, rtol=1e-5)
 
 
@@ -240,7 +242,7 @@ def test_ranks_that_share_matrices_as_well_send_the_same(model_parallel_outcomes
     runs = outcome_of(model_parallel_outcomes, name)
     calls = [run["calls"] for run in runs]
     assert first_difference(calls) is None
-    # Every group of two, and the messages of none.
+    # The collectives use all four groups of two ranks, and no others.
     assert {call.ranks for of_rank in calls for call in of_rank} == {(0, 1), (2, 3), (0, 2), (1, 3)}
     terms = np.sum([run["terms"] for run in runs[::2]], axis=0)
     np.testing.assert_allclose(terms, runs[0]["single terms"], rtol=1e-5)

@@ -1,15 +1,17 @@
-"""Tensor and sequence parallel pi07 and planner on real processes.
+"""pi07 and its planner under tensor and sequence parallelism, against one device.
 
-Guarantees: losses and every gradient of every rank equal one device's within 1e-5 of the tensor's
-largest entry, for 2 and 4 ranks (4 ranks share 2 key heads, and some have no video), with and
-without sequence parallelism over rows that do not divide, with the tower's work spread or
-replicated, frozen or not, insulated or not, recomputed, whatever optional parts the samples have;
-so do sampled actions. Fresh weights and saved files are those of one device. Each video and goal is
-encoded once; a frozen tower costs one collective and no gradient. All ranks send the same
-collectives in the same order. Dropout is the same on ranks that have the same rows, and another
-where each has its own. The oracle is the single-device model on the same weights.
+Guarantees, on 2 and 4 ranks (4 ranks share 2 key heads, and some have no video):
 
-Over 350 lines: one launch per number of ranks runs all of it.
+- losses, every gradient and sampled actions equal one device's within 1e-5 of the tensor's largest
+  entry: with and without sequence parallelism over a row count that the ranks do not divide; with
+  the tower's work sharded or replicated, frozen or not; with and without knowledge insulation and
+  recomputation; with different optional inputs;
+- fresh weights and saved files equal one device's;
+- each video and goal is encoded once; a frozen tower costs one collective and no gradient;
+- all ranks issue the same collectives in the same order;
+- dropout masks agree on ranks with the same rows, and differ on ranks with their own.
+
+Over 350 lines: one launch per world size runs all of it.
 """
 
 import tempfile
@@ -51,7 +53,7 @@ from tests.support.pi07_golden import (
 )
 from tests.support.tolerance import TOPOLOGY
 
-# Three samples of 5 steps: rows divide by neither 2 nor 4.
+# Three samples of 5 steps: neither 2 nor 4 divides the number of rows.
 SAMPLES, STEPS, MEMORY, RESPONSE = 3, 5, 6, 5
 WEIGHTS = CASES / "weights_A.safetensors"
 PARTS = ("response", "metadata", "subgoal")
@@ -62,9 +64,9 @@ class Setup:
     """A model and its batch.
 
     Attributes:
-        parts: optional parts that samples have, each in every other one.
-        num_samples: of one camera if it is one.
-        layers_are_collective: as under stage 3, every rank runs every layer.
+        parts: optional inputs, which every other sample has.
+        num_samples: 1 also means one camera.
+        layers_are_collective: every rank runs every layer, as under stage 3.
     """
 
     sequence_parallel: bool = True
@@ -101,7 +103,7 @@ SETUPS = {
 
 
 def make_model(setup: Setup, placement=None):
-    """With the weights of golden case 01."""
+    """A model with the weights of golden case 01."""
     given = case("01_all_fields")[0]
     labels = given["config"]["indicator_token_ids"]
     if setup.is_planner:
@@ -149,7 +151,7 @@ def make_batch(setup: Setup) -> dict[str, Any]:
         lengths = {"lang": 9, "metadata": 7, "memory": MEMORY, "response": RESPONSE}
         batch = {"images": pictures(), "img_masks": [np.ones(size, bool) for _ in cameras]}
     for name, length in lengths.items():
-        # Padding, whose row of the table learns nothing, among them.
+        # Some tokens are padding, whose row of the token table gets no gradient.
         batch[f"{name}_tokens"] = rng.integers(0, 250, (size, length))
         batch[f"{name}_masks"] = rng.random((size, length)) < 0.8
         if name in PARTS and not (setup.is_planner and name == "response"):
@@ -173,12 +175,12 @@ def make_batch(setup: Setup) -> dict[str, Any]:
 
 
 class Step(NamedTuple):
-    """A step of a rank against one device's.
+    """A rank's step against one device's.
 
     Attributes:
-        error, where: the largest difference of losses and gradients, relative, and of what.
-        collectives: all of them by phase, in order.
-        frames: of every call of the tower.
+        error, where: the largest relative error of losses and gradients, and its tensor.
+        collectives: all collectives by phase, in order.
+        frames: frames of every call of the tower.
     """
 
     error: float
@@ -221,7 +223,7 @@ def step_of(group, setup: Setup) -> Step:
 
 
 def gradient_differences(model, whole) -> Iterator[tuple[float, str]]:
-    """Of every parameter, relative to the largest entry."""
+    """Error of every gradient, relative to its largest entry, and the gradient's key."""
     wanted = {
         item.key: None if (grad := item.parameter.grad) is None else item.of_own(grad.numpy())
         for item in whole.stored_parameters()
@@ -233,13 +235,13 @@ def gradient_differences(model, whole) -> Iterator[tuple[float, str]]:
             continue
         expected = item.from_stored(item.layout.to_stored(expected))
         error = np.abs(item.of_own(grad.numpy()) - expected)
-        # A constant on all keys leaves a softmax as it is: only rounding is left of its gradient.
+        # Softmax ignores a constant on all keys, so the key bias has a gradient of rounding only.
         yardstick = wanted[item.key.replace("k_proj.bias", "q_proj.bias")]
         yield float(error.max() / max(np.abs(yardstick).max(), 1e-30)), item.key
 
 
 def sampled_actions(group, sequence_parallel: bool) -> float:
-    """Largest difference to one device."""
+    """Largest relative error against one device."""
     setup = Setup(sequence_parallel)
     batch, found = make_batch(setup), []
     placement = FleetPlacement(group, sequence_parallel)
@@ -260,7 +262,7 @@ class ActionTokenizer(FirstValueActionTokenizer):
 
 
 def fresh_weights_and_files(folder: str, group) -> list[str]:
-    """Names of tensors that differ from one device's: drawn by a rank, saved by all, loaded."""
+    """Names of tensors that differ from one device's after a rank draws, all save or each loads."""
     config = PI07Config.from_dict(
         policy_values(Setup()) | {"per_group_projection": True, "dataset_names": ["a", "b"]}
     )
@@ -289,7 +291,7 @@ def fresh_weights_and_files(folder: str, group) -> list[str]:
 
 
 def dropped_rows(group, sequence_parallel: bool) -> list[float]:
-    """What dropout leaves of ones."""
+    """The output of dropout on ones."""
     placement = FleetPlacement(group, sequence_parallel)
     paddle.seed(1)
     seed_split_random([1], group.rank)
@@ -340,13 +342,13 @@ def test_every_video_and_goal_is_encoded_once_where_the_tower_is_spread(outcomes
         assert all(len(of_rank) <= 1 for of_rank in calls)
         return [sum(of_rank) for of_rank in calls]
 
-    # Two cameras, three samples, three frames and a goal; goals of nobody are left out.
+    # Two cameras, three samples, three frames and a goal; goals that no sample has are left out.
     assert sum(frames("everything sp=True spread")) == 24
     assert sum(frames("nothing sp=True spread")) == 18
     assert max(frames("everything sp=True spread")) <= -(-24 // len(outcomes)) + 2
     assert frames("everything sp=True replicate") == [24] * len(outcomes)
     assert sum(frames("one video")) == 3
-    # A still in place of nothing.
+    # A rank without a video encodes one blank frame.
     assert frames("one video on all") == [3] + [1] * (len(outcomes) - 1)
 
 

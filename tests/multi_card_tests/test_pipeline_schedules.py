@@ -1,11 +1,13 @@
 """Fleet's pipeline schedules under the package's runner, on linear chunks with known results.
 
-Guarantees, for every schedule and for numbers of micro-batches that it allows: fleet's class for it
-runs; loss terms and every gradient equal one device's, with micro-batches of different lengths; an
-evaluation of any number of batches, between training steps, gives their sums; a step sends as many
-messages as theory says, and none with shapes unless shapes are dynamic; messages are as large as
-the step's largest micro-batch, or as what is reserved; nothing grows from step to step; a frozen
-chunk sends its rows on.
+Guarantees, for every schedule and for micro-batch counts that it allows:
+
+- fleet's class for the schedule runs;
+- loss terms and every gradient equal one device's, with micro-batches of different lengths;
+- an evaluation of any number of batches, between training steps, gives their sums;
+- a step sends the theoretical number of messages, and shapes only if they are dynamic;
+- messages are as large as the step's largest micro-batch, or as the reserved size;
+- nothing grows from step to step; a frozen chunk sends its rows on.
 """
 
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from tests.support.launch import launch, outcome_of, run_checks
 STAGES, WIDTH = 3, 3
 VIRTUAL = {"num_virtual_stages": 2}
 BATCHED = {"use_batch_p2p_comm": True}
-# By name: settings, numbers of micro-batches, and fleet's class.
+# Name -> settings, micro-batch counts, fleet's class.
 SCHEDULES = {
     "1f1b": ({}, [3, 5], "PipelineParallel"),
     "dynamic": ({"pp_shapes": "dynamic"}, [3, 5], "PipelineParallel"),
@@ -39,7 +41,7 @@ SCHEDULES = {
         VIRTUAL | {"pp_schedule": "balanced_memory"}, [3, 6], "VPPFhenBInBalancedMemory",
     ),
     "dualpipev": ({"pp_schedule": "dualpipev"}, [6, 8], "DualPipeVParallel"),
-    # As on GPUs, and options of fleet's own.
+    # As on GPUs, with fleet's own options.
     "1f1b_batched": ({"options": BATCHED}, [3], "PipelineParallel"),
     "interleaved_batched": (
         VIRTUAL | {"options": BATCHED}, [8], "PipelineParallelWithInterleave",
@@ -116,7 +118,7 @@ def make_batches(count: int) -> list[dict]:
 
 
 def make_runner(settings: dict, num_batches: int, frozen: bool = False, reserved=None):
-    # Several pipelines in one launch: fleet alone would keep the first one's strategy.
+    # One launch runs several pipelines; without this, fleet keeps the first one's strategy.
     fleet_topology._HYBRID_PARALLEL_GROUP = None
     settings = dict(settings)
     options = FleetConfig(pp_configs=settings.pop("options", {}))
@@ -142,7 +144,7 @@ def expected(num_chunks: int, batches: list[dict]) -> tuple[float, list[np.ndarr
 
 
 def check(settings: dict, num_batches: int, frozen: bool) -> dict:
-    """Two steps with evaluations between them, compared with one device."""
+    """Two steps with evaluations between them, against one device."""
     runner, store, ends = make_runner(settings, num_batches, frozen)
     batches = make_batches(num_batches)
     wanted, gradients = expected(len(runner.chunks), batches)
@@ -189,7 +191,7 @@ def reserved_rows() -> list[int]:
 
 
 def cases() -> dict[str, tuple[dict, int, bool]]:
-    """With the last number of micro-batches the first chunk is frozen."""
+    """Cases by name. With the last micro-batch count the first chunk is frozen."""
     return {
         f"{name} {count}": (settings, count, count == counts[-1])
         for name, (settings, counts, _) in SCHEDULES.items()
@@ -208,8 +210,9 @@ def outcomes():
 
 
 def num_messages(name: str, stage: int, count: int) -> int:
-    """Messages that a stage sends in a step: forward from each of its chunks but the last of all,
-    backward from each but the first; in a V the last stage sends none between its own chunks."""
+    """Messages that a stage sends in a step: forward from each chunk except the model's last one,
+    backward from each except the first. In a V schedule the last stage sends none between its own
+    chunks."""
     if name == "dualpipev":
         return count * (2 if stage in (0, STAGES - 1) else 4)
     chunks = SCHEDULES[name][0].get("num_virtual_stages", 1)
@@ -223,13 +226,13 @@ def test_schedule_equals_one_device(outcomes, case):
     for stage, found in enumerate(outcome_of(outcomes, case)):
         assert found["class"] == SCHEDULES[name][2]
         one_way = num_messages(name, stage, count)
-        # A shape is two messages, its length and itself.
+        # A shape takes two messages: its length and its values.
         factor = 3 if name == "dynamic" else 1
         assert found["messages"] == (factor * one_way, factor * one_way)
         lengths = [1 + i % LONGEST for i in range(count)]
         wanted = sorted(set(lengths)) if name == "dynamic" else [max(lengths)]
         assert found["rows"] == wanted
-        # Those of one step, at most two for each micro-batch and end.
+        # Only one step's shapes are kept, at most two per micro-batch and end.
         assert found["kept"] <= 4 * count
 
 

@@ -1,14 +1,15 @@
-"""Whole training runs of a pi07 policy over several processes.
+"""Full training runs of a pi07 policy on several ranks.
 
-Pinned here: both losses, gradient norm, evaluation losses and every parameter and moment after four
-optimizer steps equal the run on one device, over dp, mp with and without sequence parallelism, the
-three stages of sharding, a pipeline and mixes of them, on samples with every kind of drop, with the
-tower trained; a resumed run is bit-identical; one process continues what several saved. So does the
-planner's run, whose first and last stage share the token table, over a pipeline.
+Guarantees: both losses, gradient norm, evaluation losses and every parameter and moment after four
+optimizer steps equal one device's, over dp, mp with and without sequence parallelism, the three
+stages of sharding, a pipeline and mixes of them, on samples with every kind of drop, with the tower
+trained; a resumed run is bit-identical; one rank continues what several saved. The same holds for
+the planner in a pipeline, where the first and last stage share the token table.
 
-A sample's numbers depend on what its batch mates have. With `branch_sync: all_reduce` these are all
-of a micro-batch, over all processes, and the oracle is one device with the whole micro-batch; with
-`hoisted` each process's own, and the oracle is one device that takes these parts one by one.
+A sample's loss depends on the optional inputs of the other samples in its batch. Under
+`branch_sync: all_reduce` these are all samples of a global micro-batch, and the reference is one
+device with the full micro-batch. Under `hoisted` they are the rank's own samples, and the reference
+is one device that runs the ranks' shards one by one.
 """
 
 import json
@@ -61,7 +62,7 @@ HEAVY = {
     "dp2 pp2": (4, ["parallel.dp_degree=2", PP]),
     "pp2 sharding2 stage 1": (4, [PP, SHARDING]),
 }
-# Samples of a micro-batch over all processes.
+# Samples of a micro-batch over all ranks.
 GLOBAL_BATCH = 4
 
 
@@ -71,8 +72,8 @@ def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
 
 
 def worker(run_file: str, output_dir: str, overrides: list[str], hoisted: list[str]) -> None:
-    """A whole run; one that continues its checkpoint of step 2; one whose processes lay out what
-    their own samples have."""
+    """A full run; one that continues its checkpoint of step 2; one in which each rank lays out the
+    inputs of its own samples."""
     train(run_file, output_dir, overrides)
     resumed = Path(f"{output_dir}-resumed")
     if dist.get_rank() == 0:
@@ -95,7 +96,7 @@ def common(run_file: Path) -> list[str]:
         "parallel.branch_sync=all_reduce",
         "train.save_steps=2",
         "train.eval_steps=2",
-        # Adam divides a gradient by its own size: noise of entries near zero is not the question.
+        # Adam divides a gradient by its size; this epsilon damps the noise of entries near zero.
         "train.adam_epsilon=1e-2",
         "train.weight_decay=0.1",
         "train.per_device_eval_batch_size=1",
@@ -174,7 +175,7 @@ def test_a_planner_over_a_pipeline_equals_one_device(run_file, tmp_path):
 # Virtual stages, on micro-batches of different lengths.
 PP3 = ("parallel.pp_degree=3", "parallel.num_virtual_stages=2")
 OPEN = {"knowledge_insulation": False}
-# Nothing of the prefix learns: to the stages behind the first its rows are data.
+# The prefix is not trained, so its rows need no gradient in the later stages.
 FLOW_ALONE = ["train.loss_weighting={CE: 0.0}"]
 
 
@@ -191,7 +192,7 @@ FLOW_ALONE = ["train.loss_weighting={CE: 0.0}"]
 def test_longer_pipelines_equal_one_device(processes, overrides, losses, model, tmp_path):
     vlm = deepcopy(MODEL["vlm_config"])
     for decoder in (vlm["gemma3_config"]["text_config"], vlm["gemma_expert_config"]):
-        # Gradients of this small model grow with its depth, through norms of small rows.
+        # With more layers, norms of small rows amplify the gradients of this small model.
         decoder.update(num_hidden_layers=6, rms_norm_eps=1e-2)
     run_file = str(write_tiny_policy_run(tmp_path, 40, vlm_config=vlm, **model))
     settings = [*common(Path(run_file)), *batches(1, 6), *losses]

@@ -1,9 +1,9 @@
-"""A profile over two real processes, as the command line starts them.
+"""`profile` on two ranks, as the command line starts it.
 
-Pinned here: with dp, with sharding stage 2 and with a pipeline the command ends with a result of
-both processes, whose shares add up and whose step is the slower process's; a pipeline reports
-forward and backward as one phase, the others as two; a matrix over real cells measures those that
-fit and calls one above the limit out of memory, and no other.
+Guarantees: with dp, with sharding stage 2 and with a pipeline, the result covers both ranks, its
+shares add up to 100 percent, and its step time is that of the slower rank; a pipeline reports
+forward and backward as one phase, the others as two; a matrix runs the cells that fit and reports
+only a cell above the memory limit as out of memory.
 """
 
 import json
@@ -58,7 +58,7 @@ def test_profile_has_both_processes(run_file, tmp_path, name):
         assert not phases & {"forward", "bwd"}
     else:
         assert {"forward", "bwd", "gradient_sum"} <= phases
-    # Two samples in each of two micro-batches, of each process that has samples of its own.
+    # Two samples in each of two micro-batches, for each data-parallel rank.
     assert result["samples_per_step"] == (4 if name == "pipeline" else 8)
     assert "rank 1" in text
 

@@ -1,7 +1,7 @@
-"""`--max_restarts`: a run whose rank died restarts by itself.
+"""`--max_restarts`: a run restarts by itself after a rank has died.
 
-Guarantees: it restarts from the newest checkpoint, on fewer ranks if allowed, with the numbers of
-an undisturbed run; a run that never reached a step is not restarted.
+Guarantees: it restarts from the newest checkpoint, on fewer ranks if allowed, and gives the results
+of an undisturbed run; a run that never reached a step is not restarted.
 """
 
 import os
@@ -32,7 +32,7 @@ def test_a_run_goes_on_with_fewer_ranks_to_the_same_numbers(run_file, tmp_path):
     restarts = ("--max_restarts", "2", "--min_nproc", "1")
     with SignalledRun("nproc", run_file, tmp_path / "out", [*steps, *restarts]) as run:
         run.wait_for_steps(5)
-        # Checkpoints are written beside training.
+        # A background thread writes checkpoints.
         while not list((tmp_path / "out").glob("checkpoint-*")):
             assert run.process.poll() is None
             time.sleep(0.01)

@@ -1,8 +1,9 @@
-"""Checkpoints of several real processes, written beside what they do next.
+"""Checkpoints of several ranks, written in the background while training continues.
 
-Pinned here: ranks that share the writing of a model make one complete checkpoint, the same as one
-rank writes; they go on with their own collectives meanwhile; a rank that cannot write ends the save
-on all of them and costs no earlier checkpoint; damage that one rank reads is every rank's verdict.
+Guarantees: ranks that share the writing produce one complete checkpoint, equal to the one that a
+single rank writes; they issue their own collectives meanwhile; a rank that cannot write fails the
+save on all ranks, and earlier checkpoints stay; damage that one rank reads is reported on every
+rank.
 """
 
 import errno
@@ -34,7 +35,7 @@ def whole(number: int) -> np.ndarray:
 
 
 def parts_of(group) -> list[TensorToWrite]:
-    """Tensors of which every rank has a half, and which all put together."""
+    """Tensors of which every rank has half, and which all ranks gather together."""
 
     def produce(number: int) -> np.ndarray:
         parts: list[paddle.Tensor] = []
@@ -53,7 +54,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class Checks:
-    """What two ranks of one model do in a folder that they share."""
+    """Checks of two ranks that save one model into a shared folder."""
 
     def __init__(self, folder: str):
         topology = initialize(ParallelDegrees(mp_degree=RANKS))
@@ -71,7 +72,7 @@ class Checks:
         with CheckpointWriter(self.folder / name, settings(**changes), self.ranks) as writer:
             folder = writer.save(2, self.fill)
             for _ in range(20):
-                # The main threads' own messages, in one order on all ranks.
+                # Collectives of the main threads, in the same order on all ranks.
                 assert self.ranks.totals([1]) == [1]
                 writer.poll()
         return folder

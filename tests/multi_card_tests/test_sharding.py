@@ -1,22 +1,22 @@
-"""Sharding stages 2 and 3 on 2 and on 4 ranks against one device.
+"""Sharding stages 2 and 3 on 2 and 4 ranks against one device.
 
-The model has units that save weights in every way, frozen parameters in a unit and outside, sizes
-that no group divides, a parameter that only one rank uses; ranks have different data. Guarantees,
-with every option:
+The model has units that save weights in every way, frozen parameters inside and outside of units,
+sizes that no group size divides, and a parameter that only one rank uses. Each rank has its own
+data. Guarantees, with every option:
 
-- losses, gradients and every parameter of three AdamW steps of two micro-batches equal one
-  device's, with and without recomputation and with a tied head; a second run is bit-exact;
-- every rank issues the same collectives, as many as stated here; the next unit is prefetched before
-  a unit computes; a reduction is waited for after the next unit's backward pass;
-- at stage 3 parameters of units and tables have no storage between steps, and evaluation works;
-- memory of gradients, parameters and moments is what each stage promises, and at most two units are
+- losses, gradients and every parameter after three AdamW steps of two micro-batches equal one
+  device's, with and without recomputation and with a tied head; a second run is bit-identical;
+- every rank issues the same collectives, in the stated number; the next unit is prefetched before a
+  unit computes; a reduction is awaited after the next unit's backward pass;
+- at stage 3, parameters of units and tables have no storage between steps, and evaluation works;
+- memory of gradients, parameters and moments is that of the stage, and at most two units are
   unsharded at a time;
-- two forwards may precede two backwards; units that do not run are not gathered, and are reduced as
-  zeros;
-- bfloat16 gradients are accumulated in float32, and reduced in half the bytes with `reduce_dtype`;
+- two forward passes may precede two backward passes; units that do not run are not gathered, and
+  their gradients are reduced as zeros;
+- bfloat16 gradients are accumulated in float32, and `reduce_dtype` halves the reduced bytes;
 - shards are read, written and gathered for checkpoints; wrong use is refused.
 
-Checks are in `sharding_checks`.
+The checks are in `sharding_checks`.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ from tests.support.tolerance import TOPOLOGY
 UNITS = NUM_BLOCKS + NUM_LAYERS
 PASSES = ("forward", "backward")
 TABLES = ("embedding.", "head.")
-# Of the memory checks, for inputs and activations.
+# For inputs and activations in the memory checks.
 SLACK = WIDE_BYTES // 8
 GATHER, REDUCE = "all_gather", "reduce_scatter"
 
@@ -82,13 +82,13 @@ def test_every_rank_sends_the_stated_collectives(outcomes, mode, recomputed):
         phase: [call.kind for call in first if call.phase == phase]
         for phase in ("forward", "backward", "end", "update")
     }
-    # What the root has fits in one bucket.
+    # The root's gradients fit in one bucket.
     units, times = [REDUCE] * UNITS, MICRO_BATCHES
-    # Tables are no units at stage 2.
+    # At stage 2, tables are not units.
     whole = [GATHER] * (UNITS + len(TABLES))
     behind = [REDUCE] * 2
-    # The head's gradient goes at once; then each chain's last unit is gathered, and of the others
-    # each before the unit behind it computes.
+    # The head's gradient is reduced at once. Then each chain gathers its last unit; every other
+    # unit is gathered before the unit behind it computes.
     chains = [NUM_LAYERS, NUM_BLOCKS]
     ahead = [kind for n in chains for kind in [GATHER, *[GATHER, REDUCE] * (n - 1), REDUCE]]
     assert (
@@ -124,7 +124,7 @@ def test_every_rank_sends_the_stated_collectives(outcomes, mode, recomputed):
 
 
 def passes(name: str, *first: str) -> list[str]:
-    """A unit's computation, and what is done right before it."""
+    """Events of a unit's computation, after the events right before it."""
     return [*first, f"begin {name}", f"end {name}"]
 
 
@@ -142,7 +142,7 @@ ENDS_OF_3 = [SENT, REDUCE, SENT, REDUCE, SENT]
 
 
 def test_next_gather_is_sent_before_a_unit_computes_and_reductions_run_behind_the_next(outcomes):
-    """The computation is the recomputed one in a backward pass, in front of the pass itself."""
+    """In a backward pass, the computation is the recomputation before the unit's own backward."""
     backward = [
         REDUCE,
         *passes("layer 2", GATHER, CAME, GATHER),
@@ -187,7 +187,7 @@ def test_units_that_do_not_run_in_a_micro_batch_are_not_gathered_for_it(outcomes
     tables = len(TABLES)
     sent = {
         "2": (0, NUM_LAYERS + 1),
-        # The blocks' of the first one too.
+        # The blocks' gradients of the first micro-batch are included.
         "2 once": (0, UNITS + 1),
         "3": (2 * NUM_LAYERS + tables, NUM_LAYERS + tables + 1),
         "3 kept": (0, NUM_LAYERS + tables + 1),
@@ -209,10 +209,10 @@ def test_bfloat16_reductions_send_half_the_bytes(outcomes, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bucket_over_its_size_is_divided(outcomes, mode):
     kinds = [seen[0] for seen in outcome_of(outcomes, f"small buckets {mode}")]
-    # Embedding, rare and head, or rare alone.
+    # Embedding, rare and head; at stage 3 only rare.
     stage = MODES[mode].stage
     root = {2: 3, 3: 1}[stage]
-    # The embedding's is sent then too.
+    # At stage 3 the embedding's gradient is reduced then too.
     times = 1 if mode == "2 once" else MICRO_BATCHES
     reduced = (root + (stage == 3)) * times
     gathered = root + (UNITS if stage == 2 else 0)
@@ -249,7 +249,7 @@ def test_memory_is_what_the_stages_promise(outcomes):
             assert found["moments"] == 2 * part
             for moment in ("between steps", "evaluation"):
                 assert found[moment] == pytest.approx(between, abs=SLACK)
-            # The first gradients are whole, or parts and one unit's on their way.
+            # Gradients are either full, or sharded plus one unit's that is being reduced.
             is_once = options.reduce_once_per_step
             first = found["first backward"] - found["first forward"]
             assert first == pytest.approx(whole if is_once else part + WIDE_BYTES, abs=SLACK)
@@ -259,9 +259,9 @@ def test_memory_is_what_the_stages_promise(outcomes):
             most = held.total - held.moments + passing_bytes(model, stage, options)
             passes = [f"{n} {kind}, peak" for n in ("first", "last") for kind in PASSES]
             peaks[name] = max(found[moment] for moment in passes)
-            # Beside it lies what a rank receives of the sum that is on its way.
+            # The peak adds the shard that this rank receives from the running reduction.
             assert most - WIDE_BYTES <= peaks[name] <= most + WIDE_BYTES // size + SLACK, name
-        # Two units are whole at a time; the third is gloo's copy of what it gathers.
+        # Two units are unsharded at a time; the third is gloo's copy of what it gathers.
         evaluation = outcome_of(outcomes, "memory 3")[rank]["evaluation, peak"]
         assert evaluation == pytest.approx(part + 3 * WIDE_BYTES, abs=SLACK)
         assert peaks["3"] < peaks["3 kept"] < peaks["2 once"]
@@ -297,7 +297,7 @@ def test_bfloat16_gradients_of_micro_batches_are_added_in_float32(outcomes, mode
 
 @pytest.mark.parametrize("mode", HALVES)
 def test_bfloat16_reductions_round_what_is_sent_alone(outcomes, mode):
-    # Each micro-batch's gradient, or their sum of 259.
+    # bfloat16 rounds the sum of 259 to 260, but not one micro-batch's gradient.
     whole = 260.0 if "once" in mode else 259.0
     for dtype, values in outcome_of(outcomes, f"half_gradients {mode}"):
         assert (dtype, values) == ("paddle.float32", {whole * len(outcomes)})

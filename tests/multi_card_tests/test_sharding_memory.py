@@ -2,13 +2,15 @@
 
 Guarantees, with every option of the stages:
 
-- bytes of parameters, float32 copies, gradients and Adam's moments are those of the formula within
-  5 %, after building, at the end of a backward pass and after a step, in float32 and (except for
+- bytes of parameters, master weights, gradients and Adam's moments match the formula within 5 %:
+  after building, at the end of a backward pass and after a step, in float32 and (except for
   gradients) bfloat16, also with frozen parameters;
-- parameters of a bfloat16 model are bfloat16 at every stage; copies, moments and the gradients that
-  the optimizer gets are float32, for every trained value once over all ranks; so in checkpoints;
-- three steps from bfloat16 gradients give every stage the same copies, moments and parameters;
-- at stage 3 losses and gradients of recomputed units equal one device's, also with one of pi07's
+- a bfloat16 model has bfloat16 parameters at every stage. Its master weights, moments and the
+  gradients passed to the optimizer are float32, once per trained value over all ranks, and so in
+  checkpoints;
+- three steps from bfloat16 gradients give the same master weights, moments and parameters at every
+  stage;
+- at stage 3, losses and gradients of recomputed units equal one device's, also for one of pi07's
   losses alone, which leaves parameters without a gradient.
 """
 
@@ -67,7 +69,7 @@ TRAIN = TrainConfig(output_dir="unused", learning_rate=0.01, max_grad_norm=1.0)
 
 
 class Run:
-    """A model as training has it at a stage, 0 for the same work on every rank."""
+    """A model prepared for training at a stage; 0 is without sharding."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class Run:
 def held(
     name: str, dtype: str, stage: int, options: ShardingOptions, topology: Topology
 ) -> dict[str, Any]:
-    """Counted bytes and those of the formula, by moment; bytes of fleet's padding, by kind."""
+    """Counted bytes and the formula's, by moment; bytes of fleet's padding, by kind."""
     gc.collect()
     model = MODELS[name](dtype)
     run = Run(model, units_of(model), topology, stage, options)
@@ -121,7 +123,7 @@ def held(
     wanted = asdict(between_steps(elements, stage, RANKS))
     found = {"built": (run.counted(), wanted), "padding": {}}
     if stage == 1:
-        # Fleet's parts of a parameter have a multiple of 256 bytes on each rank.
+        # Fleet pads a parameter's shard to a multiple of 256 bytes on each rank.
         most = 256 * RANKS // WIDTHS[dtype]
         padding = sum(-p.size % most for p in model.parameters() if not p.stop_gradient)
         found["padding"] = {
@@ -148,7 +150,7 @@ def held(
 def regime(
     name: str, stage: int, topology: Topology, folder: str, ranks: CheckpointRanks
 ) -> dict[str, Any]:
-    """Dtypes and elements of everything that a bfloat16 run keeps, and of its checkpoint."""
+    """dtypes and sizes of all that a bfloat16 run stores, and of its checkpoint."""
     model = MODELS[name]("bfloat16")
     run = Run(model, units_of(model), topology, stage)
     target = Path(folder) / f"{name} {stage}".replace(" ", "_")
@@ -176,14 +178,14 @@ def regime(
 
 
 def half_steps(stage: int, topology: Topology) -> tuple[dict[str, np.ndarray], set[str]]:
-    """Parameters, copies and moments after some steps on the data of both ranks; dtypes of the
-    gradients that the optimizer saw."""
+    """Parameters, master weights and moments after some steps on the data of both ranks; dtypes of
+    the gradients that the optimizer got."""
     paddle.seed(1)
     model, dtypes = HalfModel(), set()
     model.placement = SingleDevicePlacement()
     model.placement.parameter_table.add(model.parameters())
     run = Run(model, list(model.units), topology, stage)
-    # At stage 0 this rank does the work of both.
+    # At stage 0 this rank runs the data of both ranks.
     ranks = [topology.sharding_rank] if stage else range(RANKS)
     for step in range(STEPS):
         for rank in ranks:
@@ -200,7 +202,7 @@ def half_steps(stage: int, topology: Topology) -> tuple[dict[str, np.ndarray], s
         name: run.table.full_value(parameter, run.trained.gathered_value(parameter))
         for name, parameter in named
     }
-    # Moments, and copies of what is bfloat16.
+    # Moments, and master weights of bfloat16 parameters.
     found |= {state.name: state.produce() for state in run.optimizer.state_to_write()}
     return found, dtypes
 
@@ -208,7 +210,7 @@ def half_steps(stage: int, topology: Topology) -> tuple[dict[str, np.ndarray], s
 def stage_3(
     name: str, topology: Topology, recomputes: bool, loss: Callable[[nn.Layer], Tensor] = loss_of
 ) -> list[str]:
-    """Gradients that are not twice one process's, beyond rounding; "loss" if that differs."""
+    """Gradients that differ from twice one device's by more than rounding; "loss" if it differs."""
     single = MODELS[name]("float32")
     single.materialize_all()
     wanted_loss = loss(single)
@@ -285,7 +287,7 @@ def test_every_stage_has_one_float32_copy_and_float32_moments(outcomes, name, st
         assert of_rank["num moments"] == 2 * of_rank["num masters"]
     copies = sum(of_rank["num masters"] for of_rank in ranks)
     trained = ranks[0]["trained"] * (1 if stage else RANKS)
-    # Sizes that no group divides are filled up; by fleet to 256 bytes on each rank.
+    # Sizes that no group size divides are padded; fleet pads to 256 bytes on each rank.
     padding = ranks[0]["most padding"] if stage == 1 else 0.01 * trained
     assert trained <= copies <= trained + padding
 

@@ -1,12 +1,12 @@
-"""Memory at the start of a run, to the byte, on ranks that shard a model.
+"""Peak memory at the start of a run, in bytes, on ranks that shard a model.
 
-Guarantees: while parameters are filled and sharded, memory never exceeds the rank's final share and
-the largest tensor, which has a float32 copy in a bfloat16 model; so for fresh weights, weights from
-files, adapters beside them, fresh and continued, frozen parameters, and tensor-parallel shards,
-where the full tensor passes through the host; a model that is filled first and sharded then exceeds
-that at stage 3; the weights are those of one device.
+Guarantees: while parameters are materialized and sharded, memory never exceeds the rank's final
+share plus the largest tensor (in a bfloat16 model, with its float32 copy). This holds for fresh
+weights, weights from files, adapters (fresh and continued), frozen parameters, and tensor-parallel
+shards, whose full tensor passes through host memory. A model that is materialized before it is
+sharded exceeds the limit at stage 3. The weights equal one device's.
 
-The share is that of the formula in `tools/sharding_memory.py`.
+`tools/sharding_memory.py` computes the share.
 """
 
 import gc
@@ -57,7 +57,7 @@ MODEL = TINY_MODEL | {
     | {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 8},
     "vision_config": TINY_MODEL["vision_config"] | {"out_hidden_size": 64},
 }
-# Of buffers, and of the zeros behind shards.
+# For buffers, and for the zeros that pad shards.
 SLACK = 1 << 10
 
 
@@ -70,12 +70,12 @@ def start(
     is_old: bool = False,
     on_host: int = 0,
 ) -> tuple[int, float]:
-    """Bytes at the highest, above those before the model was made, and what they may be.
+    """Peak bytes above those before the model was made, and the limit.
 
     Args:
         whole: elements of the largest tensor.
-        is_old: all parameters have values before the first is divided.
-        on_host: bytes per element of a NumPy array, which is Paddle's memory too on a CPU.
+        is_old: materialize all parameters before the first is sharded.
+        on_host: bytes per element of a NumPy array, which also counts as Paddle's memory on a CPU.
     """
     gc.collect()
     before = host_memory_stat_current_value("Allocated", 0)
@@ -105,7 +105,7 @@ def start(
 def start_fleet(
     parameters: Iterable[Tensor], topology: Topology, elements: ModelElements, before: int
 ) -> tuple[int, float]:
-    """Bytes of stage 1 with its optimizer: fleet moves parameters into its buffers one by one."""
+    """The same at stage 1 with its optimizer. Fleet moves parameters into buffers one by one."""
     parameters, table = list(parameters), ParameterTable()
     table.add(parameters)
     store = FleetSharding(parameters, topology, table)
@@ -117,10 +117,10 @@ def start_fleet(
     assert optimizer.tensors
     ranks = topology.sharding_group.nranks
     held = between_steps(elements, 1, ranks)
-    # Each is filled up to 256 bytes on every rank, in all that fleet divides.
+    # Fleet pads each parameter to 256 bytes on every rank, in all that it shards.
     width = elements.item_bytes
     padding = len(named) * 256 * ranks // width * (width + 4 + 12 / ranks)
-    # A buffer of at most 256 MiB is filled while the parameters that move into it are there.
+    # Parameters exist twice while they move into a buffer of at most 256 MiB.
     buffer = width * (elements.units.trained + elements.root.trained)
     assert after <= held.total + padding + SLACK
     while_moving = held.parameters + held.gradients + buffer
@@ -128,7 +128,7 @@ def start_fleet(
 
 
 def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
-    """The same of a whole run, up to its optimizer, whose state is divided as it is made."""
+    """The same for a full run up to its optimizer, whose state is sharded as it is made."""
     config = load_run_config(run_file, ["parallel.sharding_degree=2", "parallel.sharding_stage=3"])
     gc.collect()
     peaks: list[int] = []
@@ -147,7 +147,7 @@ def start_run(run_file: str, is_old: bool) -> tuple[int, float]:
         model = run_building.build_trainer(config, writes=False).runner.model
     elements = ModelElements.of(model.parameters(), units_of(model), 4, model.tables)
     held = between_steps(elements, 3, 2)
-    # A fused one is put together from its linears.
+    # A fused weight is concatenated from its linears.
     whole = max(p.size * (2 if fused_columns(p) else 1) for p in model.parameters())
     return peaks[0], held.parameters + held.masters + 4 * whole + SLACK
 
@@ -157,7 +157,7 @@ def largest(build: Callable[[], nn.Layer]) -> int:
 
 
 def differing(build: Callable[[], nn.Layer], group) -> list[str]:
-    """Parameters that are not those of a model filled whole, stage 3."""
+    """Parameters at stage 3 that differ from those of a model materialized unsharded."""
     wanted = build()
     wanted.materialize_all()
     model = build()
@@ -171,7 +171,7 @@ def differing(build: Callable[[], nn.Layer], group) -> list[str]:
 
 
 def worker(folder: str) -> dict:
-    """The models of `builders`, sharded over 2 ranks."""
+    """Checks of the models of `builders`, sharded over 2 ranks."""
     run_file = f"{folder}/run/run.yaml"
     checks = {f"run {is_old}": partial(start_run, run_file, is_old) for is_old in (False, True)}
     outcomes = run_checks(checks)
@@ -191,7 +191,7 @@ def worker(folder: str) -> dict:
 
 
 def worker_of_parts(folder: str) -> dict:
-    """Matrices sharded over 2 mp ranks, and each shard over 2 sharding ranks."""
+    """Checks of matrices sharded over 2 mp ranks, each shard over 2 sharding ranks."""
     topology = initialize(ParallelDegrees(mp_degree=2, sharding_degree=2))
     group, checks = topology.sharding_group, {}
     makers = {
@@ -203,7 +203,7 @@ def worker_of_parts(folder: str) -> dict:
     for dtype, width in DTYPES.items():
         for name, make in makers.items():
             whole = largest(partial(make, dtype))
-            # A part of what is drawn whole is cut from a NumPy array.
+            # Fresh shards are cut from a full NumPy array.
             on_host = 4 if name.endswith("fresh") else 0
             split = partial(make, dtype, placement=FleetPlacement(topology.mp_group))
             for stage in STAGES[1:]:
@@ -242,7 +242,7 @@ def test_no_rank_holds_more_than_its_share_and_a_tensor(outcomes, name, dtype, s
 
 @pytest.mark.parametrize("name", NAMES)
 def test_filling_before_dividing_would_need_more(outcomes, name):
-    # Halves of float32 copies are as large as whole bfloat16 weights: two ranks show float32 only.
+    # Half a float32 copy is as large as a full bfloat16 weight, so two ranks show float32 only.
     for peak, allowed in outcome_of(outcomes, f"{name} old"):
         assert peak > allowed
 

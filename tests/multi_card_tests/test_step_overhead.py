@@ -1,12 +1,14 @@
-"""What a training step of several processes sends and reads beside its own work.
+"""Collectives and host reads of a training step on several ranks.
 
-Guarantees, with copies of the model and as a pipeline: a step outside of logging steps reads
-nothing from the device, and sends one message between hosts, one sum of losses and gradient norm,
-and what the parallelism itself needs; a logging step adds one gather, and one read, made while the
-next step runs; all ranks send the same in the same order; what is logged is what a reduction of its
-own for every single value gives.
+Guarantees, with data parallelism and in a pipeline:
 
-Updates are masked on the device, as they are on a GPU.
+- a step without logging reads nothing from the device. It issues one all-gather of host values,
+  one all-reduce of losses and gradient norm, and the collectives of the parallelism;
+- a logging step adds one gather, and one read, made while the next step runs;
+- all ranks issue the same collectives in the same order;
+- the logged values equal those of a separate reduction per value.
+
+Updates are masked on the device, as on a GPU.
 """
 
 from collections import Counter
@@ -29,7 +31,7 @@ from tests.support.recordings import first_difference
 
 TOPOLOGIES = {"dp2": "parallel.dp_degree=2", "pp2": "parallel.pp_degree=2"}
 STEPS, LOGGING_STEPS = 8, 3
-# Neither logged nor behind a logged one; the last step is saved besides.
+# Steady steps neither log nor follow a logging step. The last step also saves.
 STEADY, LOGGED = (1, 2, 5), (3, 6)
 OPERATIONS = {
     "same": dist.ReduceOp.MAX,
@@ -41,7 +43,7 @@ OPERATIONS = {
 
 
 def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
-    """A run's turns, counted; its metrics, and those that separate reductions give."""
+    """A run's turns with their counts; its metrics, and those from separate reductions."""
     overrides = [f"train.output_dir={output_dir}", f"train.max_steps={STEPS}", override]
     overrides += ["train.save_steps=null", f"logging.logging_steps={LOGGING_STEPS}"]
     trainer = build_trainer(load_run_config(run_file, overrides))
@@ -92,7 +94,7 @@ def all_reduced(value: paddle.Tensor, operation: Any) -> paddle.Tensor:
 
 
 def separately_reduced(gauge: Gauge) -> Any:
-    """One all-reduce for each entry."""
+    """The value, reduced with one all-reduce per entry."""
     is_tensor = isinstance(gauge.value, paddle.Tensor)
     own = gauge.value if is_tensor else paddle.to_tensor(gauge.value, dtype="float64")
     entries = [
@@ -111,7 +113,7 @@ def run_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def ranks(request, run_file, tmp_path_factory) -> list[dict[str, Any]]:
-    """What both ranks found."""
+    """Results of both ranks."""
     output_dir = tmp_path_factory.mktemp("runs") / "out"
     override = TOPOLOGIES[request.param]
     return launch(whole_run, 2, arguments=(str(run_file), output_dir, override))
@@ -131,7 +133,7 @@ def test_a_steady_step_sends_one_message_and_one_sum_besides_its_parallelism(ran
     for rank in ranks:
         for turn in (turn for turn in rank["turns"] if turn.step in STEADY):
             calls = Counter((call.phase, call.kind) for call in turn.collectives)
-            # Of the gradients, in a pipeline of the tied embedding's.
+            # The gradients' all-reduce; in a pipeline, that of the tied embedding's gradient.
             assert calls.pop((Phase.GRADIENT_SUM.value, "all_reduce")) == 1
             assert calls.pop((Phase.AGREEMENT.value, "all_gather")) == 1
             assert calls.pop((Phase.CLIP.value, "all_reduce")) == 1
@@ -156,7 +158,7 @@ def test_all_ranks_send_the_same_in_the_same_order(ranks):
 
 
 def test_what_is_logged_is_what_separate_reductions_give(ranks):
-    # The second rank's own values went into them, too.
+    # Both ranks have the same lines, so these include the second rank's values.
     assert ranks[0]["lines"] == ranks[1]["lines"]
     assert ranks[0]["metrics"] == ranks[0]["lines"]
     assert [line["step"] for line in ranks[0]["metrics"]] == [*LOGGED, STEPS]

@@ -1,9 +1,9 @@
-"""Runs that are asked to stop, and runs whose launcher is killed.
+"""Runs that get a signal to stop, and runs whose launcher is killed.
 
-Guarantees: whether the command, its process group, the launcher or one rank is signalled, once or
-in a burst: the step in progress ends, its checkpoint is complete, the exit code is that of the
-signal, and no process is left, data workers included; a second request ends the run at once. Runs
-are started as users do.
+Guarantees, whether the command, its process group, the launcher or one rank gets the signal, once
+or in a burst: the current step ends, its checkpoint is complete, the exit code is that of the
+signal, and no process is left, data workers included; a second signal ends the run at once. Runs
+start as users start them.
 """
 
 import signal
@@ -49,12 +49,12 @@ def test_ranks_whose_launcher_is_killed_save_and_end(run_file, tmp_path, start):
     with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *WORKERS]) as run:
         run.wait_for_steps()
         ended = run.signal(KILL)
-    # All were gone within the 10 s that `ended` waits.
+    # All processes ended within the 10 s that `ended` waits.
     assert ended.left == []
     assert ended.checkpoints == [f"checkpoint-{ended.last_step}"]
 
 
-# A step far longer than the test, which is not waited for.
+# A step far longer than the test, which does not wait for it.
 SLOW = ("train.gradient_accumulation_steps=100000", "train.per_device_train_batch_size=1")
 
 
@@ -66,7 +66,7 @@ SLOW = ("train.gradient_accumulation_steps=100000", "train.per_device_train_batc
     ],
 )
 def test_a_step_that_is_not_waited_for(run_file, tmp_path, start, times, overrides, said):
-    """After a second Ctrl-C, or if the batch system does not wait."""
+    """After a second Ctrl-C, or when the grace period of the batch system is over."""
     with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *SLOW, *overrides]) as run:
         while not (tmp_path / "out" / "run.json").exists():
             assert run.process.poll() is None
@@ -74,7 +74,7 @@ def test_a_step_that_is_not_waited_for(run_file, tmp_path, start, times, overrid
         ended = run.signal(INT, times=times, gap_s=1.0)
     assert ended.code == 1
     assert said in ended.output
-    # The step itself would take many minutes.
+    # The step alone would take many minutes.
     assert ended.seconds < 60
     assert ended.left == []
     assert ended.checkpoints == []

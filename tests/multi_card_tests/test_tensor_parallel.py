@@ -1,10 +1,10 @@
-"""Tensor and sequence parallel Qwen3-VL on real processes.
+"""Qwen3-VL under tensor and sequence parallelism, against one device.
 
-Pinned here: loss and every gradient of every rank equal one device's, for 2 and 4 ranks (4 ranks
-share 2 key heads), with and without sequence parallelism, with the tower's work spread or
-replicated, on batches that mix images, videos and text, that leave ranks without an image, and that
-are all text; fresh weights and saved files are those of one device; each image is encoded once; the
-levels come back in one collective. The oracle is the single-device model on the same weights.
+Guarantees, on 2 and 4 ranks (4 ranks share 2 key heads), with and without sequence parallelism, and
+with the tower's work sharded or replicated: loss and every gradient of every rank are equal, on
+batches that mix images, videos and text, that leave ranks without an image, and of text only; fresh
+weights and saved files are equal; each image is encoded once; all feature levels are gathered in
+one collective.
 """
 
 import tempfile
@@ -74,7 +74,7 @@ def reference(name: str, frozen: bool) -> tuple[float, dict[str, np.ndarray]]:
 def worst_difference(
     folder: str, group, sequence_parallel: bool, vision: str, name: str, frozen: bool = False
 ) -> tuple[float, str]:
-    """Largest difference of loss and gradients to one device, relative; and where."""
+    """Largest relative error of loss and gradients against one device, and its tensor."""
     placement = FleetPlacement(group, sequence_parallel, vision)
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
     if frozen:
@@ -86,7 +86,7 @@ def worst_difference(
     worst = (abs(output.loss.item() - loss) / loss, "loss")
     for item in model.stored_parameters():
         if item.key not in wanted:
-            # Text only: one device leaves the tower without gradients, ranks agree on zeros.
+            # Text only: one device has no tower gradients, and ranks have zeros.
             grad = item.parameter.grad
             assert grad is None or not grad.numpy().any(), item.key
             continue
@@ -97,7 +97,7 @@ def worst_difference(
 
 
 def fresh_weights_and_files(folder: str, group) -> list[str]:
-    """Names of tensors that differ from one device's: drawn by a rank, and saved by all."""
+    """Names of tensors that differ from one device's after a rank draws them and all save them."""
     paddle.seed(7)
     wanted = Qwen3VLForConditionalGeneration.from_config(tiny_config()).hf_state_dict()
     paddle.seed(7)
@@ -115,7 +115,7 @@ def fresh_weights_and_files(folder: str, group) -> list[str]:
 
 
 def tower_work(folder: str, group, vision: str) -> tuple[int, list[str], list[str]]:
-    """Patches that this rank encodes, and the kinds of its collectives there and back."""
+    """Patches that this rank encodes, and its collectives in forward and in backward."""
     placement = FleetPlacement(group, sequence_parallel=True, vision=vision)
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
     encoded: list[int] = []
@@ -197,7 +197,7 @@ def test_fresh_weights_and_saved_files_are_those_of_one_device(outcomes):
 
 def test_every_image_is_encoded_once_when_the_tower_is_spread(outcomes):
     spread = [work[0] for work in outcome_of(outcomes, "tower spread")]
-    # Of 16, 8 and 4 patches the largest stands alone.
+    # Images of 16, 8 and 4 patches: the largest gets a rank of its own.
     assert (sum(spread), max(spread)) == (28, 16)
     assert [work[0] for work in outcome_of(outcomes, "tower replicate")] == [28] * len(outcomes)
 

@@ -1,11 +1,11 @@
-"""A family outside of the package, the captioner of `tests.support.captioner`, over two ranks.
+"""A model family outside of the package, the captioner of `tests.support.captioner`, on two ranks.
 
-Pinned: metrics, evaluation losses and every parameter and optimizer state after four steps equal
-the run on one device over tensor parallelism, with sequence parallelism too, sharding stages 1 and
-3 and a pipeline; a resumed run is bit-identical under the same topology.
+Guarantees, over tensor parallelism, also with sequence parallelism, sharding stages 1 and 3 and a
+pipeline: metrics, evaluation losses and every parameter and optimizer state after four steps equal
+one device's; a resumed run is bit-identical under the same topology.
 
-Adam divides a gradient by its own size, which turns rounding noise of entries near zero into full
-updates; a large epsilon keeps the comparison about the arithmetic.
+Adam divides a gradient by its size, which turns rounding noise of entries near zero into full
+updates; a large epsilon damps them.
 """
 
 import shutil
@@ -23,7 +23,7 @@ from tests.support.launch import launch
 TOLERANCE = 1e-6
 COMMON = ("train.adam_epsilon=1e-2", "train.weight_decay=0.1")
 MP, PP = "parallel.mp_degree=2", "parallel.pp_degree=2"
-# Half of the micro-batch on each of two data-parallel ranks.
+# Each of two data-parallel ranks takes half of the micro-batch.
 SHARDING = ("parallel.sharding_degree=2", "train.per_device_train_batch_size=2")
 TOPOLOGIES = {
     "mp2": [MP],
@@ -35,7 +35,7 @@ TOPOLOGIES = {
 
 
 def worker(run_file: str, output_dir: str, overrides: list[str]) -> None:
-    """A whole run, and one that continues its checkpoint of step 2."""
+    """A full run, and one that continues its checkpoint of step 2."""
     train_captioner(run_file, output_dir, *overrides)
     resumed = Path(f"{output_dir}-resumed")
     if dist.get_rank() == 0:

@@ -1,10 +1,10 @@
 """Fleet's process groups on four ranks.
 
 Guarantees, for dp 2 x mp 2, mp 2 x pp 2 and sharding 2 x mp 2: every rank has the right coordinates
-and groups, with mp ranks as neighbours; an all-reduce over a group sums over its members only;
-first and last stage of a pipeline have a group; Paddle is seeded alike on every rank; dropout is
-the same on all ranks of an mp group except for sharded tensors, and repeats; starting fleet again
-with other degrees is refused instead of keeping the old groups.
+and groups, with mp ranks as neighbours; an all-reduce over a group sums over its members only; the
+first and last stage of a pipeline share a group; Paddle has the same seed on every rank; dropout is
+the same on all ranks of an mp group except for sharded tensors, and is reproducible; a start with
+other degrees in the same process is refused instead of keeping the old groups.
 """
 
 import paddle
@@ -26,7 +26,7 @@ DEGREES = {
     "mp_pp": {"mp_degree": 2, "pp_degree": 2, "num_micro_batches": 3},
     "sharding_mp": {"sharding_degree": 2, "mp_degree": 2},
 }
-# mp processes are 0 and 1, 2 and 3; the other axis has 0 and 2, 1 and 3.
+# The mp groups are (0, 1) and (2, 3); the groups of the other axis are (0, 2) and (1, 3).
 NEIGHBOURS = [[0, 1], [0, 1], [2, 3], [2, 3]]
 DISTANT = [[0, 2], [1, 3], [0, 2], [1, 3]]
 ALONE = [[0], [1], [2], [3]]
@@ -40,7 +40,7 @@ def worker():
 
 def place(**degrees) -> dict:
     """A topology as this rank sees it."""
-    # Several topologies in one launch: fleet alone would keep the first one.
+    # One launch has several topologies; without this, fleet keeps the first one.
     fleet_topology._HYBRID_PARALLEL_GROUP = None
     topology = initialize(ParallelDegrees(**degrees))
     groups = {axis: getattr(topology, f"{axis}_group") for axis in AXES}
@@ -56,7 +56,7 @@ def place(**degrees) -> dict:
 
 
 def dropout() -> dict:
-    """Masks of 64 elements of two steps, in the order in which a layer would draw them."""
+    """Masks of 64 elements in two steps, drawn in the order of a layer."""
     fleet_topology._HYBRID_PARALLEL_GROUP = None
     ranks = FleetRanks(initialize(ParallelDegrees(**DEGREES["dp_mp"])))
 
@@ -69,7 +69,7 @@ def dropout() -> dict:
         split = draw()
     seed_step(3, 11, ranks)
     masks = {"whole": whole, "split": split, "next step": draw()}
-    # What was drawn on the way does not matter.
+    # Earlier draws do not matter.
     seed_step(3, 10, ranks)
     with split_random():
         split_first = draw()
@@ -77,7 +77,7 @@ def dropout() -> dict:
 
 
 def summed_ranks(topology: Topology, group) -> int:
-    """The sum of 10 ** rank over a group: one decimal digit for each rank."""
+    """The sum of 10 ** rank over a group, one decimal digit per rank."""
     value = paddle.to_tensor([10**topology.rank])
     if group.nranks > 1:
         dist.all_reduce(value, group=group)
@@ -147,7 +147,7 @@ def test_first_and_last_stage_of_a_pipeline_have_a_group(outcomes):
 
 
 def test_dropout_is_the_same_where_mp_processes_have_the_same(outcomes):
-    """And differs where they have parts, between steps, and between parts of the data."""
+    """Masks differ for sharded tensors, between steps, and between shards of the data."""
     drawn = outcome_of(outcomes, "dropout")
     assert [masks["whole"] for masks in drawn[:2]] == [drawn[0]["whole"]] * 2
     assert drawn[0]["split"] != drawn[1]["split"]

@@ -1,14 +1,15 @@
-"""Whole training runs over several processes.
+"""Full training runs on several ranks, against the same run file and global batch on one device.
 
-Pinned here: loss, gradient norm, evaluation loss and every parameter after four optimizer steps
-equal the run on one device, over every kind of parallelism and mixes of them, on micro-batches of
-different lengths, with two images, with one and with none; a resumed run is bit-identical under the
-same topology; one process continues what several saved, and so do several in another topology; all
-of them write, none the whole. The oracle is the same run file on one device with the same global
-batch.
+Guarantees, over every kind of parallelism and mixes of them, on micro-batches of different lengths,
+with two images, with one and with none:
 
-Adam divides a gradient by its own size, which turns rounding noise of entries near zero into full
-updates; a large epsilon keeps the comparison about the arithmetic.
+- loss, gradient norm, evaluation loss and every parameter after four optimizer steps are equal;
+- a resumed run is bit-identical under the same topology;
+- one rank continues what several saved, and so do several ranks in another topology;
+- every rank writes a part of the checkpoint, and none writes all of it.
+
+Adam divides a gradient by its size, which turns rounding noise of entries near zero into full
+updates; a large epsilon damps them.
 """
 
 import json
@@ -41,7 +42,7 @@ OVERLAP = (
 )
 STAGE_3 = "parallel.sharding_stage=3"
 VIRTUAL = ("parallel.num_virtual_stages=2",)
-# As many samples in twice as many micro-batches.
+# The same samples in twice as many micro-batches.
 HALVES = ("train.gradient_accumulation_steps=8", "train.per_device_train_batch_size=2")
 TOPOLOGIES = {
     "dp2": (2, ["parallel.dp_degree=2"]),
@@ -67,7 +68,7 @@ TOPOLOGIES = {
     ),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", *SP]),
 }
-# More than two cores should run every time.
+# Cases for machines with more than two cores.
 HEAVY = {
     "sharding2 stage 2, reduced once": (
         2,
@@ -106,13 +107,13 @@ HEAVY = {
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),
 }
-# The tower's three levels cross two boundaries of interleaved stages.
+# The tower's three feature levels cross two boundaries of interleaved stages.
 MODEL = TINY_MODEL | {
     "text_config": TINY_MODEL["text_config"] | {"num_hidden_layers": 8},
     "vision_config": TINY_MODEL["vision_config"]
     | {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]},
 }
-# Samples of a micro-batch over all processes.
+# Samples of a micro-batch over all ranks.
 GLOBAL_BATCH = 4
 
 
@@ -122,7 +123,7 @@ def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
 
 
 def worker(run_file: str, output_dir: str, overrides: list[str]) -> None:
-    """A whole run, and one that continues its checkpoint of step 2 in another folder."""
+    """A full run, and one that continues its checkpoint of step 2 in another folder."""
     train(run_file, output_dir, overrides)
     resumed = Path(f"{output_dir}-resumed")
     if dist.get_rank() == 0:
@@ -132,7 +133,7 @@ def worker(run_file: str, output_dir: str, overrides: list[str]) -> None:
 
 
 def worker_of_many_files(run_file: str, output_dir: str, overrides: list[str]) -> None:
-    """A whole run that finds a few kilobytes worth a file of their own."""
+    """A full run whose checkpoint files may be as small as a few kilobytes."""
     writing.MIN_SHARD_BYTES = 1 << 12
     train(run_file, output_dir, overrides)
 
@@ -143,7 +144,7 @@ def settings(num_data_parts: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
-    """A run whose samples have an image, two, or none, and different lengths."""
+    """A run whose samples have two images, one or none, and different lengths."""
     path = write_tiny_run(tmp_path_factory.mktemp("run"), num_samples=24, model=MODEL)
     records = [json.loads(line) for line in path.with_name("train.jsonl").read_text().splitlines()]
     for number, record in enumerate(records):
@@ -235,7 +236,7 @@ def test_another_topology_continues_what_all_processes_wrote(run_file, one_devic
 @pytest.mark.parametrize("frozen", ["model.language_model.*", "model.visual.*"])
 @pytest.mark.parametrize("topology", [[*PP], [*SHARDING, STAGE_3]], ids=str)
 def test_processes_with_nothing_to_train_keep_in_step(run_file, tmp_path, frozen, topology):
-    """A stage of a pipeline, or the units of a tower."""
+    """The ranks hold a frozen pipeline stage, or frozen sharding units."""
     one, two = tmp_path / "one", tmp_path / "two"
     frozen = f"model.freeze=['{frozen}']"
     train(str(run_file), str(one), [*common(run_file), *settings(1), frozen])

@@ -1,7 +1,7 @@
 """Counts the operations of every matrix product that a model runs, forward and backward.
 
-Independent of `paddle_vl.families.flops`: it reads the shapes of the products as they happen, and
-of attention the masks that the kernel gets.
+It is independent of `paddle_vl.families.flops`: it reads the shapes of the products as they run,
+and for attention the masks that the kernel gets.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ class Counts:
     """Operations of the products so far.
 
     Attributes:
-        backward: those for gradients that are needed.
-        is_in_backward: whether a backward pass runs now.
+        backward: operations for the gradients that are needed.
+        is_in_backward: whether a backward pass is running.
     """
 
     forward: int = 0
@@ -40,7 +40,7 @@ def counted_products(monkeypatch) -> Iterator[Counts]:
     def counting(x, y, transpose_x=False, transpose_y=False, **settings):
         out = matmul(x, y, transpose_x, transpose_y, **settings)
         operations = _operations(x, y, transpose_x, transpose_y)
-        # Hand-written backward passes call this; of the others only the operations are known.
+        # Hand-written backward passes call matmul; those of autograd are computed from the forward.
         if counts.is_in_backward:
             counts.backward += operations
         else:
@@ -54,7 +54,7 @@ def counted_products(monkeypatch) -> Iterator[Counts]:
         counts.is_in_backward = False
 
     with monkeypatch.context() as patch:
-        # Sums and rotations are products on the CPU only: their plain forms run instead.
+        # Sums and rotations are matrix products only on CPUs; run their plain forms instead.
         for operation in (row_sum, column_sum, rotate_half):
             patch.delitem(operation.kernels, "cpu")
         patch.setattr(experts, "unpermute_rows", _weighted_sum)
@@ -65,7 +65,7 @@ def counted_products(monkeypatch) -> Iterator[Counts]:
 
 
 class _Attention:
-    """Stands for `SoftmaxAttention`: plain operations, of which visible pairs alone are counted."""
+    """Replaces `SoftmaxAttention` by plain operations, and counts only the visible pairs."""
 
     def __init__(self, counts: Counts, matmul):
         self.counts, self.matmul = counts, matmul

@@ -1,4 +1,4 @@
-"""Outputs of finished runs, to be compared: arrays, and metrics without timings and memory."""
+"""Outputs of finished runs for comparison: arrays, and metrics without timings and memory."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def metrics_of(folder: Path) -> list[dict]:
 
 
 def lasting(lines: list[dict]) -> list[dict]:
-    """The lines without entries that may differ between equal runs."""
+    """The lines without timings and memory, which may differ between equal runs."""
     return [
         {key: v for key, v in line.items() if not any(part in key for part in _OF_THE_MACHINE)}
         for line in lines
@@ -26,7 +26,7 @@ def lasting(lines: list[dict]) -> list[dict]:
 
 
 def lasting_metrics(folder: Path) -> list[dict]:
-    """Lines of metrics.jsonl that equal runs have in common."""
+    """Lines of a run's metrics.jsonl without timings and memory."""
     return lasting(metrics_of(folder))
 
 
@@ -40,7 +40,7 @@ def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    """Every array within the tolerance of its largest entry."""
+    """Assert that every array is within the tolerance of its largest entry."""
     assert found.keys() == wanted.keys()
     for key, array in wanted.items():
         assert found[key].shape == array.shape, key
@@ -49,7 +49,7 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
 
 
 def assert_equal_runs(found: Path, wanted: Path, checkpoint: str = "checkpoint-4") -> None:
-    """Every metric of every step, and every parameter and moment of a checkpoint."""
+    """Assert that every metric of every step and every array of a checkpoint are equal."""
     for ours, theirs in zip(lasting_metrics(found), lasting_metrics(wanted), strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():

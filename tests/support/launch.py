@@ -1,8 +1,8 @@
-"""Runs a function of a test module on several ranks, in processes as Paddle's launcher starts them.
+"""Runs a function of a test module on several ranks, started as Paddle's launcher starts them.
 
 Starting takes seconds, so one launch should serve many tests: a module defines a worker function
-that returns a dict of outcomes by name (`run_checks` makes one), launches it once in a
-module-scoped fixture, and each parametrised test asserts on one name (`outcome_of`).
+that returns a dict of outcomes by name (made with `run_checks`). A module-scoped fixture launches
+it once, and each parametrised test asserts on one name (`outcome_of`).
 
     def worker():
         dist.init_parallel_env()
@@ -51,17 +51,17 @@ def launch(
     """Run a module-level function of a test module on several ranks, on CPUs with gloo.
 
     Args:
-        worker: imported from its file on each rank; its result must be picklable.
+        worker: each rank imports it from its file; its result must be picklable.
         arguments: picklable, the same on each rank.
-        environment: variables on top of this process's and the launcher's.
-        timeout: seconds until all are killed.
+        environment: variables added to this process's and the launcher's.
+        timeout: seconds until all ranks are killed.
 
     Returns:
-        The results by rank.
+        The results in rank order.
 
     Raises:
-        AssertionError: a rank failed, or the timeout; shows the end of the output of the first rank
-            that failed, or of all that still run.
+        AssertionError: a rank failed or the timeout passed; shows the last output of the first rank
+            that failed, or of all ranks that still run.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ports = [_reserve_port(stack) for _ in range(processes)]
@@ -77,14 +77,14 @@ def launch(
 
 
 def run_checks(checks: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[Any, str | None]]:
-    """Call each check in turn, in a worker; one that raises on all ranks does not stop the rest.
+    """Run each check in turn, in a worker; a check that raises on all ranks does not stop the rest.
 
     Returns:
         (result, None) or (None, traceback) by name.
     """
     outcomes = {}
     for name, check in checks.items():
-        # The last output of a rank that hangs.
+        # A hanging rank's last output then names the check.
         print("check:", name, flush=True)
         try:
             outcomes[name] = (check(), None)
@@ -94,7 +94,7 @@ def run_checks(checks: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[Any, 
 
 
 def outcome_of(outcomes: Sequence[Mapping[str, tuple[Any, str | None]]], name: str) -> list[Any]:
-    """The results of a check by rank. Raises its first failure as an AssertionError."""
+    """The results of a check by rank; raises AssertionError with its first failure, if any."""
     for rank, of_rank in enumerate(outcomes):
         error = of_rank[name][1]
         assert error is None, f"check {name!r} on rank {rank} of {len(outcomes)}:\n{error}"
@@ -102,7 +102,7 @@ def outcome_of(outcomes: Sequence[Mapping[str, tuple[Any, str | None]]], name: s
 
 
 def wait_for_ranks(folder: str | Path, rank: int, ranks: Sequence[int], limit: float = 300) -> None:
-    """Barrier through files instead of Paddle: report this rank, and wait until `ranks` have.
+    """A barrier through files, without Paddle: report this rank and wait until `ranks` have.
 
     For workers whose ranks must not end while others still use the run's store or connections.
 
@@ -124,7 +124,7 @@ def wait_for_ranks(folder: str | Path, rank: int, ranks: Sequence[int], limit: f
 
 
 class _Ranks:
-    """Running ranks, their output files and results."""
+    """Running ranks with their output files and results."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -144,7 +144,7 @@ class _Ranks:
                     stderr=subprocess.STDOUT,
                     cwd=ROOT,
                     env=environment,
-                    # A session of its own, so that what it starts is killed with it.
+                    # A session of its own, so that child processes are killed with the rank.
                     start_new_session=True,
                 )
             )
@@ -178,7 +178,7 @@ class _Ranks:
 
 
 def _reserve_port(stack: ExitStack) -> int:
-    """Reserve a port for a socket that reuses addresses, as the store's does."""
+    """Reserve a port for a socket that reuses addresses, as the store does."""
     placeholder = stack.enter_context(socket.socket())
     placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     placeholder.bind(("127.0.0.1", 0))
@@ -218,7 +218,7 @@ def _run_as_rank(job: Path, result: Path) -> None:
     spec.loader.exec_module(module)
     result.write_bytes(pickle.dumps(getattr(module, name)(*arguments)))
     sys.stdout.flush()
-    # As paddle_vl.cli.main.run does, and why.
+    # For the reason given in paddle_vl.cli.main.run.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Golden cases of pi07 for the tests."""
+"""Golden cases of pi07."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from paddle_vl.families.pi07.config import PI07Config
 from tests.support.tiny import GOLDEN
 
 CASES = GOLDEN / "pi07"
-# Those of `18_policy_level.json`.
+# The policy fields of `18_policy_level.json`.
 _POLICY = {
     "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MIN_MAX", "ACTION": "MEAN_STD"},
     "resize_imgs_with_padding": (56, 56),
@@ -30,12 +30,12 @@ def case(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def under(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Tensors whose names begin with `prefix`, by the rest of their names."""
+    """Tensors whose names begin with `prefix`, by name without the prefix."""
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
 def config_values(description: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A case's configuration as in config.json."""
+    """A case's configuration in the form of config.json."""
     values = dict(description["config"])
     del values["indicator_token_ids"]
     vlm = values.pop("vlm")
@@ -49,7 +49,7 @@ def policy_config(**changes: Any) -> PI07Config:
 
 
 def group_statistics() -> list[dict[str, dict[str, np.ndarray]]]:
-    """The statistics of both groups of data of cases 16 and 18."""
+    """The normalization statistics of the two dataset groups of cases 16 and 18."""
     groups: list[dict[str, dict[str, np.ndarray]]] = [{}, {}]
     for name, value in case("16_normalize")[1].items():
         if name.startswith("stats"):
@@ -59,7 +59,7 @@ def group_statistics() -> list[dict[str, dict[str, np.ndarray]]]:
 
 
 class CharacterTokenizer:
-    """Case 18's substitute for Gemma's tokenizer: an id for every character."""
+    """Case 18's substitute for Gemma's tokenizer: one id per character."""
 
     def __init__(self):
         self._fixed = case("18_policy_level")[0]["config"]["indicator_token_ids"]

@@ -1,4 +1,4 @@
-"""Comparison of the collectives that ranks have recorded."""
+"""Comparison of the collectives that ranks recorded."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ from paddle_vl.parallel.recorder import Collective
 
 
 def first_difference(calls_of_ranks: Sequence[Sequence[Collective]]) -> str | None:
-    """The first difference between the recordings of all ranks, by rank; None if there is none.
+    """The first difference between the ranks' recordings; None if there is none.
 
-    Compares, per channel, kind, dtype, shape and phase of every collective with those on the first
-    rank of the group, and dtype and shape of every message with those on its other rank.
+    Compares kind, dtype, shape and phase of every collective with those on the group's first rank,
+    and dtype and shape of every message with those on the other rank.
     """
     channels = dict.fromkeys(_channel(call) for calls in calls_of_ranks for call in calls)
     for channel in channels:
@@ -40,6 +40,6 @@ def _at(calls: Sequence[Collective], position: int) -> str:
 
 
 def _channel(call: Collective) -> tuple[bool, tuple[int, ...]]:
-    """Calls with the same key must have the same order on all of its ranks: all collectives of a
-    group, or all messages from one rank to another."""
+    """Key of the calls whose order must be the same on all of their ranks: the collectives of a
+    group, or the messages from one rank to another."""
     return call.is_message, call.ranks

@@ -1,4 +1,4 @@
-"""Small models for tests of sharding, and their data."""
+"""Small models and data for tests of sharding."""
 
 import numpy as np
 import paddle
@@ -11,13 +11,13 @@ from paddle_vl.parallel.recompute import recompute_layers
 
 VOCAB, DIM, ROWS = 11, 6, 5
 NUM_LAYERS, NUM_BLOCKS = 3, 2
-# The model for memory: width of a float32 weight, one per layer, and the number of layers.
+# For memory checks: width of the square float32 weight of each layer, and number of layers.
 WIDE, NUM_WIDE = 256, 8
 WIDE_BYTES = WIDE * WIDE * 4
 
 
 class Block(nn.Layer):
-    """A unit whose input needs no gradient, as in a vision tower."""
+    """A sharding unit whose input needs no gradient, as in a vision tower."""
 
     def __init__(self):
         super().__init__()
@@ -28,9 +28,9 @@ class Block(nn.Layer):
 
 
 class Layer(nn.Layer):
-    """A unit with all that could go wrong: weights that autograd or a PyLayer saves, a frozen one,
-    one smaller than the group, a table, slices, and gradients that come back through a chain of
-    operations on weights alone that is much longer than the layer's own."""
+    """A sharding unit with every difficult case: weights that autograd or a PyLayer saves, a frozen
+    weight, one smaller than the group, a table, slices, and a gradient through a long chain of
+    operations on weights only."""
 
     def __init__(self, is_sided: bool):
         super().__init__()
@@ -57,7 +57,7 @@ class Layer(nn.Layer):
 
 
 class Toy(nn.Layer):
-    """Blocks over data, layers over tokens; tables and parameters of the root around them."""
+    """Blocks over pixels, layers over tokens, and tables and parameters of the root."""
 
     def __init__(self, is_tied: bool = False):
         super().__init__()
@@ -83,7 +83,7 @@ class Toy(nn.Layer):
         return [self.embedding, self.head]
 
     def forward(self, ids_T: Tensor, pixels_TD: Tensor | None, uses_rare: bool) -> Tensor:
-        """Without pixels, as in a batch of text, no block runs."""
+        """The loss; without pixels, as in a text batch, no block runs."""
         side_TD = paddle.zeros([ROWS, DIM]) if pixels_TD is None else pixels_TD
         for block in self.blocks if pixels_TD is not None else ():
             side_TD = block(side_TD)
@@ -96,7 +96,7 @@ class Toy(nn.Layer):
 
 
 class Wide(nn.Layer):
-    """Two matrices' product with few rows: the weight is nearly all of a layer's memory."""
+    """A product with few rows: the weight takes nearly all of the layer's memory."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class WideStack(nn.Layer):
 
 
 class Half(nn.Layer):
-    """bfloat16 as a weight's storage only: CPUs have no arithmetic in it."""
+    """A weight stored in bfloat16 but used in float32, because CPUs cannot compute in bfloat16."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ class HalfModel(nn.Layer):
 
 
 def sample(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor, bool]:
-    """A micro-batch of a rank's; only rank 0 uses the rare parameter, in its first one."""
+    """A rank's micro-batch; only rank 0 uses the rare parameter, in its first micro-batch."""
     random = np.random.default_rng([step, micro, rank])
     ids_T = random.integers(0, VOCAB, ROWS)
     pixels_TD = random.normal(size=(ROWS, DIM)).astype(np.float32)

@@ -1,6 +1,6 @@
-"""Small models of both families, built without values, and what they learn from.
+"""Small models of both families, built without values, and their batches.
 
-Large enough that parameters outweigh buffers and the zeros behind shards.
+They are large enough that parameters outweigh buffers and the zeros that pad shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def qwen_fresh(
 
 
 def write_qwen(folder: Path) -> None:
-    """The fresh one's files, and those of one with adapters of which a part is trained whole."""
+    """Write a fresh model, and one with adapters and fully trained modules."""
     model = qwen_fresh()
     model.materialize_all()
     model.save_pretrained(folder / "qwen")
@@ -94,7 +94,7 @@ def pi07(
 
 
 def builders(folder: Path, dtype: str) -> dict[str, Callable[[], nn.Layer]]:
-    """What makes a model whose parameters are without values, by name."""
+    """Functions that build a model without parameter values, by name."""
     return {
         "qwen fresh": partial(qwen_fresh, dtype),
         "qwen files": partial(qwen_files, folder, dtype),
@@ -111,7 +111,7 @@ def units_of(model: nn.Layer) -> list[nn.Layer]:
 
 
 def loss_of(model: nn.Layer, terms: Sequence[str] = ("MSE", "CE")) -> Tensor:
-    """Of the family's batch; of pi07 the sum of some terms."""
+    """The loss of the family's batch; for pi07 the sum of the given terms."""
     if isinstance(model, PI07LowLevelFlowMatching):
         losses = model(_pi07_batch())
         return sum(losses[term] for term in terms)

@@ -1,4 +1,4 @@
-"""Tiny models, batches and mocks that several tests build on."""
+"""Tiny models, batches and mocks that several tests share."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.nn.placement import CheckpointRanks, LayerFactory, Placement, RegionOps, StageLayers
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# Kernels of `paddle_vl.nn`, and whether Paddle's own may return views: what golden cases run with.
+# For golden cases: kernels of `paddle_vl.nn`, and whether Paddle's own may return views.
 IMPLEMENTATIONS = [("cpu", True), ("cpu", False), ("plain", True), ("gpu", True)]
-# Text settings of a tiny model with experts, whose second layer is dense.
+# Text settings of a tiny model with experts; its second layer is dense.
 EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1],
 }  # fmt: skip
@@ -22,7 +22,7 @@ IMAGE, VIDEO, VISION_START, VISION_END = 60, 61, 62, 63
 
 def tiny_config(**text_overrides) -> Qwen3VLConfig:
     """Three decoder layers of width 16, two deepstack levels, vocabulary of 64; with experts if
-    their number is given."""
+    `text_overrides` has them."""
     text = {
         "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 10000.0,
@@ -44,7 +44,7 @@ def tiny_config(**text_overrides) -> Qwen3VLConfig:
 
 
 def tiny_model(seed: int = 0, **text_overrides) -> Qwen3VLForConditionalGeneration:
-    """A model with every parameter away from its neutral value."""
+    """A model in which no parameter has a neutral value."""
     paddle.seed(seed)
     model = Qwen3VLForConditionalGeneration.from_config(tiny_config(**text_overrides))
     rng = np.random.default_rng(seed)
@@ -55,7 +55,7 @@ def tiny_model(seed: int = 0, **text_overrides) -> Qwen3VLForConditionalGenerati
 
 
 def token_rows(*samples: list, length: int | None = None, pad: int = 0) -> np.ndarray:
-    """Rows of ids from lists in which `("image", n)` stands for n placeholders of that kind."""
+    """Rows of ids from lists; `("image", n)` or `("video", n)` stands for n placeholders."""
     rows = []
     for sample in samples:
         row = []
@@ -70,7 +70,7 @@ def token_rows(*samples: list, length: int | None = None, pad: int = 0) -> np.nd
 
 
 def patches(grids: list[list[int]], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Random pixel rows of the tiny tower for the grids, and the grids as an array."""
+    """Random pixel rows for the grids in the tiny tower's format, and the grids as an array."""
     grid_thw = np.array(grids, dtype=np.int64)
     count = int(grid_thw.prod(axis=1).sum())
     patch_dim = tiny_config().vision_config.patch_dim
@@ -79,7 +79,7 @@ def patches(grids: list[list[int]], seed: int = 0) -> tuple[np.ndarray, np.ndarr
 
 
 class MockedRows(RegionOps):
-    """Token rows of one of several ranks on one card: nothing is sent."""
+    """Token rows of one of several ranks, on one card and without communication."""
 
     def __init__(self, rank: int, size: int):
         super().__init__()
@@ -95,7 +95,7 @@ class MockedRows(RegionOps):
 
 
 class MockedSequenceParallel(Placement):
-    """One rank of an mp group on one card, with full layers."""
+    """One rank of an mp group, on one card and with full layers."""
 
     def __init__(self, rank: int, size: int):
         ops, stage_layers = MockedRows(rank, size), StageLayers()

@@ -1,8 +1,8 @@
-"""Programs of the code as a GPU runs it, traced without running it.
+"""Traces the programs that a GPU would run, without running them.
 
-Paddle's CPU build cannot compute in bfloat16, but it can trace. Hand-written gradient functions
-(`PyLayer`) are traced like any other code, forward, and backward with gradients of the dtypes that
-come out; kernels are those of a GPU.
+Paddle's CPU build can trace bfloat16 but not compute in it. Hand-written gradient functions
+(`PyLayer`) are traced forward, and backward with gradients of the output dtypes. Kernels are those
+of a GPU.
 """
 
 import traceback
@@ -17,7 +17,7 @@ from paddle.autograd import PyLayer
 
 from paddle_vl.nn.operations import OPERATIONS, use_kernels
 
-# Kernels for GPUs: traced as one operator of the dtype of its first tensor, as they are there.
+# GPU kernels; each is traced as one operator with the dtype of its first tensor, as on a GPU.
 KERNELS = (
     (paddle, "scatter"),
     (paddle, "index_add"),
@@ -36,7 +36,7 @@ class Operator(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """A place in the package that widens a tensor to float32."""
+    """A place in the package that casts a tensor to float32."""
 
     file: str
     line: int
@@ -55,13 +55,13 @@ class _Context:
 def trace(
     build: Callable[[], object], dropped: Cast | None = None
 ) -> tuple[list[Operator], list[Cast]]:
-    """The operators of what `build` computes in a static program, and the casts it passes through.
+    """The operators of what `build` computes in a static program, and its casts to float32.
 
     Args:
         dropped: a cast to leave out.
 
     Returns:
-        Operators, those of `KERNELS` first; every `Cast` of a tensor that was not float32 before.
+        Operators, those of `KERNELS` first; every `Cast` of a bfloat16 tensor.
     """
     casts: list[Cast] = []
     with pytest.MonkeyPatch.context() as patch, _static_mode(), use_kernels("gpu"):
@@ -105,7 +105,7 @@ def _as_one_operator(name: str, kernels: list[Operator]) -> Callable:
         dtypes = tuple(_name(x.dtype) for x in tensors)
         kernels.append(Operator(name, dtypes, dtypes[:1]))
         like = tensors[0]
-        # One tensor for swiglu is gate and up beside each other.
+        # With one tensor, swiglu takes gate and up concatenated.
         return paddle.zeros_like(
             like[..., : like.shape[-1] // 2] if (name, len(tensors)) == ("swiglu", 1) else like
         )

@@ -1,4 +1,4 @@
-"""Methods of gloo groups that the shown defects need and that no run of this package uses."""
+"""Methods of gloo groups that only the tests of fleet's defects need."""
 
 import paddle
 
@@ -44,7 +44,7 @@ def _all_gather_partial(group, out, in_, num, id):
 
 
 def install_more() -> None:
-    """Install them; `paddle_vl.parallel.gloo_fleet.install` has run."""
+    """Install them, after `paddle_vl.parallel.gloo_fleet.install`."""
     for patch in (
         group_method("reduce", "tensor dst op sync_op", NOT_IN_GLOO, _reduce),
         group_method(

@@ -1,13 +1,13 @@
-"""Why stages 2 and 3 are this package's own: what `group_sharded_parallel` does where a micro-batch
-leaves optional parts of a model out.
+"""Defects of fleet's `group_sharded_parallel` when a micro-batch skips optional layers of a model.
 
-The defects, in plain fleet on two real processes: at stage 2 (`os_g`) a bucket is reduced when each
-of its parameters has got a gradient, so a parameter that gets none in a step leaves the gradients
-of others as they are on each rank, and nothing is raised. At stage 3 (`p_g_os`) a layer is gathered
-where it is called, so what is sent depends on the parts that a rank's own samples have: ranks with
-different parts would wait for each other.
+They are why this package has its own sharding stages 2 and 3. In plain fleet, on two ranks:
 
-A test that fails here says that a newer Paddle does better: see whether its stages can be used.
+- stage 2 (`os_g`) reduces a bucket once all of its parameters have gradients. A parameter without
+  a gradient leaves the other gradients of its bucket unreduced, and no error is raised;
+- stage 3 (`p_g_os`) gathers a layer when it is called, so the collectives depend on a rank's own
+  samples. Ranks whose samples use different layers would wait for each other.
+
+If a test fails here, a newer Paddle has changed: check whether its stages can be used.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ RANKS, WIDTH = 2, 64
 
 
 class Branched(nn.Layer):
-    """A layer, and an optional one beside it."""
+    """A linear layer plus an optional second one."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ def data(rank: int) -> Tensor:
 
 
 class Instead:
-    """A module with some of its names changed."""
+    """A module with some of its attributes replaced."""
 
     def __init__(self, module: Any, **changed: Any):
         self.__dict__.update(changed, module=module)
@@ -65,7 +65,7 @@ class Instead:
 
 @contextmanager
 def runs_on_cpu() -> Iterator[None]:
-    """group_sharded asks for a GPU by name, and needs none."""
+    """Remove group_sharded's checks for a GPU; its code runs on a CPU."""
     add, built = group_sharded_storage.ParamStorage.add_rank_params, lambda: True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paddle.device, "get_all_custom_device_type", lambda: ["cpu"])
@@ -81,7 +81,7 @@ def runs_on_cpu() -> Iterator[None]:
 
 
 def stage_2_error(group, has_option: bool) -> float:
-    """Largest difference of the updated layer that is always used from one device's."""
+    """Largest difference between the updated `always` layer and one device's."""
     single, model = Branched(), Branched()
     losses = [single(data(rank), has_option) for rank in range(RANKS)]
     (sum(losses) / RANKS).backward()
@@ -95,7 +95,7 @@ def stage_2_error(group, has_option: bool) -> float:
 
 
 def stage_3_collectives(group, has_option: bool) -> int:
-    """How many a step sends where all ranks agree."""
+    """The number of collectives of a step in which all ranks use the same layers."""
     model = Branched()
     with runs_on_cpu(), record_collectives() as recording:
         sgd = paddle.optimizer.SGD(1.0, model.parameters())

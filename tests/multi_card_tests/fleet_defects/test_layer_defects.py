@@ -1,6 +1,6 @@
-"""What is wrong in fleet's tensor-parallel layers of this Paddle, in plain fleet.
+"""Defects of fleet's tensor-parallel layers, in plain fleet.
 
-Where one of these tests fails, the defect is gone, and so can be what works around it.
+If a test fails here, Paddle has fixed the defect, and its workaround can go.
 """
 
 import paddle
@@ -52,13 +52,13 @@ def overlapping() -> dict:
 
 @pytest.mark.parametrize("layer", ["ColumnParallelLinear", "ColumnSequenceParallelLinear"])
 def test_overlapped_products_fail_with_a_frozen_weight(layer):
-    """Worked around in `paddle_vl.parallel.split_layers`, which switches the overlap off there."""
+    """Workaround: `paddle_vl.parallel.split_layers` switches the overlap off for frozen weights."""
     for message in outcome_of(launch(overlapping, 2), layer):
         assert message != "runs"
 
 
 def sum_of_hooks() -> float:
-    """A parameter that one of two micro-batches uses, as a tower beside text."""
+    """The gradient of a parameter that one of two micro-batches uses, like a vision tower's."""
     group = start(2)
     layer = paddle.nn.Linear(1, 1, bias_attr=False)
     mark_as_sequence_parallel_parameter(layer.weight)
@@ -68,7 +68,7 @@ def sum_of_hooks() -> float:
 
 
 def test_hooks_count_backward_passes_and_leave_gradients_apart():
-    """`paddle_vl.parallel.collectives` all-reduces partial gradients instead, once."""
+    """Workaround: `paddle_vl.parallel.collectives` all-reduces partial gradients once per step."""
     assert launch(sum_of_hooks, 2) == [1.0, 2.0]
 
 
@@ -82,5 +82,5 @@ def gathered_from_another_group() -> list[float]:
 
 
 def test_sequence_parallel_layers_gather_over_fleets_group_whichever_is_given():
-    """Worked around in `paddle_vl.parallel.tensor`, which refuses another group."""
+    """Workaround: `paddle_vl.parallel.tensor` refuses any other group."""
     assert launch(gathered_from_another_group, 4) == [[0.0, 1.0]] * 2 + [[2.0, 3.0]] * 2

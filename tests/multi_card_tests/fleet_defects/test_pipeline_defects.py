@@ -1,14 +1,14 @@
-"""Defects of fleet's pipeline that `paddle_vl.parallel.pipeline` works around, each in plain fleet.
+"""Defects of fleet's pipeline that `paddle_vl.parallel.pipeline` works around, in plain fleet.
 
-A test that fails tells that this Paddle no longer has the defect, and its workaround can go:
+If a test fails here, Paddle has fixed the defect, and its workaround can go:
 
-- batched messages between stages carry parts of different rows when the mp processes of a stage do
-  not hold the same (`enable_partial_send_recv`, on by default);
-- with dynamic shapes the list of shapes grows with every step and is read from its old end;
-- a first stage that is frozen waits for a gradient that nobody sends;
-- hooks are one list for all engines of a process;
-- every step sends the loss to all stages and reads on the host what type it has;
-- DualPipeV asks deep_ep for an event whether it is installed or not, and cannot evaluate.
+- batched messages between stages mix rows of different mp ranks if the mp ranks of a stage hold
+  different rows (`enable_partial_send_recv`, on by default);
+- with dynamic shapes the list of shapes grows with every step, and its oldest entries are read;
+- a frozen first stage waits for a gradient that no stage sends;
+- all engines of a process share one list of hooks;
+- every step broadcasts the loss to all stages and reads its dtype on the host;
+- DualPipeV calls deep_ep even if it is not installed, and cannot evaluate.
 """
 
 import threading
@@ -62,7 +62,7 @@ def data(micro_batches: int = 2):
 
 
 def different_rows() -> bool:
-    """Whether rows arrive as they were sent, each mp process having its own."""
+    """Whether rows arrive unchanged when each mp rank sends different ones."""
     start(mp_degree=2, use_batch_p2p_comm=True)
     install_more()
     make_engine()
@@ -85,7 +85,7 @@ def kept_shapes() -> list[int]:
 
 
 def frozen_first_stage(folder: str) -> bool:
-    """Whether a step ends on this stage: on the first within some seconds after the last."""
+    """Whether a step ends on this stage; the first stage gets WAIT_SECONDS more than the last."""
     start()
     engine = make_engine()
     if engine.is_pipeline_first_stage():
@@ -106,7 +106,7 @@ def frozen_first_stage(folder: str) -> bool:
     else:
         is_done = done.wait(60)
         wait_for_ranks(folder, rank, [])
-    # The end of one process would end the other's wait.
+    # A rank that ended would interrupt the other rank's wait.
     wait_for_ranks(Path(folder, "end"), rank, range(2))
     return is_done
 
@@ -117,7 +117,7 @@ def shared_hooks() -> bool:
 
 
 def loss_to_all() -> tuple[int, int]:
-    """Broadcasts of a step, and what was read on the host at their place."""
+    """Number of broadcasts of a step, and number of host reads."""
     start()
     engine = make_engine()
     engine.forward_backward_pipeline(data())
@@ -127,7 +127,7 @@ def loss_to_all() -> tuple[int, int]:
 
 
 def dualpipev() -> list[str]:
-    """What its exchange and its evaluation raise."""
+    """The error messages of its exchange and of its evaluation."""
     start(4, use_dualpipev=True)
     engine = make_engine(4, use_dualpipev=True)
     engine._reset_states()
@@ -144,7 +144,7 @@ def worker(folder: str):
         "shared hooks": shared_hooks,
         "loss to all": loss_to_all,
         "dualpipev": dualpipev,
-        # Last: a stage is left in its wait.
+        # Last, because a stage is left waiting.
         "frozen": partial(frozen_first_stage, folder),
     }
     return run_checks(checks)

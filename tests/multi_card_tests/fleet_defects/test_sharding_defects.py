@@ -1,7 +1,7 @@
-"""What fleet's sharding optimizer gets wrong, each in a few lines of plain fleet.
+"""Defects of fleet's sharding optimizer, in plain fleet.
 
-A test that fails here on a newer Paddle says that what it shows is gone, and with it the reason for
-something in `paddle_vl.parallel.sharding` or `paddle_vl.parallel.collectives`.
+If a test fails here on a newer Paddle, the defect is fixed, and its workaround in
+`paddle_vl.parallel.sharding` or `paddle_vl.parallel.collectives` can go.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ OPTIONS = {"split_param": True, "comm_overlap": False, "release_gradients": Fals
 
 
 def built(**options):
-    """Two linears, and fleet's optimizer of them."""
+    """A model of two linears and fleet's optimizer for it."""
     configs = fleet.fleet._user_defined_strategy.strategy.hybrid_configs.sharding_configs
     configs.accumulate_steps = 1
     for name, value in {**OPTIONS, **options}.items():
@@ -47,7 +47,7 @@ def gathered(tensor) -> np.ndarray:
 
 
 def first_step_leaves_dp_out() -> list[bool]:
-    """Whether processes of a dp group have the same weights after each step."""
+    """Whether the ranks of a dp group have the same summed gradients after each step."""
     model, optimizer = built()
     same = []
     for _ in range(2):
@@ -56,7 +56,7 @@ def first_step_leaves_dp_out() -> list[bool]:
         optimizer.step()
         own = gathered(optimizer._inner_opt._comm_buffer_list[0].grad_storage)
         assert not np.array_equal(before[0], before[2])
-        # Ranks 0 and 2 have the same part of the parameters.
+        # Ranks 0 and 2 have the same shard of the parameters.
         same.append(np.array_equal(own[0][:128], own[2][:128]))
         for buffer in optimizer._inner_opt._comm_buffer_list:
             buffer.grad_storage.zero_()
@@ -75,7 +75,7 @@ def released_gradients_with_dp() -> str:
 
 
 def cleared_gradients_leave_the_buffer() -> list[bool]:
-    """Whether gradients lie in fleet's buffer, before and after they were cleared."""
+    """Whether gradients use fleet's buffer, before and after they have been cleared."""
     model, optimizer = built()
     (buffer,) = optimizer._inner_opt._comm_buffer_list
     found = []
@@ -110,7 +110,7 @@ def gather_overlap_with_a_frozen_layer() -> str:
 
 
 def sums_of_what_is_there() -> list[float]:
-    """The gradient of the first layer of which one rank has one, and the other of another layer."""
+    """Gradients of both layers when rank 0 has one for the first and rank 1 for the second."""
     model = nn.LayerList([nn.Linear(64, 2, bias_attr=False) for _ in range(2)])
     model[dist.get_rank()].weight.sum().backward()
     group = fleet.get_hybrid_communicate_group().get_sharding_parallel_group()
@@ -150,7 +150,7 @@ def test_the_first_step_is_not_summed_over_dp(four):
 
 
 def test_released_gradients_fail_with_dp(four):
-    # In the second step; the first one is not summed over dp.
+    # They fail in the second step; fleet does not sum the first one over dp.
     (name,) = set(outcome_of(four, "released_gradients_with_dp"))
     assert name == "AssertionError"
 
@@ -168,5 +168,5 @@ def test_gathers_beside_the_forward_pass_need_every_layer_trained(two):
 
 
 def test_gradients_that_ranks_miss_are_mixed_up(two):
-    # Ones of one weight and of the other are added up.
+    # Fleet adds the ones of one weight to those of the other.
     assert outcome_of(two, "sums_of_what_is_there") == [[2.0, True], [True, 2.0]]

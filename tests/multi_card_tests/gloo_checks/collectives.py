@@ -1,4 +1,4 @@
-"""Every collective that a run uses against NumPy, for each operation, dtype, stride and size."""
+"""Every collective that a run uses, against NumPy, for each operation, dtype, stride and size."""
 
 import numpy as np
 import paddle
@@ -40,7 +40,7 @@ def all_reduce_of_booleans():
 
 @check()
 def bfloat16_sums_round_once():
-    # 256 + 1 is 256 in bfloat16: rounding after each rank would lose every 1.
+    # In bfloat16 256 + 1 is 256: rounding after each rank would lose every 1.
     result = tensor([256.0 if rank() == 0 else 1.0], "bfloat16")
     dist.all_reduce(result)
     assert_equal(result, [256.0 + size() - 1])
@@ -54,7 +54,7 @@ def all_reduce_of_a_view_writes_through_it(view):
     assert not part.is_contiguous()
     dist.all_reduce(part)
     expected = x[rank()].copy()
-    # NumPy has the method under the same name, but not its argument.
+    # NumPy's method has the same name but other arguments.
     expected_part = expected[:, 1:3] if part.shape == [3, 2] else expected.T
     expected_part[...] = x.sum(axis=0)[:, 1:3] if part.shape == [3, 2] else x.sum(axis=0).T
     assert_equal(part, expected_part)

@@ -1,4 +1,4 @@
-"""Messages between members of a group, and groups made at the same time."""
+"""Point-to-point messages inside of a group, and groups that are created at the same time."""
 
 import paddle
 import paddle.distributed as dist
@@ -49,7 +49,7 @@ def every_pair_exchanges():
 @check(sends_first=False, receives_first=True)
 def ring_of_batched_messages(reverse):
     before, after = (rank() - 1) % size(), (rank() + 1) % size()
-    # Both directions and two messages in one of them.
+    # Both directions, with two messages in one of them.
     from_before = [paddle.zeros([2]), paddle.zeros([3])]
     from_after = paddle.zeros([1])
     operations = [

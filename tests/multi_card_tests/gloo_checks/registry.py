@@ -1,4 +1,4 @@
-"""The table of checks, and what they share: ranks, tensors of whole numbers, comparison."""
+"""The table of checks and what they share: ranks, integer-valued tensors, comparison."""
 
 import os
 from collections.abc import Callable
@@ -27,7 +27,7 @@ CHECKS: dict[str, Callable] = {}
 
 
 def check(**variants):
-    """Add a function to CHECKS, once for each variant: its name and its first argument."""
+    """Add a function to CHECKS, once per variant: its name and its first argument."""
 
     def register(function):
         name = function.__name__
@@ -53,19 +53,19 @@ def tensor(values, dtype: str = "float32") -> paddle.Tensor:
 
 
 def rows_of_ranks(*shape: int, low: int = 1, high: int = 4, ranks: int | None = None) -> np.ndarray:
-    """[ranks, *shape] whole numbers, the same array in every rank: sums of them are exact."""
+    """[ranks, *shape] integer values, the same array on every rank, so that sums are exact."""
     generator = np.random.default_rng(sum(shape))
     return generator.integers(low, high, (ranks or size(), *shape)).astype("float32")
 
 
 def assert_equal(found: paddle.Tensor, expected) -> None:
-    """Bit for bit, after rounding the expected numbers to the dtype that was found."""
+    """Compare bit for bit, with the expected numbers rounded to the found dtype."""
     expected = paddle.to_tensor(np.asarray(expected)).astype(found.dtype).astype("float64")
     np.testing.assert_array_equal(found.astype("float64").numpy(), expected.numpy())
 
 
 def message(source: int, target: int, width: int = 3) -> np.ndarray:
-    """Rows of rank `source` for rank `target`: their number depends on both, none for some."""
+    """Rows from rank `source` to rank `target`; some pairs have none."""
     rows = (source + 2 * target) % 3
     return np.full([rows, width], 10.0 * source + target) + np.arange(width)
 

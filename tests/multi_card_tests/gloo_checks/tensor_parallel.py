@@ -82,7 +82,7 @@ def cross_entropy_over_a_sharded_vocabulary(column):
 
 @check()
 def fleet_layers_equal_plain_ones():
-    """Embedding, column- and row-parallel linear and cross entropy of fleet's model group."""
+    """Embedding, column- and row-parallel linear and cross entropy over fleet's mp group."""
     vocabulary, width, wide = 8, 4, 6
     group = fleet.get_hybrid_communicate_group().get_model_parallel_group()
     generator = np.random.default_rng(1)
@@ -102,7 +102,7 @@ def fleet_layers_equal_plain_ones():
     embedding.weight.set_value(np.split(table, 2)[part])
     columns.weight.set_value(np.split(up, 2, axis=1)[part])
     rows.weight.set_value(np.split(down, 2)[part])
-    # Full logits on every rank; the gradients of the local shards are then summed.
+    # Every rank has the full logits; the gradients of the local shards are then summed.
     logits = mp_ops._c_identity(rows(columns(embedding(paddle.to_tensor(ids)))), group=group)
     own = slice(part * vocabulary // 2, (part + 1) * vocabulary // 2)
     loss = mp_layers.ParallelCrossEntropy(mp_group=group)(

@@ -30,18 +30,18 @@ _THINGS = ("cup", "door")
 
 
 class CaptionBatch(TypedDict):
-    """What `CaptionCollator` makes."""
+    """The output of `CaptionCollator`."""
 
-    # Each caption begins with the end token, which stands for "begin".
+    # Each caption begins with the end token, which serves as the begin token too.
     input_ids: Required[Annotated[Array, Axes("B L", "int64")]]
-    # Not shifted, -100 at padding and at the first token.
+    # Not shifted; -100 at padding and at the first token.
     labels: Required[Annotated[Array, Axes("B L", "int64")]]
     features: Required[Annotated[Array, Axes("B R F", "float32")]]
     num_target_tokens: Required[int]
 
 
 class CaptionDataset(SamplesOfLines):
-    """Samples of JSONL files, see `paddle_vl.data.worker_pool.SampleSource`."""
+    """Samples of JSONL files; see `paddle_vl.data.worker_pool.SampleSource`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CaptionDataset(SamplesOfLines):
     ):
         """
         Args:
-            shape: regions and features of an image.
+            shape: regions per image and features per region.
         """
         self.files, self.on_bad_sample = [Path(file) for file in files], on_bad_sample
         self._tokenizer, self._shape = tokenizer, shape
@@ -84,7 +84,7 @@ class CaptionDataset(SamplesOfLines):
 
 @dataclass(frozen=True)
 class CaptionCollator:
-    """Samples to a batch whose padded length is even, so that two ranks share its token rows."""
+    """Collates samples. The padded length is even, so that two ranks can split the token rows."""
 
     pad_id: int
 
@@ -106,7 +106,7 @@ class CaptionCollator:
 
 
 def write_captions(file: Path, count: int, shape: tuple[int, int], seed: int = 0) -> None:
-    """Write that many captions of which the features tell colour, thing and number."""
+    """Write `count` captions whose features encode colour, thing and number."""
     rng = np.random.default_rng(seed)
     with file.open("w", encoding="utf-8") as stream:
         for i in range(count):

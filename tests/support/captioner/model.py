@@ -1,9 +1,9 @@
 """The captioner's model, checkpoint map and pipeline stage.
 
-Region features, projected, stand in front of the caption's tokens; a causal decoder with learned
-positions reads both and predicts the caption.
+Projected region features precede the caption's tokens. A causal decoder with learned positions
+reads both and predicts the caption.
 
-Axes: B batch, R regions, L padded caption length, T = B (R + L) token rows (this rank's part of
+Axes: B batch, R regions, L padded caption length, T = B (R + L) token rows (this rank's shard of
 them under sequence parallelism), D width, N query heads, K key heads, H head width, V vocabulary.
 """
 
@@ -51,7 +51,7 @@ CHECKPOINT_RULES = (
 
 @dataclass(frozen=True)
 class CaptionerConfig:
-    """Sizes of the model, `config.json` with `model_type: captioner`."""
+    """Sizes of the model; `config.json` with `model_type: captioner`."""
 
     vocab_size: int
     num_regions: int = 4
@@ -107,7 +107,7 @@ class DecoderLayer(nn.Layer):
 
 
 class Captioner(Materializable, nn.Layer):
-    """The model, or this rank's part of it; see `paddle_vl.families.base.TrainableModel`."""
+    """The model, or this rank's shard of it; see `paddle_vl.families.base.TrainableModel`."""
 
     def __init__(self, config: CaptionerConfig, placement: Placement | None = None):
         super().__init__()
@@ -133,7 +133,7 @@ class Captioner(Materializable, nn.Layer):
 
     @classmethod
     def from_config(cls, config: CaptionerConfig, dtype: str, placement: Placement) -> "Captioner":
-        """A model that `materialize` gives fresh values."""
+        """A model whose `materialize` draws fresh values."""
         with default_dtype(dtype), paddle.LazyGuard():
             model = cls(config, placement)
         model.materialize_later(model._fresh_values)
@@ -146,7 +146,7 @@ class Captioner(Materializable, nn.Layer):
         dtype: str = "float32",
         placement: Placement | None = None,
     ) -> "Captioner":
-        """A model that `materialize` gives a folder's values."""
+        """A model whose `materialize` reads a folder's values."""
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         with default_dtype(dtype), paddle.LazyGuard():
             model = cls(CaptionerConfig.from_dict(values), placement)
@@ -215,7 +215,7 @@ class Captioner(Materializable, nn.Layer):
         return {item.key: item.stored_shape for item in self.full().stored_parameters()}
 
     def full(self) -> "Captioner":
-        """The unsharded model without values; itself on one device."""
+        """The unsharded model without values; on one device the model itself."""
         if not self.placement.splits_parameters:
             return self
         with paddle.LazyGuard():
@@ -227,7 +227,7 @@ class Captioner(Materializable, nn.Layer):
 
 
 class CaptionerStage:
-    """Some of the layers as a function of a batch, see `paddle_vl.parallel.pipeline.runner`."""
+    """Some layers as a function of a batch; see `paddle_vl.parallel.pipeline.runner`."""
 
     def __init__(self, model: Captioner, layers: range):
         self.model, self.layers = model, layers

@@ -1,4 +1,4 @@
-"""The captioner as a family: see `paddle_vl.families.base.Family`."""
+"""The captioner as a family; see `paddle_vl.families.base.Family`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -55,7 +55,7 @@ class CaptionLoss(Loss):
 
 
 class CaptionBatchAdapter(BatchAdapter[CaptionBatch]):
-    """Batches of `CaptionCollator`; the model has no optional branch."""
+    """Batches of `CaptionCollator`; the model has no optional branches."""
 
     def counts(self, batch: CaptionBatch) -> list[int]:
         return [batch["num_target_tokens"]]
@@ -80,7 +80,7 @@ class CaptionBatchAdapter(BatchAdapter[CaptionBatch]):
 
 
 class CaptionerFlops(FlopCounter):
-    """The decoder's linears and the head; attention scores are left out."""
+    """FLOPs of the decoder's linears and the head, without attention scores."""
 
     def __init__(self, config: CaptionerConfig, trained: Collection[str]):
         self._operations = Operations(trained)

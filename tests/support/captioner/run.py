@@ -12,7 +12,7 @@ SHAPE = 4, 6
 
 
 def write_captioner_run(folder: Path) -> Path:
-    """Write captions, tokenizer and `run.yaml`; returns the latter."""
+    """Write captions, tokenizer and `run.yaml`; returns the path of `run.yaml`."""
     write_captions(folder / "train.jsonl", 24, SHAPE)
     write_captions(folder / "test.jsonl", 7, SHAPE, seed=1)
     make_tokenizer().save(folder / "tokenizer")
@@ -49,7 +49,7 @@ def write_captioner_run(folder: Path) -> Path:
 
 
 def train_captioner(run_file: str | Path, output_dir: str | Path, *overrides: str) -> Path:
-    """A whole run; returns its folder."""
+    """Run a full training; returns its output folder."""
     config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
     assert build_trainer(config).run() is None
     return Path(output_dir)

@@ -8,7 +8,7 @@ PARTS: dict[str, tuple[str, ...]] = {"decoder": ("captioner.layers.*",)}
 
 
 class CaptionerRun(RunConfig):
-    """All settings of a captioner run; it adds none to those of every run."""
+    """All settings of a captioner run, the same as those of every run."""
 
     family: ClassVar[str] = "captioner"
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
