@@ -32,7 +32,7 @@ RUNNERS = {
     "policy": run_policy,
     "freeze": run_freeze,
 }
-# Cases whose kind does not tell which runner they need, by number in the golden README.
+# Runners of cases whose kind does not determine one, by number in the golden README.
 NUMBERED = {"13": run_training, "19": run_planner, "20": run_trajectory}
 
 
@@ -51,6 +51,6 @@ def run_cases(
             try:
                 run(case, report)
             except (KeyError, ValueError, RuntimeError) as error:
-                # A malformed case fails alone.
+                # A malformed case does not stop the others.
                 report.unsupported = f"{type(error).__name__}: {error}"
         yield report
