@@ -1,6 +1,6 @@
-"""The documentation and what it names.
+"""The documentation.
 
-Pinned here: every test that docs/ name to hold a promise exists.
+Guarantees: every test named in docs/ exists.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""The package as it is installed.
+"""The installed package.
 
-Pinned here: without Paddle the import names the wheels to choose from; neither torch nor
-transformers is required, directly or through a dependency; public names are found, others refused;
-AMD processors get their own code path in Paddle's matrix library.
+Guarantees: without Paddle the import error names the wheels to choose from; no dependency requires
+torch or transformers; public names are found, others refused; AMD CPUs get their own code path in
+Paddle's matrix library.
 """
 
 import re
@@ -34,7 +34,7 @@ def test_importing_without_paddle_names_both_wheels():
 
 
 def required_names(name: str, seen: set[str]) -> set[str]:
-    """Distributions that `name` requires, by way of others too, extras left out."""
+    """Distributions that `name` requires, directly or indirectly, without extras."""
     for requirement in metadata.requires(name) or []:
         if "extra ==" in requirement:
             continue
@@ -44,7 +44,7 @@ def required_names(name: str, seen: set[str]) -> set[str]:
             try:
                 required_names(required, seen)
             except metadata.PackageNotFoundError:
-                # For another system or Python.
+                # Required only on another system or Python.
                 continue
     return seen
 

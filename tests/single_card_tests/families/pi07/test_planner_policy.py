@@ -66,7 +66,7 @@ def texts(inputs: dict, name: str) -> list[str]:
 
 
 def joined(text: str) -> str:
-    """Joins tokens with spaces, as decoded texts do."""
+    """Text without the spaces that decoding puts between tokens."""
     return text.replace(" ", "").replace("<bos>", "[").replace("<eos>", "]")
 
 
