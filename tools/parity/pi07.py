@@ -1,8 +1,8 @@
 """Golden cases of pi07: training with every gradient, sampling, and single components.
 
 Tolerances are those of the golden README: in float32 1e-4 relative plus 1e-5 absolute; gradients
-1e-4 of the largest entry of a tensor, or 1e-6 absolute where the whole gradient is rounding (a
-key's bias shifts a whole row of scores, so its gradient is zero); a trajectory 5e-4 of the largest
+1e-4 of the largest entry of a tensor, or 1e-6 absolute where the full gradient is rounding (a
+key's bias shifts a full row of scores, so its gradient is zero); a trajectory 5e-4 of the largest
 loss or norm, and of the norm of each weight.
 
 Cases computed in bfloat16 are compared with a float32 run on the same weights: 2e-2 of a tensor's

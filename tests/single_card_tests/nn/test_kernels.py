@@ -15,7 +15,7 @@ from paddle_vl.nn.operations import OPERATIONS, operation, use_kernels
 
 @pytest.fixture
 def doubled(monkeypatch):
-    """An operation that says which implementation ran."""
+    """An operation that reports which implementation ran."""
     monkeypatch.setattr(operations, "OPERATIONS", [])
 
     @operation

@@ -1,8 +1,8 @@
 """Wrappers around a layer's forward.
 
 Guarantees: they run from the highest level inwards, in any order of application; the layer keeps
-its parameters, their names, its attributes and its type; no method of an instance is overwritten;
-each level is used at most once; a recomputed layer has the outputs and gradients of a plain one.
+its parameters, their names, its attributes and its type; no method of an instance is overwritten; a
+level can be used only once; a recomputed layer has the outputs and gradients of a plain one.
 """
 
 import numpy as np

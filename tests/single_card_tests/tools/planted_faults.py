@@ -1,5 +1,4 @@
-"""Parsers with one planted fault each, for the fuzzer to find. Each input is a file with a number.
-"""
+"""Parsers with one planted fault each, for the fuzzer to find. Each input is a number in a file."""
 
 import json
 import os
