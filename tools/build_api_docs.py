@@ -26,15 +26,15 @@ def build(output: Path) -> int:
         The number of pages.
 
     Raises:
-        RuntimeError: pdoc warned; with all of its warnings.
+        RuntimeError: pdoc warned; the message has all warnings.
     """
     # pdoc reads a module's dictionary; the public names are imported on first use.
     for name in paddle_vl.__all__:
         setattr(paddle_vl, name, getattr(paddle_vl, name))
-    # Paddle's compiled base class does not say where it is from, which pdoc asks of every class.
+    # Paddle's compiled base class has no module name, which pdoc needs of every class.
     paddle.autograd.PyLayer.__base__.__module__ = "paddle.autograd"
     pdoc.render.configure(docformat="google")
-    # A package with `__all__` shows these names alone, so its modules are named here.
+    # pdoc shows only the names in `__all__` of a package, so its modules are listed here.
     names = ["paddle_vl"]
     for item in pkgutil.walk_packages(paddle_vl.__path__, "paddle_vl."):
         parent = import_module(item.name.rpartition(".")[0])
@@ -43,7 +43,7 @@ def build(output: Path) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         pdoc.pdoc(*names, output_directory=output)
-    # pdoc does not follow the fields of a TypedDict to the one that it extends.
+    # pdoc does not show the fields that a TypedDict inherits.
     problems = [
         str(item.message)
         for item in caught

@@ -1,8 +1,8 @@
-"""Run golden cases against this package and compare every quantity that they hold.
+"""Run golden cases with this package and compare every stored quantity.
 
     python tools/check_parity.py qwen_vl tests/golden/qwen_vl [MORE_FOLDERS ...]
 
-Prints a line per case with the worst error of each group and, last, `N passed, N failed`. Exits 1
+Prints one line per case with the worst error of each group, then `N passed, N failed`. Exits 1
 when a quantity exceeds its tolerance, a case kind is not supported, or no case is found.
 """
 

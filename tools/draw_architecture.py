@@ -1,10 +1,10 @@
-"""Writes the picture of the package and the path of one batch into docs/architecture.md.
+"""Write the import graph of the package and the path of one batch into docs/architecture.md.
 
     python tools/draw_architecture.py            write both into the page
     python tools/draw_architecture.py --check    exit with 1 where the page is not up to date
 
-The picture is a Mermaid graph of what imports what, made from the import statements: an arrow from
-A to B says that A imports B, and arrows that follow from others are left out. The path is that of
+The graph is a Mermaid graph made from the import statements: an arrow from
+A to B means that A imports B; arrows that follow from others are left out. The path comes from
 `tools/trace_batch.py`.
 """
 
@@ -20,12 +20,12 @@ from trace_batch import passed_files
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "paddle_vl"
 PAGE = ROOT / "docs" / "architecture.md"
-# Parts that are drawn: folders of the package, and those of families/ one by one.
+# Nodes of the graph: folders of the package, and each folder of families/.
 _SPLIT = "families"
 
 
 def part_of(module: str) -> str | None:
-    """The part that a module belongs to, by its dotted name below the package; None for none."""
+    """Node of a module, given by its dotted name below the package; None for none."""
     names = module.split(".")
     if names[0] == _SPLIT and len(names) > 1 and (PACKAGE / _SPLIT / names[1]).is_dir():
         return f"{_SPLIT}/{names[1]}"
@@ -33,7 +33,7 @@ def part_of(module: str) -> str | None:
 
 
 def imports() -> dict[str, set[str]]:
-    """For each part the parts that it imports."""
+    """The nodes that each node imports."""
     found: dict[str, set[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         own = part_of(".".join(file.relative_to(PACKAGE).with_suffix("").parts))
@@ -55,7 +55,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The graph without arrows that a longer way replaces."""
+    """The graph without arrows that a longer path implies."""
 
     def reached(start: str) -> set[str]:
         seen, waiting = set(), [start]
@@ -73,7 +73,7 @@ def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def first_sentence(part: str) -> str:
-    """What a part says of itself."""
+    """First sentence of a node's docstring."""
     text = ast.get_docstring(
         ast.parse((PACKAGE / part / "__init__.py").read_text(encoding="utf-8"))
     )
@@ -81,7 +81,7 @@ def first_sentence(part: str) -> str:
 
 
 def picture() -> str:
-    """The Mermaid graph and a table of the parts."""
+    """The Mermaid graph and a table of its nodes."""
     graph = imports()
     lines = ["```mermaid", "graph TD"]
     names = {part: part.replace("/", "_") for part in graph}
@@ -98,7 +98,7 @@ def picture() -> str:
 
 
 def path() -> str:
-    """The table of the files that a batch passes."""
+    """Table of the files that a batch passes."""
     lines = ["| | file | where the batch enters it |", "| --- | --- | --- |"]
     for number, (name, function) in enumerate(passed_files().first.items(), 1):
         function = function.replace(".<locals>", "").replace("<listcomp>", "[...]")
@@ -107,10 +107,10 @@ def path() -> str:
 
 
 def written(page: str, name: str, text: str) -> str:
-    """The page with a text between two of its markers.
+    """The page with the text between two markers replaced.
 
     Raises:
-        ValueError: it does not have the markers.
+        ValueError: the page does not have the markers.
     """
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     head, found, rest = page.partition(begin)

@@ -1,4 +1,4 @@
-# Sourced by the scripts of this folder: the checkout's own virtual environment.
+# Sets up the checkout's virtual environment; the scripts in this folder source this file.
 #
 #   ensure_environment EXTRAS    e.g. ensure_environment cpu,dev
 #
@@ -10,7 +10,7 @@ REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$REPOSITORY/.venv"
 VENV_PYTHON="$VENV/bin/python"
 
-# As requires-python of pyproject.toml: those that Paddle has wheels for.
+# Same as requires-python in pyproject.toml: the versions that Paddle has wheels for.
 PYTHON_VERSIONS="3.10 to 3.13"
 
 _is_fitting_python() {

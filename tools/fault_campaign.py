@@ -1,14 +1,14 @@
-"""Inject faults into real training runs, continue these, and compare them with undisturbed ones.
+"""Inject faults into real training runs, resume the runs, and compare them with undisturbed ones.
 
     python tools/fault_campaign.py                        # ten faults, two minutes or so
     python tools/fault_campaign.py --all --jobs 4         # every kind with every start
     python tools/fault_campaign.py --kinds power-loss kill-rank --starts nproc4 --seed 3
 
-A fault strikes a tiny run of 1, 2 or 4 processes at a random moment, drawn from the seed. When it
+A fault hits a tiny run of 1, 2 or 4 ranks at a random moment, drawn from the seed. When the run
 has ended, the same command is started again with train.resume_from_checkpoint=auto. Prints a line
-per fault and last a table: per kind, how many were injected, recovered from bit-identically (final
+per fault, then a table: per kind, how many were injected, recovered from bit-identically (final
 weights, optimizer state, losses), lost something, or left processes running 10 s later, and how
-long everything took to end. Exits 1 unless all were recovered, nothing lost and nothing left.
+long the shutdown took. Exits 1 unless all recovered, nothing was lost and nothing was left running.
 """
 
 import argparse

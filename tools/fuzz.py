@@ -1,7 +1,7 @@
-"""Try damaged and hostile files on every parser: each must give a result or a plain refusal.
+"""Feed damaged and hostile files to every parser; each must return a result or refuse the file.
 
-Escaped are inputs that raise anything else, take too long or too much memory, kill the process, or
-touch files outside of their folder. The smallest input of each fault is shown.
+An input escapes if it raises any other exception, takes too much time or memory, kills the process,
+or touches files outside its folder. The smallest input of each fault is shown.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--save", type=Path, help="folder for the smallest input of each fault")
     given = parser.parse_args()
 
-    # Here, so that --help needs nothing.
+    # Imported here so that --help needs no dependencies.
     from fuzzing.campaign import Limits
     from fuzzing.parser import PARSERS
     from fuzzing.table import run_all
@@ -34,7 +34,7 @@ def main() -> int:
     names = given.parsers or list(PARSERS)
     if unknown := [name for name in names if name not in PARSERS]:
         parser.error(f"there are no parsers {unknown}; there are {', '.join(PARSERS)}")
-    # Tracebacks quote what no terminal shows: halves of characters.
+    # Tracebacks may quote lone surrogates, which a terminal cannot print.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     limits = Limits(given.inputs, given.seed, given.seconds_per_input, given.memory_mb)

@@ -1,7 +1,7 @@
 """Write a small data set of synthetic demonstrations, an example of the format.
 
-JSONL files with PNG images, statistics, and in `processor/` tokenizers that are trained on the
-data, for a policy with weights of its own.
+Writes JSONL files with PNG images, statistics, and `processor/` with tokenizers trained on the
+data, for a policy that is trained from scratch.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrat
 from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
 
-# The fixed texts between the data's in every policy's prefix.
+# Fixed texts in every policy's prefix.
 _FIXED_TEXTS = ["Task: , State: , Subtask: , Metadata: Speed: Quality: Mistake: Subgoal: Action: "]
 
 
@@ -71,7 +71,7 @@ def main() -> None:
 def write_processor(
     source: SyntheticDemonstrations, folder: Path, vocab_size: int, action_vocab_size: int
 ) -> None:
-    """Train and write the tokenizers of prompts and of actions, normalized to [-1, 1]."""
+    """Train and write the tokenizers of prompts and of actions (normalized to [-1, 1])."""
     samples = [source.demonstration(number) for number in range(len(source))]
     texts = {sample[name] for sample in samples for name in ("prompt", "response")}
     (folder / "action_tokenizer").mkdir(parents=True, exist_ok=True)
@@ -87,10 +87,11 @@ def write_processor(
 def write_demonstrations(source: DemonstrationSource, directory: str | Path) -> list[Path]:
     """Write all samples of a source as lines that `DemonstrationsDataset` reads, with PNG images.
 
-    Leaves out padding and absent fields. Texts, numbers and images of 8 bits per channel are exact.
+    Leaves out padding and absent fields. Texts, numbers and images with 8 bits per channel are
+    exact.
 
     Returns:
-        A JSONL file per group that has samples, in the order of the groups.
+        One JSONL file per group that has samples, in the order of the groups.
     """
     directory = Path(directory)
     lines: dict[int, list[str]] = {}

@@ -4,7 +4,7 @@
 
 Source: the digits that scikit-learn ships (1797 images of 8 x 8 pixels, 17 grey levels, from the
 UCI optical recognition set), written as PNG files: dark ink on white paper, enlarged to 64 x 64 by
-bicubic interpolation. No test image occurs in a training conversation.
+bicubic interpolation. Training conversations contain no test image.
 
 The directory gets `images/`, `train.jsonl`, `test.jsonl`, `processor/` and `dataset.json`. The
 `task` of every record is single, compare, add or two_turn.
@@ -25,7 +25,7 @@ from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.inputs.tokenizer import CONTROL_TOKENS, train_bpe
 
-# Increase when a change below changes the files.
+# Increase when the written files change.
 RECIPE_VERSION = 1
 SEED = 20240
 TEST_IMAGES_PER_DIGIT = 30
@@ -86,7 +86,7 @@ def make_digits_dataset(directory: str | os.PathLike) -> bool:
 
 
 def _load_digits() -> tuple[np.ndarray, list[int]]:
-    """Pixels `[N, 8, 8]`, 0 paper to 16 ink, and the digit of each."""
+    """Pixels `[N, 8, 8]`, 0 paper to 16 ink, and the digit of each image."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -104,7 +104,7 @@ def _write_image(path: Path, pixels: np.ndarray) -> None:
 
 
 def _choose_test_images(digits: Sequence[int], rng: np.random.Generator) -> np.ndarray:
-    """`[N]` bool, True at test images: the same number of every digit."""
+    """`[N]` bool, True at test images: equally many of every digit."""
     is_test = np.zeros(len(digits), dtype=bool)
     for digit in range(10):
         numbers = np.flatnonzero(np.array(digits) == digit)
@@ -172,7 +172,7 @@ def _pick(phrasings: Sequence[tuple[str, str]], rng: np.random.Generator) -> tup
 
 def _make_processor(train_records: Sequence[dict[str, Any]]) -> Qwen3VLProcessor:
     texts = (message["content"] for row in train_records for message in row["messages"])
-    # Role names are part of every prompt; tags are removed before text is encoded.
+    # Every prompt contains role names; tags are removed before text is encoded.
     texts = [text.replace("<image>", "\n") for text in texts]
     texts += ["system\n", "user\n", "assistant\n"]
     image_processor = ImageProcessor(
@@ -196,7 +196,7 @@ def _checked_files(directory: Path) -> list[Path]:
 
 
 def _write_manifest(directory: Path, num_records: dict[str, int]) -> None:
-    """Write the manifest last and atomically: its presence means that the dataset is complete."""
+    """Write the manifest last and atomically: if it exists, the dataset is complete."""
     content = {
         "recipe_version": RECIPE_VERSION,
         "num_records": num_records,

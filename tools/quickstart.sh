@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains a small Qwen3-VL on images of handwritten digits, tries it on unseen ones, and shows how to
-# ask it about a picture of your own. Run again, it continues or only evaluates.
+# Trains a small Qwen3-VL on images of handwritten digits, evaluates it on unseen ones, and shows how
+# to ask it about your own image. A second run resumes the training, or only evaluates.
 #
 #   bash tools/quickstart.sh                       about three minutes of training on two cores
 #   bash tools/quickstart.sh train.max_steps=300   further arguments override configs/quickstart/digits.yaml

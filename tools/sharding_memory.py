@@ -1,8 +1,8 @@
-"""Bytes per rank of parameters, gradients and optimizer state: by formula, and of a live run.
+"""Bytes per rank of parameters, gradients and optimizer state, by formula and of a live run.
 
     python tools/sharding_memory.py
 
-prints the table of docs/sharding.md for pi07's published size.
+prints the table in docs/sharding.md for pi07's published size.
 
 With S sharding ranks, w bytes per stored parameter, and `t_u`, `f_u`, `t_r`, `f_r` the trained and
 frozen parameters of units and of the rest (the root), `t = t_u + t_r`, `f = f_u + f_r`:
@@ -14,14 +14,14 @@ frozen parameters of units and of the rest (the root), `t = t_u + t_r`, `f = f_u
 | 2 | w (t + f) | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
 | 3 | w (t_r + f_r) + w f_u / S | 4 t / S | 8 t / S | 4 t_u / S + w t_r |
 
-At stage 3 a head with a weight of its own counts as a unit. The token table's parameters count as a
-unit's (sharded; trained ones exist only as the copies), its gradient as the root's. Stage 0 shards
-nothing. At stage 1 fleet keeps its gradient buffers between steps, and updates slices of float32
-parameters in place. Gradient accumulation adds to the last column w t where w < 4 at stage 0, and
-4 t_r / S at 2 and 3; with `reduce_once_per_step` there are 4 t instead until the last micro-batch.
-With `reshard_after_forward: false` stage 3 has the parameters of stage 2 during a step, and the
-shards of frozen ones beside them. Activations, collectives in flight and padding are left out; the
-temporary memory of a unit is `passing_bytes`.
+Stage 0 shards nothing. Stage 1: fleet keeps its gradient buffers between steps and updates slices
+of float32 parameters in place. Stage 3: a head with its own weight counts as a unit; the token
+table's parameters count as a unit's (sharded; trained ones exist only as float32 copies), its
+gradient as the root's. Gradient accumulation adds to the last column w t at stage 0 if w < 4, and
+4 t_r / S at stages 2 and 3; with `reduce_once_per_step` it holds 4 t instead until the last
+micro-batch. With `reshard_after_forward: false` stage 3 has the parameters of stage 2 during a
+step, plus the shards of frozen ones. Activations, collectives in flight and padding are left out;
+`passing_bytes` gives the temporary memory of a unit.
 """
 
 import argparse
@@ -61,13 +61,13 @@ class ModelElements:
     """Parameter counts of a model, or of an mp rank's shard of it.
 
     Attributes:
-        units: all units together.
-        root: the rest.
+        units: sum over all units.
+        root: parameters outside units.
         largest_unit: the unit with the most parameters.
         largest_in_root: size of the largest trained tensor of the root, such as a token table.
         item_bytes: bytes per stored parameter, 2 or 4.
-        table: the token table, which belongs to the root and is sharded at stage 3.
-        head: a head with its own weight, which belongs to the root and is a unit at stage 3.
+        table: the token table; it belongs to the root and is sharded at stage 3.
+        head: a head with its own weight; it belongs to the root and is a unit at stage 3.
     """
 
     units: Elements
@@ -86,10 +86,10 @@ class ModelElements:
         item_bytes: int,
         tables: Sequence[nn.Layer] = (),
     ) -> "ModelElements":
-        """Count a model's parameters, with storage or without.
+        """Count the parameters of a model, materialized or not.
 
         Args:
-            tables: the token embedding, and after it the head, which may have the same weight.
+            tables: the token embedding, then the head, which may have the same weight.
         """
         parameters = list(parameters)
         owned = {id(p) for unit in units for p in unit.parameters()}
@@ -119,10 +119,10 @@ class HeldBytes:
     """Bytes per rank.
 
     Attributes:
-        parameters: of the layers, and shards of frozen parameters.
+        parameters: parameters of the layers, and shards of frozen parameters.
         masters: float32 master weights, or this rank's shards of them.
-        gradients: of parameters and of masters, and their sums over micro-batches.
-        moments: both of Adam's.
+        gradients: gradients of parameters and masters, and their sums over micro-batches.
+        moments: both moments of Adam.
     """
 
     parameters: float
@@ -139,8 +139,8 @@ def between_steps(model: ModelElements, stage: int, num_ranks: int) -> HeldBytes
     """Memory between two steps.
 
     Args:
-        stage: 0 shards nothing, whatever the number of ranks.
-        num_ranks: of the sharding group.
+        stage: sharding stage; 0 shards nothing at any number of ranks.
+        num_ranks: size of the sharding group.
     """
     width, ranks = model.item_bytes, num_ranks if stage else 1
     trained = model.units.trained + model.root.trained
@@ -162,8 +162,10 @@ def at_peak(
     num_micro_batches: int = 1,
     options: ShardingOptions = _PLAIN,
 ) -> HeldBytes:
-    """Memory when most gradients exist: after the last backward pass, or right before it where full
+    """Memory when most gradients exist: after the last backward pass, or right before it if full
     gradients are accumulated until then.
+
+    Arguments as for `between_steps`.
 
     Arguments as for `between_steps`.
     """
@@ -190,11 +192,12 @@ def at_peak(
 
 
 def passing_bytes(model: ModelElements, stage: int, options: ShardingOptions = _PLAIN) -> int:
-    """Peak of the temporary memory beyond that.
+    """Peak of the temporary memory beyond `at_peak`.
 
-    For a unit: its full gradients, beside the same packed for the reduce-scatter or beside those of
-    the previous unit in flight; at stage 3 its parameters and those of the next unit too, or those
-    of a table alone. For the root's largest tensor: its gradient in the dtype of the reduction.
+    For a unit: its full gradients, plus either their packed copy for the reduce-scatter or the
+    gradients of the previous unit in flight; at stage 3 also its parameters and those of the next
+    unit, or those of a table alone. For the root's largest tensor: its gradient in the dtype of the
+    reduction.
     """
     width, unit = model.item_bytes, model.largest_unit
     sent = 2 if options.reduce_dtype == "bfloat16" else _FLOAT32_BYTES
@@ -215,7 +218,7 @@ def passing_bytes(model: ModelElements, stage: int, options: ShardingOptions = _
 
 
 def _frozen_shards(model: ModelElements, num_ranks: int) -> float:
-    """Shards of frozen parameters at stage 3; a trained one's shard is its float32 copy."""
+    """Shards of frozen parameters at stage 3; the shard of a trained one is its float32 copy."""
     frozen = model.units.frozen + model.table.frozen + model.head.frozen
     return model.item_bytes * frozen / num_ranks
 
@@ -223,12 +226,12 @@ def _frozen_shards(model: ModelElements, num_ranks: int) -> float:
 def counted_bytes(
     parameters: Iterable[Tensor], trained: Any, states: Iterable[Tensor]
 ) -> HeldBytes:
-    """Memory of a live run: the tensors that exist now.
+    """Memory of a live run, counted from its existing tensors.
 
     Args:
-        parameters: the model's on this rank.
-        trained: their `Sharding` or `MasterWeights`.
-        states: the optimizer's moments.
+        parameters: parameters of the model on this rank.
+        trained: `Sharding` or `MasterWeights` of the parameters.
+        states: moments of the optimizer.
     """
     parameters = list(parameters)
     copies = trained.copies()
@@ -248,7 +251,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def published_pi07() -> ModelElements:
-    """Parameter counts of pi07's published size in bfloat16, the vision tower frozen."""
+    """Parameter counts of pi07's published size in bfloat16 with a frozen vision tower."""
     from paddle_vl import PI07Config
     from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
     from paddle_vl.families.pi07.prefix_layout import LABELS
@@ -261,7 +264,7 @@ def published_pi07() -> ModelElements:
 
 
 def table_rows(model: ModelElements, num_ranks: int) -> list[str]:
-    """The rows of a table of GiB per rank, with one micro-batch per step."""
+    """Rows of the table in GiB per rank, with one micro-batch per step."""
     rows = []
     for stage, name in enumerate(("none", "1", "2", "3")):
         held, peak = between_steps(model, stage, num_ranks), at_peak(model, stage, num_ranks)

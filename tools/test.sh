@@ -13,7 +13,7 @@ ensure_environment cpu,dev
 "$VENV_PYTHON" -m ruff check .
 "$VENV_PYTHON" -m ruff format --check .
 "$VENV_PYTHON" -m pyright
-# Two workers with one thread each: two workers with all threads each would fight for the cores.
+# Two workers with one thread each, so that they do not compete for the cores.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# A file stays on one worker: its launches of several processes are shared by all of its tests.
+# A test file stays on one worker, because its tests share launches of several ranks.
 exec "$VENV_PYTHON" -m pytest -n 2 --dist loadfile "$@"

@@ -1,12 +1,12 @@
-"""Lists the files that one batch of Qwen3-VL passes, from its JSONL line to the update.
+"""List the files that one batch of Qwen3-VL passes, from its JSONL line to the update.
 
     python tools/trace_batch.py
 
-It trains one step of a tiny run in a temporary folder, the loader in the same process, and watches
-every call until the parameters are updated. A file counts when one of its functions is given a
-piece of the batch, or gets one back from a call: a line of the data file, a picture, an array or a
-tensor. What only sees sizes and settings is left out. Operations run in their plain form; on a
-device with a kernel in `nn/cpu` or `nn/gpu` the kernel runs in its place.
+The tool trains a tiny run in a temporary folder, with the loader in the same process, and traces
+every call until the parameters are updated. A file counts if one of its functions takes a piece of
+the batch or gets one back from a call: a line of the data file, an image, an array or a tensor.
+Files that see only sizes and settings are left out. Operations run in their plain implementation;
+on a device with a kernel in `nn/cpu` or `nn/gpu` the kernel replaces it.
 """
 
 import argparse
@@ -33,21 +33,21 @@ from paddle_vl.nn.operations import use_kernels
 from paddle_vl.train.build import build_trainer
 
 PACKAGE = Path(paddle_vl.__file__).parent
-# In every line of the tiny run's data.
+# Text in every line of the tiny run's data.
 _TEXT = "Which colour?"
 _PIECES = (np.ndarray, paddle.Tensor, Image.Image)
 
 
 @dataclass
 class PassedFiles:
-    """Files in the order in which the batch reaches them, each with the first function there."""
+    """Files in the order in which the batch reaches them, each with its first function."""
 
     first: dict[str, str] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     is_updated: bool = False
 
     def watch(self, frame: FrameType, event: str, value: Any) -> None:
-        """For `sys.setprofile`."""
+        """Callback for `sys.setprofile`."""
         if event not in ("call", "return"):
             return
         file = frame.f_code.co_filename
@@ -66,7 +66,7 @@ class PassedFiles:
         if not files <= self.first.keys() and _carries(_values(frame, event, value)):
             for each, at in ((name, frame), *([(_file_of(caller), caller)] if caller else [])):
                 if each in files:
-                    # Qualified names came with Python 3.11.
+                    # co_qualname needs Python 3.11.
                     code = at.f_code
                     self.first.setdefault(each, getattr(code, "co_qualname", code.co_name))
 
@@ -87,7 +87,7 @@ def _values(frame: FrameType, event: str, value: Any) -> list[Any]:
 
 
 def _carries(values: Any, depth: int = 6) -> bool:
-    """Whether a piece of a batch is among some values or in what they hold."""
+    """Whether values, or containers among them, hold a piece of a batch."""
     for value in values:
         if isinstance(value, _PIECES):
             return True

@@ -1,8 +1,8 @@
-"""How much of the package somebody must know to follow one batch, or to read one model.
+"""Limits on the code that a reader must know to follow one batch or one model.
 
-Pinned: a batch of Qwen3-VL passes fewer than 30 files; importing a family's model loads a bounded
-number of modules; a file above 350 lines says why; the page docs/architecture.md is what its tool
-makes of the code.
+Guarantees: a batch of Qwen3-VL passes fewer than 30 files; importing a family's model loads a
+bounded number of modules; a file above 350 lines gives its reason; docs/architecture.md matches the
+code.
 """
 
 import ast

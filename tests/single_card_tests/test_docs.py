@@ -1,4 +1,4 @@
-"""The documentation and what it names.
+"""The documentation.
 
 Guarantees: every test and every file of this repository that a page names exists.
 """

@@ -1,8 +1,8 @@
-"""What may import what.
+"""Import rules.
 
-Guarantees: parts of the package import each other in the allowed directions only; Paddle stays out
-of NumPy-only parts and paddle.distributed inside parallel/; importing the whole package loads
-neither torch nor transformers; the worker's parts load without Paddle.
+Guarantees: folders of the package import each other only in the allowed directions; Paddle stays
+out of NumPy-only modules and paddle.distributed inside parallel/; importing the package loads
+neither torch nor transformers; modules for loader workers load without Paddle.
 """
 
 import ast
@@ -24,7 +24,7 @@ ALLOWED = {
     "checkpoint": {"nn", "config", "files", "compat"},
     "generation": {"files"},
     "data": {"batch", "config", "files"},
-    # What the trainer and the parallel code give to a family arrives as an argument.
+    # A family gets objects of the trainer and the parallel code as arguments.
     "families": {"nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"},
     "parallel": {"nn", "batch", "config", "compat"},
     "train": {
@@ -37,7 +37,7 @@ ALLOWED = {
         *("profile", "report", "train", "families", "generation", "checkpoint", "data"),
         *("parallel", "nn", "batch", "config", "compat", "files"),
     },
-    # Public names, imported on first use (and for type checkers); the command.
+    # Lazy imports of public names (and for type checkers); the command.
     "__init__": {"config", "families", "generation"},
     "__main__": {"cli"},
 }
@@ -50,7 +50,7 @@ def modules() -> list[str]:
 
 
 def imported_names(module: str) -> set[str]:
-    """Dotted names that a file imports, wherever in it."""
+    """Dotted names that a file imports, at any level."""
     names = set()
     for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -62,7 +62,7 @@ def imported_names(module: str) -> set[str]:
 
 
 def uses_distributed_attribute(module: str) -> bool:
-    """Whether the code says `paddle.distributed` without importing it."""
+    """Whether the code uses `paddle.distributed` without importing it."""
     return any(
         isinstance(node, ast.Attribute)
         and node.attr == "distributed"
@@ -77,7 +77,7 @@ def part(dotted_or_path: str) -> str:
 
 
 def is_without_paddle(module: str) -> bool:
-    """Whether a file runs in loader workers: NumPy only."""
+    """Whether a file runs in loader workers and uses NumPy only."""
     return bool({part(module), *module.split("/")[2:-1]} & set(WITHOUT_PADDLE))
 
 
@@ -86,7 +86,7 @@ def test_imports_follow_the_allowed_directions(module):
     own = part(module)
     assert own in ALLOWED, f"{module}: say in ALLOWED what the new part may import"
     imported = {part(name) for name in imported_names(module) if name.startswith("paddle_vl.")}
-    # `from paddle_vl import Name` goes through the lazy names and would hide a direction.
+    # `from paddle_vl import Name` uses a lazy name and would hide the imported folder.
     assert imported <= ALLOWED[own] | {own}
 
 
@@ -103,11 +103,11 @@ def test_paddle_and_its_distributed_part_stay_where_they_belong(module):
 
 
 def test_families_are_reached_through_the_registry_alone():
-    """No family knows another one, and nobody else knows any: `families.base` is what is shared."""
+    """No family imports another, and no other folder imports one; they share `families.base`."""
     shared = {"base", "flops"}
     for module in modules():
         if module == "__init__.py":
-            # The public names are those of models.
+            # The public names include models.
             continue
         own = module.split("/")[1] if part(module) == "families" else ""
         imported = {
@@ -119,7 +119,7 @@ def test_families_are_reached_through_the_registry_alone():
 
 
 def loaded_by_importing(names: list[str]) -> set[str]:
-    """Top-level packages in a fresh process after importing the modules."""
+    """Top-level packages loaded in a fresh process by importing the modules."""
     program = (
         "import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"

@@ -1,6 +1,6 @@
-"""The package as it is installed.
+"""The installed package.
 
-Pinned here: without Paddle the import names the wheels to choose from; neither torch nor
+Guarantees: without Paddle the import names the wheels to choose from; neither torch nor
 transformers is required, directly or through a dependency; public names are found, others refused;
 AMD processors get their own code path in Paddle's matrix library; a renamed argument is accepted
 under its former name, with a message.
@@ -36,7 +36,7 @@ def test_importing_without_paddle_names_both_wheels():
 
 
 def required_names(name: str, seen: set[str]) -> set[str]:
-    """Distributions that `name` requires, by way of others too, extras left out."""
+    """Distributions that `name` requires, directly or indirectly, without extras."""
     for requirement in metadata.requires(name) or []:
         if "extra ==" in requirement:
             continue
@@ -46,7 +46,7 @@ def required_names(name: str, seen: set[str]) -> set[str]:
             try:
                 required_names(required, seen)
             except metadata.PackageNotFoundError:
-                # For another system or Python.
+                # Required only on another system or Python.
                 continue
     return seen
 

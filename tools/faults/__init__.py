@@ -1,1 +1,1 @@
-"""Faults that are injected into real training runs, and what becomes of these; see `campaign`."""
+"""Faults injected into real training runs, and their outcomes; see `campaign`."""

@@ -1,4 +1,4 @@
-"""Many faults, one after the other or a few at once, and a table of what became of them."""
+"""Runs many faults, one by one or in parallel, and prints a table of the outcomes."""
 
 import shutil
 import statistics
@@ -22,14 +22,14 @@ from faults.trial import Outcome, run_trial
 KINDS: dict[str, Fault] = {
     fault.name: fault for fault in [*REQUESTS, *KILLS, *DAMAGES, *STORAGE, *INTERFERENCES]
 }
-# Of `--all`.
+# Number of faults that `--all` injects at least.
 FEWEST_OF_ALL = 100
 _SHOWN_LINES = 40
 _SHOWN_REASONS = 5
 
 
 class Planned(NamedTuple):
-    """A fault that is to be injected."""
+    """A fault to inject."""
 
     fault: Fault
     start: str
@@ -39,7 +39,7 @@ class Planned(NamedTuple):
 def plan(
     faults: Sequence[Fault], starts: Sequence[str], seed: int, number: int | None
 ) -> list[Planned]:
-    """Which faults are injected: kinds in turn, each with its starts in turn, then all again with
+    """List the faults to inject: the kinds in turn, each with its starts in turn, then again with
     the next seed.
 
     Args:
@@ -65,14 +65,14 @@ def run_campaign(
     keep: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> bool:
-    """Inject the faults, say what becomes of each, and last the table.
+    """Inject the faults, print the outcome of each, then the table.
 
     Args:
-        num_jobs: runs at once.
-        keep: a folder for the runs that failed.
+        num_jobs: number of parallel runs.
+        keep: folder for the files of failed runs.
 
     Returns:
-        Whether nothing was lost, nothing left running and everything identical.
+        True if nothing was lost, nothing was left running and all results were identical.
 
     Raises:
         RuntimeError: an undisturbed run failed.
@@ -108,7 +108,7 @@ def run_campaign(
 
 
 def line_of(outcome: Outcome) -> str:
-    """A fault in a line."""
+    """One line for one fault."""
     seconds = "" if outcome.seconds is None else f", all ended after {outcome.seconds:.1f} s"
     said = [
         name
@@ -126,7 +126,7 @@ def line_of(outcome: Outcome) -> str:
 
 
 def failure_lines(outcome: Outcome) -> Iterator[str]:
-    """What was wrong, the end of the output, and how to have it again."""
+    """What went wrong, the end of the output, and the command that repeats it."""
     for kind in ("lost", "left", "problems"):
         texts = getattr(outcome, kind)
         for text in texts[:_SHOWN_REASONS]:
@@ -142,7 +142,7 @@ def failure_lines(outcome: Outcome) -> Iterator[str]:
 
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """A line per kind, and a total."""
+    """One line per kind, and a total."""
     width = max([len(outcome.kind) for outcome in outcomes] + [5])
     yield (
         f"{'kind':{width}}  injected  recovered bit-identically  lost  left running  "
@@ -164,7 +164,7 @@ def _row(name: str, outcomes: Sequence[Outcome], width: int) -> str:
 
 
 def _pairs(faults: Sequence[Fault], starts: Sequence[str]) -> list[tuple[Fault, str]]:
-    """Every kind with each of its starts, kinds in turn, and not all with the same start first."""
+    """Every kind with each of its starts; kinds alternate and begin with different starts."""
     left = []
     for number, fault in enumerate(faults):
         own = [start for start in fault.starts if start in starts]

@@ -1,4 +1,4 @@
-"""The newest checkpoint of a run that ended is damaged: the one before it has to be taken."""
+"""Damage to the newest checkpoint of a run that ended; the run must resume from the one before."""
 
 import random
 import time
@@ -17,11 +17,11 @@ STATE = "trainer_state.json"
 
 
 class DamagedCheckpoint(PowerLoss):
-    """Power loss, and what a disk or a person then does to a file of the newest checkpoint."""
+    """Power loss, then damage to one file of the newest checkpoint."""
 
     starts: Sequence[str] = ("one", "nproc", "nproc4")
     places = ("step",)
-    # A checkpoint of two before.
+    # Two checkpoints exist from this step on.
     steps = range(2 * SAVE_STEPS, NUM_STEPS - 1)
 
     def __init__(
@@ -31,7 +31,7 @@ class DamagedCheckpoint(PowerLoss):
         self.sentence = f"{sentence} in the newest checkpoint, after a power loss"
 
     def strike(self, run: SignalledRun, rng: random.Random) -> None:
-        # Checkpoints are written beside training.
+        # Checkpoints are written asynchronously.
         while len(checkpoint_steps(run.output_dir)) < 2:
             if run.process.poll() is not None:
                 raise TooLateError

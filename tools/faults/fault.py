@@ -1,4 +1,4 @@
-"""What a kind of fault is."""
+"""Base class of the faults."""
 
 import random
 from abc import ABC, abstractmethod
@@ -20,10 +20,10 @@ class Damage:
     """What a fault does to the folder of a run that has ended.
 
     Attributes:
-        checkpoint: step of the one that is no longer good.
-        metrics: step whose line of metrics.jsonl is gone.
-        what: for the report.
-        mentioned: what the next start has to say.
+        checkpoint: step of the damaged checkpoint.
+        metrics: step whose line of metrics.jsonl is missing.
+        what: description for the report.
+        mentioned: text that the next start must log.
     """
 
     checkpoint: int | None = None
@@ -33,18 +33,18 @@ class Damage:
 
 
 class Fault(ABC):
-    """A kind of fault: subclasses say when and how it strikes, and what is expected of the run.
+    """A kind of fault. Subclasses define when and how it strikes and what is expected of the run.
 
     Attributes:
-        name: for the table and `--kinds`.
+        name: name in the table and for `--kinds`.
         sentence: what it does.
-        starts: how runs are started that it strikes.
-        overrides: settings of its runs.
+        starts: how the runs are started, keys of `STARTS`.
+        overrides: settings of the runs.
         places, steps: see `draw_moment`.
-        is_request: afterwards there has to be a checkpoint of the last step that was reported.
-        goes_on: the run is not to end of it, and has to complete by itself.
-        codes: exit codes of the command that are right; None for any.
-        extra_lines: of the training data, see `write_tiny_run`.
+        is_request: the run must leave a checkpoint of the last reported step.
+        goes_on: the run must survive the fault and complete.
+        codes: accepted exit codes of the command; None for any.
+        extra_lines: lines added to the training data, see `write_tiny_run`.
     """
 
     name: str
@@ -59,36 +59,36 @@ class Fault(ABC):
     extra_lines: ClassVar[Sequence[bytes]] = ()
 
     def unavailable(self) -> str | None:
-        """Why it cannot be injected on this machine; None where it can."""
+        """Reason why this machine cannot inject the fault; None if it can."""
         return None
 
     def moment(self, rng: random.Random) -> Moment:
-        """When it strikes."""
+        """Draw the moment of the fault."""
         return draw_moment(rng, self.places, self.steps)
 
     @contextmanager
     def around(self, output_dir: Path) -> Iterator[None]:
-        """Entered before the first start and left when the outcome is known."""
+        """Context from before the first start until the outcome is known."""
         yield
 
     @abstractmethod
     def strike(self, run: SignalledRun, rng: random.Random) -> list[str] | None:
-        """Inject it, now; what went wrong with that, if anything did.
+        """Inject the fault now; return what went wrong with the injection, if anything.
 
         Raises:
-            TooLateError: the run was over before.
+            TooLateError: the run had ended.
         """
 
     def problems(self, ended: Ended) -> list[str]:
-        """What is not as it should be about how the run ended."""
+        """Deviations from how the run should have ended."""
         if self.codes is not None and ended.code not in self.codes:
             return [f"exit code {ended.code}, not one of {', '.join(map(str, self.codes))}"]
         return []
 
     def damage(self, output_dir: Path, rng: random.Random) -> Damage:
-        """Damage what the run has left; called when it has ended."""
+        """Damage the files of the run; called when it has ended."""
         return Damage()
 
     def before_comparison(self, output_dir: Path) -> None:
-        """Called when the run has been continued to its end."""
+        """Called when the resumed run has completed."""
         return

@@ -1,4 +1,4 @@
-"""What a run has to go on through: a pause, a second run in its folder, hostile data."""
+"""Faults that a run must survive: a pause, a second run in its folder, hostile data."""
 
 import random
 import signal
@@ -10,7 +10,7 @@ from faults.moments import TooLateError
 from faults.runs import NUM_RANKS, SignalledRun
 from faults.tiny_run import NUM_STEPS
 
-# Lines of training data that nothing good can be made of.
+# Malformed lines of training data.
 HOSTILE_LINES = (
     b"[" * 100_000,
     b'{"messages": ' * 20_000,
@@ -24,10 +24,10 @@ HOSTILE_LINES = (
 
 
 class Pause(Fault):
-    """A rank that the system does not run for a while.
+    """A rank suspended for a while.
 
     Args:
-        seconds: between which how long it lasts is drawn.
+        seconds: range from which the duration is drawn.
     """
 
     places = ("step", "write")
@@ -51,7 +51,7 @@ class Pause(Fault):
 
 
 class SecondRun(Fault):
-    """Somebody starts the same command again."""
+    """The same command started again while the run is active."""
 
     name = "second-run"
     sentence = "the same command is started again while the first is held up, and has to be refused"
@@ -65,7 +65,7 @@ class SecondRun(Fault):
         for process in held_up:
             process.suspend()
         if run.last_step() == NUM_STEPS:
-            # It may have given the folder back.
+            # The run may have released the folder.
             for process in held_up:
                 process.resume()
             raise TooLateError
@@ -84,7 +84,7 @@ class SecondRun(Fault):
 
 
 class HostileLines(Fault):
-    """Data of strangers."""
+    """Malformed lines in the training data."""
 
     name = "hostile-lines"
     sentence = "eight hostile lines in train.jsonl with on_bad_sample=skip, and a power loss on top"
@@ -98,7 +98,7 @@ class HostileLines(Fault):
 SHORT_PAUSE = Pause(
     "pause-rank", "SIGSTOP to a rank, SIGCONT one to three seconds later", (1, 3), ALL_STARTS
 )
-# Longer than gloo waits by itself.
+# Longer than gloo's default timeout.
 LONG_PAUSE = Pause(
     "long-pause", "SIGSTOP to a rank, SIGCONT 45 seconds later", (45, 45), SEVERAL_RANKS
 )

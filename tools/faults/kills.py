@@ -1,4 +1,4 @@
-"""Processes that die, and machines that do."""
+"""Killed processes and simulated power losses."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _ONE_AND_TWO = ("one", "nproc")
 
 
 class KillCommand(Fault):
-    """Ranks outlive their launcher by seconds, in which they may save."""
+    """Kills the launcher. Its ranks outlive it by seconds, in which they may save."""
 
     name = "kill-command"
     sentence = "SIGKILL to the command, which is the launcher where there are several ranks"
@@ -26,7 +26,7 @@ class KillCommand(Fault):
 
 
 class KillRank(Fault):
-    """A rank that the system ends, as it does for memory."""
+    """Kills a rank, as the kernel does when memory runs out."""
 
     name = "kill-rank"
     sentence = "SIGKILL to one rank"
@@ -37,7 +37,7 @@ class KillRank(Fault):
 
 
 class KillRankInWrite(KillRank):
-    """While others wait for its part of a checkpoint."""
+    """Kills a rank while other ranks wait for its shard of a checkpoint."""
 
     name = "kill-rank-in-write"
     sentence = "SIGKILL to one rank while a checkpoint is written"
@@ -45,7 +45,7 @@ class KillRankInWrite(KillRank):
 
 
 class Restarts(KillRank):
-    """The command starts the ranks again by itself."""
+    """Kills a rank of a run whose launcher restarts the ranks."""
 
     name = "restarts"
     sentence = "SIGKILL to one rank under --max_restarts 1, which goes on by itself"
@@ -57,13 +57,13 @@ class Restarts(KillRank):
 
 
 class KillWorker(Fault):
-    """Data workers die too."""
+    """Kills a loader worker."""
 
     name = "kill-worker"
     sentence = "SIGKILL to a data worker"
     starts = ("one", "nproc", "fleetrun")
     overrides = ("data.num_workers=1",)
-    # There are none before, and none at the end.
+    # Workers exist only between the first and the last step.
     places = ("step", "write")
 
     def strike(self, run: SignalledRun, rng: random.Random) -> None:
@@ -74,7 +74,7 @@ class KillWorker(Fault):
 
 
 class PowerLoss(Fault):
-    """Everything ends at once."""
+    """Kills all processes at once."""
 
     name = "power-loss"
     sentence = "SIGKILL to all processes at once"
@@ -84,7 +84,7 @@ class PowerLoss(Fault):
 
 
 class KillInWrite(PowerLoss):
-    """A checkpoint that is half there."""
+    """Leaves a half-written checkpoint."""
 
     name = "kill-in-write"
     sentence = "SIGKILL to all processes while a checkpoint is written"
@@ -92,7 +92,7 @@ class KillInWrite(PowerLoss):
 
 
 class StaleLock(PowerLoss):
-    """The folder is still marked as in use, by a machine that is gone."""
+    """Leaves the lock of a machine that no longer exists."""
 
     name = "stale-lock"
     sentence = "SIGKILL to all processes, and run.lock is of another machine and a minute old"
@@ -109,7 +109,7 @@ class StaleLock(PowerLoss):
 
 
 class CutMetrics(PowerLoss):
-    """A line of metrics.jsonl that was being written."""
+    """Leaves an incomplete last line in metrics.jsonl."""
 
     name = "cut-metrics"
     sentence = "SIGKILL to all processes, and the last line of metrics.jsonl is cut short"
@@ -127,7 +127,7 @@ class CutMetrics(PowerLoss):
 
 
 def kill_rank(run: SignalledRun, rng: random.Random) -> None:
-    """SIGKILL to a rank that is drawn; one that has not been started yet is waited for."""
+    """Send SIGKILL to a randomly drawn rank; wait for it if it has not started yet."""
     number = rng.randrange(NUM_RANKS[run.start])
     while True:
         try:

@@ -1,4 +1,4 @@
-"""When a fault strikes: drawn from a seed, and found again in a run by what it has written."""
+"""Moments of a fault, drawn from a seed and found in a run by the files that it writes."""
 
 import random
 import time
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from faults.runs import SignalledRun
 from faults.tiny_run import NUM_STEPS
 
-# Places of a run by how often they are drawn: while it starts, behind a step (which is the step
-# after it, an evaluation or a save, as the delay says), while a checkpoint is written, at the end.
+# Places of a run and their weights: during startup, after a step (in the next step, an evaluation
+# or a save, depending on the delay), while a checkpoint is written, at the end.
 PLACES = {"start": 2, "step": 5, "write": 2, "end": 1}
 _START_S = 8.0
 _STEP_S = 0.5
@@ -19,12 +19,12 @@ _POLL_S = 0.003
 
 
 class TooLateError(Exception):
-    """The run was over before its moment came."""
+    """The run ended before its moment came."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A place in a run and the seconds behind it."""
+    """A place in a run and a delay in seconds."""
 
     place: str
     step: int
@@ -44,7 +44,7 @@ class Moment:
 
         Raises:
             TooLateError: the run ended before.
-            RuntimeError: the moment does not come.
+            RuntimeError: the moment was not reached in time.
         """
         deadline = time.monotonic() + _WAIT_S
         while not self._has_come(run):
@@ -68,7 +68,7 @@ class Moment:
 def draw_moment(
     rng: random.Random, places: Sequence[str] = tuple(PLACES), steps: range | None = None
 ) -> Moment:
-    """A moment at one of these places, behind one of these steps."""
+    """Draw a moment at one of these places, after one of these steps."""
     steps = steps or range(1, NUM_STEPS - 1)
     place = rng.choices(places, [PLACES[name] for name in places])[0]
     longest = {"start": _START_S, "write": _WRITE_S}.get(place, _STEP_S)

@@ -1,4 +1,4 @@
-"""Data, settings and undisturbed runs to compare with; each is made once."""
+"""Data, settings and undisturbed reference runs; each is made once."""
 
 import threading
 import time
@@ -9,15 +9,15 @@ from faults.runs import NUM_RANKS, SignalledRun
 from faults.tiny_run import write_tiny_run
 
 _RUN_S = 300.0
-# How the undisturbed run of so many ranks is started.
+# Number of ranks to the start of the undisturbed run.
 _STARTS = {1: "one", 2: "nproc", 4: "nproc4"}
 
 
 class References:
-    """Undisturbed runs under a folder, by number of ranks and data; they keep every checkpoint.
+    """Undisturbed runs by number of ranks and data; they keep every checkpoint.
 
     Args:
-        folder: an empty one.
+        folder: an empty folder.
     """
 
     def __init__(self, folder: Path):
@@ -27,17 +27,17 @@ class References:
         self._files: dict[tuple, Path] = {}
 
     def run_file(self, fault: Fault) -> Path:
-        """The settings of this fault's runs."""
+        """Settings file for the runs of a fault."""
         with self._lock:
             return self._run_file(tuple(fault.extra_lines))
 
     def output_dir(self, fault: Fault, start: str) -> Path:
-        """The folder of the undisturbed run.
+        """Folder of the undisturbed run.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: the undisturbed run failed.
         """
-        # Bad lines are as good as hostile ones: both are skipped.
+        # Simple bad lines stand in for hostile ones: both are skipped.
         lines = tuple(b"{}" for _ in fault.extra_lines)
         key = (NUM_RANKS[start], lines)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Requests to stop: signals of people, launchers and batch systems."""
+"""Stop requests: signals from people, launchers and batch systems."""
 
 import random
 import signal
@@ -12,7 +12,7 @@ _NUMBERS = {"sigint": signal.SIGINT, "sigterm": signal.SIGTERM, "sighup": signal
 
 
 class Signal(Fault):
-    """One signal, or a burst, to the command (the launcher where there is one), its group or a
+    """One signal or a burst, to the command (the launcher if there is one), its process group or a
     rank."""
 
     is_request = True
@@ -24,7 +24,7 @@ class Signal(Fault):
         burst = f"{times} times {signal_name.upper()}, 0.2 s apart," if times > 1 else None
         self.sentence = f"{burst or signal_name.upper()} to {goal}"
         self.starts = SEVERAL_RANKS if target == "rank" else ALL_STARTS
-        # A rank that is asked to stop before it has set its handlers.
+        # At startup a rank has no signal handlers yet.
         if target == "rank":
             self.places = ("step", "write", "end")
 
@@ -35,7 +35,7 @@ class Signal(Fault):
         run.send(self._number, target, self._times)
 
     def problems(self, ended: Ended) -> list[str]:
-        # Of a run that was complete by then, and of Python before anything was imported.
+        # 0: the run was complete; the negative number: Python had imported nothing yet.
         right = (0, 128 + self._number, -self._number)
         # fleetrun's launcher has exit codes of its own.
         if ended.start == "fleetrun" or ended.code in right:
@@ -44,7 +44,7 @@ class Signal(Fault):
 
 
 class SecondCtrlC(Fault):
-    """A person who does not wait."""
+    """A second Ctrl-C before the run has stopped."""
 
     name = "second-ctrl-c"
     sentence = "Ctrl-C in the terminal, and again half a second to a second later"
@@ -58,7 +58,7 @@ class SecondCtrlC(Fault):
 
 
 class ShortGrace(Fault):
-    """A batch system whose time is too short for the step."""
+    """A batch system whose grace period is shorter than a step."""
 
     name = "short-grace"
     sentence = "SIGTERM where train.stop_grace_s is over before the step or its checkpoint is done"

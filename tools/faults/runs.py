@@ -1,4 +1,6 @@
-"""Training runs that are disturbed from outside, as people, launchers and batch systems do."""
+"""Training runs that are signalled and killed from outside, as people, launchers and batch systems
+do.
+"""
 
 import json
 import os
@@ -27,13 +29,13 @@ _DEGREES = {
     2: ["parallel.dp_degree=2"],
     4: ["parallel.dp_degree=2", "parallel.mp_degree=2"],
 }
-# Steps without end, so that a signal always meets one.
+# Practically endless, so that a signal always arrives during training.
 ENDLESS = ("train.max_steps=1000000", "train.save_steps=null", "logging.logging_steps=1")
-# What a process of a run is known by, whoever its parent is now.
+# Environment variable that identifies all processes of a run, orphans too.
 _TOKEN = "FAULT_RUN_ID"
 _START_S = 90.0
 _END_S = 90.0
-# What nobody's end should take longer than.
+# Time within which every process must have ended.
 LEFT_AFTER_S = 10.0
 
 
@@ -43,12 +45,12 @@ class Ended:
 
     Attributes:
         start: one of `STARTS`.
-        code: exit code of the command.
-        seconds: from the first signal until nothing of it was left.
-        left: command lines of processes that outlived it by 10 seconds; they were killed.
+        code: the command's exit code.
+        seconds: from the first signal until all processes had ended.
+        left: command lines of processes that outlived the command by 10 seconds and were killed.
         checkpoints: names, sorted.
-        last_step: of metrics.jsonl.
-        output: of the command.
+        last_step: last step in metrics.jsonl.
+        output: the command's output.
     """
 
     start: str
@@ -61,13 +63,13 @@ class Ended:
 
 
 class SignalledRun:
-    """A run in a session of its own; what is left of it is killed when the context ends.
+    """A run in its own session; remaining processes are killed when the context ends.
 
     Args:
-        start: one of `STARTS`; two ranks train data parallel, four tensor parallel too.
-        overrides: further settings, or options of `paddle-vl train`.
-        prefix: command that runs the command, such as one that makes a PID namespace.
-        output: where the command's output goes; default beside `output_dir`.
+        start: one of `STARTS`; two ranks are data parallel, four tensor parallel too.
+        overrides: settings and options of `paddle-vl train`.
+        prefix: wrapper command, such as one that makes a PID namespace.
+        output: file for the command's output; by default beside `output_dir`.
     """
 
     def __init__(
@@ -102,12 +104,12 @@ class SignalledRun:
             )
 
     def again(self, output: Path, overrides: Sequence[str] = ()) -> "SignalledRun":
-        """Start the same command once more, with further settings."""
+        """Start the same command again with further settings."""
         settings = [*self.overrides, *overrides]
         return SignalledRun(self.start, self.run_file, self.output_dir, settings, output=output)
 
     def wait_for_steps(self, number: int = 2) -> None:
-        """Until so many steps are in metrics.jsonl."""
+        """Wait until metrics.jsonl has this many steps."""
         deadline = time.monotonic() + _START_S
         while self.last_step() < number:
             assert self.process.poll() is None, self.said()
@@ -115,11 +117,11 @@ class SignalledRun:
             time.sleep(0.05)
 
     def last_step(self) -> int:
-        """The last one in metrics.jsonl, 0 without any; a line that is cut short does not count."""
+        """Last step in metrics.jsonl, 0 for none; an incomplete line does not count."""
         return last_step(self.output_dir)
 
     def said(self) -> str:
-        """The output so far, under fleetrun that of the ranks too."""
+        """Output so far, including that of the ranks under fleetrun."""
         files = [self.output]
         if self.start == "fleetrun":
             files += sorted(self.log_dir.glob("workerlog.*"))
@@ -129,7 +131,7 @@ class SignalledRun:
         """The process of a rank.
 
         Raises:
-            AssertionError: there is none.
+            AssertionError: no such rank.
         """
         if self.start == "one" and number == 0:
             return psutil.Process(self.process.pid)
@@ -143,11 +145,11 @@ class SignalledRun:
         raise AssertionError(f"there is no rank {number}")
 
     def data_workers(self) -> list[psutil.Process]:
-        """Processes that load data."""
+        """The loader's worker processes."""
         return [process for process in self.alive() if "spawn_main" in " ".join(_line(process))]
 
     def alive(self) -> list[psutil.Process]:
-        """All processes that this start brought about, wherever they are in the process tree."""
+        """All live processes of this start, wherever they are in the process tree."""
         found = []
         for pid in psutil.pids():
             try:
@@ -162,7 +164,7 @@ class SignalledRun:
     def signal(
         self, number: Signals, target: str = "command", times: int = 1, gap_s: float = 0.2
     ) -> Ended:
-        """Signal the command, its process `group` or `rank N`, and wait for the end of all."""
+        """Signal the command, its process `group` or `rank N`, and wait until all have ended."""
         begin = time.monotonic()
         self.send(number, target, times, gap_s)
         return self.ended(begin)
@@ -187,7 +189,7 @@ class SignalledRun:
                 break
 
     def kill_all(self) -> None:
-        """SIGKILL to everything, the command first, until nothing is left."""
+        """Send SIGKILL to all processes, the command first, until none is left."""
         while alive := self.alive():
             for process in alive:
                 try:
@@ -197,11 +199,11 @@ class SignalledRun:
             self.process.poll()
 
     def ended(self, begin: float, within_s: float = _END_S) -> Ended:
-        """Wait for the end of the command and see what is left 10 seconds later.
+        """Wait for the end of the command and check which processes are left 10 seconds later.
 
         Args:
-            begin: what seconds are counted from, of `time.monotonic`.
-            within_s: after so long the command counts as left too.
+            begin: start of the measured time, from `time.monotonic`.
+            within_s: timeout after which the command itself counts as left.
         """
         try:
             self.process.wait(within_s)
@@ -233,12 +235,12 @@ class SignalledRun:
 
 
 def last_step(output_dir: Path) -> int:
-    """The last step in the metrics.jsonl of a run."""
+    """Last step in the metrics.jsonl of a run."""
     return max((line["step"] for line in metrics(output_dir)), default=0)
 
 
 def metrics(output_dir: Path) -> list[dict]:
-    """The complete lines of the metrics.jsonl of a run."""
+    """Complete lines of the metrics.jsonl of a run."""
     file = output_dir / "metrics.jsonl"
     lines = []
     for text in file.read_text().splitlines() if file.exists() else []:

@@ -1,4 +1,4 @@
-"""Storage that takes no more: a file size limit, a full disk."""
+"""Storage without room: a file size limit, a full disk."""
 
 import os
 import random
@@ -18,16 +18,16 @@ _NAMED = re.compile(r"checkpoint-\d+ could not be written|'/[^']+'")
 
 
 class NoRoom(Fault):
-    """The run has to end with a message that names the file."""
+    """Base of both; the run must end with a message that names the file."""
 
     places = ("step", "write")
-    # A checkpoint is still to come.
+    # At least one more checkpoint follows.
     steps = range(1, NUM_STEPS - 3)
     reason: str
 
     def problems(self, ended: Ended) -> list[str]:
         if ended.code == 0:
-            return []  # Everything was written before; the comparison sees whether it was.
+            return []  # Everything was written before; the comparison checks it.
         problems = []
         if "Traceback (most recent call last)" in ended.output:
             problems.append("a traceback in place of a message")
@@ -38,7 +38,7 @@ class NoRoom(Fault):
 
 
 class FileSizeLimit(NoRoom):
-    """As `ulimit -f` sets it."""
+    """A file size limit, as `ulimit -f` sets it."""
 
     name = "file-size-limit"
     sentence = "files may suddenly not be larger than 40 kB, and a checkpoint's are"
@@ -51,7 +51,7 @@ class FileSizeLimit(NoRoom):
 
 
 class FullDisk(NoRoom):
-    """A small file system of its own, which something else fills."""
+    """A small separate file system, filled by another file."""
 
     name = "full-disk"
     sentence = "the disk of train.output_dir is suddenly full, and has room again at the next start"

@@ -1,4 +1,4 @@
-"""A tiny training run for faults to strike: pictures, questions, processor and settings."""
+"""A tiny training run for fault injection: images, questions, processor and settings."""
 
 import json
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ _MODEL = {
 
 
 def write_tiny_run(folder: Path, extra_lines: Sequence[bytes] = ()) -> Path:
-    """Write everything that a run needs into `folder`, in steps of a tenth of a second or so.
+    """Write all files of a run into `folder`; a step takes about 0.1 s.
 
     Args:
-        extra_lines: lines of train.jsonl behind the third; they are skipped where they are bad.
+        extra_lines: lines inserted into train.jsonl after the third; bad ones are skipped.
 
     Returns:
         The settings, `run.yaml`.
@@ -80,7 +80,7 @@ def write_tiny_run(folder: Path, extra_lines: Sequence[bytes] = ()) -> Path:
 
 
 def write_pictures(folder: Path, count: int) -> list[tuple[str, str]]:
-    """Write pictures of one colour each into `folder`/images; their colours and relative paths."""
+    """Write single-colour images into `folder`/images; return their colours and relative paths."""
     (folder / "images").mkdir(parents=True)
     rng = np.random.default_rng(0)
     written = []
@@ -94,7 +94,7 @@ def write_pictures(folder: Path, count: int) -> list[tuple[str, str]]:
 
 
 def write_processor(folder: Path, text: str) -> None:
-    """Write a processor of tiny images and of a tokenizer for the words of the text."""
+    """Write a processor for tiny images with a tokenizer for the words of the text."""
     images = ImageProcessor(
         min_pixels=64, max_pixels=256, patch_size=4, temporal_patch_size=2, merge_size=2,
         image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5),

@@ -1,4 +1,4 @@
-"""One fault in one run, and what becomes of it."""
+"""One fault in one run, and the outcome."""
 
 import json
 import random
@@ -24,17 +24,17 @@ _LIMITS = (None, 3)
 
 @dataclass
 class Outcome:
-    """What became of one fault.
+    """Outcome of one fault.
 
     Attributes:
-        kind, start: what was injected where.
-        seed: with which it happens again.
-        moment: when, and what was done to the folder afterwards.
-        lost: what was lost, a line each.
-        left: command lines of what was left running.
-        problems: why it was not recovered from bit-identically, or not as promised.
-        seconds: from the fault until nothing was running; None where the run was to go on.
-        output: of the starts, for a fault that was not recovered from.
+        kind, start: the fault, and how the run was started.
+        seed: seed that repeats it.
+        moment: when it struck, and what was done to the folder afterwards.
+        lost: lost files and lines, one text each.
+        left: command lines of processes left running.
+        problems: differences from the undisturbed run, and other broken promises.
+        seconds: from the fault until all processes had ended; None if the run was to continue.
+        output: output of all starts if the run did not recover.
     """
 
     kind: str
@@ -57,9 +57,9 @@ class Outcome:
 
 
 def run_trial(fault: Fault, start: str, seed: int, references: References, folder: Path) -> Outcome:
-    """Inject a fault into a run in `folder`, and continue the run to its end.
+    """Inject a fault into a run in `folder`, and resume the run to its end.
 
-    A moment that comes after the end of the run is drawn anew, a few times.
+    A moment after the end of the run is drawn again, a few times.
     """
     rng = random.Random(f"{seed} {fault.name} {start}")
     reference = references.output_dir(fault, start)
@@ -122,7 +122,7 @@ def _lost(
     before: set[int],
     limit: int | None,
 ) -> list[str]:
-    """What the run no longer has when it has ended."""
+    """What the run lacks when it has ended."""
     steps = checkpoint_steps(output_dir)
     lost = [f"checkpoint-{step} is gone" for step in vanished_checkpoints(before, steps, limit)]
     for differences in damaged_checkpoints(output_dir, reference).values():
@@ -133,7 +133,7 @@ def _lost(
 
 
 def _continue(run: SignalledRun, damage: Damage, newest_good: int, outcome: Outcome) -> None:
-    """Start the run again with train.resume_from_checkpoint=auto, and see it to its end."""
+    """Start the run again with train.resume_from_checkpoint=auto and wait for its end."""
     output = run.output.with_suffix(".again")
     with run.again(output, ["train.resume_from_checkpoint=auto"]) as again:
         ended = again.ended(time.monotonic(), within_s=_RUN_S)

@@ -1,4 +1,4 @@
-"""What a disturbed run has, compared bit for bit with the same run undisturbed."""
+"""Bit-for-bit comparison of a disturbed run with the undisturbed one."""
 
 import json
 import re
@@ -15,13 +15,13 @@ _COMPARED_METRICS = ("loss", "grad_norm", "eval_loss", "learning_rate")
 
 
 def checkpoint_steps(output_dir: Path) -> set[int]:
-    """Steps of the folders that have the name of a complete checkpoint."""
+    """Steps of the folders that are named as complete checkpoints."""
     matches = (_CHECKPOINT.fullmatch(path.name) for path in output_dir.glob("checkpoint-*"))
     return {int(match.group(1)) for match in matches if match}
 
 
 def damage_of(checkpoint: Path, reference: Path) -> list[str]:
-    """How a checkpoint differs from that of the undisturbed run."""
+    """Differences between a checkpoint and that of the undisturbed run."""
     differences = []
     for stem in ("model", "optimizer"):
         differences += _tensor_differences(checkpoint, reference, stem)
@@ -38,11 +38,11 @@ def damage_of(checkpoint: Path, reference: Path) -> list[str]:
 
 
 def damaged_checkpoints(output_dir: Path, reference: Path) -> dict[int, list[str]]:
-    """Steps of checkpoints that are not those of the undisturbed run, and what differs."""
+    """Steps of checkpoints that differ from the undisturbed run, with the differences."""
     found = {}
     for step in sorted(checkpoint_steps(output_dir)):
         name = f"checkpoint-{step}"
-        # Of a run that was stopped before its first step; what it is worth shows at the end.
+        # The run was stopped before its first step; the final comparison covers it.
         if step == 0:
             continue
         if differences := damage_of(output_dir / name, reference / name):
@@ -51,7 +51,7 @@ def damaged_checkpoints(output_dir: Path, reference: Path) -> dict[int, list[str
 
 
 def vanished_checkpoints(before: set[int], after: set[int], limit: int | None) -> list[int]:
-    """Steps of checkpoints that are gone, other than by train.save_total_limit."""
+    """Steps of missing checkpoints that train.save_total_limit did not delete."""
     return [
         step
         for step in sorted(before - after)
@@ -65,7 +65,7 @@ def differences_of_runs(
     """Differences in final weights, the last checkpoint and the losses.
 
     Args:
-        excused_step: whose lines of metrics.jsonl may be missing.
+        excused_step: step whose lines of metrics.jsonl may be missing.
     """
     differences = _tensor_differences(output_dir / "final", reference / "final", "model")
     newest = f"checkpoint-{max(checkpoint_steps(reference))}"
@@ -83,7 +83,7 @@ def differences_of_runs(
 
 
 def _data_position(state: dict[str, Any]) -> dict[str, Any]:
-    """Without what names the files: hostile lines stand in others than those of the reference."""
+    """Data position without hashes of file contents, which hostile lines change."""
     named = ("contents", "fingerprint")
     stream = {key: value for key, value in state["stream"].items() if key not in named}
     return state | {"stream": stream}
@@ -93,7 +93,7 @@ def _tensor_differences(folder: Path, reference: Path, stem: str) -> list[str]:
     name = f"{folder.name}/{stem}"
     try:
         found, wanted = _tensors(folder, stem), _tensors(reference, stem)
-    except Exception as error:  # Whatever safetensors says of a damaged file.
+    except Exception as error:  # safetensors raises several types for damaged files.
         return [f"{name} cannot be read: {error}"]
     if set(found) != set(wanted) or not wanted:
         return [f"{name} has other tensors: {sorted(set(found) ^ set(wanted))[:3]}"]

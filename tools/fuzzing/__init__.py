@@ -1,1 +1,1 @@
-"""Fuzzing of every parser: whatever a file holds, the answer is a result or a refusal."""
+"""Fuzzing of every parser: any file must give a result or a refusal."""

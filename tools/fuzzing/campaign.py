@@ -1,4 +1,4 @@
-"""Starts a process for each parser, watches it, and puts together what came of its inputs."""
+"""Starts a process for each parser, watches it, and collects the verdicts of its inputs."""
 
 import base64
 import json
@@ -20,18 +20,18 @@ from fuzzing.parser import PARSERS, SHARES, Files
 
 _TOOLS = Path(__file__).resolve().parents[1]
 _START_SECONDS = 180
-# Beyond the time of an input, before the process is ended.
+# Grace in seconds beyond an input's time limit before the process is killed.
 _GRACE_SECONDS = 2
-# Deaths of its process after which a parser is given up.
+# Process deaths after which a parser is given up.
 _MOST_DEATHS = 5
-# Writing an input to a disk that is busy takes longer than parsing it.
+# Writing an input to a busy disk takes longer than parsing it.
 _IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 _OUTSIDE = ("outside.png", "outside.json", "outside.safetensors")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is tried, and what an input may take."""
+    """Number of inputs, and the limits for one input."""
 
     inputs: int = 200
     seed: int = 0
@@ -41,12 +41,12 @@ class Limits:
 
 @dataclass
 class Escape:
-    """A fault.
+    """A fault that was found.
 
     Attributes:
         what: see `fuzzing.guard.Verdict`.
-        count: inputs that have it.
-        files: of the smallest input that is known to have it.
+        count: number of inputs with the fault.
+        files: files of the smallest known input with the fault.
     """
 
     what: str
@@ -57,12 +57,12 @@ class Escape:
 
 @dataclass
 class Tally:
-    """What came of the inputs of a parser.
+    """Verdicts of all inputs of a parser.
 
     Attributes:
-        slowest: seconds of an input.
-        largest: MiB of an input.
-        is_whole: all inputs were tried.
+        slowest: seconds of the slowest input.
+        largest: MiB of the input that took the most memory.
+        is_whole: whether all inputs were tried.
     """
 
     inputs: int = 0
@@ -87,10 +87,10 @@ class Tally:
 
 
 def fuzz(name: str, limits: Limits) -> Tally:
-    """Try the inputs of one parser, in a process of its own.
+    """Try the inputs of one parser in a process of its own.
 
     Args:
-        name: of `PARSERS`, or another parser's `module:function`.
+        name: a name in `PARSERS`, or another parser's `module:function`.
 
     Raises:
         RuntimeError: the process ended between inputs: the parser does not accept its valid files,
@@ -114,7 +114,7 @@ def fuzz(name: str, limits: Limits) -> Tally:
 
 
 def _fresh_folder(place: Path) -> Path:
-    """An empty folder for inputs, and beside it files that no input may lead to."""
+    """Make an empty folder for inputs, and next to it files that no input may open."""
     folder = place / "inputs"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -124,7 +124,7 @@ def _fresh_folder(place: Path) -> Path:
 
 
 def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
-    """Add what came of the inputs; the number of the input that ended the process, if one did."""
+    """Add the verdicts of a process; return the number of the input that ended it, if any."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(_TOOLS), str(_TOOLS.parent)]),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -176,7 +176,7 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
 
 
 def decoded(files: dict[str, str] | None) -> Files | None:
-    """Files of a JSON line."""
+    """Files from a JSON line."""
     if files is None:
         return None
     return {name: base64.b64decode(content) for name, content in files.items()}
@@ -184,13 +184,13 @@ def decoded(files: dict[str, str] | None) -> Files | None:
 
 @dataclass
 class _Patience:
-    """How long the next line of a process may take."""
+    """Time limit for the next line of a process."""
 
     seconds: float
 
 
 def _messages(process: subprocess.Popen, patience: _Patience) -> Iterator[dict[str, Any] | None]:
-    """Lines of a process as they come; None where the next one does not come in time."""
+    """Lines of a process as they arrive; None when the next one is late."""
     assert process.stdout is not None, "started with a pipe"
     descriptor, buffer = process.stdout.fileno(), b""
     with selectors.DefaultSelector() as selector:

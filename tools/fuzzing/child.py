@@ -1,8 +1,7 @@
 """The process that tries the inputs of one parser; `campaign` starts it and watches it.
 
-It says in JSON lines on its standard output which input it begins and what came of it. Inputs
-follow from the seed alone, so that a process that died is followed by one that goes on behind the
-input that killed it.
+It prints JSON lines: each input that it begins, and the verdict. Inputs follow from the seed alone,
+so a new process continues after the input that killed the previous one.
 """
 
 import base64
@@ -28,12 +27,12 @@ _SHRUNK_AT_MOST = 10
 
 @dataclass
 class Task:
-    """What a child is asked to do.
+    """The task of a child process.
 
     Attributes:
-        target: of the parser, `module:function`.
-        seconds, mebibytes: that an input may take.
-        first: inputs before it were tried already.
+        target: the parser, as `module:function`.
+        seconds, mebibytes: limits for one input.
+        first: number of the first input to try.
     """
 
     target: str
@@ -46,19 +45,19 @@ class Task:
 
 
 class Trial:
-    """A parser in its folder, input after input."""
+    """A parser and its folder, for many inputs."""
 
     def __init__(self, task: Task):
         self.task, self.folder = task, Path(task.folder)
         self.parser = make_parser(task.target, self.folder)
         self._valid = {p.name: p.read_bytes() for p in self.folder.iterdir() if p.is_file()}
-        # What is imported and kept at the first call is not counted.
+        # Imports and caches of the first call do not count.
         self.parser.parse()
         self.guard = Guard(self.folder, self.parser.named, task.seconds, task.mebibytes)
         self.guard.limit_memory()
 
     def judge(self, number: int, files: Files) -> Verdict:
-        """Write the files of an input, parse them, and put the valid files back."""
+        """Write the files of an input, parse them, and restore the valid files."""
         for name, content in files.items():
             (self.folder / name).write_bytes(content)
         say(begin=number)
@@ -71,7 +70,7 @@ class Trial:
         return verdict
 
     def each(self, act: Callable[[int, Files], None]) -> None:
-        """Call `act` with number and files of every input, always the same ones."""
+        """Call `act` with the number and files of every input; the inputs are always the same."""
         numbers = iter(range(1 << 60))
 
         @seed(self.task.seed)
@@ -90,7 +89,7 @@ class Trial:
         run()
 
     def try_all(self) -> dict[str, int]:
-        """Judge every input; the first input of each fault."""
+        """Judge every input; return the first input of each fault."""
         found: dict[str, int] = {}
 
         def act(number: int, files: Files) -> None:
@@ -104,10 +103,10 @@ class Trial:
         return found
 
     def shrink(self, what: str, first: int) -> None:
-        """Say the smallest input with a fault that hypothesis finds in a time.
+        """Report the smallest input with a fault that hypothesis finds within its time.
 
         Args:
-            first: the number of an input that has it.
+            first: number of an input with the fault.
         """
         smallest: Files | None = None
         end = time.monotonic() + _SHRINK_SECONDS
@@ -126,7 +125,7 @@ class Trial:
             if is_same:
                 raise _FoundError
 
-        # Whatever else hypothesis says of the search, the smallest one is known.
+        # The smallest input is known, whatever hypothesis raises.
         with suppress(Exception, _EnoughError):
             self.each(act)
 
@@ -136,7 +135,7 @@ class _FoundError(Exception):
 
 
 class _EnoughError(BaseException):
-    """Ends hypothesis's search."""
+    """Ends the search of hypothesis."""
 
 
 def _size(files: Files) -> int:
@@ -144,7 +143,7 @@ def _size(files: Files) -> int:
 
 
 def encoded(files: Files) -> dict[str, str]:
-    """Files for a JSON line."""
+    """Files as values for a JSON line."""
     return {name: base64.b64encode(content).decode() for name, content in files.items()}
 
 
@@ -162,7 +161,7 @@ def main() -> None:
     say(ready=True)
     found = trial.try_all()
     for what, first in list(found.items())[:_SHRUNK_AT_MOST]:
-        # The others take long, every time.
+        # Shrinking slow and memory-hungry inputs would take too long.
         if not what.startswith(("slow", "memory")):
             trial.shrink(what, first)
     say(end=True)

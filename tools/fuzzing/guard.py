@@ -1,4 +1,4 @@
-"""One input: what came of it, how long it took, how much memory, and which files were opened."""
+"""Judges one input: its result, time, memory, and the files that it opened."""
 
 import os
 import resource
@@ -14,7 +14,7 @@ from paddle_vl.cli.main import PACKAGE, _is_meant_for_users
 ACCEPTED, REFUSED = "accepted", "refused"
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _ROOT = PACKAGE.parent
-# Where Python and its libraries read their own files from.
+# Folders from which Python and its libraries read their own files.
 _LIBRARIES = tuple(
     {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, _ROOT, *sys.path[1:]) if path}
 )
@@ -34,13 +34,13 @@ _STARTED = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "socke
 
 @dataclass
 class Verdict:
-    """What came of an input.
+    """Result of one input.
 
     Attributes:
-        what: `accepted`, `refused`, or what escaped: an exception with its place, `slow`, `memory`,
-            `outside FILE`. Inputs with the same fault have the same.
+        what: `accepted`, `refused`, or the kind of escape: an exception with its place, `slow`,
+            `memory`, `outside FILE`. Inputs with the same fault have the same text.
         details: a message or traceback.
-        mebibytes: memory beyond what was in use before.
+        mebibytes: additional memory.
     """
 
     what: str
@@ -58,9 +58,9 @@ class Guard:
     """Runs inputs of one parser and judges them.
 
     Attributes:
-        folder: the only one whose files may be touched.
-        named: texts of which every refusal has to contain one.
-        seconds, mebibytes: that an input may take.
+        folder: the only folder whose files may be touched.
+        named: texts; every refusal must contain one of them.
+        seconds, mebibytes: limits for one input.
     """
 
     folder: Path
@@ -76,12 +76,13 @@ class Guard:
         sys.addaudithook(self._audit)
 
     def limit_memory(self) -> None:
-        """Let allocations fail before this machine suffers."""
+        """Limit the address space, so that allocations fail before the machine runs out of
+        memory."""
         size = _memory("VmSize") + (1 << 20) * int(self.mebibytes) * 4
         resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
     def judge(self, parse: Callable[[], object]) -> Verdict:
-        """Run a parser once, whatever it does."""
+        """Run a parser once and return the verdict."""
         self._touched.clear()
         _CLEAR.write_text("5")
         before, begin = _memory("VmRSS"), time.monotonic()
@@ -117,7 +118,7 @@ class Guard:
         return Verdict(f"{type(error).__name__} at {place} ({problem})", shown)
 
     def _not_a_refusal(self, error: BaseException) -> str | None:
-        """Why an exception is none that a user may see; None if it is."""
+        """Reason why an exception is not a proper refusal; None if it is one."""
         kind = type(error)
         is_own = kind.__module__.startswith("paddle_vl.")
         if not isinstance(error, ValueError | RuntimeError | OSError):
@@ -148,7 +149,7 @@ class Guard:
             is_read = event == "open" and not arguments[2] & _WRITING
             is_library = path.startswith((*_LIBRARIES, *_SYSTEM))
             if event == "os.listdir" and path == self._directory:
-                # Where imports look, too.
+                # Imports list this folder too.
                 return
             is_inside = (path + os.sep).startswith(self._inside)
             if not is_inside and not (is_library and (is_read or event.endswith("dir"))):
@@ -156,6 +157,6 @@ class Guard:
 
 
 def _memory(name: str) -> int:
-    """Bytes of this process, of a line of its status."""
+    """Bytes in one line of this process's status."""
     text = _STATUS.read_text()
     return int(text[text.index(name) :].split(None, 2)[1]) * 1024

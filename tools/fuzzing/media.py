@@ -23,7 +23,7 @@ _PLAYLISTS = [
 
 
 def images(folder: Path) -> Parser:
-    """Image files of all formats that are opened, and of some that are not."""
+    """Image files of all supported formats and of some others."""
     seeds = _pictures()
     file = folder / "picture"
     file.write_bytes(seeds[0])
@@ -65,7 +65,7 @@ def _pictures() -> list[bytes]:
 
 @st.composite
 def _damaged_png(draw, seeds: list[bytes]) -> bytes:
-    """A PNG with other contents of chunks, whose sums are right."""
+    """A PNG with changed chunks and correct checksums."""
     data = draw(st.sampled_from(seeds))
     chunks, at = [], 8
     while at < len(data):
@@ -93,7 +93,7 @@ def _odd_chunk(draw) -> tuple[bytes, bytes]:
 
 
 def write_video(file: Path, codec: str, frames: int = 6) -> Path:
-    """Frames in which a bar moves."""
+    """Write frames with a moving bar."""
     import av
 
     with av.open(str(file), "w") as container:
@@ -112,7 +112,7 @@ def write_video(file: Path, codec: str, frames: int = 6) -> Path:
 
 
 def videos(folder: Path) -> Parser:
-    """Videos in several containers, all frames of them."""
+    """Videos in several containers; all frames are read."""
     kinds = [
         ("a.mp4", "libx264"), ("b.mp4", "mpeg4"), ("c.mkv", "libx264"), ("d.avi", "mpeg4"),
         ("e.webm", "libvpx"), ("f.gif", "gif"), ("g.ts", "mpeg2video"), ("h.flv", "flv1"),

@@ -1,4 +1,4 @@
-"""Configurations of models: HF's config.json and what lies beside it, and pi07's."""
+"""Model configurations: HF's config.json and the files next to it, and pi07's."""
 
 import copy
 from pathlib import Path
@@ -24,7 +24,8 @@ def _one(name: str, seeds: list[Any], most: int = 2) -> st.SearchStrategy[Files]
 
 
 def hf_config(folder: Path) -> Parser:
-    """config.json of a Qwen3-VL, dense and with experts, in both dialects; written back."""
+    """config.json of a Qwen3-VL, dense and with experts, in both dialects; read and written
+    back."""
     from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
     from paddle_vl.families.qwen3_vl.sizes import size_values
 
@@ -77,7 +78,7 @@ def generation_config(folder: Path) -> Parser:
 
 
 def preprocessor(folder: Path) -> Parser:
-    """A processor's files, up to the pixels of a small image and a small video."""
+    """Files of a processor, used on a small image and a small video."""
     small_processor().save_pretrained(folder)
     names = ["preprocessor_config.json", "video_preprocessor_config.json"]
     values = {name: yaml.safe_load((folder / name).read_text()) for name in names}
@@ -102,7 +103,7 @@ def preprocessor(folder: Path) -> Parser:
         processor = Qwen3VLProcessor.from_pretrained(folder)
         processor.encode_sample(conversation)
 
-    # Of the nested file, as transformers 5 writes it, the part is the same.
+    # The section of transformers 5's nested file is the same.
     nested = {"image_processor": plain, "video_processor": values[names[1]]}
     inputs = [_one(name, known) for name, known in seeds.items()]
     inputs += [
@@ -112,12 +113,12 @@ def preprocessor(folder: Path) -> Parser:
         inputs[0],
         inputs[1],
     ]
-    # An image that does not fit a processor is told by the sample's place, not by the file.
+    # An image that does not fit a processor is reported with the sample's place, not with the file.
     return Parser(st.one_of(inputs), parse)
 
 
 def pi07_config(folder: Path) -> Parser:
-    """config.json of a policy or a planner; written back."""
+    """config.json of a policy or a planner; read and written back."""
     run = yaml.safe_load((_CONFIGS / "pi07" / "tiny_cpu.yaml").read_text())
     policy = run["model"]["config"]
     policy["dataset_names"] = ["arm::joint", "arm::ee"]
@@ -128,7 +129,7 @@ def pi07_config(folder: Path) -> Parser:
     file.write_bytes(as_json(policy))
 
     def parse() -> None:
-        # A file that is damaged beyond telling is read as a policy's.
+        # A file without a readable type is read as a policy's.
         is_planner = PLANNER_TYPE.encode() in file.read_bytes()
         kind = PI07PlannerConfig if is_planner else PI07Config
         config = kind.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Strategies that damage valid documents: values, types, keys, nesting, texts and bytes."""
+"""Hypothesis strategies that damage valid values, types, keys, nesting, texts and bytes."""
 
 import copy
 import json
@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 NAN, INFINITY = float("nan"), float("inf")
-# Beside the input's folder lies a valid file of each of these names, which nobody may open.
+# Valid files with these names lie outside the input's folder; no parser may open them.
 OUTSIDE = ("../outside.png", "../outside.json", "../outside.safetensors", "/etc/passwd")
 
 
@@ -44,7 +44,7 @@ _TEXT_TOKENS = [
     b"/*", b"//", b"'", b" " * 1000,
 ]  # fmt: skip
 
-# Copies, because what is put into a document may be changed there.
+# Copies, because later mutations may change the inserted value.
 odd_values = st.one_of(
     st.sampled_from(ODD_NUMBERS),
     st.sampled_from(ODD_TEXTS),
@@ -56,7 +56,7 @@ odd_values = st.one_of(
 
 
 def _places(value: Any, place: tuple = ()) -> list[tuple]:
-    """Where every value of a document stands, itself first."""
+    """The path of every value in a document, its own first."""
     found = [place]
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -73,23 +73,23 @@ def _at(document: Any, place: tuple) -> Any:
     return document
 
 
-# Ways to change a place in a document, and those that it often survives.
+# Mutations of a place in a document, and those that often leave it valid.
 _CHANGES = ("odd", "near", "near", "drop", "key", "add", "copy")
 _GENTLE = ("near", "near", "near", "number", "number", "drop", "copy")
 
 
 def _one_of(draw, items: Sequence[Any]) -> Any:
-    """As `sampled_from`, which takes long to make anew for every list."""
+    """As `sampled_from`, without the cost of a new strategy for every list."""
     return items[draw(st.integers(0, len(items) - 1))]
 
 
 def _neighbour(draw, value: Any) -> Any:
-    """A value near this one: of its type mostly, and often still allowed."""
+    """A value near this one, mostly of its type and often still allowed."""
     if isinstance(value, bool):
         return _one_of(draw, [not value, int(value), str(value)])
     if isinstance(value, int | float):
         near = [value + 1, value - 1, -value, value * 2, str(value), [value], value * 1000]
-        # What has no float and no half: numbers beyond its range, NaN.
+        # Numbers beyond the range of float, and NaN, have no float and no half.
         near += [float(value), value // 2] if abs(value) < 1e300 else []
         return _one_of(draw, near)
     if isinstance(value, str):
@@ -104,7 +104,7 @@ def _neighbour(draw, value: Any) -> Any:
 
 @st.composite
 def mutated(draw, seeds: Sequence[Any], most: int = 3, changes: Sequence[str] = _CHANGES) -> Any:
-    """One of the documents with up to `most` changes of values, types, keys and nesting."""
+    """One of the documents with up to `most` changed values, types, keys and levels of nesting."""
     document = copy.deepcopy(_one_of(draw, seeds))
     for _ in range(draw(st.integers(0, most))):
         places = _places(document)
@@ -136,12 +136,12 @@ def mutated(draw, seeds: Sequence[Any], most: int = 3, changes: Sequence[str] = 
 
 
 def as_json(document: Any, *, is_ascii: bool = True) -> bytes:
-    """A document as JSON, whatever is in it: NaN, halves of characters, numbers without end."""
+    """A document as JSON; it may hold NaN, lone surrogates and huge numbers."""
     return json.dumps(document, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
 
 
 def damage_text(draw, text: bytes, tokens: Sequence[bytes] = _TEXT_TOKENS) -> bytes:
-    """A text with pieces put in, cut out, doubled, or its end missing."""
+    """A text with pieces inserted, removed or doubled, or cut short."""
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(text)))
         change = _one_of(draw, ["put", "put", "cut", "double", "end", "flip"])
@@ -163,13 +163,13 @@ def damage_text(draw, text: bytes, tokens: Sequence[bytes] = _TEXT_TOKENS) -> by
 
 @st.composite
 def damaged_text(draw, texts: Sequence[bytes], tokens: Sequence[bytes] = _TEXT_TOKENS) -> bytes:
-    """One of the texts, see `damage_text`."""
+    """One of the texts, damaged by `damage_text`."""
     return damage_text(draw, _one_of(draw, texts), tokens)
 
 
 @st.composite
 def damaged_bytes(draw, seeds: Sequence[bytes], most: int = 5) -> bytes:
-    """A binary file with changed bits, numbers, and stretches; the head is hit most often."""
+    """A binary file with changed bits, numbers and ranges, mostly in its head."""
     data = bytearray(_one_of(draw, seeds))
     for _ in range(draw(st.integers(0, most))):
         end = min(len(data), 96) if draw(st.booleans()) else len(data)
@@ -191,7 +191,7 @@ def damaged_bytes(draw, seeds: Sequence[bytes], most: int = 5) -> bytes:
 
 
 def json_bytes(seeds: Sequence[Any], most: int = 3) -> st.SearchStrategy[bytes]:
-    """Files of JSON: most are documents with other values, the rest broken texts and raw bytes."""
+    """JSON files: mostly documents with other values, else broken texts and raw bytes."""
     gentle, wild = mutated(seeds, most, _GENTLE), mutated(seeds, most)
     raw = st.binary(max_size=64)
 
@@ -209,7 +209,7 @@ def json_bytes(seeds: Sequence[Any], most: int = 3) -> st.SearchStrategy[bytes]:
 def json_lines(
     seeds: Sequence[Any], most_lines: int = 3, most: int = 2
 ) -> st.SearchStrategy[bytes]:
-    """Files with a JSON document a line, some lines broken."""
+    """Files with one JSON document per line, some lines broken."""
     whole, near = st.sampled_from(seeds).map(as_json), json_bytes(seeds, most)
     lines = st.lists(st.one_of(near, near, whole), min_size=1, max_size=most_lines)
     ends = st.sampled_from([b"\n", b"\n", b"\n", b"\r\n", b"\n\n"])

@@ -1,4 +1,4 @@
-"""What a parser under test is, and the list of them."""
+"""The type of a parser under test, and the list of parsers."""
 
 import importlib
 from collections.abc import Callable
@@ -15,10 +15,10 @@ class Parser:
     """A parser and its inputs.
 
     Attributes:
-        inputs: files by name, which are written into the parser's folder.
-        parse: reads them from the folder, and uses what it read. Called once without an input: it
-            must accept the valid files that the folder was made with.
-        named: every refusal must contain one of these texts; empty where the caller adds the name.
+        inputs: strategy for files by name, which are written into the parser's folder.
+        parse: reads them from the folder and uses the result. Called once without an input, it must
+            accept the folder's valid files.
+        named: every refusal must contain one of these texts; empty if the caller adds the name.
     """
 
     inputs: SearchStrategy[Files]
@@ -26,7 +26,7 @@ class Parser:
     named: tuple[str, ...] = ()
 
 
-# Name to module and function, which takes an empty folder and makes the `Parser` there.
+# Name to `module:function`; the function makes the `Parser` in an empty folder.
 PARSERS = {
     "yaml": "fuzzing.run_files:yaml_file",
     "overrides": "fuzzing.run_files:overrides",
@@ -50,7 +50,7 @@ PARSERS = {
     "prompt_tokenizer": "fuzzing.tokenizers:prompt_tokenizer",
     "action_tokenizer": "fuzzing.tokenizers:action_tokenizer",
 }
-# Of the asked number of inputs, where one takes a second.
+# Fraction of the requested inputs for parsers that take a second per input.
 SHARES = {"pictures": 0.05}
 
 

@@ -1,4 +1,4 @@
-"""What a run reads and leaves: its YAML file, settings on the command line, metrics, starts."""
+"""Files of a run: its YAML file, settings on the command line, metrics, run records."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from paddle_vl.config.load import load_run_config, save_run_config
 from paddle_vl.report.report import write_report
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-# Rules between settings are told by the names of these.
+# Errors of rules across settings name these sections.
 _SECTIONS = ("model.", "data.", "parallel.", "train.", "logging.")
 _YAML_TOKENS = [
     b"&a ", b"*a", b"<<: *a", b"!!python/object:os.system ", b"!!binary ", b"!!set ", b"!!omap ",
@@ -61,12 +61,12 @@ def _as_yaml(document: Any) -> bytes:
     try:
         return yaml.safe_dump(document, allow_unicode=True).encode("utf-8", "surrogatepass")
     except (ValueError, yaml.YAMLError, RecursionError):
-        # What Python does not print, JSON's spelling is YAML too.
+        # JSON is YAML too, for documents that safe_dump cannot write.
         return as_json(document) if "9" * 20 not in repr(type(document)) else b""
 
 
 def yaml_file(folder: Path) -> Parser:
-    """A run's file, and that it is written back to the same settings."""
+    """A run's YAML file; the settings written back must be the same."""
     texts = [path.read_bytes() for path in sorted(_CONFIGS.glob("*/*.yaml")) if _is_run(path)]
     run = folder / "run.yaml"
     run.write_bytes(texts[0])
@@ -86,7 +86,7 @@ def yaml_file(folder: Path) -> Parser:
 
 
 def _is_run(path: Path) -> bool:
-    # Those of the benchmarks get their data when they run.
+    # Configurations of the benchmarks get their data when they run.
     return path.parent.name != "bench" and "train" in yaml.safe_load(path.read_text())
 
 
@@ -122,12 +122,12 @@ def overrides(folder: Path) -> Parser:
 
 
 def metrics(folder: Path) -> Parser:
-    """metrics.jsonl, up to the page of a report."""
+    """metrics.jsonl, read into the page of a report."""
     return _metrics(folder, with_pictures=False)
 
 
 def pictures(folder: Path) -> Parser:
-    """metrics.jsonl, up to the pictures of a report."""
+    """metrics.jsonl, read into the pictures of a report."""
     return _metrics(folder, with_pictures=True)
 
 
@@ -139,7 +139,7 @@ def _metrics(folder: Path, *, with_pictures: bool) -> Parser:
 
 
 def run_record(folder: Path) -> Parser:
-    """run.json and config.yaml of a finished run, up to the page of a report."""
+    """run.json and config.yaml of a finished run, read into the page of a report."""
     _write_run(folder)
     seeds = [{"starts": [_START]}, {"starts": [_START, _RESUMED]}, {"starts": []}]
     record = json_bytes(seeds)

@@ -1,4 +1,4 @@
-"""Data: conversations, demonstrations, and the statistics of these."""
+"""Data: conversations, demonstrations and their statistics."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ _TEXTS = ["user\n", "assistant\n", "system\n", "What is this?", "A cat on a mat.
 
 
 def small_processor() -> Qwen3VLProcessor:
-    """Patches of 4 pixels, 300 tokens."""
+    """A processor with patches of 4 pixels and 300 tokens."""
     images = ImageProcessor(64, 256, 4, 2, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     return Qwen3VLProcessor(train_bpe(_TEXTS, 300, CONTROL_TOKENS), images)
 
@@ -38,7 +38,7 @@ def write_image(file: Path, height: int = 16, width: int = 8) -> Path:
 
 
 def conversations(folder: Path) -> Parser:
-    """JSONL of messages, up to tokens; bad lines are skipped, or end the run."""
+    """JSONL of messages, read into tokens; bad lines are skipped or end the run."""
     write_image(folder / "cat.png")
     write_video(folder / "clip.mp4", "mpeg4")
     user, answer = {"role": "user"}, {"role": "assistant", "content": "A cat."}
@@ -79,7 +79,7 @@ def conversations(folder: Path) -> Parser:
 
 
 def demonstrations(folder: Path) -> Parser:
-    """JSONL of moments, up to samples."""
+    """JSONL of demonstrations, read into samples."""
     for name in ("0.png", "1.png"):
         write_image(folder / name, 12, 12)
     full = {
@@ -105,7 +105,7 @@ def demonstrations(folder: Path) -> Parser:
 
 
 def statistics(folder: Path) -> Parser:
-    """statistics.json, up to normalised values and back."""
+    """statistics.json, used to normalize values and back."""
     vector = {
         "mean": [0.0, 1.0], "std": [1.0, 0.5], "min": [-1.0, 0.0], "max": [1.0, 2.0],
         "q01": [-0.9, 0.1], "q99": [0.9, 1.9], "count": [10],

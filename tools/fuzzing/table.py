@@ -1,4 +1,4 @@
-"""What the user sees: a line for each parser, and every fault with its smallest input."""
+"""The printed output: a line for each parser, and every fault with its smallest input."""
 
 import re
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ _MOST_SHOWN = 400
 
 
 def run_all(names: Sequence[str], limits: Limits, save: Path | None = None) -> int:
-    """Try all parsers, one after the other, and print what came of them.
+    """Try all parsers one after the other and print the outcomes.
 
     Args:
-        save: a folder for the smallest input of each fault.
+        save: folder for the smallest input of each fault.
 
     Returns:
-        1 if anything escaped, or inputs were not tried; otherwise 0.
+        1 if an input escaped or was not tried; otherwise 0.
     """
     print(f"{_HEAD}{'memory':>12}", flush=True)
     is_good = True
@@ -35,7 +35,7 @@ def run_all(names: Sequence[str], limits: Limits, save: Path | None = None) -> i
 
 
 def line(name: str, tally: Tally) -> str:
-    """A parser's line of the table; shares are of its inputs."""
+    """A parser's row of the table; percentages are of its inputs."""
     escaped = sum(escape.count for escape in tally.escapes.values())
     total = max(tally.inputs, 1)
     return (
@@ -45,7 +45,7 @@ def line(name: str, tally: Tally) -> str:
 
 
 def described(escape: Escape) -> str:
-    """A fault, how often, its traceback, and the smallest input."""
+    """A fault, its count, its traceback and the smallest input."""
     lines = [f"  {escape.what}, {escape.count} inputs"]
     lines += [f"    | {text}" for text in escape.details.rstrip().splitlines()[-14:]]
     for name, content in escape.files.items():

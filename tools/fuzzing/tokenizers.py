@@ -1,4 +1,4 @@
-"""tokenizer.json of texts, prompts and actions, up to ids and back."""
+"""tokenizer.json of texts, prompts and actions; each encodes and decodes."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ _TEXTS = ["What is this?", "", "<|im_start|>user\n", "😀 hello\nhello", "\0\u2
 
 
 def _seeds(folder: Path) -> list[Any]:
-    """The file as it stands, and shorter ones of other models and steps."""
+    """The file itself, and shorter ones with other models and steps."""
     saved = json.loads((folder / _FILE).read_text())
     vocab = {"[UNK]": 0, "a": 1, "b": 2, "ab": 3, "##b": 4}
     added = [{
@@ -71,7 +71,7 @@ def text_tokenizer(folder: Path) -> Parser:
 
 
 def prompt_tokenizer(folder: Path) -> Parser:
-    """The tokenizer of a policy, and its settings."""
+    """The tokenizer of a policy with its settings."""
     PromptTokenizer.fit(["stack them", "Task: , State: "], 300).save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
 
@@ -89,7 +89,7 @@ def prompt_tokenizer(folder: Path) -> Parser:
 
 
 def action_tokenizer(folder: Path) -> Parser:
-    """The tokenizer of actions, and its settings."""
+    """The tokenizer of actions with its settings."""
     chunks = np.random.default_rng(0).uniform(-1, 1, (8, 4, 2))
     ActionTokenizer.fit(chunks, vocab_size=200, time_horizon=4, action_dim=2).save_pretrained(
         folder

@@ -1,4 +1,4 @@
-"""Weights: safetensors files, shard indexes, adapters in PEFT's files."""
+"""Weights: safetensors files, shard indexes, adapters in PEFT's format."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from paddle_vl.checkpoint.safetensors_io import (
 
 
 def write_tensors(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "F32") -> bytes:
-    """A safetensors file of ones; its content."""
+    """Write a safetensors file of ones; return its tensors."""
     numpy_dtype = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64}[dtype]
     write_file(
         file,
@@ -41,7 +41,7 @@ _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1,
 
 @st.composite
 def _sound_files(draw) -> bytes:
-    """Files that fit together, of any names, types and shapes."""
+    """Valid files with random names, dtypes and shapes."""
     shapes = st.lists(st.integers(0, 5), max_size=3)
     names = st.one_of(st.text(max_size=8), st.sampled_from(["a.weight", "a.bias"]))
     entry = st.tuples(st.sampled_from(list(_WIDTHS)), shapes)
@@ -56,7 +56,7 @@ def _sound_files(draw) -> bytes:
 
 
 def tensor_files(seeds: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-    """Files with other headers, before the right or another number of bytes."""
+    """Files with changed headers, followed by the right or a wrong number of bytes."""
     parts = [(seed[8:], *struct.unpack("<Q", seed[:8])) for seed in seeds]
     headers, bodies = [rest[:length] for rest, length in parts], [r[n:] for r, n in parts]
     texts = json_bytes([json.loads(header) for header in headers])
@@ -78,7 +78,7 @@ def tensor_files(seeds: Sequence[bytes]) -> st.SearchStrategy[bytes]:
 
 
 def safetensors(folder: Path) -> Parser:
-    """One file, all its tensors read."""
+    """One file; all tensors are read."""
     file = folder / "model.safetensors"
     shapes = {"a.weight": (2, 3), "a.bias": (3,), "b": (), "none": (0, 4)}
     seeds = [write_tensors(file, shapes, dtype) for dtype in ("F32", "BF16", "I64")]
@@ -94,7 +94,7 @@ def safetensors(folder: Path) -> Parser:
 
 
 def shard_index(folder: Path) -> Parser:
-    """An index and two shards, all tensors read."""
+    """An index and two shards; all tensors are read."""
     shards = {
         "model-00001-of-00002.safetensors": {"a": (2, 3), "b": (2,)},
         "model-00002-of-00002.safetensors": {"c": (4,)},
@@ -123,7 +123,7 @@ _LORA: dict[str, Any] = {
 
 
 def adapter(folder: Path) -> Parser:
-    """An adapter, added to its base."""
+    """An adapter, loaded onto its base model."""
     inner = folder / "base"
     inner.mkdir()
     write_tensors(inner / "model.safetensors", {"q.weight": (4, 3), "v.weight": (5, 3), "n": (3,)})
@@ -168,7 +168,7 @@ def manifest(folder: Path) -> Parser:
     seed = json.loads((folder / "manifest.json").read_text())
 
     def parse() -> None:
-        # Its problems are told in the verdict.
+        # Problems are in the returned verdict, not raised.
         examine(folder)
         load_state(folder)
         Manifest.read(folder)

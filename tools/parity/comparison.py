@@ -1,4 +1,4 @@
-"""What one golden case compared, how far apart it was, and what was allowed."""
+"""Quantities of one golden case, their errors and tolerances."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass
 class Quantity:
-    """One compared tensor: its error and the error allowed, in the same measure."""
+    """One compared tensor: its error and tolerance in the same measure."""
 
     group: str
     name: str
@@ -23,7 +23,7 @@ class Quantity:
 
 @dataclass
 class CaseReport:
-    """All that one case compared; `unsupported` says why nothing could be."""
+    """All comparisons of one case; `unsupported` says why there are none."""
 
     name: str
     tolerance_scale: float = 1.0
@@ -56,7 +56,7 @@ class CaseReport:
         self._distance(group, name, found, wanted, tolerance, relative=True)
 
     def near(self, group: str, name: str, found, wanted, rtol: float, atol: float) -> None:
-        """Require |found - wanted| <= rtol |wanted| + atol. The error is in parts, as rtol is."""
+        """Require |found - wanted| <= rtol |wanted| + atol. The error is relative, as rtol is."""
         found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
         if found.shape != wanted.shape:
             self._shapes_differ(group, name, found, wanted)
@@ -67,7 +67,7 @@ class CaseReport:
         self.quantities.append(Quantity(group, name, error, rtol * self.tolerance_scale))
 
     def fail(self, group: str, name: str, reason: str) -> None:
-        """Record something that could not be compared at all."""
+        """Record a quantity that could not be compared."""
         self.quantities.append(Quantity(group, name, float("inf"), 0.0, reason))
 
     def _distance(self, group, name, found, wanted, tolerance: float, relative: bool) -> None:

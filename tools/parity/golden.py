@@ -1,4 +1,4 @@
-"""Finding golden cases and models under any number of folders."""
+"""Finds golden cases and models in any number of folders."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 @dataclass(frozen=True)
 class GoldenCase:
-    """A folder that holds a case: `meta.json` with tensors, a trajectory, or processor tables."""
+    """Folder of a case: `meta.json` with tensors, a trajectory or processor tables."""
 
     name: str
     kind: str  # forward | generation | trajectory | processor
@@ -34,7 +34,7 @@ class GoldenCase:
         return load_file(self.folder / "grads.safetensors")
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """The `in.*` tensors that HF users would give: its positions and type ids left out."""
+        """The `in.*` tensors that HF users would pass, without positions and type ids."""
         skipped = {"in.position_ids", "in.mm_token_type_ids", "in.cu_seqlens"}
         return {
             name[3:]: value
@@ -44,7 +44,7 @@ class GoldenCase:
 
 
 class GoldenFolders:
-    """All cases and models below the given folders, wherever they lie."""
+    """All cases and models below the given folders."""
 
     def __init__(self, folders: list[Path]):
         missing = [str(folder) for folder in folders if not folder.is_dir()]
@@ -74,7 +74,7 @@ class GoldenFolders:
         return self.models[name]
 
     def case(self, name: str) -> GoldenCase:
-        """The case of that name.
+        """The case with this name.
 
         Raises:
             ValueError: no given folder holds it.

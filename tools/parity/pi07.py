@@ -1,8 +1,8 @@
 """Golden cases of pi07: training with every gradient, sampling, and single components.
 
 Tolerances are those of the golden README: in float32 1e-4 relative plus 1e-5 absolute; gradients
-1e-4 of the largest entry of a tensor, or 1e-6 absolute where the whole gradient is rounding (a
-key's bias shifts a whole row of scores, so its gradient is zero); a trajectory 5e-4 of the largest
+1e-4 of the largest entry of a tensor, or 1e-6 absolute where the full gradient is rounding (a
+key's bias shifts a full row of scores, so its gradient is zero); a trajectory 5e-4 of the largest
 loss or norm, and of the norm of each weight.
 
 Cases computed in bfloat16 are compared with a float32 run on the same weights: 2e-2 of a tensor's
@@ -32,7 +32,7 @@ RUNNERS = {
     "policy": run_policy,
     "freeze": run_freeze,
 }
-# Cases whose kind does not tell which runner they need, by number in the golden README.
+# Runners of cases whose kind does not determine one, by number in the golden README.
 NUMBERED = {"13": run_training, "19": run_planner, "20": run_trajectory}
 
 
@@ -51,6 +51,6 @@ def run_cases(
             try:
                 run(case, report)
             except (KeyError, ValueError, RuntimeError) as error:
-                # A malformed case fails alone.
+                # A malformed case does not stop the others.
                 report.unsupported = f"{type(error).__name__}: {error}"
         yield report

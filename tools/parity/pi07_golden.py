@@ -1,7 +1,7 @@
 """Golden cases of pi07 and their models.
 
-A case is `NAME.json` with `NAME.safetensors` beside it; files of weights and inputs that it names
-may be in any of the folders.
+A case is `NAME.json` with `NAME.safetensors` next to it. The weights and inputs that it names may
+be in any of the folders.
 """
 
 import json
@@ -42,7 +42,8 @@ class GoldenCase:
 
     @cached_property
     def tensors(self) -> dict[str, np.ndarray]:
-        """Its tensors, and the inputs that it takes from another case; bfloat16 as float32."""
+        """The case's tensors and the inputs that it takes from another case; bfloat16 as
+        float32."""
         found = {}
         if "inputs_from" in self.meta:
             found = _read(self.folders.file(self.meta["inputs_from"]))
@@ -52,11 +53,11 @@ class GoldenCase:
 
     @property
     def is_bfloat16(self) -> bool:
-        """Whether it was computed in bfloat16."""
+        """Whether the case was computed in bfloat16."""
         return "bf16" in self.meta.get("weights_file", "")
 
     def inputs(self) -> dict:
-        """The `in.*` tensors as the model takes them, cameras in lists."""
+        """The `in.*` tensors as model inputs, cameras in lists."""
         given: dict[str, Any] = {
             name[3:]: value for name, value in self.tensors.items() if name[:3] == "in."
         }
@@ -67,7 +68,7 @@ class GoldenCase:
 
 
 class GoldenFolders:
-    """All cases below the given folders, and the files beside them."""
+    """All cases below the given folders, and the files next to them."""
 
     def __init__(self, folders: list[Path]):
         missing = [str(folder) for folder in folders if not folder.is_dir()]
@@ -110,8 +111,8 @@ def model_of(case: GoldenCase, weights: str = "", **settings) -> PI07LowLevelFlo
     """The case's model with its weights.
 
     Args:
-        weights: file of the weights instead of the case's own.
-        settings: changes of the configuration; `vlm_...` ones of its `vlm_config`.
+        weights: file that replaces the case's weights.
+        settings: changes to the configuration; `vlm_...` changes its `vlm_config`.
     """
     stored = _stored_weights(case, weights)
     config = config_of(case, stored, **settings)
@@ -121,7 +122,7 @@ def model_of(case: GoldenCase, weights: str = "", **settings) -> PI07LowLevelFlo
 
 
 def fill(model, case: GoldenCase, stored: dict | None = None) -> None:
-    """Load the case's weights, all of them unless the model has no expert."""
+    """Load the case's weights; all must be used unless the model has no expert."""
     stored = _stored_weights(case) if stored is None else stored
     placed = model.stored_parameters()
     if model.config.vlm_config.disable_action_expert:

@@ -1,7 +1,7 @@
 """AdamW on float32 master weights of bfloat16 parameters: steps, clipping, a missing gradient.
 
-The case was written after its last step, from tensors that the steps had changed in place: `init.*`
-and the values of every step are the final ones. So only the final values are compared, from the
+The case was written after its last step, from tensors that the steps had changed in place, so
+`init.*` and the values of every step are the final ones. Only the final values are compared, from
 initial bfloat16 values that lead to them.
 """
 
@@ -17,12 +17,12 @@ from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase
 from parity.pi07_quantities import Comparison, array
 
-# Step and parameter without a gradient, although the case has one.
+# Step and parameter whose gradient is dropped, although the case has one.
 _WITHOUT_GRADIENT = (3, "p1")
 
 
 def run_optimizer(case: GoldenCase, report: CaseReport) -> None:
-    """All steps with the package's master weights and optimizer."""
+    """Run all steps with the package's master weights and optimizer."""
     given = case.tensors
     init = {name[5:]: value for name, value in given.items() if name.startswith("init.")}
     moved = [name for name in init if f"step0.master.{name}" in given]
@@ -50,7 +50,7 @@ def run_optimizer(case: GoldenCase, report: CaseReport) -> None:
 
 
 def _is_end(given: dict[str, np.ndarray], name: str, last: int) -> bool:
-    """Whether all arrays of a parameter are those of the last step."""
+    """Whether all arrays of a parameter have the values of the last step."""
     masters = [given[f"step{n}.master.{name}"] for n in range(last + 1)]
     is_constant = all(np.array_equal(master, masters[0]) for master in masters)
     return is_constant and np.array_equal(given[f"init.{name}"], given[f"step{last}.live.{name}"])

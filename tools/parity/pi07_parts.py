@@ -20,7 +20,7 @@ _ENGINE = "gemma3_with_expert."
 
 
 def run_engine(case: GoldenCase, report: CaseReport) -> None:
-    """Both streams in two passes and at once; a case with key names has no expert."""
+    """Both streams in two passes and in one; a case with key names has no expert."""
     if "state_dict_keys" in case.meta:
         _run_without_expert(case, report)
         return

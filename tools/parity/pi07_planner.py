@@ -59,7 +59,7 @@ def run_planner(case: GoldenCase, report: CaseReport) -> None:
 
 
 def _batch(case: GoldenCase) -> dict:
-    """The case's inputs, cameras in lists; a video of one frame in [0, 1] becomes an image."""
+    """The case's inputs, cameras in lists; a video with one frame in [0, 1] becomes an image."""
     given = {name[3:]: value for name, value in case.tensors.items() if name.startswith("in.")}
     images, masks = [], []
     for i in range(len(given)):
@@ -79,14 +79,14 @@ def _model(case: GoldenCase, batch: dict) -> PI07HighLevelPlannerModel:
     given = case.meta["config"]
     own = {name: given[name] for name in _SETTINGS if name in given}
     for text in ("memory", "response"):
-        # Decoded texts have the length of the targets.
+        # Decoding produces as many tokens as the targets have.
         own[f"{text}_max_length"] = batch[f"{text}_tokens"].shape[1]
     vlm = given["vlm"] | {"gemma3_config": given["gemma3"], "disable_action_expert": True}
     own["vlm_config"] = vlm | {"gemma_expert_config": given.get("expert", {})}
     labels = {label: given["indicator_token_ids"][label] for label in PLANNER_LABELS}
     model = PI07HighLevelPlannerModel(PI07PlannerConfig.from_dict(own), labels)
     stored = engine_keys(read_header(case.folders.file(case.meta["weights_file"])))
-    # The file also has the expert and the projections, which the planner lacks.
+    # The file also has weights of the expert and the projections, which the planner lacks.
     fill_parameters(model.stored_parameters(), stored)
     model.train()
     return model

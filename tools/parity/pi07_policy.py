@@ -19,7 +19,7 @@ _CLEARED_STEP = 3
 
 
 class _Tokenizer:
-    """The case's stand-in for Gemma's tokenizer: an id for every character but in labels."""
+    """The case's stand-in for Gemma's tokenizer: one id per character outside labels."""
 
     def __init__(self, label_ids: dict[str, list[int]]):
         self.label_ids = label_ids

@@ -1,4 +1,4 @@
-"""Values inside pi07 by their golden names, and how they are compared."""
+"""Intermediate values of pi07 under their golden names, and their comparison."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ _ALL_ROUNDING = 1e-6
 
 
 class Comparison:
-    """Compares values of a case and tracks which were compared."""
+    """Compares values of a case and records which were compared."""
 
     def __init__(self, case: GoldenCase, report: CaseReport):
         self.case, self.report = case, report
@@ -45,7 +45,8 @@ class Comparison:
         elif group == "grads" and np.abs(wanted).max() < _ALL_ROUNDING:
             self.report.absolute(group, name, found, wanted, _ALL_ROUNDING)
         elif self.case.is_bfloat16 and group == "grads":
-            # Relative to the tensor's norm; to that of the queries' bias where it is all rounding.
+            # Relative to the tensor's norm; for a key bias, whose gradient is all rounding, to that
+            # of the query bias.
             like = self.case.tensors.get(name.replace("k_proj.bias", "q_proj.bias"), wanted)
             away = np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(like)
             self.report.absolute(group, name, away, 0.0, BFLOAT16_GRADIENT)
@@ -57,14 +58,14 @@ class Comparison:
             self.report.near(group, name, found, wanted, RTOL, ATOL)
 
     def all_compared(self, start: str = "out.") -> None:
-        """Fail for every value of the case with this start that was not compared."""
+        """Fail for every value of the case with this prefix that was not compared."""
         for name in sorted(set(self.case.tensors) - self.compared):
             if name.startswith(start):
                 self.report.fail("coverage", name, "the case has it and it was not compared")
 
 
 class Recording:
-    """Records outputs and inputs of a model's layers, in the order of the calls."""
+    """Records outputs and inputs of a model's layers, in call order."""
 
     def __init__(self, model: PI07LowLevelFlowMatching):
         self.calls: dict[str, list[Any]] = {}
@@ -81,7 +82,7 @@ class Recording:
         self._hooks = []
         for name, layer in self._layers.items():
             post, pre = self._keeper(name), self._input_keeper(name)
-            # Paddle's stub knows no hooks that return None.
+            # Paddle's type stub has no hooks that return None.
             post_hook = layer.register_forward_post_hook(post)  # pyright: ignore[reportArgumentType]
             pre_hook = layer.register_forward_pre_hook(pre)  # pyright: ignore[reportArgumentType]
             self._hooks += [post_hook, pre_hook]
@@ -105,24 +106,24 @@ class Recording:
 
 
 def video_encoder(model: PI07LowLevelFlowMatching) -> VideoEncoder:
-    """The video encoder of a full model."""
+    """The video encoder of a complete model."""
     assert model.prefix is not None, "a full model has all layers"
     return model.prefix.video_encoder
 
 
 def array(x) -> np.ndarray:
-    """A tensor as an array, half precision as float32."""
+    """A tensor as an array; half precision becomes float32."""
     return (x.astype("float32") if x.dtype in (paddle.bfloat16, paddle.float16) else x).numpy()
 
 
 def samples_of(rows, size: int) -> np.ndarray:
-    """Token rows `[B * L, D]` of B = `size` samples as `[B, L, D]`."""
+    """Token rows `[B * L, D]` of B = `size` samples, reshaped to `[B, L, D]`."""
     return array(rows).reshape(size, -1, rows.shape[-1])
 
 
 def prefix_quantities(prefix: Prefix, tokens, num_cams: int) -> dict[str, np.ndarray]:
     """Camera tokens, embedded prefix, its masks and positions."""
-    # Goal images follow the cameras' in one pass.
+    # Goal images follow the camera images in one pass.
     cameras = np.split(array(tokens)[: num_cams * prefix.embs.shape[0]], num_cams)
     return {f"out.video{i}.embs": camera for i, camera in enumerate(cameras)} | {
         "out.embed_prefix.embs": array(prefix.embs),
@@ -134,7 +135,7 @@ def prefix_quantities(prefix: Prefix, tokens, num_cams: int) -> dict[str, np.nda
 
 
 def suffix_quantities(prefix: Prefix, num_steps: int) -> dict[str, np.ndarray]:
-    """Masks and positions of a chunk after a prefix; names without their start."""
+    """Masks and positions of an action chunk after a prefix; names without their prefix."""
     seen = prefix.pad_masks[:, : prefix.num_seen]
     pad = paddle.ones([seen.shape[0], num_steps], dtype="bool")
     marks = suffix_marks(pad)

@@ -1,4 +1,6 @@
-"""The low-level model of pi07: training step, sampling, and a few updates, value by value."""
+"""The low-level model of pi07: training step, sampling and a few updates, compared tensor by
+tensor.
+"""
 
 import numpy as np
 import paddle
@@ -22,8 +24,8 @@ from parity.pi07_quantities import (
     suffix_quantities,
 )
 
-# Adam divides a gradient by its own size, so rounding errors move weights by whole steps: two
-# settings of Paddle's own kernels are 1e-4 apart after six steps.
+# Adam divides a gradient by its magnitude, so rounding errors move weights by full steps: two
+# settings of Paddle's own kernels differ by 1e-4 after six steps.
 DRIFT = 5e-4
 _NOT_FOR_SAMPLING = {
     "actions", "time", "discrete_actions", "discrete_action_masks", "actions_is_pad",
@@ -32,7 +34,7 @@ _NOT_FOR_SAMPLING = {
 
 
 def run_training(case: GoldenCase, report: CaseReport) -> None:
-    """Losses and gradients of both streams at once; the streams one after the other."""
+    """Losses and gradients with both streams in one pass, then in two passes."""
     model, batch, compare = model_of(case), case.inputs(), Comparison(case, report)
     model.train()
     presence = presence_of(batch)
@@ -109,7 +111,7 @@ def _compare_two_passes(model, prefix, suffix_rows, cond, compare: Comparison) -
 def _compare_gradients(
     model: PI07LowLevelFlowMatching, case: GoldenCase, compare: Comparison
 ) -> None:
-    """Every gradient; and the same parameters have none as in the case."""
+    """Compare every gradient, and the set of parameters without a gradient."""
     report, without, squares = compare.report, set(UNUSED_KEYS), 0.0
     holds_gradients = any(name.startswith("grad.") for name in case.tensors)
     for item in model.stored_parameters():
@@ -215,7 +217,8 @@ def run_trajectory(case: GoldenCase, report: CaseReport) -> None:
             compare.compared.add(name)
             wanted = case.tensors[name]
             away = np.linalg.norm(parameter_array(item) - wanted)
-            # Adam makes full steps along gradients that are rounding errors: biases of vision keys.
+            # Adam takes full steps along gradients that are pure rounding error: biases of vision
+            # keys.
             is_rounding = item.key.endswith("k_proj.bias")
             steps = len(found["MSE"]) * train.learning_rate * 2 * wanted.size**0.5
             limit = steps if is_rounding else DRIFT * np.linalg.norm(wanted)
@@ -226,7 +229,7 @@ def run_trajectory(case: GoldenCase, report: CaseReport) -> None:
 
 
 def _adamw_settings(meta: dict) -> dict:
-    """The case's optimizer settings, with OpenTau's defaults."""
+    """The case's optimizer settings; OpenTau's defaults for the others."""
     given = [value for value in (meta, *meta.values()) if isinstance(value, dict) and "lr" in value]
     return {"lr": 2.5e-5} | (given[0] if given else {})
 

@@ -3,8 +3,8 @@
 Tolerances are those of the golden README, for float32: activations and logits 2e-5 absolute, loss
 5e-6, gradients 2e-5 relative to the largest entry of each tensor. Along a trajectory the tolerance
 is 1e-4: relative to each loss, and for gradient norms relative to the largest. (Adam divides a
-gradient by its own size, so an entry of rounding noise, 1e-9 in the patch embedding of the tied
-model, moves by up to a full learning rate in the first step, which the small late norms show.)
+gradient by its magnitude, so rounding noise, 1e-9 in the patch embedding of the tied model, moves a
+weight by up to a full learning rate in the first step. This shows in the small late norms.)
 The experts of a token are compared as a set, sorted by number.
 """
 
@@ -56,7 +56,7 @@ def _load(golden: GoldenFolders, name: str, dtype: str) -> Qwen3VLForConditional
 
 
 def _unsupported(golden: GoldenFolders, case: GoldenCase) -> str:
-    """What this package does not support of a case; empty if nothing."""
+    """Reason why this package does not support a case; empty if it does."""
     if reason := _unsupported_model(golden, case.meta["model"]):
         return reason
     unknown = set(case.meta.get("extra_forward_kwargs") or {}) - {"output_router_logits"}
@@ -80,7 +80,7 @@ def _run_forward(
     host = _host_batch(model, inputs, offsets)
     compared = {name for name in tensors if name.startswith("in.")}
     if offsets is not None:
-        # HF tells packed samples only by restarting positions.
+        # HF marks packed samples only by restarting positions.
         inputs = inputs | {"position_ids": tensors["in.position_ids"]}
         restarts = restart_offsets(tensors["in.position_ids"][0])
         report.exact("positions", "in.cu_seqlens", restarts, offsets)
@@ -194,7 +194,7 @@ def _real_tokens(inputs: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _host_batch(model, inputs: dict[str, np.ndarray], offsets: np.ndarray | None) -> dict:
-    """The batch with everything that a collator adds."""
+    """The batch with the fields that a collator adds."""
     config = model.config
     ids = {"image_token_id": config.image_token_id, "video_token_id": config.video_token_id}
     merge = config.vision_config.spatial_merge_size
@@ -220,7 +220,7 @@ def _host_batch(model, inputs: dict[str, np.ndarray], offsets: np.ndarray | None
 
 
 def _tower_quantities(model, pixels: np.ndarray, grid: np.ndarray) -> Iterator[tuple]:
-    """Names and values inside the tower for one modality."""
+    """Names and values inside the vision tower for one modality."""
     tower, config = model.visual, model.config.vision_config
     layout = vision_layout(grid, table_side=config.table_side, merge=config.spatial_merge_size)
     values: dict[str, np.ndarray] = {}
@@ -247,9 +247,9 @@ def _tower_quantities(model, pixels: np.ndarray, grid: np.ndarray) -> Iterator[t
 
 
 def _run_generation(model, case: GoldenCase, report: CaseReport, eos: int) -> None:
-    """Greedy tokens, the logits of every step, and the positions that lead to them.
+    """Greedy tokens, the logits of every step and the positions behind them.
 
-    The reference decoded with its end token suppressed, so that all rows run to the end.
+    The reference decoded with its end token suppressed, so all rows run to the end.
     """
     tensors, inputs = case.tensors, case.inputs()
     wanted = tensors["generated"]
@@ -281,7 +281,7 @@ def _run_generation(model, case: GoldenCase, report: CaseReport, eos: int) -> No
 
 
 def _run_trajectories(golden: GoldenFolders, case: GoldenCase, scale: float, dtype: str):
-    """Train every model of the case and compare loss and gradient norm of each step."""
+    """Train every model of the case; compare loss and gradient norm of each step."""
     batch = golden.case(case.meta["batch_from"]).inputs()
     for name, wanted in case.meta["steps"].items():
         report = CaseReport(f"{case.name}[{name}]", scale)

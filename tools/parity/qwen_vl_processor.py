@@ -1,4 +1,4 @@
-"""The processor case: resize rules, pixels to the bit, frame sampling and timestamps."""
+"""The processor case: resize rules, bit-exact pixels, frame sampling and timestamps."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ ONE_PIXEL_STEP = 2 / 255 + 1e-6
 
 
 def compare_processor(case: GoldenCase, scale: float) -> Iterator[CaseReport]:
-    """One report for images, one for videos."""
+    """One report for images and one for videos."""
     tables, tensors = case.meta, case.tensors
     images = CaseReport(f"{case.name}/images", scale)
     for *arguments, wanted in tables["image_smart_resize"]["rows"]:
@@ -89,7 +89,7 @@ def _video_resize(frames, height, width, factor, low, high, temporal_factor):
 
 
 def _outcome(function, arguments: list, wanted) -> tuple[list, list]:
-    """The result of a call and the expected one; a ValueError is a result."""
+    """The result of a call and the expected one; a ValueError counts as a result."""
     try:
         return list(function(*arguments)), wanted if isinstance(wanted, list) else [wanted]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Intermediate values of a Qwen3-VL, recorded by forward hooks."""
+"""Intermediate values of a Qwen3-VL, recorded with forward hooks."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def keep(values: dict, name: str, view: Callable = lambda x: x) -> Callable:
-    """A hook that stores a layer's output, as float32, under a name."""
+    """Hook that stores a layer's output as float32 under a name."""
 
     def hook(layer, inputs, output):
         values[name] = view(output.astype("float32").numpy())
@@ -15,7 +15,7 @@ def keep(values: dict, name: str, view: Callable = lambda x: x) -> Callable:
 
 
 def keep_input(values: dict, name: str) -> Callable:
-    """A hook that stores a layer's first input, as float32, under a name."""
+    """Hook that stores a layer's first input as float32 under a name."""
 
     def hook(layer, inputs):
         values[name] = inputs[0].astype("float32").numpy()
@@ -50,7 +50,7 @@ class Recording(dict):
 
         def keep_layer(i):
             def hook(layer, inputs, output):
-                # A layer with experts may also return its routing sums.
+                # A layer with experts may return its routing sums too.
                 hidden = output[0] if isinstance(output, tuple) else output
                 # A deepstack level, if there is one, replaces the second value.
                 self[f"lm.layer_out.{i}"] = rows(hidden.astype("float32").numpy())
@@ -81,7 +81,7 @@ class Recording(dict):
         return self
 
     def routers(self, tensors: dict) -> Iterator[tuple[str, np.ndarray]]:
-        """Logits, weights and indices of the layers that the case has, sorted by expert."""
+        """Logits, weights and indices of the case's MoE layers, sorted by expert."""
         for i, routing in self.routings.items():
             indices = routing.indices.numpy()
             order = indices.argsort(axis=-1)

@@ -1,13 +1,14 @@
-"""Rotary positions, offsets of packed samples, and the layout of patches.
+"""Rotary positions, offsets of packed samples, and the order of patches.
 
-Pinned: the reference's positions on its own batches (padding on both sides, videos, samples without
-images), the specification's worked example, equality with a token-by-token walk, and clear errors.
-Padding is a segment of its own; restarts of text positions give the same offsets; positions of a
-packed sample are those of the sample alone; offsets that do not tile the rows of the batch are
-refused, and so is an image that crosses from one sample into the next; the end of every key's
-segment. Merge-block order, the specification's taps, weights that sum to 1, segments per frame, and
-refusal of grids that merge blocks do not tile. The walk is the rule of the specification, section
-6, without a running sum.
+Guarantees: positions equal the reference's on its own batches (padding on both sides, videos,
+samples without images), the worked example of the specification, and a token-by-token walk; padding
+is a segment of its own; restarting text positions give the same offsets; a packed sample has the
+positions that it has alone; offsets that do not tile the batch's rows, and images that cross a
+sample boundary, are refused; every key knows the end of its segment. Patches are in merge-block
+order, the interpolation taps are the specification's and their weights sum to 1, every frame is a
+segment, and grids that merge blocks do not tile are refused.
+
+The walk follows section 6 of the specification without a running sum.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""Typed batches say what collators make and what models take.
+"""The TypedDicts of batches match what collators make and models take.
 
-Guarantees, for every family: a real batch has the fields, axes and dtypes of its TypedDict, letters
-stand for one size throughout a batch, and a Qwen3-VL takes every field by its name.
+Guarantees, for every family: a real batch has the fields, axes and dtypes of its TypedDict; a
+letter stands for one size throughout a batch; a Qwen3-VL takes every field by its name.
 """
 
 import inspect
@@ -35,11 +35,11 @@ from tests.support.tiny import tiny_config
 
 
 def check_batch(batch: Mapping[str, Any], kind: type) -> None:
-    """Every field is declared, none that is required lacks, and arrays are as declared."""
+    """Check that every field is declared, required ones are present, and arrays are as declared."""
     hints = get_type_hints(kind, include_extras=True)
     assert set(batch) <= set(hints)
     assert kind.__required_keys__ <= set(batch)
-    # pi07's texts have lengths of their own.
+    # Each of pi07's texts has its own length.
     shared = ("B", "L") if kind is VLBatch else ("B", "R", "F", "J", "A", "H", "W")
     sizes: dict[str, int] = {}
     for name, value in batch.items():
@@ -54,7 +54,7 @@ def check_batch(batch: Mapping[str, Any], kind: type) -> None:
 
 
 def _declared(hint: Any, value: Any) -> list[tuple[np.ndarray, Axes]]:
-    """Arrays of a field, each with its axes; none of a plain number."""
+    """Arrays of a field with their axes; none for a plain number."""
     hint = get_args(hint)[0] if "Required" in str(get_origin(hint)) else hint
     if get_origin(hint) is list:
         return [pair for item in value for pair in _declared(get_args(hint)[0], item)]
@@ -81,7 +81,7 @@ def test_batches_of_qwen3_vl_are_as_declared(name):
 
 def test_qwen3_vl_takes_every_field_by_name():
     model = Qwen3VLForConditionalGeneration
-    # `forward` hands its further keywords to `decoder_arguments`.
+    # `forward` passes other keywords to `decoder_arguments`.
     parameters = [inspect.signature(f).parameters for f in (model.forward, model.decoder_arguments)]
     assert set(get_type_hints(VLBatch)) <= {*parameters[0], *parameters[1]}
 

@@ -1,8 +1,10 @@
-"""Visual indices: which rows hold a visual token, and which embedding belongs there.
+"""Visual indices: the rows with visual tokens and the embedding of each.
 
-Pinned here: equality with a plain loop for any mask, part and layout; NumPy and Paddle agree; all
-results are 1-D int64; parts together are the whole; counts and divisibility are checked.
-The loop is right because it states the definition row by row, without any of the formula's tools.
+Guarantees: equality with a plain loop for any mask, shard and layout; NumPy and Paddle agree; all
+results are 1-D int64; the shards together give the full result; counts and divisibility are
+checked.
+
+The loop states the definition row by row and shares no code with the formula.
 """
 
 import numpy as np
@@ -24,7 +26,7 @@ TEXT_IMAGE_VIDEO = st.sampled_from([1, 1, IMAGE, IMAGE, VIDEO])
 
 
 def plain_loop(ids_BL, part: RowPart, layout: str):
-    """Walk the rows one by one and look every visual token up in a reading-order table."""
+    """Visit the rows one by one and look up every visual token in a reading-order table."""
     batch, length = ids_BL.shape
     reading_order, source, counts = {}, [], {IMAGE: 0, VIDEO: 0}
     num_images = int((ids_BL == IMAGE).sum())

@@ -1,8 +1,8 @@
-"""Weights that cannot be what a model was trained to.
+"""Invalid weights.
 
-Guarantees: a safetensors header whose tensors overlap, leave holes or contradict themselves, a
-shard index that points elsewhere, weights that are not finite or no weights at all, and a head that
-the configuration denies are refused by file and tensor.
+Guarantees: the error names file and tensor for a safetensors header whose tensors overlap, leave
+holes or contradict themselves, a shard index that points elsewhere, weights that are not finite, no
+weights at all, and a head that the configuration excludes.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Models whose parameters are materialized one by one.
 
-Guarantees: initial weights, and the random numbers after them, are those of parameters that are
-drawn as they are made, for both families and both dtypes; one parameter at a time gets its value,
-after the one before was taken; every parameter comes once; a later value of a parameter replaces
-the earlier, which is not made; values that are added to a materialized model are set at once.
+Guarantees, for both families and dtypes: initial weights, and random numbers drawn after them,
+equal those of parameters drawn at construction; each parameter gets its value after the previous
+one was taken; every parameter comes once; a later value replaces an earlier one, which is not
+computed; values added to a materialized model are set at once.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Writing safetensors files. Guarantees: tensors of any shape are read back as they were."""
+"""Writing safetensors files. Guarantees: tensors of any shape are read back unchanged."""
 
 import numpy as np
 import pytest

@@ -1,8 +1,8 @@
-"""Files of one model that several ranks write.
+"""Model files written by several ranks.
 
-Pinned here: every rank writes its files and no other's, together they hold every tensor once and
-the index names them all; tensors are produced in one order on every rank, which is what their
-collectives need; few bytes make one file, whoever writes; stale files of an earlier save go.
+Guarantees: every rank writes its own files only; together they hold every tensor once, and the
+index names them all; all ranks produce tensors in one order, as their collectives need; a small
+model is one file, whichever rank writes it; files of an earlier save are deleted.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Staged(CheckpointRanks):
-    """One of two stages, whose plans are known."""
+    """One of two stages with known plans."""
 
     plans: tuple = ()
 
@@ -29,7 +29,7 @@ class Staged(CheckpointRanks):
 
 
 def tensors(prefix: str, count: int, produced: list[str]) -> list[TensorToWrite]:
-    """Of one KiB each."""
+    """Tensors of 1 KiB each."""
 
     def produce(name: str, number: int) -> np.ndarray:
         produced.append(name)

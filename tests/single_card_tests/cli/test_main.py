@@ -1,8 +1,8 @@
 """The command line.
 
-Guarantees: --help loads no Paddle and explains every setting, those of every run first; user errors
-are one message and exit code 1, bugs keep their traceback; train, evaluate and generate work
-together on a run folder; a stopped training exits with 128 + the signal's number.
+Guarantees: --help loads no Paddle and explains every setting, those of every run first; a user
+error is one message and exit code 1, a bug keeps its traceback; train, evaluate and generate work
+together on a run folder; an interrupted training exits with 128 + the signal's number.
 """
 
 import json
@@ -138,7 +138,7 @@ def test_evaluate_prints_loss_and_exact_answers_by_task(trained, run_file, tmp_p
     text = capsys.readouterr().out
     assert sum(" -> " in line for line in text.splitlines()) == 3
     answers = [json.loads(line) for line in out.read_text().splitlines()]
-    # 5 conversations, one of them with two answers.
+    # 5 conversations; one has two answers.
     assert len(answers) == 6
     assert answers[0] == {
         "sample": f"{data}:1", "task": "colour", "prompt": "Which colour?", "expected": "red",

@@ -1,8 +1,8 @@
-"""YAML that would exhaust the machine, and settings out of any range.
+"""YAML that would exhaust the machine, and settings out of range.
 
 Guarantees: expanded aliases, depth, size and numbers are limited before values are constructed, in
 files and overrides; bytes that are not text are refused with file and position; an error in an
-override never names the file; settings that would take all memory are refused.
+override does not name the file; settings that would take all memory are refused.
 """
 
 import tracemalloc

@@ -1,9 +1,9 @@
-"""Each family's own settings.
+"""Settings of each family.
 
-Guarantees: the model's config.json decides which settings class a run has; settings of another
-family are refused together with name, place and remedy, and accepted at their default, as in
-checkpoints of earlier versions; a family from outside of the package brings its settings with one
-registration; reading settings loads neither Paddle nor NumPy.
+Guarantees: the model's config.json decides the settings class of a run; settings of another family
+are refused together with name, place and remedy, but accepted at their default, as earlier versions
+wrote them; an external family adds its settings with one registration; reading settings loads
+neither Paddle nor NumPy.
 """
 
 import json
@@ -80,7 +80,7 @@ def test_files_decide(write, folder):
 
 @pytest.mark.parametrize("model", [{"pretrained": "gone"}, {"config": "gone.json"}])
 def test_settings_decide_where_the_model_cannot_be_read(write, model):
-    """The unreadable model is an error of its own when the run starts."""
+    """The unreadable model is a separate error when the run starts."""
     assert type(load_run_config(write(model))) is Qwen3VLRun
     assert type(load_run_config(write(model), ["data.statistics=s.json"])) is PI07Run
     assert type(load_run_config(write(model), ["data.max_length=64"])) is Qwen3VLRun
@@ -134,7 +134,7 @@ class CaptionStyle(Section):
 
 
 class CaptionRun(RunConfig):
-    """A family that shares a setting's name with Qwen3-VL and has its own section and rule."""
+    """A family that shares the name of a Qwen3-VL setting and has its own section and rule."""
 
     family: ClassVar[str] = "captioner"
     needs_processor: ClassVar[bool] = False

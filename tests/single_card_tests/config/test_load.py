@@ -1,8 +1,8 @@
 """Reading a run's configuration.
 
 Guarantees: 1e-4 is a number; unknown keys, wrong types, duplicate keys and broken rules are
-reported all together, each with its place and the nearest valid name; overrides win over the file;
-a saved configuration reads back equal; every setting has a description and is read by the package.
+reported together, each with its place and the nearest valid name; overrides win over the file; a
+saved configuration is read back equal; every setting has a description and is used by the package.
 """
 
 import ast
@@ -198,7 +198,7 @@ def test_fixed_settings_exist():
 
 
 def test_every_setting_is_read_somewhere():
-    """A setting that no code outside of the configuration reads as an attribute is dead."""
+    """A setting that no code outside the configuration reads as an attribute has no effect."""
     package = Path(paddle_vl.__file__).parent
     read = set()
     for path in package.rglob("*.py"):
@@ -217,7 +217,7 @@ def test_configuration_is_frozen(write):
 
 @pytest.mark.parametrize(
     "path",
-    # Those of configs/bench get their data from the benchmark.
+    # Files in configs/bench get their data from the benchmark.
     sorted(
         path
         for path in (Path(__file__).parents[3] / "configs").rglob("*.yaml")

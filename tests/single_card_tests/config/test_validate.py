@@ -1,7 +1,7 @@
 """Rules across settings.
 
-Guarantees: each rule refuses the combination that it forbids and names the values; a valid
-configuration passes all of them.
+Guarantees: each rule refuses its combination and names the values; a valid configuration passes all
+rules.
 """
 
 import pytest

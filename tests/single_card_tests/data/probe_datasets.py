@@ -1,4 +1,4 @@
-"""Datasets that show what a loader does with them; importable by worker processes."""
+"""Datasets and collators that probe a loader; worker processes can import them."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from paddle_vl.data.jsonl import BadSampleError
 
 
 class NumberDataset:
-    """Sample i holds the number i; the listed ones are bad."""
+    """Sample i holds the number i; the listed samples are bad."""
 
     fingerprint = 1
 
@@ -41,7 +41,7 @@ class DyingDataset(NumberDataset):
 
 
 class ProcessDataset(NumberDataset):
-    """Tells about the process it runs in."""
+    """Samples describe the process that loads them."""
 
     def __getitem__(self, number: int) -> dict:
         loaded = "paddle" in sys.modules
@@ -49,7 +49,7 @@ class ProcessDataset(NumberDataset):
 
 
 class HeldDataset(NumberDataset):
-    """Stops at a sample: reads a named pipe to its end, which begins when a writer opens it."""
+    """Blocks at a sample until a writer has opened and closed a named pipe."""
 
     files = ("data.jsonl",)
 
@@ -76,23 +76,23 @@ class LongDataset(NumberDataset):
 
 
 def stack_rows(rows: list) -> dict:
-    """A collator of packed rows: the numbers of the samples of each."""
+    """Collator of packed rows: the numbers of each row's samples."""
     return {"numbers": [[int(sample["input_ids"][0]) for sample in row] for row in rows]}
 
 
 def stack_numbers(samples: list) -> dict:
-    """A collator."""
+    """Collator that stacks the numbers."""
     return {"numbers": np.concatenate([sample["number"] for sample in samples]).tolist()}
 
 
 def token_rows(samples: list) -> dict:
-    """A collator of what training counts: each number as a token."""
+    """Collator of countable batches: each number is a token."""
     ids = np.stack([sample["number"] for sample in samples])
     return {"input_ids": ids, "attention_mask": np.ones_like(ids), "num_target_tokens": 1}
 
 
 def die_halfway(dataset: NumberDataset, collator: object) -> bytes:
-    """A result of which the process writes the first half, and is killed."""
+    """A result whose process is killed after writing half of it."""
     whole = Connection._send
 
     def half(self: Connection, buffer: memoryview, *more: object) -> None:

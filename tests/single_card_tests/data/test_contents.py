@@ -1,9 +1,9 @@
-"""Edited data is noticed when a run goes on: the fingerprint covers what stands in the files.
+"""The fingerprint detects edited data when a run resumes.
 
-Pinned: an answer of the same length, the size of an image, and lines added or removed change the
-fingerprint of conversations and of demonstrations, times of files and lines that nobody uses do
-not; a loader's state names the file that changed; state of before there were hashes of contents is
-compared by the positions of lines; nothing is written beside the data.
+Guarantees: the fingerprint of conversations and demonstrations changes with an answer of the same
+length, the size of an image, and added or removed lines, but not with file times and unused lines;
+a loader's state names the changed file; state from before content hashes is compared by line
+positions; nothing is written next to the data.
 """
 
 import json
@@ -62,7 +62,7 @@ KINDS = {
 
 @pytest.fixture(params=KINDS)
 def data(request, tmp_path):
-    """Two data files, and what opens them."""
+    """Two data files and a function that opens them."""
     write, dataset = KINDS[request.param]
     return write(tmp_path), dataset
 
@@ -105,7 +105,7 @@ def test_edited_data_is_refused_by_its_file(data, edit):
 
 
 def test_times_and_folders_of_files_do_not_count(data, tmp_path):
-    """A run goes on from a copy of its data."""
+    """A run resumes on a copy of its data."""
     files, dataset = data
     state = loader(dataset(files)).state_dict()
     moved = tmp_path.with_name(f"{tmp_path.name}-moved")
@@ -128,7 +128,7 @@ def test_lines_that_are_not_used_do_not_count(tmp_path):
 
 
 def old_state(dataset):
-    """As it was written before contents had hashes."""
+    """State as written before content hashes."""
     state = loader(dataset).state_dict()
     del state["stream"]["contents"]
     state["stream"]["fingerprint"] = dataset.positions_fingerprint
@@ -146,7 +146,7 @@ def test_older_state_is_compared_by_positions(data):
 
 
 def test_fingerprint_of_positions_is_the_one_of_older_checkpoints(tmp_path):
-    """A value of a file that an earlier version wrote into its checkpoints."""
+    """The value was written by an earlier version."""
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n' * 3)
     assert messages_dataset([tmp_path / "a.jsonl"]).positions_fingerprint == 2841616239
 

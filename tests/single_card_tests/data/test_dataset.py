@@ -1,8 +1,8 @@
-"""Dataset: JSONL files of conversations, checked when opened, decoded when used.
+"""Dataset: JSONL files of conversations, checked when opened, decoded on access.
 
-Pinned: samples keep file order over several files; every kind of bad sample names file, line and
-reason, whether it is found when opening or when decoding; `skip` leaves out and counts; a sample
-over the limit is cut only where that does no harm.
+Guarantees: samples keep file order across files; every bad sample is reported with file, line and
+reason, at opening or at decoding; `skip` leaves it out and counts it; a sample over the limit is
+cut only where that is harmless.
 """
 
 import pickle
@@ -158,7 +158,7 @@ def test_sample_within_the_limit_is_left_alone(folder):
 
 
 def test_every_limit_either_cuts_without_harm_or_names_it(folder):
-    """Tried at every length against the rules in plain words."""
+    """Every length is compared with a plain statement of the rules."""
     whole = two_image_sample(folder)[0]
     is_image = whole["input_ids"] == PROCESSOR.image_token_id
     outcomes = set()
@@ -188,7 +188,7 @@ def test_every_limit_either_cuts_without_harm_or_names_it(folder):
 
 
 def test_every_limit_keeps_each_kind_whole_or_names_it(folder):
-    """An image, then a video of two temporal patches, then words: tried at every length."""
+    """An image, a video of two temporal patches and words, at every length."""
     write_video(folder / "a.mp4", 4, fps=2, size=(8, 16), codec="mpeg4")
     messages = [
         *question("<image>?", "one")["messages"],

@@ -1,9 +1,9 @@
-"""Loader: one stream of batches, whatever prepares it and wherever it is resumed.
+"""Loader: one stream of batches, independent of workers and of resuming.
 
-Pinned: the stream does not depend on workers or prefetching; from every saved position it goes on
-as it would have; a bad sample's error arrives with its place, from a worker too; skipped samples
-are replaced or left out and counted, and no data is bad enough to loop forever; a dead worker is
-reported; workers load neither Paddle nor the main script; closing ends them. Packed rows are in
+Guarantees: workers and prefetching do not change the stream; it continues unchanged from every
+saved position; a bad sample's error has its place, also from a worker; skipped samples are replaced
+or left out and counted, and a dataset of bad samples ends in an error; a dead worker is reported;
+workers load neither Paddle nor the main script; closing ends them. Packed rows are in
 `test_packed_loader`.
 """
 
@@ -187,7 +187,7 @@ def test_closing_does_not_wait_for_the_rest_of_a_result():
 
 
 def test_workers_load_neither_paddle_nor_the_main_script(tmp_path):
-    """The script has no guard and pretends to have imported Paddle."""
+    """The script has no main guard and pretends to have imported Paddle."""
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys, types\n"
@@ -210,7 +210,7 @@ def test_workers_load_neither_paddle_nor_the_main_script(tmp_path):
 
 
 def test_workers_end_with_a_main_process_that_is_killed():
-    """They hold its output open: the run returns when the last of them has ended."""
+    """Workers hold its output open, so the call returns when the last one has ended."""
     program = (
         "import os, signal\n"
         "from tests.single_card_tests.data.test_loader import NumberDataset, TRAIN, loader\n"
@@ -239,7 +239,7 @@ def test_interrupting_the_group_leaves_workers_to_the_main_process():
 
 
 def test_a_signal_to_the_group_at_any_time_leaves_workers_to_the_main_process():
-    """SIGTERM too, which would kill a worker that has just been started."""
+    """Also SIGTERM, which would kill a worker that has just started."""
     before = set(multiprocessing.active_children())
     with loader(NumberDataset(10), **TRAIN, num_workers=2, prefetch_batches=1) as batches:
         batches._request()
@@ -265,7 +265,7 @@ def test_a_wait_for_a_stuck_worker_can_be_left(tmp_path):
             next(batches)
         assert batches.state_dict()["batches_consumed"] == 1
         begin = time.monotonic()
-    # The worker never gets out of its sample.
+    # The worker never finishes its sample.
     assert time.monotonic() - begin < 10
 
 

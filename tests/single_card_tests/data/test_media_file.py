@@ -1,11 +1,10 @@
-"""Image files, and which files data may name.
+"""Image files, and the paths that data may name.
 
-Pinned: transparent pixels become white in all modes that have them, other images are unchanged;
-formats beside the list are refused by name without being parsed; images beyond a size are refused
-before they are decoded; of animations the first frame is taken. Absolute paths, `../` and links
-that lead out of the data file's folder are read, or refused with `allow_outside` off, for images
-and videos, conversations and demonstrations, when opening and when reading; paths that lead back
-are inside.
+Guarantees: transparent pixels become white in all modes, other images are unchanged; unsupported
+formats are refused by name without being parsed; too large images are refused before decoding;
+animations give their first frame. Absolute paths, `../` and links that leave the data file's folder
+are read, or refused if `allow_outside` is off: for images and videos, conversations and
+demonstrations, at opening and at reading. Paths that lead back into the folder are inside.
 """
 
 import struct
@@ -54,7 +53,7 @@ def test_transparency_is_put_on_white(tmp_path):
 
 @pytest.mark.parametrize("mode", ["LA", "PA", "P", "L", "RGB", "GIF"])
 def test_every_kind_of_transparency_is_put_on_white(tmp_path, mode):
-    """Two pixels: a black one that is transparent, and one that is not."""
+    """A transparent and an opaque pixel."""
     path = tmp_path / ("a.gif" if mode == "GIF" else "a.png")
     if mode in ("LA", "PA"):
         image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
@@ -109,13 +108,13 @@ def test_other_formats_are_refused_by_name(tmp_path, format, monkeypatch):
         with pytest.raises(BadSampleError, match=", ".join(FORMATS)) as info:
             read(path)
         assert info.value.kind == "unreadable_image"
-    # TGA has no beginning of its own, and Pillow does not read PDF.
+    # TGA has no magic number, and Pillow does not read PDF.
     if format not in ("TGA", "PDF"):
         assert f"the file has the format {format}" in str(info.value)
 
 
 def png_header(width, height):
-    """A PNG of that size with next to no pixels."""
+    """A PNG that states this size and has almost no data."""
 
     def chunk(name, content):
         body = name + content
@@ -180,7 +179,7 @@ PROCESSOR = tiny_processor()
 
 @pytest.fixture
 def folder(tmp_path):
-    """`data/` with pictures of its own, and pictures and links beside and below it."""
+    """`data/` with images of its own, and images and links next to it and below it."""
     inside = tmp_path / "data"
     inside.mkdir()
     (tmp_path / "data2").mkdir()

@@ -1,8 +1,8 @@
-"""The loader with packed rows, whose epochs differ in their numbers of batches.
+"""The loader with packed rows, whose epochs differ in their number of batches.
 
-Pinned: every sample is once in an epoch; the stream does not depend on workers, and goes on from
-every saved position, over other processes too; bad samples leave their rows; rows of other lengths
-cannot be resumed, and samples that have grown are refused.
+Guarantees: an epoch has every sample once; workers do not change the stream; it resumes from every
+saved position, also on another number of ranks; bad samples are left out of their rows; resuming
+with another row length is refused, and so are samples that have grown.
 """
 
 import itertools
@@ -34,7 +34,7 @@ def packed_loader(dataset=None, batch_size=2, **options):
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_windows():
-    """So that what is packed together depends on the order."""
+    """Small windows, so that packing depends on the order."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paddle_vl.data.packing.WINDOW", 12)
         patch.setattr("paddle_vl.data.packing._CARRIED", 3)
@@ -43,7 +43,7 @@ def _small_windows():
 
 @pytest.fixture(scope="module")
 def packed_stream() -> list:
-    """Four epochs, which are not equally long."""
+    """Four epochs with different numbers of batches."""
     batches = packed_loader()
     counts = [batches.batches_in(epoch + 1) - batches.batches_in(epoch) for epoch in range(4)]
     assert len(set(counts)) > 1, counts

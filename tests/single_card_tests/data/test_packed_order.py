@@ -1,12 +1,12 @@
 """Packing samples into rows, and the order of packed batches.
 
-Pinned: every sample is in one row of an epoch, no row exceeds its tokens or its vision tokens;
-whole batches, the same number on every rank; 97 % of the tokens of a realistic mix are real, after
-padding, with a budget of vision tokens that binds and without; the order follows from seed and
-epoch, differs between epochs, and does not depend on how many processes share a batch.
+Guarantees: every sample is in one row of an epoch; no row exceeds its tokens or vision tokens; all
+batches are full, equally many on every rank; 97 % of the tokens of a realistic mix are real after
+padding, with a binding budget of vision tokens and without; the order follows from seed and epoch,
+differs between epochs, and does not depend on the number of ranks.
 
 The mix: half text of log-normal length (median 245 tokens, sigma 0.9, 16 to 3000 tokens), half with
-one to three images of 64, 256, 400 or 784 tokens beside such a text, cut at a row of 4096.
+one to three images of 64, 256, 400 or 784 tokens plus such a text, cut at a row of 4096.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ def realistic_mix(num_samples: int, seed: int = 0) -> SampleLengths:
 
 
 def padded_tokens(rows: list, lengths: SampleLengths, batch_size: int) -> int:
-    """Places of batches that are padded to their longest row."""
+    """Token count of batches padded to their longest row."""
     sums = np.array([lengths.tokens[row].sum() for row in rows]).reshape(-1, batch_size)
     return int(sums.max(axis=1).sum()) * batch_size
 
@@ -69,7 +69,7 @@ def test_rows_hold_every_sample_once_within_the_budget(sizes, vision, batch):
 
 
 def test_windows_lose_nothing_and_do_not_pile_up_what_fits_nowhere():
-    """Samples of 0.6 rows leave every row too empty to stay."""
+    """With samples of 0.6 rows, every row is too empty to be kept at first."""
     lengths = SampleLengths(np.full(3 * WINDOW, 6), np.zeros(3 * WINDOW, dtype=np.int64))
     rows = pack(np.arange(3 * WINDOW), lengths, RowBudget(10), None)
     assert sorted(row.tolist() for row in rows) == [[i] for i in range(3 * WINDOW)]

@@ -1,9 +1,9 @@
 """Lengths of samples, measured without their pixels.
 
-Pinned: they are the lengths that loading gives, with images turned by EXIF, videos, and cut
-samples, measured here or by workers, and once until a file or a setting changes; bad samples fail
-with their place or are left out and counted, from a kept file too; one with too many vision tokens
-for a row is such a sample; a damaged file is named; a folder that cannot be written is no obstacle.
+Guarantees: they equal the lengths after loading, for images turned by EXIF, videos and cut samples,
+with workers and without; they are measured once until a file or setting changes; bad samples fail
+with their place or are left out and counted, also from the cache; a sample with too many vision
+tokens for a row is bad; a damaged cache file is named; an unwritable folder is no error.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Sample order: a pure function of seed, epoch and batch number that splits over ranks.
+"""Sample order: a pure function of seed, epoch and batch number, split over ranks.
 
-Pinned: an epoch holds every sample once; epochs and seeds differ; the order does not depend on
-what was asked before; ranks together see the batch of a single process; what does not fill a batch
-is left out only when asked.
+Guarantees: an epoch has every sample once; epochs and seeds differ; the order does not depend on
+earlier calls; all ranks together see the batch of a single rank; an incomplete last batch is
+dropped only on request.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""Which video containers are opened: none that makes FFmpeg open other files.
+"""Allowed video containers: none makes FFmpeg open other files.
 
-Pinned: playlists, scripts, patterns and descriptions are refused by name although what they point
-at is there; names that look like protocols or patterns are names; frames beyond a size are refused.
+Guarantees: playlists, scripts, patterns and descriptions are refused by name although their targets
+exist; names that look like protocols or patterns are plain names; too large frames are refused.
 """
 
 import shutil
@@ -49,7 +49,7 @@ def test_files_that_name_other_files_are_refused(folder, name):
 
 @pytest.mark.parametrize("name", ["a.m3u8", "a.ffconcat"])
 def test_ffmpeg_itself_would_open_them(folder, name):
-    """So that the refusal above is ours."""
+    """So this package, not FFmpeg, refuses them."""
     (folder / name).write_text(NESTING[name][0])
     with av.open(str(folder / name)) as container:
         assert sum(1 for _ in container.decode(video=0)) == 4
@@ -63,7 +63,7 @@ def test_a_pattern_of_pictures_is_refused(folder):
 
 @pytest.mark.parametrize("name", ["concat:real.mp4", "http:a.mp4", "a%d.mp4", "10:30.mp4"])
 def test_names_are_names(folder, name, monkeypatch):
-    """Relative ones too, whose beginning FFmpeg would take for a protocol."""
+    """Also relative names that begin like an FFmpeg protocol."""
     shutil.copy(folder / "real.mp4", folder / name)
     monkeypatch.chdir(folder)
     for path in (name, folder / name):
@@ -89,7 +89,7 @@ def test_frames_of_absurd_size_are_refused(folder, monkeypatch):
     monkeypatch.setattr(video_reader, "_MOST_PIXELS", 100)
     with pytest.raises(BadSampleError, match="frames of 16 x 16 pixels; at most 100"):
         open_video(folder / "real.mp4")
-    # A header that says less than the frames.
+    # The header states a smaller size than the frames have.
     monkeypatch.setattr(video_reader, "_check_stream", lambda stream: None)
     with pytest.raises(BadSampleError, match="cannot be decoded as a video"):
         list(open_video(folder / "real.mp4").frames([0]))

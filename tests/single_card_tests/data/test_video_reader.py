@@ -1,10 +1,9 @@
-"""Video files: which frames are there, and what is said of files that are no good.
+"""Video files: frames by number, and errors of bad files.
 
-Pinned: frames by number equal those of a full decode, in every container, with an odd number of
-frames too; the number of frames is the one that decoding gives, also where the container states
-none or hides some; a stated rotation is applied; frames come one at a time, and decoding ends at
-the last one asked for; every fault names the file's problem and what to do; PyAV is needed for
-files only.
+Guarantees: frames by number equal those of a full decode in every container, also with an odd
+number of frames; the frame count equals that of decoding, also where the container states none or
+hides frames; a stated rotation is applied; frames are decoded one at a time up to the last
+requested one; every error names the problem and the remedy; only files need PyAV.
 """
 
 import struct
@@ -50,7 +49,7 @@ def test_frames_are_those_of_a_full_decode(tmp_path, name, codec, options, num_f
     assert (video.num_frames, video.fps) == (num_frames, 10)
     for indices in ([0, 4, 7, num_frames - 1], list(range(num_frames)), [3]):
         np.testing.assert_array_equal(np.stack(list(video.frames(indices))), every[indices])
-    # The red channel tells the number: the oracle counts from the same frame.
+    # The red channel is the frame number, so the oracle counts from the same frame.
     reds = every[..., 0].mean(axis=(1, 2))
     written = moving_frames(num_frames)[..., 0].mean(axis=(1, 2))
     assert np.abs(reds - written).max() < 12
@@ -165,7 +164,7 @@ def test_file_that_is_no_good_is_refused_with_its_reason(tmp_path, kind):
 
 
 def test_frame_that_is_cut_in_half_is_refused(tmp_path):
-    """FFmpeg decodes what is there of it, and marks it."""
+    """FFmpeg decodes the existing half and flags it."""
     path = write_video(tmp_path / "a.avi", 12, codec="mpeg4")
     with av.open(str(path)) as container:
         packets = [(packet.pos, packet.size) for packet in container.demux(video=0)]
@@ -191,7 +190,7 @@ def test_frame_rate_that_is_not_above_zero_is_refused(fps):
 
 
 def test_file_that_states_no_frame_rate_or_zero(tmp_path, monkeypatch):
-    """FFmpeg repairs the zeros that headers can hold, so its answer is replaced."""
+    """FFmpeg repairs zeros in headers, so the test replaces its answer."""
     path = write_video(tmp_path / "a.avi", 4, codec="mpeg4")
     stream = SimpleNamespace(average_rate=None, frames=4)
     opened = SimpleNamespace(format=SimpleNamespace(name="avi")), stream

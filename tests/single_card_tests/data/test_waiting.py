@@ -1,8 +1,9 @@
-"""What a loader tells about the batch that is waited for.
+"""The loader's description of the batch that training waits for.
 
-Pinned: the message names the batch, its samples, the data's files, and the process that is at one
-of the samples, a worker or this one; it says so where no worker has begun the batch; of many
-samples it shows some. A process stops at a sample until the test closes a pipe.
+Guarantees: the message names the batch, its samples, the data files, and the process that is
+loading one of the samples, a worker or the main process; it says if no worker has started the
+batch; it lists only some of many samples. A process blocks at a sample until the test closes a
+pipe.
 """
 
 import os
@@ -28,7 +29,7 @@ def pipe(tmp_path) -> str:
 
 @contextmanager
 def held(loader: PrefetchLoader, pipe: str):
-    """While the block runs, a batch is waited for and a process is at the held sample."""
+    """Context in which a batch is awaited and a process blocks at its sample."""
     with ThreadPoolExecutor(1) as pool, loader:
         batch = pool.submit(next, loader)
         with open(pipe, "w"):

@@ -1,4 +1,4 @@
-"""Small video files that the tests write and read back."""
+"""Small video files for tests."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def moving_frames(num_frames: int, height: int = 32, width: int = 48) -> np.ndarray:
-    """`[R, H, W, 3]` uint8: a bar moves down and the red channel tells the number of the frame."""
+    """`[R, H, W, 3]` uint8: a moving bar; the red channel is the frame number."""
     frames = np.zeros((num_frames, height, width, 3), dtype=np.uint8)
     for number, frame in enumerate(frames):
         frame[..., 0] = 250 * number // max(num_frames - 1, 1)
@@ -23,7 +23,7 @@ def write_video(
     size: tuple[int, int] = (32, 48),
     **options: str,
 ) -> Path:
-    """Write moving frames of `size` (height, width); options are the container's."""
+    """Write moving frames of `size` (height, width) with the container's options."""
     with av.open(str(path), "w", options=options) as container:
         stream = container.add_stream(codec, rate=fps)
         stream.height, stream.width = size
@@ -37,13 +37,13 @@ def write_video(
 
 
 def decode_all(path: Path) -> np.ndarray:
-    """`[R, H, W, 3]` uint8: every frame of the file, at once."""
+    """`[R, H, W, 3]` uint8: all frames of the file."""
     with av.open(str(path)) as container:
         return np.stack([f.to_ndarray(format="rgb24") for f in container.decode(video=0)])
 
 
 def write_sound(path: Path) -> Path:
-    """A file with sound and no picture."""
+    """Write a file with sound and no video."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000)
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), layout="mono")
@@ -54,7 +54,7 @@ def write_sound(path: Path) -> Path:
 
 
 def write_hidden_start(path: Path, num_frames: int, num_hidden: int) -> Path:
-    """An MP4 whose edit list hides the first frames, as cutting without re-encoding leaves it."""
+    """Write an MP4 whose edit list hides the first frames, as cutting without re-encoding does."""
     whole = write_video(path.with_name("whole.mp4"), num_frames, codec="mpeg4")
     options = {"avoid_negative_ts": "disabled", "use_editlist": "1"}
     with av.open(str(whole)) as source, av.open(str(path), "w", options=options) as target:

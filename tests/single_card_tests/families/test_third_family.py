@@ -1,9 +1,8 @@
-"""A family outside of the package, the captioner of `tests.support.captioner`.
+"""A family outside the package, the captioner of `tests.support.captioner`.
 
-Guarantees: one call registers it; it trains through the package's trainer until the loss falls,
-continues a checkpoint bit for bit, is evaluated by the command to the trainer's own loss, is
-profiled on its own synthetic data, and refuses what it does not have; a model type belongs to one
-family.
+Guarantees: one call registers it; the package's trainer trains it until the loss falls, resumes its
+checkpoint bit for bit, and profiles it on its own synthetic data; the evaluate command gives the
+trainer's loss; unsupported options are refused; a model type belongs to one family.
 """
 
 import shutil

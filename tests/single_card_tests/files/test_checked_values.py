@@ -1,7 +1,7 @@
-"""Type and range checks, and OSErrors that name their file.
+"""Type and range checks, and file names in OSErrors.
 
-Guarantees: nothing is converted; all values that do not fit are named together with what they must
-be; an OSError has the file's name exactly once.
+Guarantees: nothing is converted; one error lists all invalid values with their rules; an OSError
+has its file name exactly once.
 """
 
 import errno

@@ -1,6 +1,6 @@
 """Reading tokenizer.json.
 
-Guarantees: a file whose tokenizer would fail or run out of memory later is refused by name.
+Guarantees: a file whose tokenizer would later fail or run out of memory is refused by name.
 """
 
 import json

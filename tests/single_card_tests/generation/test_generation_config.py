@@ -1,7 +1,7 @@
 """Generation settings.
 
-Pinned here: HF's file is read and written; what would change the tokens and is not there is
-refused, what would not is passed over; bad values are refused by name.
+Guarantees: HF's file is read and written; unsupported settings are refused if they would change the
+tokens and ignored otherwise; bad values are refused by name.
 """
 
 import json

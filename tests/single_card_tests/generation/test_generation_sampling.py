@@ -1,9 +1,9 @@
 """Rules on next-token scores, and sampling.
 
-Pinned: every rule, and all of them together, give the values that transformers 5.23 gives (computed
-there and written down); padding of a prompt is no token that was seen, a chosen token is. Tokens
-are drawn with their probabilities and never at probability 0, at both ends of the uniform number; a
-prompt's numbers depend only on the seed and its own place.
+Guarantees: every rule alone, and all together, give the values of transformers 5.23 (computed there
+and copied); a prompt's padding does not count as a seen token, a generated token does. Tokens are
+drawn with their probabilities and never at probability 0, at both ends of the uniform number; a
+prompt's random numbers depend only on the seed and its row.
 """
 
 import numpy as np
@@ -126,7 +126,7 @@ def test_tokens_come_as_often_as_their_probability_says():
     assert counts[1] == 0
     kept = probabilities > 0
     expected = probabilities[kept] * len(drawn)
-    # 3 degrees of freedom: above 16.3 once in a thousand seeds.
+    # 3 degrees of freedom: one seed in a thousand exceeds 16.3.
     assert ((counts[kept] - expected) ** 2 / expected).sum() < 16.3
 
 

@@ -1,7 +1,7 @@
-"""Text from token ids while they come.
+"""Text from token ids during generation.
 
-Pinned here: the pieces, joined, are the text of all ids without outer space; a character is not
-torn apart, and one that never completes is still shown; what is certain is not held back.
+Guarantees: the joined pieces equal the text of all ids without outer space; characters are not
+split, and one that never completes is still shown; complete text is shown at once.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from paddle_vl.generation.text_pieces import text_pieces
 
 @pytest.fixture(scope="module")
 def tokenizer() -> TextTokenizer:
-    """Bytes and few merges: every character beyond ASCII takes several tokens."""
+    """Bytes and few merges: characters beyond ASCII take several tokens."""
     return train_bpe(["the cat sat on the mat"], 270, ["<|im_end|>"])
 
 

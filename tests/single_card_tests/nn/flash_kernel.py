@@ -1,17 +1,17 @@
-"""Flash attention as Paddle has it on a GPU, without one: its demands, and the exact result.
+"""A CPU stand-in for Paddle's flash attention on a GPU: its requirements and the exact result.
 
-Paddle's composition on a CPU repeats masks and casts them; the kernel that a GPU takes for bfloat16
-and float16 does neither. Dtypes are checked against each other, so float32 stands for them here.
+Paddle's CPU composition repeats and casts masks; the GPU kernel for bfloat16 and float16 does
+neither. Dtypes are compared with each other, so float32 stands in for them here.
 """
 
 import paddle
 
 
 class FlashKernel:
-    """Stands for `paddle.nn.functional.scaled_dot_product_attention`; counts its calls.
+    """Replaces `paddle.nn.functional.scaled_dot_product_attention` and counts its calls.
 
     Attributes:
-        masks: shape of the mask of every call, None for none.
+        masks: mask shape of every call, None without a mask.
     """
 
     def __init__(self):

@@ -1,10 +1,11 @@
 """Causal and segment attention.
 
-Pinned here: values and gradients of the plain implementation, of the CPU kernels and of the calls
-that a GPU gets, against softmax over a dense mask; grouped key heads, cached keys, masked keys,
-rows longer than a query block, several samples in a row, of which only what they see of themselves
-is computed and masked; what the kernels are called with, and that flash attention takes it. The
-oracle repeats key heads and masks densely, in double precision.
+Guarantees: values and gradients of the plain implementation, the CPU kernels and the GPU calls
+equal softmax over a dense mask, with grouped key heads, cached keys, masked keys, rows longer than
+a query block, and several samples per row; attention of packed samples computes only blocks within
+a sample; flash attention accepts the kernel calls.
+
+The oracle repeats key heads and masks densely in double precision.
 """
 
 import numpy as np
@@ -38,7 +39,7 @@ def draw(*shape, seed):
 
 
 def dense(q, k, v, allowed):
-    """Softmax over a dense `[B, 1, L, S]` mask, key heads repeated."""
+    """Softmax with a dense `[B, 1, L, S]` mask and repeated key heads."""
     q, k, v = (x.astype("float64").transpose([0, 2, 1, 3]) for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, axis=1) for x in (k, v))
@@ -49,7 +50,7 @@ def dense(q, k, v, allowed):
 
 
 def assert_same(found, wanted, inputs, rows=None):
-    """Equal values and gradients, on the rows asked for."""
+    """Equal values and gradients on the selected rows."""
     keep = np.ones(found.shape[:2], bool) if rows is None else rows
     weight = np.random.default_rng(5).normal(size=found.shape) * keep[..., None, None]
     weight = paddle.to_tensor(weight.astype(np.float32))
@@ -128,7 +129,7 @@ def test_packed_samples_see_themselves_only(packing, heads, key_heads):
 
 
 def test_scores_of_packed_samples_are_those_of_each_alone_but_for_blocks():
-    """4 samples of 1000 tokens: a sixth of the scores of the row, half a block above the least."""
+    """4 samples of 1000 tokens: a sixth of the row's scores, half a block above the minimum."""
     offsets = tuple(range(0, 4001, 1000))
     blocks = packed_blocks(offsets, 1)
     scores = [(b.end - b.begin) * (b.end_key - b.first_key) for b in blocks]
@@ -188,7 +189,8 @@ def test_the_kernel_gets_its_mask_in_the_dtype_of_the_queries(monkeypatch):
 def test_queries_after_cached_keys_give_flash_attention_a_mask_for_each_row(
     monkeypatch, length, mask
 ):
-    """A single query sees all keys: no mask. The kernel repeats none over the batch."""
+    """A single query sees all keys and needs no mask. The kernel does not broadcast masks over the
+    batch."""
     kernel = FlashKernel()
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
     q, k, v = draw(3, length, 4, 8, seed=1), draw(3, 7, 2, 8, seed=2), draw(3, 7, 2, 8, seed=3)

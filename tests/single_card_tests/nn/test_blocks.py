@@ -1,10 +1,11 @@
-"""Norms, rotary, linears, activations, dropout and losses.
+"""Norms, rotary embedding, linears, activations, dropout and losses.
 
-Pinned here: each block's value and every gradient, of the plain implementation and of the kernels,
-against the textbook formula, with Paddle's stride kernels on and off; no gradient for frozen
-weights; dropout draws as Paddle's own, in the context it is given; the loss as a sum and a count.
-The oracle is the formula in a few differentiable operations, which hand-written backward passes do
-not use.
+Guarantees: the value and every gradient of each block, plain and with kernels, equal the textbook
+formula, with Paddle's stride kernels on and off; frozen weights get no gradient; dropout draws as
+Paddle's own, in its context; the loss is a sum and a count.
+
+The oracle is the formula in a few differentiable operations, independent of hand-written backward
+passes.
 """
 
 from contextlib import contextmanager

@@ -1,9 +1,9 @@
 """Experts over token rows.
 
-Pinned here: the output and every gradient equal a loop over experts, for rows spread over them, for
-one expert with every token and for experts with none, with the plain product and the kernels; the
-one for GPUs reads nothing on the host; runs repeat to the bit; the sorted order and the counts;
-what is frozen.
+Guarantees: the output and every gradient equal a loop over experts, with rows spread over experts,
+all rows at one expert, and experts without rows, for the plain product and the kernels; the GPU
+kernel reads nothing on the host; repeated runs are bit-identical; order and counts are checked, and
+so are frozen experts.
 """
 
 import numpy as np
@@ -101,7 +101,7 @@ def test_only_the_cpu_kernel_reads_on_the_host(kernels):
 def test_rows_are_sorted_by_expert_and_within_one_by_token():
     dispatch = sort_by_expert(paddle.to_tensor(CHOICES["mixed"]), NUM_EXPERTS)
     assert dispatch.counts.tolist() == [4, 3, 0, 5, 2]
-    # Expert 0: the first of token 0, the second of 2, the first of 5, the second of 6.
+    # Expert 0 is the first choice of tokens 0 and 5 and the second choice of tokens 2 and 6.
     assert dispatch.order.tolist()[:4] == [0, 5, 10, 13]
     rows = permute_rows(paddle.arange(TOKENS, dtype="float32").unsqueeze(1), dispatch)
     assert rows.reshape([-1]).tolist()[:4] == [0, 2, 5, 6]

@@ -1,7 +1,7 @@
 """Float32 values in rows of another dtype.
 
-Pinned here: they come back to the bit, in bfloat16 rows too, and take the rows that are announced;
-their gradient passes unchanged in float32 and rounded once in bfloat16.
+Guarantees: they are read back bit for bit, also from bfloat16 rows, and take the announced number
+of rows; their gradient passes unchanged in float32 and is rounded once in bfloat16.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ DTYPES = [paddle.float32, paddle.bfloat16]
 
 
 def values(shape: tuple[int, ...]) -> np.ndarray:
-    """Numbers of very different size, with all bits in use."""
+    """Numbers of very different magnitude with all bits in use."""
     rng = np.random.default_rng(0)
     numbers = rng.normal(size=shape) * 10.0 ** rng.integers(-6, 7, size=shape)
     return numbers.astype(np.float32)

@@ -1,9 +1,8 @@
-"""The choice between the plain implementation of an operation and its kernels.
+"""The choice between an operation's plain implementation and its kernels.
 
-Pinned here: the kernel of the device on which the first tensor lies; the plain implementation for a
-device without a kernel and in a traced program; a forced choice, which ends with its block, nested
-or after an error. What the kernels compute is in the tests of the operations and in the golden
-cases.
+Guarantees: the kernel is that of the first tensor's device; a device without a kernel and a traced
+program get the plain implementation; a forced choice ends with its block, also nested or after an
+error. Tests of the operations and the golden cases cover the results of kernels.
 """
 
 import paddle
@@ -16,7 +15,7 @@ from paddle_vl.nn.operations import OPERATIONS, operation, use_kernels
 
 @pytest.fixture
 def doubled(monkeypatch):
-    """An operation that says which implementation ran."""
+    """An operation that reports which implementation ran."""
     monkeypatch.setattr(operations, "OPERATIONS", [])
 
     @operation

@@ -1,8 +1,8 @@
-"""Low-rank adapters beside linears.
+"""Low-rank adapters of linears.
 
 Guarantees: the output is the linear's plus `scaling * dropout(x) A B`; a fresh adapter adds zero;
-dropout acts in training only, on the input, scaled; merging gives the same output without the
-adapter, for both layouts of a weight and a linear with a bias.
+dropout, with its upscaling, acts on the input and only in training; merging keeps the output, for
+both weight layouts and a linear with a bias.
 """
 
 import numpy as np
@@ -77,7 +77,7 @@ def test_dropout_zeroes_and_scales_the_input_in_training_only(x):
     np.testing.assert_allclose(lora(rows).numpy()[0], whole, rtol=1e-5)
     layer.train()
     found = lora(rows).numpy()
-    # Each row is one of 2^5 masks of the doubled input.
+    # Each row is the doubled input under one of 2^5 masks.
     masks = np.array([[int(bit) for bit in f"{number:05b}"] for number in range(32)])
     possible = 1.5 * (2 * masks * x[:1]) @ a @ b
     distance = np.abs(found[:, None] - possible[None]).max(axis=-1)

@@ -1,9 +1,9 @@
 """The table of parameters.
 
 Guarantees: a parameter without a spec is an error, and so is a copy of one that has a spec; the
-optimizer has the spec of the parameter for its master weight; a table does not keep a parameter
-alive; shards of ranks put together are the full value, also of fused blocks and of experts; every
-parameter of a model has a spec, also those that adapters add or that are separated.
+optimizer's master weight has the spec of its parameter; a table keeps no parameter alive; the
+shards of all ranks concatenate to the full value, also for fused blocks and experts; every
+parameter of a model has a spec, also added adapters and separated linears.
 """
 
 import copy
@@ -75,7 +75,7 @@ def test_a_table_keeps_no_parameter_alive():
 
 @dataclass
 class Ranks:
-    """One rank's view of a group whose members' values are known."""
+    """One rank's view of a group whose ranks have known values."""
 
     rank: int
     nranks: int = 2

@@ -1,9 +1,9 @@
-"""Queries, keys and values in one weight, gate and up in one, or apart.
+"""Fused and separate projections: query, key and value; gate and up.
 
-Guarantees: fresh weights are those that each linear would draw by itself; separating changes no
-output, no gradient and no file, whether the model has its values yet or not; where a setting treats
-one of the linears alone, a run has it apart, in that layer, and trains what unfused linears would;
-what is not separated is refused.
+Guarantees: fresh fused weights equal those that each linear would draw; separating changes no
+output, gradient or file, whether the model is materialized or not; where a setting concerns one
+linear alone, a run separates that layer and trains as with unfused linears; a linear that cannot be
+separated is refused.
 """
 
 import numpy as np

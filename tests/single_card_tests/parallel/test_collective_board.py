@@ -1,8 +1,8 @@
-"""The board of the check of collectives, with threads as ranks.
+"""The board of the collective check, with threads as ranks.
 
-Guarantees: a rank that ends or does not come is named to those that wait for it; a problem that one
-rank finds reaches ranks that wait elsewhere, with what they wait for; ranks of different groups do
-not wait for each other; the board forgets collectives that all ranks have passed.
+Guarantees: a rank that ends or does not arrive is named to those that wait for it; a problem found
+by one rank reaches ranks that wait elsewhere, with the collective they wait for; ranks of different
+groups do not wait for each other; the board drops collectives that all ranks have passed.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ NEVER = 30.0
 
 
 def answers(*calls) -> list[str | None]:
-    """What each of the calls, made at once, returns."""
+    """Results of the calls, all made concurrently."""
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(*call) for call in calls]
         return [future.result(NEVER) for future in futures]

@@ -1,7 +1,7 @@
-"""The rules that the degrees of a run must satisfy.
+"""Rules for the parallel degrees of a run.
 
 Guarantees: each rule refuses its case with both numbers in the message, and no other rule does; all
-problems are found at once; valid degrees pass; numbers below 1 are refused before.
+problems are reported together; valid degrees pass; numbers below 1 are refused first.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """The check of fleet's private names.
 
-Guarantees: those of the installed Paddle pass; a function that is missing or takes other
-parameters, and a missing attribute, are named with what to install.
+Guarantees: the names of the installed Paddle pass; a function that is missing or has other
+parameters, and a missing attribute, are named with the version to install.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Options of fleet's own: those that are passed through, and those that are refused."""
+"""Options of fleet: which are passed through and which are refused."""
 
 import re
 

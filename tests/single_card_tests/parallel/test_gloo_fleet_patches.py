@@ -1,10 +1,10 @@
-"""When the patches of Paddle for gloo, and the timeout of its groups, are refused.
+"""Refusals of the gloo patches for Paddle and of the gloo timeout.
 
-Guarantees: an unknown version of Paddle, and a symbol that is missing, takes other parameters or
-has appeared, are refused by name before anything is patched; nothing happens on builds with an
-accelerator and with other backends; the symbols by which the timeout is set exist, a missing one is
-refused by name, and the timeout cannot change after the rendezvous. That it holds is tested in
-multi_card_tests/test_pauses.py.
+Guarantees: an unknown Paddle version, and a symbol that is missing, new or has other parameters,
+are refused by name before anything is patched; builds with an accelerator and other backends stay
+unpatched; the symbols that set the timeout exist, a missing one is refused by name, and the timeout
+cannot change after the rendezvous. multi_card_tests/test_pauses.py tests that the timeout takes
+effect.
 """
 
 import paddle
@@ -19,7 +19,7 @@ from paddle_vl.parallel.store import rendezvous
 
 @pytest.fixture(autouse=True)
 def _untouched_paddle(monkeypatch):
-    """Not installed, a CPU with gloo; and nothing may have been patched in the end."""
+    """Start unpatched on a CPU with gloo, and check that nothing is patched at the end."""
     monkeypatch.setattr(installation, "_installed", False)
     monkeypatch.setenv("PADDLE_DISTRI_BACKEND", "gloo")
     before = patched_symbols()

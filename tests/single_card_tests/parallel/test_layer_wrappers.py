@@ -1,8 +1,8 @@
-"""Wrappers around the forward of a layer.
+"""Wrappers around a layer's forward.
 
-Guarantees: they run from the highest level inwards, in whichever order they were applied; the layer
-keeps its parameters, their names, its attributes and its kind; no method of an instance is
-overwritten; a level is taken once; a recomputed layer has the outputs and gradients of a plain one.
+Guarantees: they run from the highest level inwards, in any order of application; the layer keeps
+its parameters, their names, its attributes and its type; no method of an instance is overwritten; a
+level can be used only once; a recomputed layer has the outputs and gradients of a plain one.
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ def test_a_wrapped_layer_is_what_it_was():
     assert list(one.state_dict()) == names
     assert all(a is b for a, b in zip(one.parameters(), parameters, strict=True))
     assert "forward" not in vars(one[0])
-    # Other layers of the class stay as they are.
+    # Other layers of the class are unchanged.
     assert type(layer()) is Linear
 
 

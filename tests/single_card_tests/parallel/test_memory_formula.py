@@ -1,7 +1,8 @@
-"""The formula of a rank's memory, and the table of docs/sharding.md that it makes.
+"""The formula of memory per rank, and its table in docs/sharding.md.
 
-Guarantees: every stage shards what it should, by hand; gradients of several micro-batches and what
-each option keeps are counted; the documented figures for pi07's published size are the formula's.
+Guarantees: every stage shards what it should, computed by hand; gradients of several micro-batches
+and the memory of each option are counted; the documented figures for pi07's published size come
+from the formula.
 """
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ from sharding_memory import (
 )
 
 DOCS = Path(__file__).parents[3] / "docs" / "sharding.md"
-# 1000 trained and 200 frozen in units, 100 and 40 around them.
+# 1000 trained and 200 frozen parameters in units, 100 and 40 in the root.
 HALF = ModelElements(Elements(1000, 200), Elements(100, 40), Elements(300, 0), 80, 2)
 ONCE = ShardingOptions(reduce_once_per_step=True)
 KEPT = ShardingOptions(reshard_after_forward=False)
@@ -67,16 +68,16 @@ def test_gradients_at_the_peak(model, stage, once, several):
 def test_reducing_once_keeps_full_float32_gradients():
     gradients = [at_peak(model, 2, 4, 3, ONCE).gradients for model in (HALF, SINGLE)]
     assert gradients == [4400, 4400]
-    # With one micro-batch there is nothing to keep.
+    # One micro-batch accumulates nothing.
     assert at_peak(HALF, 2, 4, 1, ONCE) == at_peak(HALF, 2, 4)
-    # Two bytes of the root's are whole beside its sums, which may be more.
+    # The root's 2-byte gradients are unsharded, in addition to its sums, which may be larger.
     root = ModelElements(Elements(10), Elements(1000), Elements(10), 1000, 2)
     assert at_peak(root, 2, 4, 3, ONCE).gradients == 10 + 4000 + 2000
 
 
 def test_kept_parameters_are_full_in_a_step_and_sharded_between_steps():
     assert between_steps(HALF, 3, 4).parameters == 380
-    # All in two bytes each, and the parts of the frozen ones.
+    # All parameters at two bytes each, plus the shards of frozen ones.
     assert at_peak(HALF, 3, 4, 1, KEPT).parameters == 2 * 1340 + 100
     assert at_peak(HALF, 3, 4).parameters == 380
 
@@ -85,24 +86,24 @@ def test_stage_3_shards_the_table_and_a_separate_head():
     model = ModelElements(
         Elements(1000, 200), Elements(100, 40), Elements(300), 80, 2, Elements(30), Elements(50, 20)
     )
-    # The root keeps 140 - 30 - 70; parts of 200 and 20 frozen ones.
+    # The root keeps 140 - 30 - 70; the 200 and 20 frozen ones are sharded.
     assert between_steps(model, 3, 4).parameters == 2 * 40 + 2 * 220 / 4
     assert between_steps(model, 2, 4) == between_steps(HALF, 2, 4)
-    # The head's gradient is a part, the table's is whole.
+    # The head's gradient is sharded, the table's is full.
     assert at_peak(model, 3, 4).gradients == 1050 + 2 * 50
     assert at_peak(model, 3, 4, 2).gradients == 1050 + 2 * 50 + 50
     assert at_peak(model, 2, 4).gradients == at_peak(HALF, 2, 4).gradients
 
 
 def test_temporary_memory_of_units_and_tables():
-    # Gradients packed beside the same unpacked; at stage 3 gradients, those on their way, and two
-    # units' parameters.
+    # Packed and unpacked gradients; at stage 3 gradients, those in flight, and parameters of two
+    # units.
     assert [passing_bytes(HALF, stage) for stage in range(4)] == [0, 0, 2400, 3000]
     assert [passing_bytes(SINGLE, stage) for stage in (2, 3)] == [2400, 4800]
     sent_as_half = ShardingOptions(reduce_dtype="bfloat16")
     assert [passing_bytes(HALF, stage, sent_as_half) for stage in (2, 3)] == [1200, 2400]
     assert passing_bytes(HALF, 3, KEPT) == 2400
-    # The sum's addend as float32 beside the gradient.
+    # The float32 addend of the sum, in addition to the gradient.
     assert passing_bytes(HALF, 2, replace(ONCE, reduce_dtype="bfloat16")) == 1800
     table = ModelElements(HALF.units, Elements(5000), HALF.largest_unit, 5000, 2)
     assert passing_bytes(table, 2) == 20000

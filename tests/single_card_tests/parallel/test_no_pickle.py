@@ -1,8 +1,8 @@
-"""Nothing under paddle_vl unpickles what another rank has sent.
+"""Nothing under paddle_vl unpickles data from another rank.
 
-Guarantees: no module uses a serializer that runs code, or one of Paddle's functions for objects,
-which pickle; connections between ranks are read and written as bytes. Data workers are a process's
-own and talk over its own pipes.
+Guarantees: no module uses a serializer that runs code, or Paddle's object collectives, which
+pickle; connections between ranks carry bytes. Loader workers belong to one rank and use private
+pipes.
 """
 
 import ast
@@ -18,7 +18,7 @@ SERIALIZERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal",
 OBJECT_FUNCTIONS = {
     "all_gather_object", "broadcast_object_list", "scatter_object_list", "gather_object",
 }  # fmt: skip
-# Multiprocessing between a process and its own workers.
+# Multiprocessing between a rank and its own workers.
 OWN_WORKERS = {"data/worker_pool.py"}
 
 
@@ -43,7 +43,7 @@ def test_no_module_uses_a_serializer_that_runs_code(module):
         if isinstance(node, ast.Call):
             allowed = [k.value for k in node.keywords if k.arg == "allow_pickle"]
             assert all(isinstance(v, ast.Constant) and v.value is False for v in allowed)
-            # It reads pickles.
+            # This call reads pickles.
             assert ast.unparse(node.func) not in ("paddle.load", "np.lib.format.read_array")
 
 

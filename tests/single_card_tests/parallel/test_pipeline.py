@@ -1,7 +1,7 @@
 """The split of layers into model chunks, and the check of fleet's engine.
 
 Guarantees: the most expensive chunk is as cheap as possible, and the others are even; an engine
-without a private attribute that is used is refused by name.
+that lacks a required private attribute is refused by name.
 """
 
 from itertools import combinations, pairwise

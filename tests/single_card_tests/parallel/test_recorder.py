@@ -1,9 +1,8 @@
 """The recorder's lists of methods and operators, and the comparison of recordings.
 
 Guarantees: every method of Paddle's process groups, and every operator that fleet calls, is
-recorded or known to communicate nothing; the first difference of recordings is found on each
-channel (a group, or two ranks that exchange messages), in order; messages are compared with those
-at their other rank.
+recorded or known not to communicate; the first difference is found on each channel (a group, or two
+ranks that exchange messages), in order; messages are compared with those recorded at the peer.
 """
 
 import re
@@ -18,18 +17,18 @@ from paddle_vl.parallel.recorder import Collective, observed
 from tests.support.recordings import first_difference
 
 DISTRIBUTED = Path(dist.__file__).parent
-# Where Paddle's own code sends under dynamic graphs.
+# Folders in which Paddle communicates under dynamic graphs.
 FOLDERS = (
     "communication", "fleet/base", "fleet/layers", "fleet/meta_optimizers/dygraph_optimizer",
     "fleet/meta_parallel", "fleet/recompute", "fleet/utils",
 )  # fmt: skip
-# Operators that send nothing.
+# Operators that do not communicate.
 LOCAL = {
     "bitwise_or", "c_embedding", "c_identity", "c_split", "check_finite_and_unscale", "dropout",
     "fused_gemm_epilogue", "fused_linear_param_grad_add", "linear", "matmul", "sync_calc_stream",
     "sync_comm_stream",
 }  # fmt: skip
-# Those of static graphs and of other devices, and a loss that nothing here uses.
+# Operators of static graphs and other devices, and an unused loss.
 ELSEWHERE = {"reduce", "barrier", "c_softmax_with_multi_label_cross_entropy"}
 
 
@@ -57,7 +56,7 @@ def sums(*sizes: int, ranks=(0, 1), phase="forward") -> list[Collective]:
 
 def test_equal_recordings_do_not_differ():
     other = sums(7, ranks=(0, 2))
-    # Rank 0 belongs to two lines; only the order on each counts.
+    # Rank 0 is in two groups; only the order within each counts.
     assert first_difference([[*sums(3), *other, *sums(5)], sums(3, 5), other]) is None
 
 

@@ -1,7 +1,7 @@
-"""Linears whose weights get their gradients later.
+"""Linears with delayed weight gradients.
 
-Guarantees: a layer gives the same output and, when the weights' turn has come, the same gradients;
-until then its weights have none; a frozen weight never gets one; without a schedule that waits they
+Guarantees: a layer gives the same output and, once the delayed part has run, the same gradients;
+until then its weights have none; a frozen weight never gets one; without such a schedule gradients
 come at once.
 """
 
@@ -15,7 +15,7 @@ from paddle_vl.parallel.pipeline.split_backward import split_backward
 
 
 def run(is_split: bool, waits: bool = False, frozen: bool = False) -> list:
-    """Output, input's gradient, weights' gradients, and whether the first weight had to wait."""
+    """Output, input gradient, weight gradients, and whether the first weight was delayed."""
     paddle.seed(0)
     layers = paddle.nn.Sequential(Linear(4, 5, bias=True), Linear(5, 3, bias=False))
     layers[1].weight.stop_gradient = frozen

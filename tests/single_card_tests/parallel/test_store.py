@@ -2,7 +2,7 @@
 
 Guarantees: Paddle's client reads and writes it, with separate keys per name; a rank that does not
 join or has ended is named to those that wait, with the seconds and how to continue; ranks may start
-before the store; a malformed message ends only its connection; a taken port and two ranks of the
+before the store; a malformed message ends only its connection; a taken port and two ranks with the
 same number are refused; the store ends with the process that started it.
 """
 
@@ -21,7 +21,7 @@ from paddle_vl.parallel.store.membership import Membership
 from paddle_vl.parallel.store.rendezvous import Addresses
 
 HOST = "127.0.0.1"
-# Far more than anything here takes.
+# Far longer than any operation here.
 LONG = 30.0
 
 
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_store(num_ranks: int, port: int | None = None):
-    """Yields the port, and the process."""
+    """Yields the port and the process."""
     port = port or free_port()
     process = rendezvous._start_store(Addresses(HOST, port, HOST, True), num_ranks)
     try:
@@ -49,7 +49,7 @@ def members(port: int, num_ranks: int) -> list[Membership]:
 
 
 def all_join(present: list[Membership]) -> list:
-    """What each raises, if it does."""
+    """What each join raises, or None."""
     with ThreadPoolExecutor(len(present)) as pool:
         return [done.exception(LONG) for done in [pool.submit(one.join) for one in present]]
 
@@ -122,7 +122,7 @@ def test_a_rank_that_ends_before_all_have_come_is_named_at_once():
         present = members(port, 3)
         waiting = [pool.submit(one.join) for one in present[:2]]
         time.sleep(0.2)
-        # As it is when the process is killed; its own wait does not matter.
+        # The state after a kill; the killed rank's own wait does not matter.
         present[1]._socket.shutdown(socket.SHUT_RDWR)
         error = waiting[0].exception(5)
         assert str(error).startswith(
@@ -142,7 +142,7 @@ def test_nobody_waits_for_a_key_when_a_rank_has_ended():
         close(present[1])
         assert waiting.exception(5) is not None
         assert present[0].ended() == [1]
-        # What is there can be had.
+        # Existing keys can still be read.
         other = core.TCPStore(HOST, port, False, 1, 10)
         other.wait("there")
         assert bytes(other.get("there")) == b"1"
@@ -212,10 +212,10 @@ def test_another_program_in_the_store_s_place_is_found_out():
     "message",
     [
         b"GET / HTTP/1.1\r\n\r\n" + b" " * 100,
-        # Of a length beyond any key, and any value.
+        # A length beyond that of any key or value.
         struct.pack("<IQ", server.GET, 1 << 40),
         struct.pack("<IQ", server.SET, 1) + b"k" + struct.pack("<Q", 1 << 40),
-        # A key that is no text; a command that there is not.
+        # A key that is not text; an unknown command.
         struct.pack("<IQ", server.GET, 2) + b"\xff\xff",
         struct.pack("<IQ", 9, 1) + b"k",
     ],
@@ -245,7 +245,7 @@ def test_it_ends_with_the_process_that_started_it():
     with running_store(2) as (port, process):
         present = members(port, 2)
         assert all_join(present) == [None, None]
-        # As when rank 0 is killed.
+        # The state after rank 0 is killed.
         process.stdin.close()
         close(present[0])
         assert present[1].ended() == [0]

@@ -1,8 +1,8 @@
-"""The addresses of a run, from the launcher's variables and this machine's interfaces.
+"""Addresses of a run, from the launcher's variables and the machine's interfaces.
 
-Guarantees: a run on one machine uses loopback, also if the launcher gives another address of it; a
-run on several uses the address of the rank's own endpoint; gloo and NCCL get the interface of that
-address unless the user has chosen one; wrong variables are refused by name.
+Guarantees: a run on one machine uses loopback, even if the launcher gives another address of that
+machine; a run on several machines uses the address of the rank's own endpoint; gloo and NCCL get
+the interface of that address unless the user has chosen one; wrong variables are refused by name.
 """
 
 import socket
@@ -18,9 +18,9 @@ from paddle_vl.parallel.store.rendezvous import (
     is_of_this_machine,
 )
 
-# Of no machine: kept for documentation.
+# Reserved for documentation; no machine has it.
 FAR = "203.0.113.7"
-# (interface, address) of this machine.
+# (interface, address) pairs of this machine.
 OWN = [
     (name, address.address)
     for name, addresses in psutil.net_if_addrs().items()
@@ -54,7 +54,7 @@ def test_a_run_on_several_machines_uses_the_endpoints_addresses():
     own = PLACED[0][1]
     given = variables(f"{own}:4000", f"{FAR}:4000", PADDLE_MASTER=f"{own}:5000")
     assert find_addresses(given) == Addresses(own, 5000, own, False)
-    # As a rank of the other machine would, or this one if the master is there.
+    # The view of a rank on the other machine, or of this rank if the master is there.
     given = variables(f"{FAR}:4000", f"{own}:4000", rank=1)
     assert find_addresses(given) == Addresses(FAR, 4000, own, False)
 

@@ -1,8 +1,8 @@
 """The topology of one rank.
 
-Guarantees: one rank is rank 0 of groups of one, takes all samples and starts no fleet; samples are
-sharded over dp and sharding together; degrees that do not match the world size are refused before
-fleet starts.
+Guarantees: a single rank is rank 0 of groups of one, takes all samples and does not start fleet;
+samples are sharded over dp and sharding together; degrees that do not match the world size are
+refused before fleet starts.
 """
 
 import paddle.distributed as dist
@@ -40,7 +40,7 @@ def test_degrees_that_do_not_fit_are_refused_together_before_fleet_starts():
 
 
 def test_samples_split_over_dp_then_sharding():
-    """Processes 0 to 5 of dp 3 x sharding 2 take parts 0 to 5."""
+    """Ranks 0 to 5 of dp 3 x sharding 2 take shards 0 to 5."""
     degrees = ParallelDegrees(dp_degree=3, sharding_degree=2)
     for rank in range(6):
         topology = Topology(

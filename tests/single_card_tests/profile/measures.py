@@ -1,4 +1,4 @@
-"""Results of profiles without any training: measures of ranks, and cells of a matrix."""
+"""Made-up profile results: measures of ranks, and cells of a matrix."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ FACTS = {"warmup": 2, "memory_limit_gb": 2.0, "distributed_type": "dp"}
 
 
 def rank_measure(rank: int, steps: list[dict[Phase, float]], **given: Any) -> RankMeasure:
-    """Eight samples and no tokens in each step, unless given."""
+    """By default eight samples and no tokens in each step."""
     work = {
         "samples": [8] * len(steps),
         "tokens": [0] * len(steps),
@@ -34,7 +34,7 @@ def cell(
     phases: dict[str, float] | None = None,
     settings: dict[str, Any] | None = None,
 ) -> Cell:
-    """A cell; with `speed`, samples per second, one that is ok."""
+    """A cell; with `speed`, in samples per second, it is ok."""
     profile = {}
     if status == "ok":
         step = 2 * batch_size / speed

@@ -1,9 +1,8 @@
-"""Which batch sizes a matrix tries.
+"""Batch sizes that a matrix tries.
 
-Pinned here: doubling stops at the largest size or goes halfway between what fits and what does not,
-down to the resolution; it goes below a first size that does not fit; given steps end at the first
-that does not fit; sizes already known (a resumed matrix) are not asked for again; senseless rules
-are refused.
+Guarantees: sizes double up to the maximum, then bisect between fitting and not fitting down to the
+resolution; they shrink if the first size does not fit; given sizes end at the first that does not
+fit; known sizes of a resumed matrix are not tried again; invalid rules are refused.
 """
 
 import pytest

@@ -1,11 +1,11 @@
-"""A matrix over cells that pretend, and its report.
+"""A matrix over simulated cells, and its report.
 
-Pinned here: every choice is walked to its largest batch that fits; cells that ended are not run
-again, those that failed or were out of time are (the latter if there is more of it), and so are
-those whose settings, or whose model's configuration, have changed; a cell that fails for another
-reason ends its line only and is told with its error, never as out of memory; choices that the
-processes do not allow are refused before any cell; the command of a cell says all that concerns it;
-the report has a row for every cell, the recommendation and the comparison, and a plot.
+Guarantees: every choice is tried up to its largest fitting batch; finished cells are not run again,
+but cells that failed, that ran out of time (if there is now more), or whose settings or model
+configuration changed are; a cell that fails for another reason ends only its row and is reported
+with its error, never as out of memory; choices that do not fit the number of ranks are refused
+before any cell; the command of a cell contains all its settings; the report has a row for every
+cell, the recommendation, the comparison and a plot.
 """
 
 import json
@@ -52,7 +52,7 @@ def settings(tmp_path):
 
 
 class Pretended:
-    """Runs cells by their command line alone; `broken` answers for a sharding choice."""
+    """Runs cells by their command line alone; `broken` gives the outcome for a sharding choice."""
 
     def __init__(self, broken: dict[str, Outcome] | None = None):
         self.ran: list[tuple[str, int]] = []

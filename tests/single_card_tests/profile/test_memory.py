@@ -1,8 +1,8 @@
 """Peak memory of a CPU process.
 
-Pinned here: the peak counts what was there and is gone, and a reset forgets it; tensors are counted
-by Paddle's allocator apart from the resident set; where the kernel refuses the reset, samples take
-its place and the source says so; a GPU's numbers are its allocator's, both reset.
+Guarantees: the peak counts memory that was freed since, and a reset clears it; tensors are counted
+by Paddle's allocator, separately from the resident set; where the kernel refuses the reset, samples
+replace the peak and the source says so; a GPU's numbers come from its allocator, both reset.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_peak_counts_what_is_gone_and_a_reset_forgets_it():
 
 
 def refusing_process(folder: Path, resident_pages: int) -> Path:
-    """A process folder whose peak cannot be reset."""
+    """A /proc folder whose peak cannot be reset."""
     (folder / "clear_refs").mkdir(parents=True)
     (folder / "statm").write_text(f"900 {resident_pages} 3 4 0 5 0")
     return folder

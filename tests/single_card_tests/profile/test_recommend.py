@@ -1,9 +1,9 @@
-"""What a matrix recommends and compares.
+"""Recommendations and comparisons of a matrix.
 
-Pinned here: the fastest cell below the share of memory is taken, a faster one above it is named
-with its share; of cells as fast as each other the one with less memory; every number of cameras
-gets its own; without a limit memory does not matter; where none fits, or none ran, it says so; two
-sharding choices are compared only where all else is equal, and the gap is shared out over phases.
+Guarantees: the fastest cell below the memory share is chosen, and a faster one above it is named
+with its share; of equally fast cells the one with less memory; every number of cameras gets its own
+recommendation; without a limit memory does not matter; the report says if none fits or none ran;
+two sharding choices are compared only if all else is equal, and the gap is split over phases.
 """
 
 import pytest

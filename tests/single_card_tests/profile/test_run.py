@@ -1,9 +1,9 @@
-"""Steps of a real, tiny run under the clock.
+"""Profiled steps of a real, tiny run.
 
-Pinned here: micro-batches add up to one step with one update and its samples; warm-up steps are
-taken but not counted, and memory is reset between the two; the peak above the limit ends the
-profile, in warm-up too; weights are those that the same steps give without a profile; the whole
-command leaves a result, prints it, and touches nothing of the run's folder.
+Guarantees: micro-batches add up to one step with one update and its samples; warm-up steps are not
+counted, and memory is reset after them; a peak above the limit ends the profile, also in warm-up;
+weights equal those of the same steps without a profile; the command writes a result, prints it, and
+changes nothing in the run's folder.
 """
 
 import itertools
@@ -34,7 +34,7 @@ def trainer_of(run_file, *overrides: str):
 
 
 class Meter:
-    """Uses a byte more with every step, and notes when it is reset."""
+    """Uses one more byte per step and records its resets."""
 
     source = "the test"
 
@@ -60,13 +60,13 @@ def test_micro_batches_add_up_to_one_step(run_file, monkeypatch, count):
     monkeypatch.setattr(phases, "time", clock)
     trainer = trainer_of(run_file, f"train.gradient_accumulation_steps={count}")
     (step,) = measured(trainer, steps=1).steps
-    # Turns of the clock are a second each; the copy to the device lies inside of the forward.
+    # Every clock reading adds a second; the copy to the device is inside the forward phase.
     assert step[Phase.HOST_TO_DEVICE.value] == count
     assert step[Phase.FORWARD.value] == 2 * count
     assert step[Phase.BACKWARD.value] == count
     for once in (Phase.DATA_WAIT, Phase.AGREEMENT, Phase.GRADIENT_SUM, Phase.CLIP, Phase.OPTIMIZER):
         assert step[once.value] == 1
-    # The first look at the clock is the step's beginning.
+    # The first clock reading is the start of the step.
     assert sum(step.values()) == next(ticks) - 1
 
 

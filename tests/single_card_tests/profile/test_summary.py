@@ -1,9 +1,9 @@
-"""From measures of ranks to a result and its table.
+"""Measures of ranks to a result and its table.
 
-Pinned here: throughput follows from the slowest rank's mean step, not from the first rank's nor
-from a median; phases and shares are that rank's and every other rank's means stand beside them;
-shares add up to 100, printed ones too; phases that only some ranks or steps have count as zero
-elsewhere; memory is the worst rank's and each one's; OpenTau's keys are there.
+Guarantees: throughput follows from the slowest rank's mean step, not from the first rank or a
+median; phases and shares are those of that rank, next to the means of every other rank; shares,
+also printed ones, add up to 100; a phase counts as zero on ranks and steps without it; memory is
+given per rank and for the worst one; OpenTau's keys are present.
 """
 
 import numpy as np

@@ -1,11 +1,11 @@
-"""Status files of ranks, and the supervisor of real processes that end in every way.
+"""Status files of ranks, and the supervisor with real processes and all their outcomes.
 
-Pinned here: a rank writes how it ended, an interrupt too; exceptions that say that memory is used
-up are told from others, Paddle's own message included; messages are one line, without C++ frames. A
-cell is an OOM only where that is certain: a rank says so, its resident set passes the limit within
-a step, or it dies without a message while the kernel counts a kill for memory; any other end is a
-failure with its own error line, the first of several; a cell that takes too long is ended; no
-process that a cell started is left, also in other sessions; old status files are ignored.
+Guarantees: a rank writes how it ended, also after an interrupt; out-of-memory exceptions are
+recognized, including Paddle's own; messages are one line, without C++ frames. A cell is an OOM only
+if that is certain: a rank reports it, its resident set passes the limit within a step, or it dies
+without a message while the kernel counts a kill for memory; any other end is a failure with the
+first error line; a cell that takes too long is ended; no process started by a cell is left, also in
+other sessions; old status files are ignored.
 """
 
 import errno

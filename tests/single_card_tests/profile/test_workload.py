@@ -1,8 +1,9 @@
-"""What a profile trains on.
+"""Data that a profile trains on.
 
-Pinned here: conversations have as many images and answer tokens as asked for, are read by the run's
-own processor, and are the same whoever writes them; a policy's cameras are those of its first, as
-many as asked for, and its drop probabilities stay; what a family cannot give is refused by name.
+Guarantees: conversations have the requested images and answer tokens, are read by the run's
+processor, and do not depend on the rank that writes them; a policy has the requested number of
+cameras, all like its first, and keeps its drop probabilities; requests that a family cannot meet
+are refused by name.
 """
 
 import json
@@ -55,7 +56,7 @@ def test_conversations_have_the_shapes_asked_for(config, run_file, tmp_path):
     for number in range(5):
         sample = samples[number]
         assert sample["image_grid_thw"].tolist() == [[1, 4, 4]] * 3
-        # The turn's end is learned too, and a newline stands behind it.
+        # The end token is a target too, followed by a newline.
         assert (sample["labels"] != -100).sum() in (20, 21, 22)
     first = file.read_bytes()
     assert write_conversations(tmp_path / "data", shapes, 5, processor.tokenizer) == file
@@ -65,7 +66,7 @@ def test_conversations_have_the_shapes_asked_for(config, run_file, tmp_path):
 def test_made_up_data_replaces_the_runs_own(config, tmp_path):
     changed = with_workload(config, Workload(is_synthetic=True), tmp_path)
     assert changed.data.train == [str(tmp_path / "data" / "conversations.jsonl")]
-    # Eight batches of two processes with two samples each.
+    # Eight batches on two ranks with two samples each.
     assert len((tmp_path / "data" / "conversations.jsonl").read_text().splitlines()) == 32
     assert changed.model_copy(update={"data": config.data}) == config
 

@@ -1,4 +1,4 @@
-"""Folders as runs leave them, for reports."""
+"""Run folders for tests of reports."""
 
 import json
 from collections.abc import Sequence
@@ -50,5 +50,5 @@ def write_run(
 
 
 def without(key: str) -> list[dict[str, Any]]:
-    """The lines, none of which has that key."""
+    """The lines without this key."""
     return [{name: value for name, value in line.items() if name != key} for line in LINES]

@@ -1,8 +1,8 @@
-"""Reports of runs whose files are damaged, or whose metrics have strange names and values.
+"""Reports of runs with damaged files, or with strange metric names and values.
 
-Guarantees: a damaged run.json is refused by file, entry, key and value, what may be absent may be
-null; no name or value of a metric keeps a report from being drawn; lines that are none are named; a
-full disk names the file.
+Guarantees: a damaged run.json is refused with file, entry, key and value, and optional values may
+be null; no name or value of a metric stops a report; invalid lines are named; on a full disk the
+error names the file.
 """
 
 import json

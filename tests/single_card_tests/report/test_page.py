@@ -1,9 +1,9 @@
 """The page of a report.
 
-Guarantees: one file that refers to nothing outside of it; its data are the numbers of the metrics
-files, all of them, at their steps, whichever metrics a run lacks; texts of a run cannot become
-markup; quantities to draw over are those that all runs have; in a browser every curve is drawn, and
-the controls work.
+Guarantees: it is one file without external references; its data are all numbers of the metrics
+files at their steps, whichever metrics a run lacks; texts of a run cannot become markup; the
+selectable x-axes are those that all runs have; in a browser every curve is drawn and the controls
+work.
 """
 
 import json
@@ -31,7 +31,7 @@ VOID = {"meta", "link", "input", "br"}
 
 
 class Page(HTMLParser):
-    """Elements that were opened and closed in order, their attributes, and the texts in them."""
+    """Elements in order, their attributes and texts; checks that each is closed."""
 
     def __init__(self, text: str):
         super().__init__()

@@ -1,8 +1,8 @@
 """Panels of a report.
 
-Guarantees: every metric of every run is in exactly one panel, known or not; evaluations, components
-and statistics share the panel of their metric; a run without a metric is left out of its panel;
-panel names are unique file names; a loss has a logarithmic axis at first where all values are
+Guarantees: every metric of every run, known or not, is in exactly one panel; evaluations,
+components and statistics share the panel of their metric; a run without a metric is left out of its
+panel; panel names are unique file names; a loss starts with a logarithmic axis if all values are
 positive.
 """
 

@@ -1,8 +1,8 @@
 """Panels as PNG files.
 
-Guarantees: lines have the numbers of the series and its interruptions; skipped updates and resumed
-steps are marked; a loss has a logarithmic axis with plain numbers; curves of several runs are
-labelled by run, many of them beside the axes.
+Guarantees: lines have the numbers and gaps of the series; skipped updates and resumed steps are
+marked; a loss has a logarithmic axis with plain numbers; curves of several runs are labelled by
+run, next to the axes if there are many.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """`paddle-vl report`.
 
-Guarantees: it writes a page and a PNG for every panel, where asked, by default in the run's own
-folder; neither Paddle nor, for the page alone, matplotlib is loaded; without matplotlib the page is
-there and the error names the extra; errors in the runs are one line and leave no report.
+Guarantees: it writes a page and, on request, a PNG per panel, by default in the run's folder; it
+loads neither Paddle nor, for the page alone, matplotlib; without matplotlib the page is written and
+the error names the extra; an error in a run is one line and leaves no report.
 """
 
 import subprocess

@@ -1,8 +1,8 @@
 """Tables of a report.
 
 Guarantees: results, differing settings, origin and last values of all runs, with a dash for unknown
-values; settings that do not affect the training are not compared; settings that changed between
-starts are listed with the steps that they trained.
+values; settings without effect on training are not compared; settings that changed between starts
+are listed with the steps they trained.
 """
 
 import pytest
@@ -69,7 +69,7 @@ def test_origin_is_that_of_the_newest_start(tmp_path):
 
 
 def test_settings_that_changed_are_told_with_the_steps_that_they_trained(tmp_path):
-    """The second start trained again what the first had after step 20; the third trained none."""
+    """The second start repeated the first one's steps after 20; the third trained none."""
 
     def start(first_step, rate):
         settings = {"train": {"learning_rate": rate, "output_dir": f"runs/{rate}"}}

@@ -1,8 +1,8 @@
 """Reading runs for a report.
 
-Guarantees: a folder that is not a run's is refused with a hint; so are a run given twice, one
-without a metric in common, and a damaged file; an incomplete last line is left out and noted; runs
-of the same folder name get different names; starts before the last one from step 0 are left out.
+Guarantees: a folder without a run is refused with a hint; so are a run given twice, runs without a
+common metric, and a damaged file; an incomplete last line is left out and noted; runs with the same
+folder name get different names; starts before the last one from step 0 are left out.
 """
 
 import pytest

@@ -1,8 +1,8 @@
 """Metrics lines as series.
 
 Guarantees: every metric has all its numbers at their steps; null interrupts a curve, an absent key
-does not; missing lines interrupt it, a changed distance between lines does not; skipped updates are
-assigned to the lines between which their count grew.
+does not; missing lines interrupt it, a changed interval does not; skipped updates are placed
+between the lines where their count grew.
 """
 
 import pytest
@@ -37,9 +37,9 @@ def test_lines_in_disorder_are_put_in_order():
     [
         ([10, 20, 30, 40], []),
         ([10, 20, 60, 70], [2]),
-        # Another logging_steps from 20 on, and back again.
+        # logging_steps changes at step 20, then changes back.
         ([18, 19, 20, 30, 40, 41, 42], []),
-        # The last line is that of the last step.
+        # The last step always has a line.
         ([100, 200, 203], []),
     ],
 )

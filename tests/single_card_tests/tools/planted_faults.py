@@ -1,4 +1,4 @@
-"""Parsers with a fault each, for the fuzzer to find. Every input is a number in a file."""
+"""Parsers with one planted fault each, for the fuzzer to find. Each input is a number in a file."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def sound(folder: Path) -> Parser:
 
 
 def rare_key_error(folder: Path) -> Parser:
-    """Of one in some hundred inputs; 12 is the smallest."""
+    """Fails for about one in some hundred inputs; 12 is the smallest."""
 
     def fault(number: int) -> None:
         if number % 250 == 12:
@@ -63,12 +63,12 @@ def wandering(folder: Path) -> Parser:
 
 
 def foreign(folder: Path) -> Parser:
-    """An error that another library raises."""
+    """An error raised by another library."""
     return _of_numbers(folder, lambda number: np.zeros(2).reshape(3) if number > 900 else None)
 
 
 def nameless(folder: Path) -> Parser:
-    """A refusal of this package that does not name the file."""
+    """A refusal by this package that does not name the file."""
     from paddle_vl.families.qwen3_vl.sizes import size_values
 
     def fault(number: int) -> None:

@@ -1,7 +1,7 @@
-"""The benchmark of a step's overhead reports what is above the expected counts.
+"""The overhead benchmark reports counts above the expected ones.
 
-Guarantees: a report's read counts for its own step, though made in the turn after it; a read or a
-collective too many, on logging steps or outside of them, is a problem.
+Guarantees: a report's read counts for its own step, although it happens in the next turn; an extra
+read or collective, on logging steps or others, is a problem.
 """
 
 import pytest
@@ -15,7 +15,7 @@ LOGGING_STEPS = 3
 
 
 def turns(reads: dict[int, int], collectives: dict[int, int]) -> list[TurnCounts]:
-    """Steps 4 to 10, of which 6 and 9 log."""
+    """Steps 4 to 10; steps 6 and 9 log."""
     call = Collective("agreement", "all_gather", (0, 1), 8)
     return [
         TurnCounts(step, [call] * (3 + collectives.get(step, 0)), ["a:1"] * reads.get(step, 0), [])

@@ -1,8 +1,8 @@
-"""The benchmark of a step trains what the references train.
+"""The step benchmark trains what the references train.
 
 Guarantees: pi07's parameters and token counts are those of the recorded OpenTau run; Qwen3-VL's
-batch has the shapes that step_hf.py gives to HF transformers; tables find their place in a
-markdown file.
+batch has the shapes that step_hf.py gives to HF transformers; tables are put in the right place of
+a markdown file.
 """
 
 import json
@@ -15,7 +15,7 @@ import step
 from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import presence_of
 
-# OpenTau's unused head of the expert, which this package leaves out: 8 tokens of width 128.
+# This package leaves out OpenTau's unused expert head: 8 tokens of width 128.
 UNUSED_HEAD = 8 * 128
 
 
@@ -34,7 +34,7 @@ def test_pi07_is_the_model_of_the_recorded_reference(tmp_path):
     assert len(batch["state"]) == 2
     model.eval()
     prefix = model.prefix(as_tensors(batch), presence_of(batch))
-    # The labels between the blocks ("State: ", ...) take 4 tokens more in this tokenizer.
+    # The labels between the blocks ("State: ", ...) take 4 more tokens with this tokenizer.
     assert prefix.embs.shape[1] == case["prefix_len"] + 4
     assert model.config.chunk_size == case["suffix_len"]
     trainer.feed.close()

@@ -1,7 +1,7 @@
 """The API reference.
 
-Pinned: every module has a page, the public names stand on the first one, and a problem that pdoc
-finds fails the build.
+Guarantees: every module has a page, the first page has the public names, and a pdoc warning fails
+the build.
 """
 
 import subprocess

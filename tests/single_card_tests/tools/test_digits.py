@@ -1,8 +1,8 @@
-"""The digits data set: real images, an honest split, and a directory that is all a run needs.
+"""The digits dataset: real images, a clean split, and a folder with everything a run needs.
 
-Pinned: no test image occurs in a training conversation; every unseen image has one single-digit
-question; answers are right; an image is four visual tokens; writing is reproducible, and is not
-done again unless something is missing or changed; the tool does the same.
+Guarantees: training conversations contain no test image; every test image has one single-digit
+question; answers are right; an image is four visual tokens; writing is reproducible, and repeated
+only if something is missing or changed; the tool does the same.
 """
 
 import json
@@ -110,7 +110,7 @@ def test_writing_is_reproducible(made, tmp_path):
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """A directory made from the first 120 images."""
+    """A folder made from the first 120 images."""
     pixels, target = digits_module._load_digits()
     monkeypatch.setattr(digits_module, "_load_digits", lambda: (pixels[:120], target[:120]))
     monkeypatch.setattr(digits_module, "TEST_IMAGES_PER_DIGIT", 3)

@@ -1,8 +1,8 @@
-"""The fuzzer, and what it says of every parser.
+"""The fuzzer, and its results for every parser.
 
-Guarantees: whatever the bytes, a parser gives a result or a plain refusal, in time, within its
-memory and folder; the fuzzer notices each kind of fault, shows its smallest input, and does the
-same again with the same seed.
+Guarantees: for any bytes a parser gives a result or a refusal, within its time, memory and folder;
+the fuzzer detects each kind of fault, shows its smallest input, and repeats its results with the
+same seed.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from fuzzing.parser import PARSERS
 from fuzzing.table import described, run_all
 
 PLANTED = "tests.single_card_tests.tools.planted_faults:"
-# More inputs than the planted parsers have.
+# More inputs than the planted parsers need.
 EVERY_NUMBER = 1100
 
 
@@ -25,7 +25,7 @@ def test_parser_gives_a_result_or_a_refusal(name):
     tally = fuzz(name, Limits(inputs=100))
     assert tally.is_whole
     assert not tally.escapes, all_escapes(tally)
-    # Neither strategy nor checks are vacuous.
+    # Some inputs are accepted and some are refused.
     assert tally.accepted
     assert tally.refused
 
@@ -51,7 +51,7 @@ def test_parser_gives_a_result_or_a_refusal_in_the_long_mode(name):
     ],
 )
 def test_planted_fault_is_reported(fault, what):
-    # A machine that is busy may hold up any input for a moment.
+    # A busy machine may delay any input.
     seconds = 0.2 if fault == "sleeping" else 5
     tally = fuzz(PLANTED + fault, Limits(EVERY_NUMBER, seconds=seconds, mebibytes=32))
     assert len(tally.escapes) == 1, all_escapes(tally)

@@ -1,7 +1,7 @@
-"""The tools and the interpreter that they want.
+"""The tools and their interpreter.
 
-Guarantees: every tool explains itself without its dependencies; the versions of Python that the
-package allows are those that the scripts look for.
+Guarantees: every tool prints its help without its dependencies; the scripts look for the Python
+versions that the package allows.
 """
 
 import re
@@ -30,7 +30,7 @@ def test_every_tool_explains_itself(tool):
 
 
 def script(tmp_path: Path, body: str, version: str) -> subprocess.CompletedProcess:
-    """Run functions of tools/environment.sh where every Python says that it is `version`."""
+    """Run functions of tools/environment.sh with Pythons that all report `version`."""
     numbers = tuple(map(int, version.split(".")))
     for name in ("python3", "python3.13", "python3.12", "python3.11", "python3.10", "python"):
         fake = tmp_path / name

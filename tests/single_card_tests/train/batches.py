@@ -1,4 +1,4 @@
-"""Hand-made batches for the tiny model, as a collator would give them."""
+"""Hand-made batches for the tiny model, as a collator would make them."""
 
 import numpy as np
 import paddle
@@ -12,7 +12,7 @@ from tests.support.tiny import IMAGE, VIDEO, VISION_END, VISION_START, patches, 
 
 
 def image_batch(texts: list[list[int]], prompt_lengths: list[int], seed: int = 0) -> dict:
-    """One image of 4 tokens in front of every text; labels start after `prompt_lengths` of it."""
+    """One image of 4 tokens before every text; labels start after `prompt_lengths` text tokens."""
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
     rows = [[VISION_START, ("image", 4), VISION_END, *text] for text in texts]
     input_ids = token_rows(*rows)
@@ -38,7 +38,7 @@ def image_batch(texts: list[list[int]], prompt_lengths: list[int], seed: int = 0
 
 
 def split_batch(texts: list[list[int]], prompt_lengths: list[int]) -> list[dict]:
-    """The samples of `image_batch` as micro-batches of one, with the same pixels."""
+    """The samples of `image_batch` as micro-batches of one sample with the same pixels."""
     whole = image_batch(texts, prompt_lengths)
     parts = []
     for i in range(len(texts)):
@@ -49,14 +49,14 @@ def split_batch(texts: list[list[int]], prompt_lengths: list[int]) -> list[dict]
 
 
 def count_calls(layer) -> list:
-    """A list that has an entry for every call of a layer from now on."""
+    """A list that grows by one entry per call of a layer."""
     calls = []
     layer.register_forward_pre_hook(lambda *_: calls.append(1))
     return calls
 
 
 def micro_batches(*batches: dict) -> list[MicroBatch]:
-    """Batches of a language model as a step takes them."""
+    """Batches of a language model in the form that a step takes."""
     return [counted(batch, VLBatchAdapter()) for batch in batches]
 
 
@@ -72,7 +72,7 @@ def outcome(
     is_good: bool = True,
     num_packed_places: int = 0,
 ) -> StepOutcome:
-    """What a step of two samples tells of a language model."""
+    """The outcome of a language model's step on two samples."""
     return StepOutcome(
         paddle.to_tensor([loss]),
         paddle.to_tensor(grad_norm),

@@ -1,4 +1,4 @@
-"""A tiny run that several files ask about."""
+"""A tiny run shared by several test files."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def run_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole_run(run_file, tmp_path_factory) -> Path:
-    """Four steps without a break, a checkpoint every second step, with evaluation."""
+    """Four uninterrupted steps with evaluation and a checkpoint every second step."""
     output_dir = tmp_path_factory.mktemp("whole") / "out"
     data = run_file.with_name("test.jsonl")
     trainer = build(run_file, output_dir, *evaluated(data))

@@ -1,4 +1,4 @@
-"""A device in place of a GPU for `DeviceCopies`: tensors are the CPU's, events the test's."""
+"""A fake GPU for `DeviceCopies`: tensors are on the CPU, events are simulated."""
 
 import numpy as np
 import paddle
@@ -31,8 +31,8 @@ class FakeStream:
 
 
 class FakeDevice:
-    """Writes down what it is asked for, and copies as late as it may: when the computing stream
-    waits for it. Until then memory has other values."""
+    """Logs its calls, and copies as late as allowed: when the compute stream waits for the copy.
+    Until then the memory has other values."""
 
     def __init__(self):
         self.log: list[str] = []

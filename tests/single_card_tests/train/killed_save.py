@@ -1,8 +1,8 @@
-"""A training whose process is killed while a file of checkpoint-4 is half written.
+"""A training run that is killed while a file of checkpoint-4 is half written.
 
     python killed_save.py CONFIG [section.name=value ...]
 
-The disk is slow enough that the next step has been trained then.
+The disk is so slow that the next step has completed by then.
 """
 
 import os

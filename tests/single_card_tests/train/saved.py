@@ -1,4 +1,4 @@
-"""Small checkpoints on disk, without a model, as the writer of a run makes them."""
+"""Small checkpoints on disk, without a model, written by the checkpoint writer."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ def filled(
     config: RunConfig | None = None,
     nonfinite_updates: int = 0,
 ) -> Callable[[Path, FileWriter], None]:
-    """What fills a checkpoint with a model of these arrays, and as many of the optimizer."""
+    """Function that fills a checkpoint with these arrays as model and as optimizer state."""
 
     def fill(folder: Path, write: FileWriter) -> None:
         (folder / "config.json").write_text("{}")
@@ -75,14 +75,14 @@ def save_checkpoint(
     ranks: SingleRank = ONE_RANK,
     **changes: Any,
 ) -> Path:
-    """One checkpoint by a writer of its own."""
+    """Write one checkpoint with its own writer."""
     with CheckpointWriter(output_dir, settings(**changes), ranks) as writer:
         fill = filled(step, config=config, nonfinite_updates=nonfinite_updates)
         return writer.save(step, fill, nonfinite_updates)
 
 
 class OneOfSeveral(SingleRank):
-    """A process whose messages go through the memory that it shares with others."""
+    """A rank that communicates with others through shared memory."""
 
     def __init__(self, rank, board, barrier):
         self.rank, self.is_main, self.board, self.barrier = rank, rank == 0, board, barrier
@@ -99,7 +99,7 @@ class OneOfSeveral(SingleRank):
 
 
 def on_ranks(number: int, work: Callable[[SingleRank], Any]) -> list[Any]:
-    """What `work` returns or raises on each of so many ranks, which are threads."""
+    """What `work` returns or raises on each of this many ranks, run as threads."""
     board, barrier = [None] * number, threading.Barrier(number, timeout=10)
     results: list[Any] = [None] * number
 

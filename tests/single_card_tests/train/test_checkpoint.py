@@ -1,8 +1,8 @@
 """Checkpoint folders, without a model.
 
 Guarantees: a save that is interrupted at any point leaves the earlier checkpoint complete and
-nothing under the new name; leftovers are removed; arrays round-trip; resume finds the right
-checkpoint and refuses changed settings.
+nothing under the new name; leftovers are removed; arrays are read back unchanged; resume finds the
+right checkpoint and refuses changed settings.
 """
 
 import errno

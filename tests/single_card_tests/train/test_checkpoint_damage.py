@@ -1,10 +1,9 @@
 """Damaged and marked checkpoints.
 
-Guarantees: damage of any kind to any file is found before anything is loaded, whichever rank reads
-the file, and the file is named; `auto` takes the newest checkpoint without damage or mark, logs
-which it passed over and why, and does not start a new run if all are damaged; checkpoints of
-earlier versions are accepted; weights are compared with their manifest when loaded, text files are
-not.
+Guarantees: damage of any kind to any file is found before loading, whichever rank reads the file,
+and the file is named; `auto` takes the newest checkpoint without damage or mark, logs which it
+skipped and why, and does not start a new run if all are damaged; checkpoints of earlier versions
+are accepted; weights are compared with their manifest when loaded, text files are not.
 """
 
 import json
@@ -51,7 +50,7 @@ def test_auto_passes_over_every_damage_and_says_what_it_is(tmp_path, caplog, kin
     good = save_checkpoint(tmp_path, 2)
     damaged = save_checkpoint(tmp_path, 4)
     if (kind, name) == ("flipped", "manifest.json"):
-        # Inside a checksum; elsewhere it is not JSON any more.
+        # Inside a checksum; elsewhere the file would not be JSON any more.
         file = damaged / name
         file.write_text(file.read_text().replace('"xxh3_128": "', '"xxh3_128": "0', 1))
     else:

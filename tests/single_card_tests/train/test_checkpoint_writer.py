@@ -1,8 +1,8 @@
 """Asynchronous checkpoint writing.
 
 Guarantees: a save returns before its files are written, and the files equal those of a synchronous
-save, byte for byte; a failure on any rank is raised at the next check, names the file and leaves
-earlier checkpoints alone; after an error the write in flight completes, after an interruption it is
+save byte for byte; a failure on any rank is raised at the next check, names the file and keeps
+earlier checkpoints; after an error the write in flight completes, after an interruption it is
 abandoned; old checkpoints are deleted only after a newer one was read back, and only good ones
 count.
 """
@@ -30,7 +30,7 @@ from tests.single_card_tests.train.test_checkpoint_damage import flip
 
 
 class Gate:
-    """A disk that takes nothing until it is opened."""
+    """A disk that blocks writes until it is opened."""
 
     def __init__(self, monkeypatch):
         self.opened, plain = threading.Event(), SummedStream.write
@@ -142,7 +142,7 @@ def test_a_write_that_failed_is_raised_at_the_next_save(tmp_path, gate):
 
 
 def ended_by(error, output_dir, gate):
-    """A run that ends with its write in flight, before the disk takes anything."""
+    """A run that ends with its write in flight and blocked."""
     timer = threading.Timer(0.2, gate.opened.set)
     timer.start()
     with CheckpointWriter(output_dir, settings()) as writer:
@@ -163,7 +163,7 @@ def test_an_interruption_gives_the_write_up(tmp_path, gate):
 
 
 def several(tmp_path, changes=None, last=lambda writer: None):
-    """A save of two ranks, of which the first writes the model and the second a file of its own."""
+    """A save on two ranks: the first writes the model, the second its own file."""
 
     def work(processes):
         def fill(folder, write):
@@ -208,7 +208,7 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path, monkeypatch):
 
 def test_a_rank_that_is_gone_is_not_waited_for_when_the_run_ends_by_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(commit, "_PATIENCE_S", 0.2)
-    # The second rank writes, but its part never comes.
+    # The second rank's files never arrive.
     plain = commit.RankFiles.write
     monkeypatch.setattr(
         commit.RankFiles, "write", lambda part, to, rank: None if rank else plain(part, to, rank)
@@ -259,14 +259,14 @@ def test_old_checkpoints_stay_when_a_newer_one_reads_back_differently(
             writer.wait()
         assert steps_in(tmp_path) == [2, 4]
         assert "checkpoint-4 was written, but reads back differently: model.safe" in caplog.text
-        # It does not count later either.
+        # The damaged checkpoint does not count later either.
         writer.save(6, filled(6))
         writer.wait()
         assert steps_in(tmp_path) == [6]
 
 
 def test_only_good_checkpoints_count(tmp_path):
-    """Damaged ones, marked ones and those without a manifest keep no place from a good one."""
+    """A damaged or marked checkpoint, or one without a manifest, does not displace a good one."""
     for step in (1, 2, 5):
         save_checkpoint(tmp_path, step)
     flip(save_checkpoint(tmp_path, 3) / "optimizer.safetensors")
@@ -276,7 +276,7 @@ def test_only_good_checkpoints_count(tmp_path):
     (old / "trainer_state.json").write_text('{"step": 6}')
     save_checkpoint(tmp_path, 9)
     save_checkpoint(tmp_path, 7, save_total_limit=3)
-    # 7, 5 and 2 are good; 9 is later than what was saved last, and not this writer's to judge.
+    # 7, 5 and 2 are good; 9 is later than the last save, so this writer leaves it alone.
     assert steps_in(tmp_path) == [2, 3, 4, 5, 6, 7, 9]
 
 

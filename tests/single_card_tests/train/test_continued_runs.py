@@ -1,7 +1,7 @@
 """Runs that stop, resume and save.
 
 Guarantees: a resumed run, from a checkpoint or after a signal, is bit-identical to an uninterrupted
-one; an interrupted evaluation is made up for; config.yaml has settings that trained at least a
+one; an interrupted evaluation is repeated; config.yaml has the settings that trained at least one
 step; checkpoints are postponed while updates are skipped, contain the step at which they were
 requested, and survive a write that fails or is killed.
 """
@@ -29,7 +29,7 @@ from tests.support.finished_runs import metrics_of as run_metrics
 
 
 def test_resumed_run_is_bit_identical(whole_run, run_file, tmp_path):
-    """A crash after the metrics line of step 3: its checkpoint is that of step 2."""
+    """A crash after the metrics line of step 3; the last checkpoint is from step 2."""
     shutil.copytree(whole_run / "checkpoint-2", tmp_path / "checkpoint-2")
     lines = (whole_run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]) + '{"step": 4, "lo')
@@ -50,7 +50,7 @@ def test_resumed_run_is_bit_identical(whole_run, run_file, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_the_resumed_run_is_bit_identical(run_file, tmp_path, monkeypatch, number):
-    """The signal arrives within step 3, between two reports of two steps each."""
+    """The signal arrives in step 3, between two reports that cover two steps each."""
     settings = ["logging.logging_steps=2", "train.save_steps=null"]
     build(run_file, tmp_path / "whole", *settings).run()
     plain = trainer_module.train_step
@@ -122,7 +122,7 @@ def test_resuming_reports_and_refuses_changes(whole_run, run_file, tmp_path, cap
 def test_nonfinite_updates_stop_the_run_and_keep_the_last_good_checkpoint(
     run_file, tmp_path, monkeypatch
 ):
-    """Skipped updates may be saved, but never at the cost of the last checkpoint before them."""
+    """Skipped updates may be saved, but never replace the last checkpoint before them."""
     plain = trainer_module.train_step
 
     def step_that_breaks(model, optimizer, *arguments):
@@ -150,7 +150,7 @@ def test_nonfinite_updates_stop_the_run_and_keep_the_last_good_checkpoint(
 
 
 def broken_steps(monkeypatch, *broken):
-    """Updates of these steps are skipped, as a loss is not finite."""
+    """Skip the updates of these steps because of a non-finite loss."""
     plain, calls = trainer_module.train_step, []
 
     def step(model, optimizer, *arguments):
@@ -211,7 +211,7 @@ def test_a_checkpoint_holds_the_step_that_it_was_made_at_however_slow_the_disk(
 
 
 def test_a_write_that_fails_ends_the_run_at_a_step_behind_it(run_file, tmp_path, monkeypatch):
-    """Not as late as the next checkpoint, at the last step."""
+    """The run ends before the next checkpoint at the last step."""
 
     def full(stream):
         raise OSError(errno.ENOSPC, "No space left on device")

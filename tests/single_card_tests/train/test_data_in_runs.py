@@ -1,8 +1,8 @@
-"""Data settings in whole runs.
+"""Data settings in complete runs.
 
-Guarantees: `data.allow_outside` and `data.max_line_bytes` reach conversations and demonstrations; a
-run that skips bad samples trains through malformed lines and counts them; a run does not resume on
-edited data, and resumes when the data is restored.
+Guarantees: `data.allow_outside` and `data.max_line_bytes` apply to conversations and
+demonstrations; a run that skips bad samples trains through malformed lines and counts them; a run
+does not resume on edited data, and resumes once the data is restored.
 """
 
 import json

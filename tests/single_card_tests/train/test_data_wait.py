@@ -1,7 +1,7 @@
 """Warnings about long waits for data.
 
-Guarantees: a short wait logs nothing; a longer one logs what is waited for, again at doubled times,
-and once when it is over, unless an error ends it; watched batches are those of the data, and only
+Guarantees: a short wait logs nothing; a longer one logs what is awaited, again at doubled
+intervals, and once when it ends without an error; watched batches are those of the data, and only
 waits for them count.
 """
 
@@ -17,7 +17,7 @@ AFTER_S = 0.01
 
 
 class Seen(logging.Handler):
-    """Lets a wait go on after so many warnings."""
+    """Ends a wait after this many warnings."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -107,6 +107,6 @@ def test_what_is_done_with_a_batch_is_no_wait(seen):
             return iter([0, 1])
 
     for _ in watched(Data(), AFTER_S, "it"):
-        # As long as a wait would have to be.
+        # Long enough for a warning if it were a wait.
         seen.enough.wait(3 * AFTER_S)
     assert not seen.messages

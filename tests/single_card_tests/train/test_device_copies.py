@@ -1,4 +1,4 @@
-"""Copies of batches to a device, on a fake one, as no GPU is available.
+"""Copies of batches to a fake device.
 
 Guarantees: arrays are pinned and copied, and the compute stream, not the host, waits for the event
 after the copies; a buffer is overwritten only after the step that used it; new memory is filled
@@ -24,7 +24,7 @@ def everything(name: str) -> bool:
 
 
 def step(copies: DeviceCopies, *batches: dict) -> list[dict]:
-    """What a feed does for a step: fetch, use, launch."""
+    """One step as a feed runs it: fetch, use, launch."""
     made = copies.start(batches, everything)
     copies.wait()
     copies.launched()
@@ -41,7 +41,7 @@ def test_a_step_is_pinned_copied_and_waited_for_by_the_computing_stream():
     (batch,) = copies.start([{"a": numbers(3), "b": numbers(2)}], everything)
     assert device.log == [
         "empty", "pin", "empty", "pin",
-        # The memory is new: whatever used it before was launched before.
+        # The memory is new: its earlier uses were launched before.
         "record compute 0", "copies waits for compute 0",
         "copy 2", "record copies 0",
     ]  # fmt: skip
@@ -60,7 +60,8 @@ def test_buffers_have_two_turns_each_behind_the_step_that_had_it():
     launched = [event.name for event in device.compute.events]
     device.log.clear()
     third = copies.start([{"a": numbers(4, 2)}], everything)[0]["a"]
-    # Of four events two were for new memory; the first step was launched at the second.
+    # Two of the four events are for new memory; the first step was launched before the second
+    # event.
     assert launched == ["compute 0", "compute 1", "compute 2", "compute 3"]
     assert device.log == ["pin", "copies waits for compute 1", "copy 1", "record copies 2"]
     assert third.data_ptr() == first.data_ptr() != second.data_ptr()
@@ -84,7 +85,7 @@ def test_other_lengths_use_the_memory_there_is_until_it_is_too_small():
             device.log.clear()
     one, other, third, fourth, fifth = pointers
     assert one == third != other == fourth
-    # 18 places there were, 16 and an eighth of it to spare.
+    # The buffer had 18 entries: 16 plus an eighth.
     assert device.log.count("empty") == 1
     assert fifth != one
     renewed = device.log.index("empty")
@@ -145,7 +146,7 @@ def test_lists_empty_arrays_types_and_micro_batches_are_kept_apart():
             np.testing.assert_array_equal(video.numpy(), array)
         assert batch["masks"].tolist() == [True, False]
         assert (batch["none"].shape, batch["none"].dtype) == ([0, 4], paddle.int64)
-    # What an entry is may change, as with a dataset that stores smaller numbers.
+    # The dtype of an entry may change, as with a dataset that stores smaller numbers.
     (later,) = step(copies, {"videos": [np.full([2], 9, "int64")]})
     assert later["videos"][0].tolist() == [9, 9]
 

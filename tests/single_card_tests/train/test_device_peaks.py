@@ -2,7 +2,8 @@
 
 Guarantees: CUDA's device names map to the dense figure of the data sheet, variants to their own;
 partial devices, other devices with similar names, and dtypes without matrix units are unknown;
-float32 is TF32 unless switched off; the setting overrides the table; an unknown GPU is logged once.
+float32 means TF32 unless switched off; the setting overrides the table; an unknown GPU is logged
+once.
 """
 
 import logging

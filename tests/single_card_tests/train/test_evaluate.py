@@ -1,7 +1,7 @@
 """Evaluation.
 
-Guarantees: the loss is one mean over all target tokens, however they are batched; the model's mode
-is left as it was; the report counts exact answers per task.
+Guarantees: the loss is one mean over all target tokens for any batching; the model's mode is
+restored; the report counts exact answers per task.
 """
 
 import pickle

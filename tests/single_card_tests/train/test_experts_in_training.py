@@ -1,10 +1,9 @@
 """Training a model with experts.
 
-Guarantees: a step's loss is the cross entropy over all target tokens plus the mean of the
-micro-batches' auxiliary losses, over the parts of the data too, and its gradients are that loss's;
-evaluation is about cross entropy alone; runs report tokens per expert, of the layers that other
-processes hold too, and runs of dense models do not; parts of a model behind each other are the
-whole one.
+Guarantees: a step's loss is the cross entropy over all target tokens plus the mean of the auxiliary
+losses over micro-batches and data shards, and its gradients are those of that loss; evaluation
+reports cross entropy only; runs report tokens per expert, also for layers on other ranks, and runs
+of dense models do not; pipeline stages in sequence equal the unsharded model.
 """
 
 import json
@@ -32,7 +31,7 @@ FEW_EXPERTS = {
 
 
 class OneOfTwo(SingleRank):
-    """A process whose data is one of two parts; the other has the same numbers."""
+    """A rank that has one of two data shards; the other shard has the same numbers."""
 
     data_size = 2
 

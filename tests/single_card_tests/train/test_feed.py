@@ -1,11 +1,11 @@
 """The feed of training steps.
 
 Guarantees: without copies batches are fetched on demand; with copies the next step's are fetched
-after a step is launched, none beyond the last step; the data position is that after a step's own
+after a step is launched, none beyond the last step; the data position is the one after a step's own
 batches, and resuming there yields the next ones; counts are made before arrays leave the host; an
-error of the data belongs to its step; a wait counts unless the device was busy; a stalled loader is
-named with its worker; a run with copies equals the run without them, bit for bit, also resumed, and
-reads nothing from the device in its steps.
+error in the data belongs to its step; a wait counts unless the device was busy; a stalled loader is
+named with its worker; a run with copies is bit-identical to one without, also when resumed, and its
+steps read nothing from the device.
 """
 
 import logging
@@ -33,7 +33,7 @@ from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 
 class Numbers:
-    """Endless batches of 5 an epoch: one token with the batch's number, and what was asked."""
+    """Endless batches, 5 per epoch: one token, the batch's number. Records the requests."""
 
     def __init__(self, clock=None, bad: int | None = None):
         self.taken, self.clock, self.bad, self.is_closed = 0, clock, bad, False
@@ -103,7 +103,7 @@ def test_with_copies_the_next_step_is_fetched_when_one_was_launched():
     batches.prepare_next()
     batches.prepare_next()
     assert data.taken == 4
-    # Behind the step; its own wait comes when it is asked for.
+    # Recorded after the step; the wait follows when the batch is requested.
     assert device.log[0] == "record compute 1"
     assert device.log[-1] == "record copies 1"
     second = batches.next_step()
@@ -128,7 +128,7 @@ def test_nothing_is_fetched_beyond_the_last_step():
         batches.next_step()
         batches.prepare_next()
     assert data.taken == 6
-    # More than a run has, as in a profile, come on demand.
+    # Batches beyond the run's last step, as in a profile, are fetched on demand.
     assert numbers_of(batches.next_step()) == [6, 7]
 
 
@@ -195,7 +195,7 @@ def test_fetching_ahead_is_waiting_once_the_device_has_no_work(clock, is_done, e
 
 
 class OpensPipe(logging.Handler):
-    """Lets the held sample go on when a message says who is at it."""
+    """Releases the blocked sample when a message names the process that loads it."""
 
     def __init__(self, pipe: Path, who: str):
         super().__init__()
@@ -265,7 +265,7 @@ def test_a_run_with_copies_is_the_run_without_them(monkeypatch, tmp_path, run_fi
     monkeypatch.setattr(trainer_module, "device_copies", lambda *_: DeviceCopies(device))
     trainer_for(run_file, tmp_path / "copied").run()
     assert sum(entry.startswith("copy ") for entry in device.log) == 4
-    # Cut off behind the second step, whose batches were not the last ones fetched.
+    # Interrupted after the second step, whose batches were not the last ones fetched.
     (tmp_path / "cut").mkdir()
     (tmp_path / "copied" / "checkpoint-2").rename(tmp_path / "cut" / "checkpoint-2")
     trainer_for(run_file, tmp_path / "cut", "train.resume_from_checkpoint=auto").run()
@@ -283,7 +283,7 @@ def test_steps_with_copies_read_nothing_from_the_device(monkeypatch, tmp_path, r
     trainer = trainer_for(run_files[family], tmp_path)
     trainer.optimizer.masks_updates = True
     trainer.train_one_step()
-    # Its own two and those of the next step.
+    # The step's own two batches and the next step's.
     assert trainer.data.batches_consumed == 4
     with record_host_reads() as reads:
         for _ in range(2):

@@ -1,7 +1,7 @@
-"""The operations of a run's batches, as its family counts them.
+"""FLOPs of a run's batches, counted by its family.
 
-Guarantees: the counter of a run counts the products that it runs, with adapters, frozen parts and
-losses of weight 0 as the run's settings say, for each family of models.
+Guarantees: for each family the counter equals the matrix products that the run computes, with
+adapters, frozen components and zero-weight losses as set.
 """
 
 import json
@@ -35,7 +35,7 @@ PLANNER = {
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
-    """A run beside a base."""
+    """Settings of a run next to a base model."""
     path = write_tiny_run(tmp_path_factory.mktemp("run"))
     config = load_run_config(path)
     model = run_family(config).build_model(SingleDevicePlacement()).model
@@ -118,7 +118,7 @@ def test_a_planners_run_counts_what_it_runs(overrides, policy_file, monkeypatch)
 
 
 def without_padding(batch: dict) -> None:
-    """Take what is padding for real: the model computes both."""
+    """Mark padding as real, because the model computes both."""
     for name, value in batch.items():
         if name.endswith("masks"):
             for mask in value if isinstance(value, list) else [value]:

@@ -1,10 +1,10 @@
 """Host reads of the device in training.
 
-Guarantees: none in a steady-state step, of either family; one per report, made while the next step
-runs; a run with updates masked on the device equals the run that reads the flags.
+Guarantees, for each family: no read in a steady-state step; one per report, made while the next
+step runs; a run with updates masked on the device equals the run that reads the flags.
 
-On a GPU updates are masked; on a CPU, where a read waits for nothing, the tests turn masks on.
-Reads in `nn/masked_attention.py` belong to the CPU's kernel.
+Updates are masked on a GPU. On a CPU, where a read waits for nothing, the tests enable masks. Reads
+in `nn/masked_attention.py` belong to the CPU kernel.
 """
 
 from collections import Counter
@@ -58,7 +58,7 @@ def test_a_step_reads_nothing_and_a_report_once_while_the_next_step_runs(run_fil
         trainer._between_steps = counted("between", between_steps)
         trainer.reporter.write = counted("report", trainer.reporter.write)
         trainer.run()
-    # The last step is saved.
+    # The last step saves a checkpoint.
     steady = {(step, where): n for (step, where), n in places.items() if step < 8}
     assert all(where.startswith("report: train/reporting/gauges.py") for _, where in steady)
     assert {step: n for (step, _), n in steady.items()} == {4: 1, 7: 1}

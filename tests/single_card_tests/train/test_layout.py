@@ -1,7 +1,7 @@
-"""How a model lies over processes, as far as one process can tell.
+"""The layout of a model over ranks, as far as one rank can test it.
 
-Guarantees: what a pipeline's messages have room for is what is set, and the data's bounds for what
-is not; nothing where nothing is set, and for a policy.
+Guarantees: the size of pipeline messages comes from the settings, else from the data's limits;
+there is none if neither is set, or for a policy.
 """
 
 import pytest

@@ -1,9 +1,9 @@
-"""LoRA runs on files, and runs with learning rates by part.
+"""LoRA runs from files, and runs with learning rates per component.
 
-Guarantees: what is trained and saved is the adapters and their optimizer state, never the base; a
-resumed run is bit-identical, dropout too; evaluate, generate and merge take the run's folder and
-find its base, wherever it was moved to; rates by part are in the metrics; settings that cannot be
-are refused before anything is built.
+Guarantees: only the adapters and their optimizer state are trained and saved, never the base model;
+a resumed run is bit-identical, also with dropout; evaluate, generate and merge take the run's
+folder and find the base model, also after a move; the metrics have the rate of each component;
+invalid settings are refused before anything is built.
 """
 
 import json
@@ -28,7 +28,7 @@ FACTORS = ("lora_A.weight", "lora_B.weight")
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
-    """A run beside a base, which has its processor in its folder."""
+    """Settings of a run next to a base model, whose folder has the processor."""
     path = write_tiny_run(tmp_path_factory.mktemp("run"))
     processor = Qwen3VLProcessor.from_pretrained(path.with_name("processor"))
     model = Qwen3VLForConditionalGeneration.from_config(model_config(MODEL, processor))
@@ -140,7 +140,7 @@ def test_rates_of_parts_are_in_the_metrics(run_file, tmp_path):
     more = ["train.part_learning_rates={vision: 0.001, '*.lora_B.*': 0.02}", "train.max_steps=3"]
     train(run_file, tmp_path, *more)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    # Warmup from 0 in the first step, the peak in the second.
+    # Warmup starts at 0 in the first step and reaches the peak in the second.
     assert [line["learning_rate"] for line in lines][:2] == [0, 0.01]
     assert [line["learning_rate/vision"] for line in lines][:2] == [0, pytest.approx(0.001)]
     assert lines[1]["learning_rate/*.lora_B.*"] == pytest.approx(0.02)

@@ -1,7 +1,7 @@
-"""Whether a model fits a process, before a value of it is made.
+"""Memory check of a model before it is materialized.
 
-Guarantees: weights, gradients and AdamW's numbers are counted as they are divided; what is more
-than the machine has is refused with both numbers, in no time and before any memory is taken.
+Guarantees: weights, gradients and AdamW's state are counted per rank; a model larger than the
+machine's memory is refused at once with both numbers, before memory is allocated.
 """
 
 import time

@@ -1,9 +1,9 @@
 """Metrics of a run.
 
-Guarantees: means are weighted by target tokens and leave out skipped updates; values of all ranks
-equal separate reductions, speed is that of the slowest rank; a report copies nothing from the host
-to the device; the window survives a checkpoint; lines beyond the resumed step are dropped,
-incomplete ones too; the loss curve is a PNG.
+Guarantees: means are weighted by target tokens and leave out skipped updates; values over all ranks
+equal separate reductions, and speed is that of the slowest rank; a report copies nothing from the
+host to the device; a checkpoint keeps the window; lines beyond the resumed step are dropped, also
+incomplete ones; the loss curve is a PNG.
 """
 
 import json
@@ -27,7 +27,7 @@ EMPTY = MicroBatch({}, (), (), 0, 0, 0)
 
 
 def report(*meters: StepMeter) -> dict:
-    """A line of several processes' meters, times left out."""
+    """A metrics line from several ranks' meters, without times."""
     gauges = [meter.gauges(counts_data=True) for meter in meters]
     values_PK = np.stack([local_values(of_one).numpy() for of_one in gauges])
     values = GaugeLayout.of(gauges[0]).reduced(values_PK)

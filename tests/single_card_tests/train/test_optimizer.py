@@ -1,9 +1,9 @@
-"""The optimizer and which parameters it trains.
+"""The optimizer and the parameters that it trains.
 
-Guarantees: frozen parameters get neither gradients nor state; a pattern that fits nothing is
-refused; clipping is torch's formula over trained parameters only; weight decay leaves out what the
-patterns say; the state round-trips bit for bit under HF names; parts of the model freeze by name
-and have learning rates of their own.
+Guarantees: frozen parameters have neither gradients nor state; a pattern without a match is
+refused; clipping is torch's formula over trained parameters only; weight decay leaves out the
+parameters of its patterns; the state is saved and loaded bit for bit under HF names; components can
+be frozen by name and have their own learning rates.
 """
 
 import numpy as np
@@ -80,8 +80,8 @@ def test_freezing_a_part_leaves_the_others(part):
 
 
 def test_learning_rates_of_parts_are_peaks_of_the_one_schedule(batch):
-    """AdamW's first update is its rate times the sign of a gradient, whatever the gradient's size;
-    with decay, the rate times the decay is taken off too."""
+    """AdamW's first update is the rate times the sign of the gradient, whatever its size; with
+    decay, rate times decay times the weight is subtracted too."""
     rates = {"vision": 1e-3, "mergers": 4e-3, "model.visual.blocks.0.*": 2e-4}
     model = tiny_model()
     optimizer = build(
@@ -89,7 +89,7 @@ def test_learning_rates_of_parts_are_peaks_of_the_one_schedule(batch):
     )
     before = model.hf_state_dict()
     vl_runner(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
-    # Half of the peak.
+    # Half the peak.
     optimizer.step(5e-3)
     after, seen = model.hf_state_dict(), set()
     for name, parameter in model.hf_named_parameters():
@@ -137,7 +137,7 @@ def test_clipping_is_torchs_formula_over_trained_parameters(batch, max_norm):
     model = tiny_model()
     optimizer = build(model, ["model.visual.*"], max_grad_norm=max_norm)
     vl_runner(model).accumulate_gradients([batch], [batch["num_target_tokens"]])
-    # A fused parameter has several names, and counts once.
+    # A fused parameter has several names but counts once.
     before = {p.name: p.grad.numpy().copy() for _, p in optimizer.parameters}
     expected = np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in before.values()))
     norm = optimizer.squared_norm().sqrt()
@@ -151,7 +151,7 @@ def test_clipping_is_torchs_formula_over_trained_parameters(batch, max_norm):
 
 
 def test_state_round_trips_bit_for_bit(batch):
-    """One step, a move of weights and state to other objects, one step: equal to two steps."""
+    """One step, a move of weights and state to new objects and one step equal two steps."""
     model = tiny_model()
     optimizer = build(model, weight_decay=0.1)
     train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
@@ -193,13 +193,13 @@ def test_half_precision_parameters_keep_float32_master_weights_and_state():
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """To the nearest bfloat16, in float32."""
+    """Rounded to the nearest bfloat16, in float32."""
     return paddle.to_tensor(values.astype(np.float32)).astype("bfloat16").astype("float32").numpy()
 
 
 def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
-    """Three steps of two micro-batches against the formula: gradients come in bfloat16 and are
-    added in float32; the weights that count never are in bfloat16."""
+    """Three steps of two micro-batches against the formula. Gradients come in bfloat16 and are
+    summed in float32; the master weights are never bfloat16."""
     rng = np.random.default_rng(0)
     start = rounded(rng.normal(size=(4, 5)))
     parameter = half_parameter(start)
@@ -226,7 +226,7 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
         found = arrays(optimizer)["a.weight/master_weight"]
         np.testing.assert_allclose(found, master, rtol=2e-6, atol=1e-7)
         np.testing.assert_array_equal(parameter.astype("float32").numpy(), rounded(found))
-    # Steps this small would have vanished in bfloat16 weights.
+    # Steps this small would vanish in bfloat16 weights.
     assert np.abs(found - start).max() < 0.01
     assert (found != rounded(found)).mean() > 0.9
 
@@ -244,7 +244,7 @@ def test_state_of_other_parameters_is_refused_naming_all():
 
 
 def test_powers_of_beta_may_lie_where_the_device_counts_them(batch):
-    """Behind a move the optimizer goes on with the moved ones, and a state loads into them."""
+    """After a move the optimizer uses the moved powers, and a state loads into them."""
     plain, moved = tiny_model(), tiny_model()
     optimizers = [build(model, weight_decay=0.1) for model in (plain, moved)]
     optimizers[1]._keep_powers_on_device()

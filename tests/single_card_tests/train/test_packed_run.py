@@ -3,7 +3,7 @@
 Guarantees: training rows hold several samples up to the row length, evaluation rows one; packing
 efficiency is reported; the same seed gives the same bits, with workers and resumed, and resume does
 not measure lengths again; steps per epoch follow from the rows; a step on packed rows equals one on
-unpacked samples; another row length cannot be resumed; bad samples are left out and counted.
+unpacked samples; resuming with another row length is refused; bad samples are left out and counted.
 """
 
 import shutil
@@ -99,7 +99,7 @@ def test_an_epoch_is_as_many_steps_as_its_rows_make(run_file, tmp_path):
 
 
 def test_a_step_on_packed_rows_equals_one_on_the_samples(run_file, tmp_path):
-    """Both see every sample once: the same targets, loss and gradient norm."""
+    """Both steps have every sample once: the same targets, loss and gradient norm."""
     common = ["train.max_steps=1", "train.gradient_accumulation_steps=1"]
     build(run_file, tmp_path / "plain", *common, "train.per_device_train_batch_size=40",
           "data.packing=false", "data.packing_length=null").run()  # fmt: skip

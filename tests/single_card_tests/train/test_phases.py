@@ -1,8 +1,8 @@
 """Phase marks of a training step.
 
-Guarantees: without a clock a mark is one shared empty context and nothing synchronizes; phases sum
-exactly to the step's time, with the rest as a phase of its own; nested time is not counted twice;
-repeated phases add up; a step that raises is not kept and stops the clock; the clock synchronizes
+Guarantees: without a clock a mark is one shared empty context and nothing synchronizes; phases and
+the rest, a phase of its own, sum exactly to the step's time; nested time is not counted twice;
+repeated phases add up; a step that raises is dropped and stops the clock; the clock synchronizes
 the device at every mark. Time is a counter here.
 """
 
@@ -17,7 +17,7 @@ from paddle_vl.train.phases import Phase, PhaseClock, phase
 
 @pytest.fixture
 def ticks(monkeypatch):
-    """Every look at the clock is a second after the last."""
+    """Every clock reading is a second after the previous one."""
     counter = itertools.count()
     monkeypatch.setattr(phases.time, "perf_counter", lambda: float(next(counter)))
 
@@ -37,7 +37,7 @@ def test_phases_of_a_step_leave_no_time_out(ticks):
                 pass
             with phase(Phase.BACKWARD):
                 pass
-    # Nine turns: a second in each of four phases, and before, between and behind them.
+    # Nine readings: a second in each of four phases, and before, between and after them.
     assert clock.steps == [{Phase.BETWEEN: 5.0, Phase.FORWARD: 2.0, Phase.BACKWARD: 2.0}]
 
 

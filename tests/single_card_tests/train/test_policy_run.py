@@ -1,9 +1,10 @@
-"""A pi07 policy through the trainer, from files of demonstrations.
+"""A pi07 policy in the trainer, from files of demonstrations.
 
 Guarantees: training lowers and reports both losses; the saved policy acts and resumes bit for bit,
 the planner too; gradient accumulation equals one large batch, and the step's losses are the model's
-own on that batch; made-up demonstrations need no files; settings of the other family are refused
-together; a loss of weight 0 does not train what only it reaches; frozen parameters do not change.
+own on that batch; synthetic demonstrations need no files; settings of another family are refused
+together; parameters that only a zero-weight loss reaches are not trained; frozen parameters do not
+change.
 """
 
 import json
@@ -56,7 +57,7 @@ def test_training_lowers_both_losses_and_the_policy_acts(run_file, tmp_path):
     settings = ["train.max_steps=40", "train.save_steps=null", "train.learning_rate=0.02"]
     evaluation = [f"data.eval=[{run_file.parent / 'arm-joint.jsonl'}]", "train.eval_steps=10"]
     found = metrics_of(trained(run_file, tmp_path / "out", *settings, *evaluation))
-    # The first evaluation is behind ten steps.
+    # The first evaluation follows ten steps.
     for prefix, share in (("", 0.8), ("eval_", 0.95)):
         for name in (f"{prefix}loss", f"{prefix}MSE", f"{prefix}CE"):
             values = [line[name] for line in found if name in line]
@@ -99,8 +100,7 @@ def test_a_resumed_run_is_bit_identical(run_file, tmp_path):
 
 
 def test_a_steps_losses_are_the_models_own_on_the_whole_batch(run_file, tmp_path):
-    """Two micro-batches of two against one of four; nothing dropped, so that all are laid out
-    alike."""
+    """Two micro-batches of two against one of four; without drops, so all have the same layout."""
     whole = ["train.per_device_train_batch_size=4", "train.gradient_accumulation_steps=1", NO_DROPS]
     overrides = [f"train.output_dir={tmp_path / 'one'}", *whole]
     trainer = build_trainer(load_run_config(run_file, overrides))
@@ -173,7 +173,7 @@ def test_settings_of_the_other_family_are_refused_together(run_file, tmp_path):
 def test_a_loss_of_weight_zero_leaves_what_only_it_trains_alone(
     run_file, tmp_path, loss, insulated
 ):
-    """What is left to train is exactly what the other loss has a gradient for."""
+    """The trained parameters are exactly those with a gradient from the other loss."""
     config = json.dumps(MODEL | {"knowledge_insulation": insulated})
     overrides = [
         f"train.output_dir={tmp_path}",

@@ -1,8 +1,8 @@
 """Progress of a run on the terminal.
 
-Guarantees: a terminal has one bar with the values of the last metrics line, the last evaluation,
-and a label during evaluations; log messages are printed above it; a file, a pipe or a terminal
-without a bar has one line per report with the time left; ranks other than 0 print nothing.
+Guarantees: a terminal has one bar with the values of the last metrics line and evaluation, and a
+label during evaluations; log messages are printed above it; a file, a pipe or a terminal without a
+bar has one line per report with the remaining time; ranks other than 0 print nothing.
 """
 
 import io
@@ -20,7 +20,7 @@ LINE = {"step": 2, "loss": 0.1234, "learning_rate": 1e-3, "tokens_per_second": 4
 
 
 class Screen(io.StringIO):
-    """A terminal's lines as a person sees them: a carriage return goes back to overwrite."""
+    """Visible lines of a terminal; a carriage return overwrites the current line."""
 
     def isatty(self) -> bool:
         return True
@@ -39,7 +39,7 @@ class Screen(io.StringIO):
 def on_screen(monkeypatch) -> Screen:
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
-    # Drawn at every step, in a width of its own.
+    # Drawn at every step, with a fixed width.
     monkeypatch.setattr(reporter, "_DRAW_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "120")
     return screen
@@ -47,7 +47,7 @@ def on_screen(monkeypatch) -> Screen:
 
 @pytest.fixture
 def told(monkeypatch, caplog):
-    """What is told in lines, by no other handler than the test's."""
+    """Log lines of progress, caught only by the test's handler."""
     monkeypatch.setattr(reporter.logger, "propagate", False)
     reporter.logger.addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, reporter.logger.name):

@@ -1,8 +1,8 @@
 """Lock of an output folder.
 
-Guarantees: a folder that a live process has locked is refused with its host, pid and start time;
-the lock of a process that ended in any way is taken over; if the owner is on another machine the
-file's time decides; a released lock leaves no file.
+Guarantees: a folder locked by a live process is refused with host, pid and start time; the lock of
+a process that ended in any way is taken over; if the owner is on another machine, the file's time
+decides; a released lock leaves no file.
 """
 
 import json
@@ -31,7 +31,7 @@ time.sleep(60)
 
 @pytest.fixture
 def holder(tmp_path):
-    """A process that has the folder."""
+    """A process that holds the lock."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -77,7 +77,7 @@ def test_a_process_keeps_its_folder_until_it_gives_it_back(tmp_path):
 
 
 def of_another_machine(folder: Path) -> Path:
-    """A lock file whose owner flock says nothing about."""
+    """A lock file of another machine, about whose owner flock has no information."""
     path = folder / LOCK_FILE
     owner = {"host": "other", "pid": 7, "started": "2026-01-01", "command": ["x"], "boot_id": "b"}
     path.write_text(json.dumps(owner))

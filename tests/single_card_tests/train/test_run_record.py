@@ -2,7 +2,7 @@
 
 Guarantees: a run writes one entry per start, with revision, versions, device, number of ranks and
 command, and completes it at its end, also after an error; revision and uncommitted changes are
-those of the folder, null outside of git or without git; a damaged file is named.
+those of the folder, null without git or a repository; a damaged file is named.
 """
 
 import json
@@ -38,7 +38,7 @@ def config(tmp_path) -> RunConfig:
 
 
 def commit(folder: Path) -> str:
-    """Make the folder a repository with one file; returns its revision."""
+    """Make the folder a repository with one file; return its revision."""
     (folder / "file").write_text("one")
     identity = ["-c", "user.name=n", "-c", "user.email=n@example.org"]
     for command in (["init", "-q"], ["add", "file"], [*identity, "commit", "-qm", "first"]):

@@ -1,8 +1,8 @@
 """Curves in VisualDL and TensorBoard.
 
-Guarantees: each of the real packages gets every number of a line, under a grouped name, readable
-during the run; a resumed run has every step once; files of others stay; a missing package is named
-with its pip extra, and nothing is removed then.
+Guarantees: both real packages get every number of a line, under a grouped name, readable during the
+run; a resumed run has every step once; foreign files stay; a missing package is named with its pip
+extra, and nothing is removed then.
 """
 
 import struct
@@ -35,7 +35,7 @@ WRITTEN = [
 
 
 def read_tensorboard(folder: Path) -> list[tuple[str, int, float]]:
-    """Records of a length, its checksum, an event and its checksum."""
+    """Records of a length, its checksum, an event and the event's checksum."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     found = []
     for file in folder.glob("events.*"):
@@ -63,7 +63,7 @@ MODULES = {"tensorboard": "tensorboardX", "visualdl": "visualdl"}
 
 
 def close(written: list[tuple[str, int, float]]) -> list:
-    """Stored in 32 bits."""
+    """Equal up to storage in 32 bits."""
     return [(tag, step, pytest.approx(value, rel=1e-6)) for tag, step, value in written]
 
 

@@ -1,8 +1,7 @@
 """Learning rate per step.
 
 Guarantees: HF's cosine with a floor and its constant schedule, both after a linear warmup from 0,
-and OpenTau's cosine;
-the oracle is the formula of HF's lambda written out for single steps.
+and OpenTau's cosine. The oracle is the formula of HF's lambda at single steps.
 """
 
 import math
@@ -42,7 +41,7 @@ def test_rate_beyond_the_end_stays_at_the_floor():
 
 
 def test_opentaus_cosine_counts_the_warmup_and_begins_above_zero():
-    """Values of OpenTau's own schedule: warmup 10, decay 100, peak 2.5e-5, final 2.5e-6."""
+    """Values of OpenTau's schedule: warmup 10, decay 100, peak 2.5e-5, final 2.5e-6."""
     expected = {
         0: 2.2727272727272728e-06,
         1: 4.545454545454547e-06,

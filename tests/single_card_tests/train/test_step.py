@@ -1,9 +1,9 @@
 """One training step.
 
-Guarantees: accumulation over unequal micro-batches equals one large batch, loss and every gradient;
-a non-finite step changes nothing, whether its flag is read or masks the update on the device; a
-step without targets is refused; recomputation changes no gradient. The trajectory of HF on torch
-through the same step is among the golden cases.
+Guarantees: accumulation over unequal micro-batches equals one large batch, in the loss and every
+gradient; a non-finite step changes nothing, whether its flag is read or masks the update on the
+device; a step without targets is refused; recomputation changes no gradient. The golden cases
+compare this step with HF's trajectory on torch.
 """
 
 import numpy as np
@@ -44,7 +44,7 @@ def gradients(model, batches):
 
 
 def test_accumulation_equals_one_large_batch():
-    """Micro-batches of 5, 2 and 1 targets: a mean of their means would be another loss."""
+    """With micro-batches of 5, 2 and 1 targets, the mean of means would be another loss."""
     whole_loss, whole = gradients(tiny_model(), [image_batch(TEXTS, PROMPTS)])
     parts = split_batch(TEXTS, PROMPTS)
     assert [part["num_target_tokens"] for part in parts] == [5, 2, 1]
@@ -99,7 +99,7 @@ def test_masked_updates_are_the_plain_ones_bit_for_bit(max_norm):
         found.append(model.hf_state_dict() | states)
     plain, masked = found
     for name, array in plain.items():
-        # The factor on gradients is a float32 on the device and a float64 on the host.
+        # The gradient's scale factor is float32 on the device and float64 on the host.
         tolerance = {"rtol": 1e-5, "atol": 1e-9} if max_norm else {"rtol": 0.0}
         np.testing.assert_allclose(masked[name], array, err_msg=name, **tolerance)
 
@@ -113,7 +113,8 @@ def test_step_without_targets_is_refused():
 
 @pytest.mark.parametrize("frozen", ["none", "patch embedding", "tower", "all below the last layer"])
 def test_recomputation_changes_no_gradient(frozen):
-    """With a frozen patch embedding the first block's input needs no gradient, its weights do."""
+    """With a frozen patch embedding the first block's input needs no gradient, but its weights
+    do."""
     patterns = {
         "none": [],
         "patch embedding": ["model.visual.patch_embed.*", "model.visual.pos_embed.*"],
@@ -131,7 +132,7 @@ def test_recomputation_changes_no_gradient(frozen):
         vl_runner(model).accumulate_gradients([image_batch(TEXTS, PROMPTS)], [8])
         assert len(calls) == (2 if recomputed else 1)
         results.append({name: parameter.grad for name, parameter in trained})
-    # Not bit-equal: where a layer's output is used twice the sums are taken in another order.
+    # Not bit-identical: if a layer's output is used twice, sums are taken in another order.
     plain, again = results
     for name, grad in plain.items():
         assert grad is not None, name

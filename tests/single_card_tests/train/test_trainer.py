@@ -1,7 +1,7 @@
-"""Whole runs of a tiny model.
+"""Complete runs of a tiny model.
 
 Guarantees: two seeded runs are bit-identical in weights, optimizer state and metrics; the output
-folder holds the documented files; settings take effect. Interrupted and resumed runs are in
+folder has the documented files; settings take effect. Interrupted and resumed runs are in
 `test_continued_runs`.
 """
 
@@ -118,7 +118,7 @@ def test_batch_settings_reach_the_batches(run_file, tmp_path):
 
 
 def test_skipped_samples_are_counted(run_file, tmp_path):
-    """One broken line among the good ones: an error by default, counted when told to skip."""
+    """One broken line among good ones: an error by default, counted with skip."""
     data = tmp_path / "data.jsonl"
     lines = run_file.with_name("train.jsonl").read_text().splitlines()
     folder = run_file.parent
@@ -132,7 +132,7 @@ def test_skipped_samples_are_counted(run_file, tmp_path):
 
 
 def test_epochs_and_frozen_parts_from_the_configuration(run_file, tmp_path):
-    """12 samples in steps of 2 x 2: one and a half passes are 4.5 steps, so 5."""
+    """12 samples in steps of 2 x 2: one and a half epochs are 4.5 steps, so 5."""
     trainer = build(
         run_file, tmp_path, "train.max_steps=null", "train.num_train_epochs=1.5",
         'model.freeze=["model.visual.*"]', "train.recompute=full",

@@ -1,9 +1,9 @@
 """Training on video files, from JSONL records to weights.
 
 Guarantees: records with videos, alone and mixed with images in either order, train; decoding in
-worker processes gives the same bits as in one process; video settings reach the frames and are
-saved with the model; a bad video stops the run with file, line and reason, or is skipped and
-counted; the trained model answers about a video.
+workers gives the same bits as in the main process; video settings reach the frames and are saved
+with the model; a bad video stops the run with file, line and reason, or is skipped and counted; the
+trained model answers about a video.
 """
 
 import json
@@ -33,7 +33,7 @@ def record(content: str, **media) -> dict:
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
-    """Two samples, of 6 and 5 frames at the run's 2.5 frames per second."""
+    """Two samples with 6 and 5 frames at the run's 2.5 frames per second."""
     folder = tmp_path_factory.mktemp("video")
     run_file = write_tiny_run(folder, num_samples=2)
     write_video(folder / "a.mp4", 25, fps=10, size=(16, 24), codec="mpeg4")

@@ -59,7 +59,8 @@ PLANNER = {name: MODEL[name] for name in _SHARED} | {
 
 
 def write_tiny_policy_run(folder: Path, num_samples: int = 24, **model: object) -> Path:
-    """Write demonstrations, processor/, statistics.json and run.yaml; return the last."""
+    """Write demonstrations, processor/, statistics.json and run.yaml; return the path of
+    run.yaml."""
     tool = [sys.executable, str(ROOT / "tools" / "make_demonstrations.py"), str(folder)]
     for name, value in SHAPES.items():
         values = [value, value] if name == "image_size" else [value]

@@ -1,4 +1,4 @@
-"""A complete tiny run on disk: pictures of one colour, questions, processor, settings."""
+"""A complete tiny run on disk: single-colour images, questions, processor, settings."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,8 @@ MODEL = {
 
 
 def write_tiny_run(folder: Path, num_samples: int = 12, model: dict = MODEL) -> Path:
-    """Write pictures, train.jsonl, test.jsonl, processor/ and run.yaml; return the last."""
+    """Write images, train.jsonl, test.jsonl, processor/ and run.yaml; return the path of
+    run.yaml."""
     records = []
     for number, (name, file) in enumerate(write_pictures(folder, num_samples)):
         question = "<image>Which colour?" + " Please." * (number % 4)

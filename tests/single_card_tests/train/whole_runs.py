@@ -1,4 +1,4 @@
-"""Runs of the tiny model, and comparing them."""
+"""Runs of the tiny model, and their comparison."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def metrics_of(folder: Path) -> list[dict]:
 
 
 def assert_same_run(one: Path, other: Path, begun_anew: str | None = None) -> None:
-    """Every parameter, state and line; but for keys that a run that continues begins anew."""
+    """Equal parameters, state and metrics lines, except for keys that a resumed run restarts."""
     checkpoint = "checkpoint-4"
     for name in ("model.safetensors", "optimizer.safetensors"):
         expected, found = load_file(one / checkpoint / name), load_file(other / checkpoint / name)

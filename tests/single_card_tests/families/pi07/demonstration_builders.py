@@ -1,4 +1,4 @@
-"""Small shapes, lines and image files for the tests of demonstrations."""
+"""Small shapes, records and image files for tests of demonstrations."""
 
 import json
 from pathlib import Path
@@ -20,13 +20,13 @@ SHAPES = DemonstrationShapes(
 
 
 def save_image(path: Path, level: int = 255, size: tuple[int, int] = (8, 8)) -> str:
-    """Write an image of one grey level; returns its name. `size` is (height, width)."""
+    """Write an image of one grey level and return its name; `size` is (height, width)."""
     Image.fromarray(np.full((*size, 3), level, np.uint8)).save(path)
     return path.name
 
 
 def line(directory: Path, num_frames: int = 3, **changes: Any) -> dict[str, Any]:
-    """A record with all required entries; frame f is of level 10 (f + 1)."""
+    """A record with all required entries; frame f has grey level 10 (f + 1)."""
     paths = [save_image(directory / f"f{f}.png", 10 * (f + 1)) for f in range(num_frames)]
     record = {
         "prompt": "go",
@@ -39,7 +39,7 @@ def line(directory: Path, num_frames: int = 3, **changes: Any) -> dict[str, Any]
 
 
 def write_lines(path: Path, *records: dict[str, Any] | str) -> Path:
-    """Write a JSONL file; strings are written as they are."""
+    """Write a JSONL file; strings are written unchanged."""
     lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

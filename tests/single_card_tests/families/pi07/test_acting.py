@@ -1,8 +1,8 @@
-"""State of an episode when a policy acts: observation history and action queue.
+"""State of an episode during inference: observation history and action queue.
 
 Guarantees: frames are evenly spaced; frames from before the episode are zero and marked; the queue
-returns a chunk in order, asks for the next one in time, and begins it with the actions that still
-run.
+returns a chunk in order, requests the next one in time, and begins it with the actions that are
+still executing.
 """
 
 import numpy as np
@@ -66,7 +66,7 @@ def test_queue_begins_the_next_chunk_with_what_runs_on():
     assert [queue.pop().item() for _ in range(2)] == [0, 1]
     assert queue.is_due
     assert queue.committed()[0, :, 0].tolist() == [2, 3]
-    # Queued actions stay; they are the chunk's first two.
+    # Queued actions stay; they replace the chunk's first two.
     queue.refill(chunk(12, 4), 2)
     assert len(queue) == 4
     assert [queue.pop().item() for _ in range(4)] == [2, 3, 14, 15]

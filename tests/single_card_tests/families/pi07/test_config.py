@@ -1,8 +1,8 @@
 """Configurations of pi07's policies.
 
-Guarantees: defaults are OpenTau's; its files, alone or inside a training configuration, are read
-and written without a change of meaning; settings that OpenTau ignores at the policy's level work;
-contradictory, unknown and out-of-range settings are refused by name.
+Guarantees: the defaults are OpenTau's; OpenTau's files, alone or inside a training configuration,
+are read and written with the same meaning; settings that OpenTau ignores at the policy's level take
+effect; contradictory, unknown and out-of-range settings are refused by name.
 """
 
 import json
@@ -103,7 +103,7 @@ def test_setting_of_one_level_holds_for_both(level, name, value):
     setting = {name: value}
     config = PI07Config.from_dict(setting if level == "policy" else {"vlm_config": setting})
     assert getattr(config, name) == getattr(config.vlm_config, name) == value
-    # In OpenTau's files the other level has its default.
+    # OpenTau's files have the default at the other level.
     written = PI07Config().to_dict()
     (written if level == "policy" else written["vlm_config"])[name] = value
     assert PI07Config.from_dict(written) == config

@@ -1,8 +1,8 @@
 """Statistics of states and actions.
 
-Guarantees: they cover all real frames and steps of each group, and no padding; no image is read; a
-file returns what was written, in the requested order of groups; a group without data, or missing in
-the file, is named.
+Guarantees: they cover all real frames and steps of each group, without padding; no image is read; a
+file returns the written values in the requested order of groups; a group without data, or missing
+in the file, is named.
 """
 
 import numpy as np
@@ -42,7 +42,7 @@ def test_statistics_are_those_of_all_real_values_by_group():
 
 
 def test_means_of_large_values_are_exact(tmp_path):
-    # A float32 sum of a thousand of these loses the last digits.
+    # A float32 sum of a thousand such values loses the last digits.
     record = line(tmp_path, 1)
     records = [record | {"state": [1e6 + n % 2, 0.1]} for n in range(1000)]
     path = write_lines(tmp_path / "a.jsonl", *records)

@@ -1,9 +1,9 @@
 """Demonstrations in JSONL files.
 
 Guarantees: a line becomes the documented sample, padded and marked at both ends of an episode;
-every sample has exactly the configured fields; every fault names its file and line, what was found
-and what is needed, and can be skipped; images are fitted into the image size; files of groups have
-their rows; samples of a source survive writing and reading; a pickled dataset is the same.
+every sample has exactly the configured fields; every error names file and line, the value and what
+is needed, and can be skipped; images are fitted into the image size; each group's files become its
+rows; samples of a source survive writing and reading; a pickled dataset is the same.
 """
 
 import pickle
@@ -86,7 +86,7 @@ def test_fields_are_those_of_the_configuration_whatever_a_line_has(tmp_path):
     assert has["speed_is_pad"].tolist() is False
     assert lacks["speed_is_pad"].tolist() is True
     assert (has["response"], lacks["response"]) == ("lift", "")
-    # One camera's goal is missing, so there is none.
+    # One camera has no goal, so the sample has none.
     assert has["subgoal0"].all()
     assert not lacks["subgoal0"].any()
     assert (bool(has["subgoal_is_pad"]), bool(lacks["subgoal_is_pad"])) == (False, True)
@@ -178,7 +178,7 @@ def test_images_are_fitted_into_the_image_size(tmp_path):
     record = line(tmp_path, 1)
     record["camera1"] = [save_image(tmp_path / "wide.png", 255, (4, 16))]
     sample = DemonstrationsDataset([write_lines(tmp_path / "a.jsonl", record)], SHAPES)[0]
-    # Scaled to half: two rows, at the bottom.
+    # Scaled to half its size: two rows, at the bottom.
     assert sample["camera1"].shape == (3, 3, 8, 8)
     assert not sample["camera1"][-1, :, :6].any()
     assert sample["camera1"][-1, :, 6:].all()
@@ -229,7 +229,7 @@ def test_what_was_written_is_read_as_it_was(tmp_path):
 
 
 class AllLevels(SyntheticDemonstrations):
-    """Images with every level of 8 bits."""
+    """Images with all 256 levels."""
 
     def demonstration(self, number, **options):
         levels = np.arange(256, dtype=np.float32).reshape(16, 16) / np.float32(255)

@@ -1,4 +1,4 @@
-"""Draws of samples in the loader's stream.
+"""Random draws per sample in the loader's stream.
 
 Guarantees: drops and draws of a sample are the same on every rank, in every batch and worker, and
 after resuming; they differ between epochs and seeds; evaluations repeat theirs; drops do not change
@@ -37,13 +37,13 @@ DATA = DrawnDemonstrations(SOURCE, DropProbabilities(), FlowDraws(4, 6, 2), seed
 
 
 def dropping(**probabilities: float) -> DropProbabilities:
-    """These and no other drops."""
+    """Only these drops."""
     update = {f"{name}_drop_prob": value for name, value in probabilities.items()}
     return NO_DROPS.model_copy(update=update)
 
 
 class Marked(DrawnDemonstrations):
-    """Samples that know their number, and whether Paddle was loaded beside them."""
+    """Samples that record their number and whether their process has loaded Paddle."""
 
     def __getitem__(self, number: int) -> dict:
         is_loaded = np.bool_("paddle" in sys.modules)
@@ -60,7 +60,7 @@ def stream(batch_size: int, num_batches: int, **options) -> list[dict]:
 
 
 def by_number(batches: list[dict]) -> dict[int, dict]:
-    """The samples of batches by their numbers."""
+    """Samples of batches, keyed by number."""
     samples = {}
     for batch in batches:
         for row, number in enumerate(batch["number"].tolist()):

@@ -1,9 +1,8 @@
 """Drops of optional fields in training, and the flow's draws.
 
-Guarantees: each drop does what OpenTau's does and nothing else; each is as frequent as its
-probability and independent of the others; the response is dropped only where goals remain; fps,
-memory and group are never dropped; probabilities outside [0, 1] are refused; times, delays and
-noise have their distributions.
+Guarantees: each drop equals OpenTau's; each has its probability and is independent of the others;
+the response is dropped only where goals remain; fps, memory and group are never dropped;
+probabilities outside [0, 1] are refused; times, delays and noise have their distributions.
 """
 
 import numpy as np
@@ -123,7 +122,7 @@ def test_flow_draws_have_their_distributions():
     draws = FlowDraws(chunk_size=4, max_action_dim=6, max_delay=3)
     found = [draws.draw(sample_rng(2, Stream.FLOW, 0, number)) for number in range(4000)]
     times = np.sort([one["time"] for one in found])
-    # Beta(1.5, 1) has the distribution function x ** 1.5.
+    # The distribution function of Beta(1.5, 1) is x ** 1.5.
     ranks = (np.arange(4000) + 0.5) / 4000
     assert np.abs(((times - 0.001) / 0.999) ** 1.5 - ranks).max() < 0.03
     delays = np.bincount([one["delay"] for one in found])

@@ -1,9 +1,9 @@
 """The decoder of both streams, and its attention.
 
-Guarantees: both streams at once equal the prefix first and the suffix after it, with and without
-insulation; insulation passes no gradient into the prefix; both attention implementations agree
-wherever a query sees a key, and pass no gradient where it sees none; every parameter is registered
-once; a suffix without an expert or a prefix is refused; recomputation gives the same gradients.
+Guarantees: both streams in one pass equal the prefix followed by the suffix, with insulation and
+without; insulation stops gradients into the prefix; both attention implementations agree wherever a
+query sees a key, and pass no gradient where it sees none; every parameter is registered once; a
+suffix without an expert or a prefix is refused; recomputation gives the same gradients.
 """
 
 import numpy as np
@@ -37,7 +37,7 @@ def make_decoder(**settings) -> InterleavedDecoder:
 
 
 def streams(decoder, insulated=False):
-    """Inputs and views of both streams, the second sample's prefix padded in front."""
+    """Inputs and views of both streams; the second sample's prefix is left-padded."""
     rng = np.random.default_rng(0)
     inputs = [
         paddle.to_tensor(rng.standard_normal(shape, dtype=np.float32), stop_gradient=False)
@@ -176,7 +176,7 @@ def test_unknown_implementation_is_refused():
 def test_every_parameter_is_registered_once():
     decoder = make_decoder()
     names = [name for name, _ in decoder.named_parameters()]
-    # Fused projections, except for queries, keys and values of the last backbone layer.
+    # Projections are fused, except for queries, keys and values of the last backbone layer.
     expected = 3 * (10 + 8) + 2 + 3
     assert len(names) == len({id(p) for p in decoder.parameters()}) == expected
     assert all("backbone_layer" in n or "expert_layer" in n for n in names if "layers" in n)

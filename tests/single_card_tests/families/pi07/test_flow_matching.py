@@ -1,10 +1,10 @@
 """The low-level policy's model on prepared batches.
 
-Guarantees: two seeded runs are bit-identical, dropout included; masked inputs have no effect on
-losses and actions; whatever optional fields a batch has, every layer runs once, in one order, and
-fields that no sample fills change no number; given steps are returned unchanged; each group has its
-own projections; row 0 of the token tables gets no gradient; label ids and lengths are checked;
-`embs` are in the order of the layout.
+Guarantees: two seeded runs are bit-identical, also with dropout; masked inputs do not change losses
+and actions; every layer runs once and in one order, whatever optional fields a batch has, and empty
+fields change no number; given steps are returned unchanged; each group has its own projections; row
+0 of the token tables gets no gradient; label ids and lengths are checked; `embs` follow the
+layout's order.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ CAMERAS = {
 
 
 def make_model(**settings) -> PI07LowLevelFlowMatching:
-    """The model of case 01 with those of its weights that fit."""
+    """The model of case 01 with those of the case's weights that fit."""
     description, _ = case("01_all_fields")
     values = config_values(description)
     for name in ("dropout", "freeze_vision_encoder"):
@@ -191,7 +191,7 @@ def test_every_layer_runs_once_and_in_one_order_whatever_is_present(freeze_visio
     assert calls[1] == calls[0]
     assert gradients[1] == gradients[0]
     assert len(set(ids)) == 1
-    # Two cameras, two samples, three frames; goals only where they are laid out.
+    # Two cameras, two samples, three frames; goals only in layouts that have them.
     assert frames == [16, 16, 12, 16]
 
 
@@ -313,7 +313,7 @@ def test_padding_rows_of_tables_learn_nothing():
         assert np.abs(grads[name][0]).sum() == 0
         assert np.abs(grads[name]).sum() > 0
     with paddle.no_grad():
-        # Its row is read nevertheless.
+        # The forward pass still reads the row.
         table = model.prefix.embed_tokens.weight
         table[0] = table[0] + 1.0
     assert losses_and_gradients(model, batch)[0] != before

@@ -1,8 +1,8 @@
 """Policies built for a run.
 
-Guarantees: `from_config` draws the weights of the class itself with the same seed, at once or when
-the model is filled, in the default dtype; `whole_shapes` are those of the checkpoint; a sharded
-model is refused where the whole one is needed.
+Guarantees: with one seed, `from_config` draws the same weights as the class itself, at construction
+or when materialized, in the default dtype; `whole_shapes` are those of the checkpoint; a sharded
+model is refused where the full one is needed.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Camera frames as the vision tower takes them.
+"""Camera frames as inputs of the vision tower.
 
 Guarantees: letterboxing equals PyTorch's on the golden images and pads at the top and left; padded
 frames are black, the current one never is; missing cameras are masked; dropped subgoals are grey
@@ -44,7 +44,7 @@ def test_padded_frames_are_black_and_the_current_one_never():
     is_pad = np.array([[True, False, False], [True, True, True]])
     found = prepare_videos(batch, ["camera0"], (8, 8), 3, history_is_pad_BF=is_pad)
     assert found.images[0].mean(axis=(2, 3, 4)).tolist() == [[0, 1, 1], [0, 0, 1]]
-    # Neither the batch nor the mask is changed.
+    # The batch and its mask stay unchanged.
     assert batch["camera0"].all()
     assert is_pad[1].all()
 
@@ -66,6 +66,6 @@ def test_dropped_subgoals_are_grey_and_masked():
     assert (found.images[0][0] == 1).all()
     assert not found.images[0][1].any()
     assert found.masks[0].tolist() == [True, False]
-    # Without subgoal_is_pad all count as dropped.
+    # Without subgoal_is_pad all subgoals count as dropped.
     del batch["subgoal_is_pad"]
     assert not prepare_subgoals(batch, ["camera0"], (8, 8)).masks[0].any()

@@ -1,8 +1,8 @@
-"""Impossible statistics, metadata and tokenizers.
+"""Invalid statistics, metadata and tokenizers.
 
 Guarantees: a negative spread, NaN and a wrong size are refused with file, feature and value, in
-files and in checkpoints; metadata outside the range of training is refused in data and at
-inference; a tokenizer with ids beyond the model's vocabulary is refused.
+files and checkpoints; metadata outside the training range is refused in data and at inference; a
+tokenizer with ids beyond the model's vocabulary is refused.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Normalization compared with PyTorch.
 
 Guarantees: all modes in both conventions equal the golden case, with per-sample rows of groups; the
-inverse restores the data; a feature that never varies neither explodes nor moves; statistics need
-no count; what does not fit is refused by name.
+inverse restores the data; a constant feature neither explodes nor shifts; statistics need no count;
+values that do not fit are refused by name.
 """
 
 import numpy as np

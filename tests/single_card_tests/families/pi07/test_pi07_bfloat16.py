@@ -1,8 +1,8 @@
 """The casts of a bfloat16 pi07, checked by the dtype of every operator that a GPU would run.
 
-Guarantees, for both attention implementations and the forward and backward of every hand-written
-gradient: norms, rotary embedding, eager scores and softmax, the flow and both losses compute in
-float32, the time embedding in float64; all other products, the tower's attention, and the tensors
+Guarantees, for both attention implementations and for forward and backward of every hand-written
+gradient: norms, rotary embedding, eager scores and softmax, the flow and both losses run in
+float32, the time embedding in float64; all other products, the tower's attention, and tensors
 between layers and between pipeline stages stay in bfloat16; no operator mixes dtypes; removing any
 single cast makes these tests fail.
 """
@@ -65,7 +65,7 @@ def run_model(implementation: str) -> None:
 
 
 def violations(operators: list[Operator], casts: list[Cast], implementation: str) -> list[str]:
-    """Violations of the rules, as messages."""
+    """Violations of the dtype rules, as messages."""
     found = []
     for name, takes, gives in operators:
         if name in WIDE and "bfloat16" in takes + gives:
@@ -73,7 +73,7 @@ def violations(operators: list[Operator], casts: list[Cast], implementation: str
         if name in NARROW and "float32" in takes + gives:
             found.append(f"{name} in float32")
     wide_products = operators.count(Operator("matmul", ("float32",) * 2, ("float32",)))
-    # Scores of both streams.
+    # Attention scores of both streams.
     if wide_products != (2 * LAYERS if implementation == "eager" else 0):
         found.append(f"{wide_products} products in float32")
     widened = sum(op == Operator("cast", ("bfloat16",), ("float32",)) for op in operators)
@@ -91,8 +91,8 @@ def test_every_operator_has_the_dtype_it_should(traced):
     implementation, operators, casts = traced
     assert violations(operators, casts, implementation) == []
     names = Counter(op.name for op in operators)
-    # Backbone 6 a layer and expert 2, a final one each; two norms a tower layer, and the last, and
-    # the projector's, in one pass of videos and subgoals.
+    # Norms: 6 per backbone layer, 2 per expert layer, a final one each; 2 per tower layer, the
+    # tower's last one and the projector's, in one pass of videos and subgoals.
     assert names["rsqrt"] == 8 * LAYERS + 2 + 2 * TOWER_LAYERS + 2
     # Two rotary bases per stream in float32, and the time embedding.
     for name in ("cos", "sin"):
@@ -115,7 +115,7 @@ def test_stages_of_a_pipeline_exchange_bfloat16():
 
 
 def test_no_cast_can_be_dropped():
-    # Eager attention has all casts of sdpa, and its own.
+    # Eager attention has all casts of sdpa and more.
     run = partial(run_model, "eager")
     casts = sorted(set(trace(run)[1]))
     assert len(casts) >= 13
@@ -123,6 +123,6 @@ def test_no_cast_can_be_dropped():
         try:
             found = violations(*trace(run, dropped=cast), "eager")
         except TypeError as error:
-            # Paddle's CPU build has no such kernel in bfloat16.
+            # Paddle's CPU build lacks this kernel in bfloat16.
             found = ["bfloat16"] if "dtype: bfloat16" in str(error) else []
         assert found, cast

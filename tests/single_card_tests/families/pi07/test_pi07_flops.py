@@ -1,10 +1,10 @@
 """FLOPs of pi07's models, counted from their configurations.
 
-Guarantees: without padding, forward and backward are exactly those of the products that the model
-runs: with and without goals and texts, several frames and one, groups, no insulation, any frozen
+Guarantees: on batches without padding, forward and backward counts equal the matrix products of the
+model: with goals and texts and without, one frame and several, groups, no insulation, any frozen
 component, and either loss alone; insulation saves the gradient of the prefix's keys and values;
-tokens and pairs are those of the model's own masks, frames those of the history; an image costs the
-tower what is published.
+tokens and pairs follow the model's masks, frames follow the history; the tower's cost per image
+equals the published one.
 """
 
 import fnmatch
@@ -31,7 +31,7 @@ GOALS = ("subgoal_images", "subgoal_img_masks")
 
 
 def real_batch(without: tuple = (), num_frames: int = 3) -> dict:
-    """Nothing of it is padding."""
+    """A batch without padding."""
     batch = {name: value for name, value in make_batch().items() if not name.startswith(without)}
     for name, value in batch.items():
         if name.endswith("masks"):
@@ -52,7 +52,7 @@ def counts_of(model, batch, monkeypatch, losses=("MSE", "CE")) -> tuple[int, int
 
 
 def counter_of(model, patterns=(), losses=("MSE", "CE")) -> PI07Flops:
-    """Of a run that freezes what the patterns say and what no loss reaches."""
+    """Counter of a run that freezes the patterns' parameters and those that no loss reaches."""
     parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
     numbers = {id(p): name for name, p in model.named_parameters()}
     config = model.config
@@ -94,7 +94,8 @@ def test_operations_are_those_of_the_products_that_the_policy_runs(batch, monkey
     [
         (["vision"], {}),
         (["vision", "projector", "backbone"], {}),
-        # Steps do not carry a gradient into their first attention, the prefix does; and back.
+        # First the prefix, not the steps, carries a gradient into the first attention; then the
+        # reverse.
         (["expert"], {"step_pairs": 3}),
         (
             ["*embed*", "vision", "projector", "state", "discrete_actions", "*layers.0.*"],
@@ -108,13 +109,13 @@ def test_operations_are_those_of_the_products_that_the_policy_runs(batch, monkey
 def test_what_is_frozen_has_the_backward_that_its_place_asks_for(patterns, unasked, monkeypatch):
     model, batch = make_model(knowledge_insulation=False), real_batch()
     counter = counter_of(model, patterns)
-    # Keys of both streams are one tensor: it has a gradient where one of them asks for it.
+    # Keys of both streams are one tensor, which has a gradient if either stream needs one.
     more = sum(products(model, counter, batch, unit, n) for unit, n in unasked.items())
     assert (counter.forward(batch), counter(batch) + more) == counts_of(model, batch, monkeypatch)
 
 
 def products(model, counter: PI07Flops, batch: dict, unit: str, number: int) -> int:
-    """Operations of so many of the products of an attention."""
+    """Operations of this many of an attention's products."""
     text = model.config.vlm_config.gemma3_config.text_config
     width = text.num_attention_heads * text.head_dim
     return number * 2 * width * counter.units(batch)[unit]
@@ -142,8 +143,8 @@ def test_a_gradient_begins_at_any_parameter_of_the_prefix(pattern, monkeypatch):
 )
 def test_a_gradient_begins_at_any_parameter_of_the_suffix(pattern, monkeypatch):
     def unasked(name: str) -> int:
-        """Products with the prefix's keys and values, which are not trained, but one tensor with
-        the suffix's: of the parameter's own layer, and of those behind it."""
+        """Products for untrained prefix keys and values, computed because they share a tensor with
+        the suffix's: in the parameter's own layer and in those after it."""
         own = {"k_proj": 2, "v_proj": 1, "input_layernorm": 2}
         if ".interleaved_layers.1." in name:
             return 2 + sum(number for module, number in own.items() if module in name)
@@ -188,7 +189,7 @@ def test_insulation_saves_the_gradients_of_keys_and_values_that_are_detached(los
     model, batch = make_model(), real_batch()
     counter = counter_of(model, losses=losses)
     layers = model.config.vlm_config.gemma3_config.text_config.num_hidden_layers
-    # The kernel computes them all the same: keys of both streams are one tensor.
+    # The kernel still computes them, because keys of both streams are one tensor.
     saved = layers * products(model, counter, batch, "cross_pairs", 2)
     assert counter(batch) + saved == counts_of(model, batch, monkeypatch, losses)[1]
 
@@ -225,13 +226,13 @@ def test_real_tokens_and_pairs_are_those_of_the_models_masks():
     assert units["cross_pairs"] == steps * seen
     assert (units["steps"], units["step_pairs"]) == (2 * steps, 2 * steps**2)
     assert units["action_tokens"] == 5 + 2
-    # Three and two frames of the first camera, of the second the latter; two goals.
+    # The first camera has three and two frames, the second only two; there are two goals.
     patches = model.config.vlm_config.gemma3_config.vision_config.num_patches
     assert units["patches"] == patches * (3 + 2 + 2 + 2)
     assert units["patch_pairs"] == patches * units["patches"]
     visible = visible_frames(paddle.to_tensor(batch["obs_history_is_pad"])).sum(axis=[1, 2])
     first, second = visible.tolist()
-    # The model lets a padded frame look, at nothing.
+    # The model computes padded frames, which see no key.
     assert units["time_pairs"] == patches * (first + second + second)
     assert units["image_tokens"] == 4 * (3 + 2)
     assert units["states"] == 3 + 2
@@ -307,8 +308,8 @@ def test_an_image_takes_what_is_published_of_its_tower(side, giga):
     counter = PI07PlannerFlops(config, dict.fromkeys(PLANNER_LABELS, (1,)))
     units, costs = counter.units(batch), counter.operations(batch).forward
     tower = sum(costs[unit] * units[unit] for unit in ("patches", "patch_pairs"))
-    # open_clip's table of ViT-SO400M-14-SigLIP, at 224 and 384 pixels, has the pooling too, one
-    # query over all patches and an MLP, which pi07 does without.
+    # open_clip's table of ViT-SO400M-14-SigLIP at 224 and 384 pixels includes the pooling, one
+    # query over all patches and an MLP, which pi07 lacks.
     width, patches = vision.hidden_size, side**2
     pooling = 4 * width * (width + width * patches + patches + vision.intermediate_size)
     assert (tower + pooling) / 1e9 == pytest.approx(giga, rel=2e-4)

@@ -1,11 +1,11 @@
 """Pipeline stages of pi07's models, run one after the other on one device.
 
-Guarantees: stages give the unsharded model's losses and every gradient, wherever the layers are
-cut, whatever is laid out, with and without insulation, a frozen tower and recomputation, with the
-same dropout; a stage knows the size that it receives from host arrays; with a given presence, a
-batch on the device is not read back; a stage has its own parameters and no others, drawn as on one
-device and read from a checkpoint; the planner's last stage has a copy of the token table, and both
-gradients add up; a batch without noise is refused; costs count tower, layers and heads.
+Guarantees: stages give the unsharded model's losses and every gradient for any cut of the layers,
+any layout, with insulation and without, with a frozen tower, recomputation and the same dropout; a
+stage knows the size of its input from host arrays; with a given presence, a batch on the device is
+not read back; a stage has only its own parameters, drawn as on one device and read from a
+checkpoint; the planner's last stage has a copy of the token table, and both gradients add up; a
+batch without noise is refused; costs count tower, layers and heads.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def ranges(ends: list[int]) -> list[range]:
 
 
 def through(stages: list[PI07Stage], batch: dict) -> dict:
-    """The losses of the last stage."""
+    """Losses of the last stage."""
     rows = None
     for stage in stages:
         if rows is not None:
@@ -80,7 +80,7 @@ def assert_same_gradients(found: dict, wanted: dict) -> None:
 @pytest.mark.parametrize("insulated", [True, False], ids=["insulated", "open"])
 @pytest.mark.parametrize("recomputed", [True, False], ids=["recomputed", "kept"])
 def test_stages_in_a_row_equal_the_whole_low_level_model(ends, presence, insulated, recomputed):
-    # One of the cuts trains the tower.
+    # The tower is trained with one of the cuts.
     model = low_level.make_model(
         knowledge_insulation=insulated, freeze_vision_encoder=len(ends) == 2
     )
@@ -218,7 +218,7 @@ def test_costs_count_tower_layers_and_heads():
     )
     layers, before, after = low_level_costs(config)
     assert len(layers) == text.num_hidden_layers
-    # A token multiplies every weight of a matrix once.
+    # A token is multiplied once with every weight of a matrix.
     layer = model.decoder_layers[0]
     sizes = {
         half: sum(p.size for p in getattr(layer, half).parameters() if p.ndim == 2)

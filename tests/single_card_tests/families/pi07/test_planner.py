@@ -1,9 +1,9 @@
 """The high-level planner's model.
 
-Guarantees: cached greedy decoding equals the whole model's predictions token by token, past padding
-too; after the end token there is padding, which later tokens do not see; losses are means over all
-slots but each segment's first; metadata is always embedded, and laid out if any sample or another
-rank has it; labels of the wrong length are refused; there is no expert.
+Guarantees: cached greedy decoding equals uncached predictions token by token, also after padding;
+after the end token there is padding, which later tokens do not see; losses are means over all
+tokens but the first of each segment; metadata is always embedded, and laid out if any sample or
+another rank has it; labels of the wrong length are refused; there is no expert.
 """
 
 import numpy as np
@@ -70,7 +70,7 @@ def test_decoding_equals_the_whole_model():
 
 
 def whole_rows(model, prefix):
-    """Decoding without a cache, the whole sequence at every step."""
+    """Decoding without a cache: every step runs the complete sequence."""
     visible = block_mask(prefix.pad_masks, prefix.att_masks)
     view = model.decoder.view(prefix_positions(prefix.pad_masks), visible)
     return model.decoder(prefix.embs, prefix_view=view).prefix
@@ -82,7 +82,7 @@ def test_padding_follows_the_end_and_is_not_seen():
     end = int(memory[0, 1])
     stopped, after = model.generate(batch, BOS, end)
     assert stopped[0].tolist() == [BOS, end, 0, 0, 0, 0]
-    # As if the memory had ended there.
+    # The same batch with the memory ending at this token.
     batch |= {
         "memory_tokens": stopped,
         "memory_masks": stopped != 0,

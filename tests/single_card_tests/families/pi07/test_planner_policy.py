@@ -1,8 +1,8 @@
-"""The planner around its model: texts in, texts out, and its files.
+"""The planner with texts in and texts out, and its files.
 
 Guarantees: the prompt has task, memory and the state's bins; targets end with EOS; decoded texts
-have no special tokens; a saved planner is the same planner; OpenTau's files are read; what is
-missing or does not fit is refused by name.
+have no special tokens; a saved planner is the same planner; OpenTau's files are read; missing or
+unfitting inputs are refused by name.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.support.pi07_golden import case, config_values, group_statistics
 
 
 def tokenizer() -> PromptTokenizer:
-    """An id for every printable character, and Gemma's special tokens."""
+    """One id per printable character, and Gemma's special tokens."""
     characters = ["<pad>", "<eos>", "<bos>", "\n", *map(chr, range(32, 127))]
     made = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, "<pad>"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -45,7 +45,7 @@ def planner(**changes) -> PI07HighLevelPlanner:
 
 
 def batch(**changes) -> dict:
-    """Two samples with changes; None removes an entry."""
+    """Two samples with changed entries; None removes one."""
     random = np.random.default_rng(1)
     made = {
         "state": np.stack([g["state"]["min"] for g in group_statistics()]),
@@ -66,7 +66,7 @@ def texts(inputs: dict, name: str) -> list[str]:
 
 
 def joined(text: str) -> str:
-    """Decoded texts have spaces between tokens."""
+    """Text without the spaces that decoding puts between tokens."""
     return text.replace(" ", "").replace("<bos>", "[").replace("<eos>", "]")
 
 
@@ -77,7 +77,7 @@ def test_states_are_texts_of_bins():
 
 def test_inputs_have_task_memory_state_and_targets():
     inputs = planner().training_inputs(batch(speed=[3, 4], speed_is_pad=[False, True]))
-    # The least state of its group is bin 0; the last value never varies and is in the middle.
+    # The smallest state of its group is in bin 0; the last value is constant and in the middle bin.
     assert [joined(text) for text in texts(inputs, "lang")] == [
         "[Task:go,PastMemory:,State:0000127,",
         "[Task:stay,PastMemory:went,State:0000127,",
@@ -86,7 +86,7 @@ def test_inputs_have_task_memory_state_and_targets():
     assert [joined(text) for text in texts(inputs, "response")] == ["[stop]", "[]"]
     assert [joined(text) for text in texts(inputs, "metadata")] == ["Metadata:Speed:3,", ""]
     assert [image.shape for image in inputs["images"]] == [(2, 3, 56, 56)] * 2
-    # Black borders of the letterbox, in the tower's range.
+    # The letterbox's black borders in the tower's value range.
     assert (inputs["images"][0][:, :, :16] == -1).all()
     assert inputs["images"][1].min() < -0.9
 
@@ -161,7 +161,7 @@ def test_files_of_the_original_are_read(tmp_path):
     tensors = load_file(file)
     assert "normalize_inputs.buffer_state.min" in tensors
     engine = "model.gemma3_with_expert"
-    # OpenTau's engine has them in every policy.
+    # Every OpenTau policy has them.
     tensors |= {
         f"{engine}.da_head.bias": np.zeros(3),
         f"{engine}.gemma3.lm_head.weight": np.ones(2),

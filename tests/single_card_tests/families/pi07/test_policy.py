@@ -1,9 +1,9 @@
 """The low-level policy compared with PyTorch, and its files.
 
 Guarantees: raw batches give the golden losses and actions; chunks of a delayed policy begin with
-the actions that still run; a saved policy is the same policy, with OpenTau's names; older and tied
-names are read; a checkpoint that does not fit is refused with all its faults; statistics come from
-one place, which is named.
+the actions that are still executing; a saved policy is the same policy, with OpenTau's names; older
+and tied names are read; an unfitting checkpoint is refused with all its errors; statistics come
+from one place, which is named.
 
 Over 350 lines: one golden policy and the folders written from it serve all tests.
 """
@@ -51,7 +51,7 @@ def golden_policy(**changes) -> PI07LowLevelPolicy:
 
 
 def raw_batch() -> tuple[dict, dict]:
-    """The golden batch, and its noise and times."""
+    """The golden batch with its noise and times."""
     description, tensors = case("18_policy_level")
     batch = under(tensors, "in.") | description["strings"]
     return batch, {name: batch.pop(name) for name in ("noise", "time")}
@@ -64,7 +64,7 @@ def observation(step: int) -> dict:
 
 
 def character_tokenizer() -> PromptTokenizer:
-    """A real tokenizer with an id for every printable character."""
+    """A real tokenizer with one id per printable character."""
     characters = ["<pad>", "\n", *map(chr, range(32, 127))]
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, "<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -73,7 +73,7 @@ def character_tokenizer() -> PromptTokenizer:
 
 @pytest.fixture
 def saved(tmp_path):
-    """A policy's folder."""
+    """Folder of a saved policy."""
     policy = golden_policy(dataset_names=["a", "b"])
     policy.tokenizer = character_tokenizer()
     policy.action_tokenizer = None
@@ -82,7 +82,7 @@ def saved(tmp_path):
 
 
 def rewrite(folder, change) -> None:
-    """Change the tensors of a folder."""
+    """Change the tensors in a folder."""
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file)
 
@@ -240,7 +240,7 @@ def test_tokenizer_may_be_a_path_as_text(saved):
 
 
 def observation_of_three() -> dict:
-    """One observation in time."""
+    """A single observation."""
     batch, _ = raw_batch()
     return {name: batch[name][:1] for name in ("state", "camera0", "camera1")}
 
@@ -254,7 +254,7 @@ def test_vocabulary_of_discrete_actions_is_found_in_the_checkpoint(saved):
 
 
 def older(tensors: dict) -> dict:
-    """Old names, and the weights of norms that are now adaptive."""
+    """The older names, and the weights of norms that are now adaptive."""
     renamed = {}
     for key, value in tensors.items():
         key = key.removeprefix("model.").replace("time_mlp_", "action_time_mlp_")
@@ -327,7 +327,7 @@ def test_statistics_come_from_one_place(saved):
     policy = PI07LowLevelPolicy.from_pretrained(saved, statistics=others)
     rows = policy.normalizers["unnormalize_outputs"].tensors["buffer_actions.mean"]
     assert (rows == others[0]["actions"]["mean"]).all()
-    # They are saved as the policy's own.
+    # They are saved with the policy.
     assert not policy.config.skip_normalization_weights
 
 
@@ -355,7 +355,7 @@ def test_projections_of_groups_begin_as_those_of_the_checkpoint(saved):
     for key in ("state_proj.weight", "action_out_proj.bias"):
         assert (found[key] == shared[key]).all()
         assert found[key].shape == (2, *shared[key].shape)
-    # Now the two groups differ.
+    # The two groups now differ.
     with paddle.no_grad():
         policy.model.prefix.state_proj.linear.weight[1] = 5.0
     policy.save_pretrained(saved)

@@ -1,7 +1,7 @@
-"""Raw batches to model inputs, compared with PyTorch.
+"""Conversion of raw batches to model inputs, compared with PyTorch.
 
 Guarantees: the inputs equal the golden case's, tensor by tensor; the texts are OpenTau's; absent
-optional entries stay absent; what is missing, too long or of another shape is refused by name.
+optional entries stay absent; missing, too long or misshapen entries are refused by name.
 """
 
 import logging
@@ -35,7 +35,7 @@ def raw_batch() -> dict:
 
 
 def prepared(**changes) -> dict:
-    """The golden batch's inputs with changes; None removes an entry."""
+    """The golden batch's inputs with changed entries; None removes one."""
     config = policy_config()
     batch = {name: v for name, v in (raw_batch() | changes).items() if v is not None}
     groups = group_statistics()
@@ -117,7 +117,7 @@ def test_short_states_and_actions_are_filled_with_zeros():
     inputs = target_inputs(batch, batch["actions"], policy_config(), FirstValueActionTokenizer())
     assert inputs["actions"].shape == (2, 6, 7)
     assert not inputs["actions"][..., 3:].any()
-    # Padding is no part of the loss.
+    # The loss leaves out padding.
     assert inputs["real_action_dim"].tolist() == [3, 3]
     prefix = padded_action_prefix(np.ones((2, 2, 3)), policy_config())
     assert prefix.shape == (2, 6, 7)

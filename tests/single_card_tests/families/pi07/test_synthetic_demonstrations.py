@@ -1,8 +1,8 @@
 """Synthetic demonstrations and their batches.
 
-Guarantees: samples follow from seed and number; all optional fields vary; the actions follow from
-state and colour together, and from neither alone; both ends of an episode are padded; batches have
-what samples have; samples that differ in kind are refused by name; a policy takes the batches.
+Guarantees: samples follow from seed and number; all optional fields vary; actions need both state
+and colour, neither alone predicts them; both ends of an episode are padded; batches have the fields
+of their samples; samples with different fields are refused by name; a policy takes the batches.
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ def test_fields_are_there_as_configured_and_vary():
 
 
 def least_squares_error(inputs: np.ndarray, outputs: np.ndarray) -> float:
-    """Fraction of the outputs' variance that a linear fit to the inputs does not explain."""
+    """Fraction of the outputs' variance that a linear fit to the inputs leaves unexplained."""
     inputs = np.column_stack([inputs, np.ones(len(inputs))])
     solution = np.linalg.lstsq(inputs, outputs, rcond=None)[0]
     return float(

@@ -1,8 +1,8 @@
-"""Tokenizers of texts and of action chunks.
+"""Tokenizers of texts and action chunks.
 
-Guarantees: texts begin with the file's or the configured token and are cut and padded on the right;
-the action tokenizer computes as FAST's published code, survives its files, and decodes chunks; both
-refuse files that are no tokenizer.
+Guarantees: texts begin with the file's or the configured token, and are cut and padded on the
+right; the action tokenizer computes as FAST's published code, survives saving and loading, and
+decodes chunks; both refuse invalid files.
 """
 
 import json
@@ -74,7 +74,7 @@ def chunks(count: int = 40) -> np.ndarray:
 def published_fit(
     data: np.ndarray, scale: float, vocab_size: int
 ) -> tuple[ByteLevelBPETokenizer, int]:
-    """FAST's `fit`, from its description."""
+    """FAST's `fit`, written from its description."""
     rounded = [np.around(dct(a, axis=0, norm="ortho").flatten() * scale) for a in data]
     least, most = int(np.concatenate(rounded).min()), int(np.concatenate(rounded).max())
     bpe = ByteLevelBPETokenizer()
@@ -95,7 +95,7 @@ def test_fit_and_encode_are_those_of_fast():
     coefficients = np.around(dct(data, axis=1, norm="ortho") * 10)
     texts = ["".join(map(chr, (c.flatten() - least).astype(int))) for c in coefficients]
     assert tokenizer(data) == [bpe.encode(text).ids for text in texts]
-    # Merges apply: fewer tokens than coefficients.
+    # Merges give fewer tokens than coefficients.
     assert max(len(ids) for ids in tokenizer(data)) < data[0].size
 
 

@@ -1,9 +1,9 @@
-"""Videos and images to tokens.
+"""Encoding of videos and images to tokens.
 
-Guarantees: the content of a padded frame has no effect and gives no NaN, even with several temporal
-layers; without a mask the past is padding; later frames do not affect a frame; a single frame
-equals an image, and so does a still after videos; order and age of frames matter; recomputation
-gives the same gradients; sizes and lengths are checked.
+Guarantees: the content of a padded frame has no effect and gives no NaN, also with several temporal
+layers; without a mask the past is padding; later frames do not affect earlier ones; a single frame
+equals an image, and so does a still frame after videos; order and age of frames matter;
+recomputation gives the same gradients; sizes and lengths are checked.
 """
 
 import numpy as np
@@ -105,7 +105,7 @@ def test_code_of_the_current_frame_is_zero():
     codes = frame_codes(4, 32)
     assert (codes[-1] == 0).all()
     assert (codes[:-1] != 0).any(axis=1).all()
-    # The age of a frame counts, not how many there are.
+    # A frame's age matters, not the number of frames.
     np.testing.assert_array_equal(codes[1:], frame_codes(3, 32))
     with pytest.raises(ValueError, match="lower n_obs_steps"):
         frame_codes(42, 32)

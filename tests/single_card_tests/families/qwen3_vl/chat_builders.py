@@ -1,4 +1,4 @@
-"""Small processors, image files and JSONL files that the data tests build on."""
+"""Small processors, image files and JSONL files for tests of data."""
 
 import json
 from dataclasses import replace
@@ -20,9 +20,10 @@ def tiny_tokenizer() -> TextTokenizer:
 
 
 def tiny_processor() -> Qwen3VLProcessor:
-    """Patches of 4 pixels; an image of 8 x 8 pixels is one visual token, one of 16 x 8 is two.
+    """A processor with patches of 4 pixels.
 
-    So is a temporal patch, two frames of that size; 8 frames of 16 x 8 at most keep it.
+    An image of 8 x 8 pixels is one visual token, one of 16 x 8 is two. A temporal patch, two frames
+    of that size, gives as many; up to 8 frames of 16 x 8 keep their size.
     """
     image_processor = ImageProcessor(
         min_pixels=64,
@@ -53,12 +54,12 @@ def assistant(content) -> dict:
 
 
 def question(text: str = "What is this?", answer: str = "A cat.", **entries) -> dict:
-    """A record of one question and its answer."""
+    """A record with one question and its answer."""
     return {"messages": [user(text), assistant(answer)], **entries}
 
 
 def write_jsonl(path: Path, rows: list) -> Path:
-    """A JSONL file; a row that is a string is written as it is."""
+    """Write a JSONL file; string rows are written unchanged."""
     lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return path

@@ -1,11 +1,11 @@
 """Adapters of the model, and PEFT's files.
 
-Guarantees: logits, loss and every gradient of an adapter that PEFT made equal PEFT's; what is saved
-has PEFT's keys, shapes and values; patterns find linears by HF's names, their ends and
-`all-linear`; all else is frozen; merging, in memory and from file to file, gives the adapted
-model's outputs; what does not fit is refused with names.
+Guarantees: logits, loss and every gradient with an adapter made by PEFT equal PEFT's; saved files
+have PEFT's keys, shapes and values; patterns match linears by HF's names, their endings and
+`all-linear`; everything else is frozen; merging, in memory and from file to file, gives the adapted
+model's outputs; unfitting adapters are refused with names.
 
-A little over 350 lines: one adapter of PEFT's serves all of them.
+Over 350 lines: one adapter made by PEFT serves all tests.
 """
 
 import json
@@ -48,7 +48,7 @@ def untied_model() -> Qwen3VLForConditionalGeneration:
 
 
 def randomise(model, seed: int = 0) -> None:
-    """Adapters away from their initial values."""
+    """Set adapters to random values."""
     rng = np.random.default_rng(seed)
     for name, parameter in model.hf_named_parameters():
         if model.adapter.owns(name):
@@ -65,7 +65,7 @@ def logits(model) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def golden():
-    """The model with PEFT's adapter, a batch, and what PEFT makes of it."""
+    """The model with PEFT's adapter, a batch, and PEFT's results on it."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(PEFT, base=BASE)
     model.eval()
     stored = load_file(GOLDEN / "qwen_vl" / "multi_image_right_pad" / "tensors.safetensors")
@@ -96,7 +96,7 @@ def test_saved_files_are_pefts(golden, tmp_path):
     model, *_ = golden
     model.save_adapter(tmp_path)
     expected = load_file(PEFT / "adapter_model.safetensors")
-    # The head's own weight, which PEFT adds.
+    # PEFT adds the head's own weight.
     del expected["base_model.model.lm_head.base_layer.weight"]
     found = load_file(tmp_path / "adapter_model.safetensors")
     assert found.keys() == expected.keys()
@@ -194,7 +194,7 @@ def test_patterns_that_cannot_be_are_refused(settings, message):
 
 
 def test_a_tied_head_is_neither_adapted_nor_trained_whole():
-    """PEFT would change one of two uses of the one weight."""
+    """PEFT would change only one of the two uses of the weight."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(BASE.with_name("dense_tied"))
     with pytest.raises(ValueError, match="'lm_head' fits none"):
         model.add_lora(config("lm_head"))
@@ -268,7 +268,7 @@ def test_a_loaded_adapter_is_the_saved_one(tmp_path):
 
 
 def test_adapters_have_the_bases_dtype_and_keep_it_on_disk(tmp_path):
-    """Float32 masters are the optimizer's, as of any weight."""
+    """The optimizer has the float32 master weights, as for any weight."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(BASE, dtype="bfloat16")
     model.add_lora(config("all-linear", r=2))
     assert {parameter.dtype for _, parameter in model.hf_named_parameters()} == {paddle.bfloat16}

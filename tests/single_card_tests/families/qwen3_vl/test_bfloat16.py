@@ -1,10 +1,9 @@
-"""The casts of a bfloat16 model, proved by the dtype of every operator that a GPU would run.
+"""The casts of a bfloat16 model, checked by the dtype of every operator that a GPU would run.
 
-Pinned here, forward and backward of every hand-written gradient, of a dense model and of one with
-experts: norms, rotary angles, the tower's rotation, position interpolation, routing and loss
-compute in float32; matrices, attention and what lies between layers stay in bfloat16; no operator
-mixes the two and leaves the choice to Paddle; without any single one of the casts these checks
-fail.
+Guarantees, for a dense model and one with experts, and for forward and backward of every
+hand-written gradient: norms, rotary angles, the tower's rotation, position interpolation, routing
+and loss run in float32; matrix products, attention and tensors between layers stay in bfloat16; no
+operator mixes dtypes; removing any single cast makes these tests fail.
 """
 
 from collections import Counter
@@ -20,7 +19,7 @@ from tests.support.tiny import EXPERTS, tiny_config
 from tests.support.traced import Cast, Operator, trace
 
 HOST = ("image_grid_thw", "num_target_tokens", "has_left_padding")
-# What must never see bfloat16, and what must never see float32.
+# Operators that must never see bfloat16, and those that must never see float32.
 WIDE = {"rsqrt", "cos", "sin", "exp", "log", "softmax", "cross_entropy_with_softmax"}
 NARROW = {"matmul", "scaled_dot_product_attention", "swiglu", "gelu", "scatter", "index_add"}
 
@@ -38,7 +37,7 @@ def run_model(**text_settings) -> None:
 
 
 def violations(operators: list[Operator], casts: list[Cast]) -> list[str]:
-    """What breaks the rules, in words."""
+    """Violations of the dtype rules, as messages."""
     found = []
     for name, takes, gives in operators:
         if name in WIDE and "bfloat16" in takes + gives:
@@ -68,7 +67,7 @@ def test_every_operator_has_the_dtype_it_should(traced):
     norms = 4 * config.text_config.num_hidden_layers + 1 + 2 * config.vision_config.depth + 3
     assert names["rsqrt"] == norms
     assert names["cos"] == names["sin"] == 2
-    # Table lookups of four taps, and their weights.
+    # Table lookups at four taps, and their weights.
     assert Counter(op.takes for op in operators if op.name == "embedding") == {
         ("int64", "bfloat16"): 1,
         ("int64", "float32"): 4,
@@ -84,6 +83,6 @@ def test_no_cast_can_be_dropped(traced):
         try:
             found = violations(*trace(run, dropped=cast))
         except TypeError as error:
-            # Paddle has no such kernel in bfloat16 here.
+            # Paddle's CPU build lacks this kernel in bfloat16.
             found = ["bfloat16"] if "dtype: bfloat16" in str(error) else []
         assert found, cast

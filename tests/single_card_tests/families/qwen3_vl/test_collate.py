@@ -1,11 +1,11 @@
-"""Collator: the batch equals what a plain loop over samples and tokens gives.
+"""Collator: the batch equals a plain loop over samples and tokens.
 
-Pinned: padding on either side and to a multiple; positions and visual indices of the padded rows;
-which keys are there; the count of targets after the shift; a length that the ranks cannot share
-names the setting; rows of several samples hold what the samples alone do, without a target across
-their boundaries.
+Guarantees: padding on either side and to a multiple; positions and visual indices of padded rows;
+the present keys; the number of targets after the shift; a length that the ranks cannot share is
+refused with the setting's name; packed rows hold the same values as their samples alone, without a
+target across boundaries.
 
-The oracle is a loop per sample, written here without any of the collator's parts.
+The oracle is a loop per sample that shares no code with the collator.
 """
 
 import numpy as np
@@ -25,8 +25,8 @@ def collator(**options) -> VLCollator:
 
 
 def make_sample(runs: list, seed: int = 0) -> dict:
-    """A sample from runs: an int is that many text tokens, a pair (h, w) an image of such a grid
-    in merged tokens, a triple (t, h, w) a video."""
+    """A sample from runs: an int is that many text tokens, a pair (h, w) an image with that grid in
+    merged tokens, a triple (t, h, w) a video."""
     rng = np.random.default_rng(seed)
     ids, grids = [1], {IMAGE: [], VIDEO: []}
     for run in runs:
@@ -53,7 +53,7 @@ def make_sample(runs: list, seed: int = 0) -> dict:
 
 
 def positions_by_loop(ids: list, frames: dict) -> list:
-    """(t, h, w) position of every token, one after the other."""
+    """(t, h, w) position of every token, computed one by one."""
     positions, p, at = [], 0, 0
     while at < len(ids):
         if ids[at] in frames:

@@ -1,7 +1,7 @@
-"""Conversations: both spellings of messages give the same turns, and every fault has its message.
+"""Conversations: both formats of messages give the same turns, and every error has its message.
 
-Pinned: tags and image parts stand where they stood; paths start at the file's directory; what the
-record says beside messages and media is kept; each kind of bad record is refused with its reason.
+Guarantees: tags and image entries keep their places; paths start at the file's folder; other
+entries of the record are kept; each kind of bad record is refused with its reason.
 """
 
 import json

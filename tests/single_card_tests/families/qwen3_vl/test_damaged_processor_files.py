@@ -1,7 +1,7 @@
-"""Processor files that make no sense.
+"""Invalid processor files.
 
 Guarantees: settings that would make every pixel wrong, and tokenizers that the library refuses, are
-refused by file, key and value.
+refused with file, key and value.
 """
 
 import json
@@ -99,7 +99,7 @@ DAMAGE = [b"", b"42", b"[]", b"null", b"{", b"\xff\xfe", b"\0", b"[" * 100_000,
 )  # fmt: skip
 def test_damaged_files_are_named(processor, name, text):
     if name == "tokenizer_config.json":
-        # Read only where there is no template of its own.
+        # Read only if the folder has no template file.
         (processor / "chat_template.jinja").unlink()
     (processor / name).write_bytes(text)
     with pytest.raises(RuntimeError, match=rf"/{name} "):

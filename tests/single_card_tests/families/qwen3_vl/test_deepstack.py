@@ -1,7 +1,8 @@
 """Deepstack levels in the decoder.
 
-Pinned here: a level costs one indexed add, forward and traced; levels land after the first layers,
-on visual rows only; the decoder reads nothing on the host; two seeded runs agree bit for bit.
+Guarantees: a level costs one indexed add, in eager and traced programs; levels are added after the
+first layers, on visual rows only; the decoder reads nothing on the host; two seeded runs are
+bit-identical.
 """
 
 import numpy as np

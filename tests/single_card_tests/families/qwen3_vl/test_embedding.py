@@ -1,8 +1,9 @@
-"""GPTEmbedding: visual rows in place, indices once per step, rows of each model-parallel rank.
+"""GPTEmbedding: visual embeddings in their rows, indices once per step, rows of each mp rank.
 
-Pinned here: the returned dictionary; the same rows whether indices come with the batch or are
-computed; every mp rank's rows against the whole; no search when indices are carried; no host read;
-a traced program; the errors. The oracle of the parallel cases is the plain path on the same batch.
+Guarantees: the returned dictionary; equal rows whether the batch carries indices or they are
+computed; every mp rank's rows equal its shard of the full result; no search when indices are given;
+no host read; a traced program works; errors. The oracle of the parallel cases is the unsharded path
+on the same batch.
 """
 
 import numpy as np
@@ -25,7 +26,7 @@ from tests.support.tiny import (
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 WIDTH, LEVELS = 16, 2
 
-# Images and videos together, several per sample, a sample without any.
+# Images and videos mixed, several per sample, and a sample without any.
 MIXED = token_rows(
     [1, ("image", 3), 2, ("video", 2), ("image", 1)], [3, 4, 5], [("video", 4), 6, ("image", 2)],
     length=16,
@@ -100,7 +101,7 @@ def test_visual_rows_and_levels_stand_in_reading_order(ids_BL, with_indices):
 @pytest.mark.parametrize("ids_BL", [MIXED, IMAGES], ids=["mixed", "images"])
 @pytest.mark.parametrize("with_indices", [False, True], ids=["computed", "carried"])
 def test_every_rank_holds_its_rows_of_the_whole(size, ids_BL, with_indices, monkeypatch):
-    # A global rank that differs from the mp rank must not matter.
+    # The global rank may differ from the mp rank.
     monkeypatch.setenv("PADDLE_TRAINER_ID", "5")
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "16")
     args = visual_args(ids_BL)
@@ -188,7 +189,7 @@ def test_decoder_input_takes_the_place_of_embedded_ids():
 
 
 class Traced(paddle.nn.Layer):
-    """Tensor arguments in, tensors out, as tracing wants them."""
+    """A layer with tensors in and tensors out, as tracing requires."""
 
     def __init__(self, embedding):
         super().__init__()

@@ -1,9 +1,9 @@
-"""Operations of a Qwen3-VL, counted from its configuration.
+"""FLOPs of a Qwen3-VL, counted from its configuration.
 
-Guarantees: forward and backward are, to the operation, those of the products that the model runs:
-dense, with experts, of packed rows, images, videos and texts, with adapters, and whatever part of
-it is frozen; padding, and rows that no token takes, add none; on a long text they are 6 N per token
-and the published term of attention, half of it because it is causal.
+Guarantees: forward and backward counts equal the matrix products of the model exactly: dense, with
+experts, with packed rows, images, videos and texts, with adapters, and with any frozen component;
+padding and rows without a token add none; a long text costs 6 N per token plus the published
+attention term, halved because attention is causal.
 """
 
 import fnmatch
@@ -80,7 +80,7 @@ def freeze(model, trained) -> None:
 
 
 def frozen(model, patterns: list[str]) -> Qwen3VLFlops:
-    """Freeze what the patterns say, as a run does; return the counter of such a run."""
+    """Freeze the patterns' parameters as a run does; return the counter of that run."""
     shapes = model.whole_shapes()
     trained = trained_names(shapes, patterns, model.adapter_names(), PARTS)
     freeze(model, trained)
@@ -134,7 +134,7 @@ def test_a_frozen_tower_has_no_backward_and_a_trained_model_three_forward_passes
     without = Qwen3VLFlops(config, trained_names(names, ["vision"], parts=PARTS))
     assert without.operations(batch).backward["patches"] == 0
     first = 2 * config.vision_config.patch_dim * config.vision_config.hidden_size
-    # Patches have no gradient: the first product has two.
+    # Patches have no gradient, so the first layer has two products, not three.
     whole = Qwen3VLFlops(config)
     assert whole(batch) == 3 * whole.forward(batch) - first * whole.units(batch)["patches"]
 
@@ -186,7 +186,7 @@ def test_a_long_text_takes_six_operations_per_weight_and_the_published_attention
     attention = 12 * text.num_hidden_layers * text.num_attention_heads * text.head_dim * length
     per_token = Qwen3VLFlops(config)(batch) / (samples * length)
     weights = (per_token - attention * (length + 1) / length / 2) / 6
-    # Qwen3's model cards tell the parameters that are neither the table's nor the head's.
+    # Qwen3's model cards state the number of parameters without table and head.
     head = text.vocab_size * text.hidden_size
     assert (weights - head) / 1e9 == pytest.approx(billions, abs=0.05)
 
@@ -201,5 +201,5 @@ def test_experts_count_by_what_sees_a_token(size, billions):
     attention = 4 * text.num_hidden_layers * text.num_attention_heads * text.head_dim
     table = text.vocab_size * text.hidden_size
     active = (Qwen3VLFlops(config).forward(batch) - attention) / 2 + table
-    # Qwen3's model cards: activated parameters.
+    # Activated parameters of Qwen3's model cards.
     assert active / 1e9 == pytest.approx(billions, abs=0.06)

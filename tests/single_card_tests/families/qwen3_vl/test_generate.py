@@ -1,9 +1,9 @@
 """Generation with a key-value cache.
 
-Pinned here: cached steps equal a full forward over the grown sequence; a left-padded row answers as
-it does alone; rows end at their stop tokens and are padded; the tower runs once and a step reads
-the chosen ids only; a seed fixes what is drawn, for every row by itself; the settings come from the
-call, the given configuration or the model; errors come before anything runs.
+Guarantees: cached steps equal a full forward pass over the extended sequence; a left-padded row
+gives the answer that it gives alone; rows end at their stop tokens and are padded; the tower runs
+once, and a step reads only the chosen ids; the seed fixes each row's draws independently; settings
+come from the call, the given configuration or the model; errors are raised before the model runs.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ GRIDS = [[1, 4, 4], [1, 2, 4]]
 
 
 def padded_rows() -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Two prompts with an image each, alone and as a left-padded batch with its mask."""
+    """Two prompts with an image each: alone, and as a left-padded batch with its mask."""
     rows = [token_rows([1, 9, ("image", 4), 2, 5, 7]), token_rows([4, ("image", 2), 6])]
     length = rows[0].shape[1]
     ids, mask = np.zeros((2, length), np.int64), np.zeros((2, length), np.int64)
@@ -48,7 +48,7 @@ def test_cached_decoding_equals_a_full_forward_each_step():
 
 
 def test_equal_prompts_generate_through_flash_attention(monkeypatch):
-    """On a GPU in bfloat16; the kernel is played, with its demands on masks."""
+    """As on a GPU in bfloat16, with a stand-in kernel that has the same requirements on masks."""
     model, (pixels, grid) = tiny_model(), patches([*GRIDS, *GRIDS])
     ids = np.repeat(token_rows([1, ("image", 4), 2, ("image", 2), 3]), 2, axis=0)
     inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid}
@@ -57,7 +57,7 @@ def test_equal_prompts_generate_through_flash_attention(monkeypatch):
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
     with use_kernels("gpu"):
         assert model.generate(**inputs, max_new_tokens=4).tolist() == wanted.tolist()
-    # Neither the tower, nor the prompt, nor a step's one query for each row.
+    # The tower, the prompt and a step's single query per row need no mask.
     assert set(map(str, kernel.masks)) == {"None"}
     _, ids, mask = padded_rows()
     with use_kernels("gpu"):
@@ -78,7 +78,7 @@ def test_a_left_padded_row_answers_as_it_does_alone(settings):
     )
     pixel_parts = (pixels[:16], pixels[16:])
     for b, row in enumerate(rows):
-        # A row draws by its number, so the second one must be the second here too.
+        # A row's draws depend on its number, so the second row must be the second here too.
         alone = model.generate(
             input_ids=np.repeat(row, 2, axis=0),
             pixel_values=np.concatenate([pixel_parts[b]] * 2),
@@ -91,7 +91,7 @@ def test_a_left_padded_row_answers_as_it_does_alone(settings):
 def test_rows_end_at_any_stop_token_and_are_filled_with_the_pad_token():
     model, ids = tiny_model(), token_rows([1, 2, 3], [7, 8, 9])
     free = model.generate(input_ids=ids, max_new_tokens=6)
-    # Both rows end early, each at a token of its own.
+    # Both rows end early, each at its own token.
     stops = [int(free[0, 1]), int(free[1, 3])]
     ends = [min(i for i, token in enumerate(row) if token in stops) for row in free.tolist()]
     found = model.generate(
@@ -139,7 +139,7 @@ def test_a_step_reads_the_chosen_ids_only(monkeypatch):
     monkeypatch.setattr(paddle.Tensor, "numpy", counted)
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(paddle.Tensor, name, refuse)
-    # Its size is known after a read only.
+    # Its size is known only after a read.
     monkeypatch.setattr(paddle, "nonzero", refuse)
     next(steps)
     assert reads == [[2]]

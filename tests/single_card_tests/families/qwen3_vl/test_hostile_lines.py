@@ -1,8 +1,8 @@
-"""One hostile line, image or video is one bad sample, of conversations and of demonstrations.
+"""A hostile line, image or video is one bad sample, in conversations and demonstrations.
 
-Pinned: nesting, half surrogate pairs, numbers beyond their types, bytes that are no UTF-8, paths
-that no file system takes and very long lines are named with their place, and skipped where bad
-samples are; a long line is not read into memory; faults that nobody foresaw are bad samples too.
+Guarantees: deep nesting, lone surrogates, numbers out of range, invalid UTF-8, paths that no file
+system accepts and very long lines are reported with their place, or skipped if bad samples are; a
+long line is not read into memory; unforeseen errors are bad samples too.
 """
 
 import json
@@ -110,7 +110,7 @@ def test_a_hostile_demonstration_is_a_bad_sample(tmp_path, name):
     dataset = DemonstrationsDataset([file], SHAPES, on_bad_sample="skip", max_line_bytes=65536)
     assert len(dataset) == 2
     assert dataset.skipped == {kind: 1}
-    # Reads the same lines, and leaves what is wrong with them to the dataset.
+    # Reads the same lines and leaves their errors to the dataset.
     present_fields([file], SHAPES, 65536)
 
 

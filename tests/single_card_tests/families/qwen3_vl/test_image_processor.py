@@ -1,8 +1,8 @@
 """Image processor: sizes, pixels and settings equal HF's PIL backend.
 
-Pinned: every row of the golden size table; pixel values to the bit, with and without resizing; the
-order of images; both dialects of the pixel budget; no setting is assumed and none is ignored;
-images that cannot be used are refused with their number, file and reason.
+Guarantees: every row of the golden size table; bit-exact pixel values, with resizing and without;
+the order of images; both dialects of the pixel budget; every setting is read and none is ignored;
+unusable images are refused with number, file and reason.
 
 The oracle is the output of transformers 5.23.0 (tests/golden/qwen_vl/processor).
 """

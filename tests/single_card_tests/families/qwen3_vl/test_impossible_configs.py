@@ -1,7 +1,7 @@
-"""Configurations that make no sense.
+"""Invalid configurations.
 
-Guarantees: a number of a wrong type or beyond sense is refused by file, key and value, before a
-model of that size is built; every published size is none of them.
+Guarantees: a number of a wrong type or out of range is refused with file, key and value before the
+model is built; every published size is accepted.
 """
 
 import json
@@ -45,7 +45,7 @@ SIZES = [
 def test_sizes_that_make_no_sense_are_refused(place, name, tmp_path):
     for value in NO_SIZES:
         if value == 10**9 and name == "num_experts_per_tok":
-            # Compared with the number of experts.
+            # Must not exceed the number of experts.
             continue
         values = tiny_config(**EXPERTS).to_dict()
         values[place][name] = value

@@ -1,7 +1,7 @@
 """The key-value cache of one layer.
 
-Pinned here: what was appended comes back in order, across several growths of the buffers; a step
-writes in place and copies no past.
+Guarantees: appended values come back in order, also after the buffers grow; a step writes in place
+and copies no earlier values.
 """
 
 import numpy as np

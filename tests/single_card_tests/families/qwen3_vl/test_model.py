@@ -1,8 +1,8 @@
-"""A call of the whole model.
+"""A forward call of the model.
 
-Pinned here: padding on either side gives the same loss; the collator's extras change nothing;
+Guarantees: padding on either side gives the same loss; the collator's extra fields change nothing;
 images and videos in one call equal the same media in two; text-only batches leave the tower without
-gradients; the loss as a mean over targets; errors when pixels, grids and ids do not agree.
+gradients; the loss is a mean over targets; pixels, grids and ids that disagree are errors.
 """
 
 import numpy as np
@@ -90,7 +90,7 @@ def test_images_and_videos_in_one_batch_equal_each_alone():
         image_grid_thw=image_grid[1:],
     ).logits.numpy()  # fmt: skip
     np.testing.assert_allclose(together[1, :3], alone[0], atol=1e-5)
-    # Up to the image, the first sample is a video sample of its own.
+    # Up to its image, the first sample is a complete video sample.
     only_video = model(
         input_ids=token_rows([1, ("video", 2), 3, ("video", 2), 2]),
         pixel_values_videos=video_pixels, video_grid_thw=video_grid,

@@ -1,9 +1,9 @@
 """Qwen3-VL with experts.
 
-Pinned here: which layers have experts; both configuration dialects, the hub's written, and what is
-refused; experts read whichever way round they lie on disk, square ones too, and written the hub's
-way; routing weights and their sum; the auxiliary loss against its formula: padding left out, layers
-pooled, decided by configuration or call; recomputation and parts of a batch change nothing.
+Guarantees: which layers have experts; both configuration dialects are read, the hub's is written,
+others are refused; experts are read in either orientation, also square ones, and written in the
+hub's; routing weights and their sum; the auxiliary loss equals its formula: padding left out,
+layers pooled, enabled by configuration or call; recomputation and micro-batches change nothing.
 Equality with HF is in test_golden.py.
 """
 
@@ -90,7 +90,7 @@ def test_a_dense_model_knows_no_experts():
         tiny_model()(**batch(), output_router_logits=True)
 
 
-# Width 16: no square matrix, gate and up square, down square.
+# Width 16: no matrix is square, then gate and up are, then down is.
 @pytest.mark.parametrize("inner", [6, 8, 16])
 def test_experts_load_from_either_layout_and_are_written_in_the_hubs(inner, tmp_path):
     model = tiny_model(**EXPERTS | {"moe_intermediate_size": inner})
@@ -128,7 +128,7 @@ def test_routing_takes_the_largest_and_makes_their_weights_sum_to_one():
     linear.weight.set_value(np.eye(3, 4, dtype=np.float32))
     routing = Router(linear, 2)(paddle.to_tensor([[0.0, 2.0, 1.0], [5.0, 0.0, -1.0]]))
     exponents = np.exp([[2.0, 1.0], [5.0, 0.0]])
-    # The last expert has logit 0 too: of equal ones either may be chosen.
+    # The last expert has logit 0 too; of equal experts either may be chosen.
     assert routing.indices[0].tolist() == [1, 2]
     assert routing.indices[1].tolist() in ([0, 1], [0, 3])
     np.testing.assert_allclose(
@@ -137,7 +137,7 @@ def test_routing_takes_the_largest_and_makes_their_weights_sum_to_one():
 
 
 def auxiliary_loss(model, inputs: dict) -> float:
-    """`E * sum f P` from the routers' own outputs, with NumPy."""
+    """`E * sum f P` from the routers' outputs, with NumPy."""
     routings = []
     hooks = [
         layer.mlp.gate.register_forward_post_hook(lambda *call: routings.append(call[-1]))

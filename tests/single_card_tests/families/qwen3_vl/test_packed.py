@@ -1,9 +1,8 @@
-"""Several samples in one row of a Qwen3-VL.
+"""Packed samples in rows of a Qwen3-VL.
 
-Pinned: loss sum and every gradient equal those of the samples alone, with images and videos in the
-rows, deepstack included, whole and in parts as a pipeline runs them, with experts, recomputed; HF's
-`[4, B, L]` positions say the same as offsets, unless there is a mask; offsets that do not fit the
-batch, and caches, are refused.
+Guarantees: loss sum and every gradient equal those of the samples alone, with images and videos,
+deepstack, pipeline stages, experts and recomputation; HF's `[4, B, L]` positions mean the same as
+offsets, unless there is a mask; offsets that do not fit the batch, and caches, are refused.
 """
 
 import numpy as np
@@ -41,8 +40,8 @@ ROWS = [
 
 
 def assert_gradients(model, other):
-    """Within 1e-6 as one vector, and every tensor within 5e-6 of its largest entry: a sum over
-    samples is rounded in another order than one over rows."""
+    """Within 1e-6 as one vector, and every tensor within 5e-6 of its largest entry: sums over
+    samples and over rows are rounded in different orders."""
     square = total = 0.0
     for (name, a), (_, b) in zip(
         model.hf_named_parameters(), other.hf_named_parameters(), strict=True
@@ -62,7 +61,7 @@ def text(request) -> dict:
 
 @pytest.fixture(scope="module")
 def alone(text):
-    """The model after a backward pass of each sample in a batch of its own, and the loss sum."""
+    """The model after a backward pass of each sample in its own batch, and the loss sum."""
     model, total = tiny_model(**text), 0.0
     for one in [each for row in ROWS for each in row]:
         loss = model(**COLLATOR([one])).loss_sum
@@ -140,7 +139,7 @@ def test_offsets_of_another_batch_and_caches_are_refused(batch):
 
 
 def test_rows_without_samples_learn_nothing():
-    """What a process may get at the end of an epoch."""
+    """A rank may get such rows at the end of an epoch."""
     model, batch = tiny_model(), PackedCollator(COLLATOR)([[], []])
     assert (batch["input_ids"].shape, batch["num_target_tokens"]) == ((2, 4), 0)
     output = model(**batch)

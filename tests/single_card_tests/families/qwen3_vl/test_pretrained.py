@@ -1,8 +1,8 @@
 """Checkpoints in HF's layout.
 
-Pinned here: saving and loading gives the same bits, sharded or not; the files open with the
-safetensors library under HF's keys and shapes; both configuration dialects; the tie flag; every
-missing, unexpected and misshapen key in one error; damaged files; bounded memory while loading.
+Guarantees: saving and loading is bit-exact, sharded or not; the safetensors library opens the files
+with HF's keys and shapes; both configuration dialects; the tie flag; one error lists every missing,
+unexpected and misshapen key; damaged files are refused; loading has bounded memory.
 """
 
 import json
@@ -235,7 +235,7 @@ print("GREW", peak() - before, len(model.parameters()))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's peak memory")
 def test_loading_needs_no_more_than_the_model_and_its_largest_tensor(tmp_path):
-    # 8 layers whose matrices of 6 MB together hold more than the largest tensor, of 40 MB.
+    # The 6 MB matrices of 8 layers sum to more than the largest tensor, 40 MB.
     config = tiny_config(
         vocab_size=160_000, hidden_size=64, intermediate_size=24_000, num_hidden_layers=8
     )

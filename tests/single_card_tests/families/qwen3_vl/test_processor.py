@@ -1,9 +1,9 @@
-"""Processor: conversations, images and videos to inputs, and HF's files.
+"""Processor: conversations, images and videos to model inputs, and HF's files.
 
-Pinned: pixels of the golden case come through to the bit with the right number of placeholders;
-prompts are padded on the left and keep the images in order; saving and loading changes nothing and
-carries a checkpoint's own files along; ids are found by name; a checkpoint whose template renders
-otherwise is warned of.
+Guarantees: pixels of the golden case are bit-exact with the right number of placeholders; prompts
+are left-padded and keep the order of images; saving and loading changes nothing and keeps a
+checkpoint's own files; ids are found by name; a checkpoint whose template renders differently
+causes a warning.
 """
 
 import json

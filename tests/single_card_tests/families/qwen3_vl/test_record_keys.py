@@ -1,8 +1,9 @@
-"""What a record says beside messages and media is honoured or refused by name.
+"""Further entries of a record, apart from messages and media, are used or refused by name.
 
-Pinned: `loss`, `weight`, `label` and `loss_scale` decide which answers are labels, counted targets
-and asked in evaluation, packed or not; a top-level `system` is the first turn; what would change
-what is learned and is not read is refused with its name and remedy; the rest is extra.
+Guarantees: `loss`, `weight`, `label` and `loss_scale` decide which answers are labels, count as
+targets and are generated in evaluation, packed or not; a top-level `system` is the first turn; an
+unsupported entry that would change the training is refused with its name and remedy; all others are
+kept as extra.
 """
 
 import pytest
@@ -29,7 +30,7 @@ def answer(text, **flags):
 
 
 def two_answers(first=None, second=None, **entries):
-    """Two questions; the flags of each answer."""
+    """Two questions and answers with these flags."""
     answers = answer("A cat.", **(first or {})), answer("hello", **(second or {}))
     return {"messages": [user("What?"), answers[0], user("And?"), answers[1]], **entries}
 
@@ -43,7 +44,7 @@ def labels_of(text):
 
 
 def expected_labels(sample, learned):
-    """All tokens are ignored but these runs of them, each found once."""
+    """Labels with all tokens ignored except these runs, each of which occurs once."""
     ids, labels = sample["input_ids"].tolist(), [IGNORED_LABEL] * len(sample["input_ids"])
     for text in learned:
         run = labels_of(text)
@@ -190,7 +191,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path, kind, row, message):
 
 
 def test_empty_entries_say_nothing(tmp_path):
-    """Tables that are written as JSON give every row the keys of all others."""
+    """Tables written as JSON give every row all keys."""
     nothing = {"tool_calls": None, "reasoning_content": "", "mood": None, "loss": None}
     row = two_answers(nothing, tools=[], rejected_response=None, objects={}, image=None)
     assert opened(tmp_path, row)[0]["labels"].tolist() == (

@@ -1,8 +1,8 @@
 """The published sizes by name.
 
-Pinned here: each builds without allocating a parameter, with exactly the keys and shapes that the
-checkpoint format has, written down here without the model, and with the published number of
-parameters; the hub's names are understood.
+Guarantees: each size builds without allocating a parameter, has exactly the checkpoint format's
+keys and shapes, listed here independently of the model, and the published number of parameters; the
+hub's names are accepted.
 """
 
 from math import prod
@@ -34,7 +34,7 @@ COUNTS = {
 
 
 def expected_shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of the checkpoint, linears as `[out, in]`."""
+    """Keys and shapes of the checkpoint; linears are `[out, in]`."""
     layers, width, mlp, heads, key_heads, expert, (depth, h, inner), tied = SHAPES[name]
     shapes = {}
 

@@ -1,10 +1,10 @@
-"""Parts of a Qwen3-VL as a pipeline runs them, here one behind the other on one device.
+"""Pipeline stages of a Qwen3-VL, run one after the other on one device.
 
-Guarantees: parts give the whole model's loss and every gradient, wherever the layers are cut,
-tied or not, with images and without, with experts and their load-balancing loss; a part knows the
-shape of what arrives beforehand, and refuses a batch beyond what is reserved; a batch that lies on
-the device is not read back, as far as the objective says that it may lie there; levels travel no
-further than the layer that adds them; a part holds its own parameters and no others.
+Guarantees: stages give the unsharded model's loss and every gradient for any cut of the layers,
+tied or not, with images and without, with experts and their load-balancing loss; a stage knows the
+shape of its input in advance, and refuses a batch beyond the reserved size; a batch on the device
+is not read back where the objective allows it there; deepstack levels travel no further than the
+layer that adds them; a stage has only its own parameters.
 """
 
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ CUTS = [[3], [1, 2, 3], [1, 3], [2, 3]]
 
 
 def batch_of(grids: list[list[int]]) -> dict:
-    """Two samples; the images of the grids, two visual tokens or more each, are in the first."""
+    """Two samples; the first has the images of the grids, with two or more visual tokens each."""
     tokens = [("image", int(np.prod(grid)) // 4) for grid in grids]
     ids = token_rows([1, *tokens, 2, 3], [4, 5, 6])
     batch = {
@@ -57,7 +57,7 @@ def loss_through_parts(parts: list[Qwen3VLStage], batch: dict) -> Qwen3VLOutput:
     return rows
 
 
-# The load-balancing loss as large as the other.
+# The load-balancing loss is as large as the cross entropy.
 BALANCED = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 4.0}
 
 

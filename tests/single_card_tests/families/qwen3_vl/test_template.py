@@ -1,9 +1,10 @@
-"""Chat template: the ids of a conversation, its targets, and no way to forge control tokens.
+"""Chat template: token ids of a conversation, its targets, and protection from forged control
+tokens.
 
-Pinned: the exact rendering of ChatML with images and videos; no default system message; targets are
-the answers and their end token, nothing else; the ids that training sees before an answer are those
-that generation starts from; special tokens in text are refused by name; the Jinja template for
-HF's users renders the same text.
+Guarantees: the exact rendering of ChatML with images and videos; no default system message; targets
+are exactly the answers and their end tokens; training sees the same ids before an answer as
+generation starts from; special tokens in text are refused by name; the Jinja template for HF users
+renders the same text.
 """
 
 import json
@@ -67,7 +68,7 @@ PICTURE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 
 @pytest.mark.parametrize("row", TABLES["frame_sampling"], ids=lambda row: str(row["fps"]))
 def test_video_renders_as_the_golden_timestamps_with_their_patches(row):
-    """The form of transformers 4.57: no other vision tokens around."""
+    """As in transformers 4.57, without other vision tokens around."""
     prompt = VideoPrompt(row["timestamps"], 1)
     ids = encode([user("<video>")], videos=["a.mp4"], prompts=[prompt]).input_ids
     pads = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -98,7 +99,7 @@ def test_images_and_videos_stand_in_the_order_of_the_message(content, expected):
 
 
 def test_timestamp_is_tokenised_with_the_text_in_front_of_it():
-    """As HF does, which writes it into the text before tokenising."""
+    """As in HF, which writes it into the text before tokenization."""
     tokenizer = train_bpe(["Look:<0.3 seconds>"] * 3, 300, CONTROL_TOKENS)
     whole = tokenizer.encode("user\nLook:<0.3 seconds>")
     assert whole != [*tokenizer.encode("user\nLook:"), *tokenizer.encode("<0.3 seconds>")]
@@ -120,7 +121,7 @@ def test_targets_are_the_answers_and_their_end_tokens():
     assert all(label in (-100, token_id) for token_id, label in aligned)
 
 
-# Hypothesis also tries string literals of the package, among them tags.
+# Hypothesis also tries the package's string literals, including tags.
 PLAIN_TEXT = st.text(max_size=8).filter(lambda text: "<" not in text)
 
 
@@ -136,8 +137,8 @@ def test_training_sees_the_ids_that_generation_starts_from(text, answer):
 
 
 def test_text_between_control_tokens_is_tokenised_as_one():
-    """As HF does: the line break after the role joins one at the start of the text, and parts of
-    text join each other."""
+    """As in HF: the line break after the role merges with one at the start of the text, and
+    adjacent texts are merged."""
     tokenizer = train_bpe(["user\n\nA cat"] * 3, 300, CONTROL_TOKENS)
     parts = [{"type": "text", "text": text} for text in ("\nA c", "at")]
     ids = ChatTemplate(tokenizer).encode(parse_record({"messages": [user(parts)]}), ()).input_ids
@@ -190,5 +191,5 @@ def test_jinja_template_renders_the_same_text(add_generation_prompt):
     text = environment.from_string(JINJA_TEMPLATE).render(
         messages=messages, add_generation_prompt=add_generation_prompt
     )
-    # HF's processor of 4.57 puts a video's patches in the place of these three tokens.
+    # The HF 4.57 processor replaces these three tokens with a video's patches.
     assert text.replace("<|vision_start|><|video_pad|><|vision_end|>", CLIP_TEXT) == expected

@@ -1,8 +1,8 @@
-"""Tokenizer: HF files are read, special tokens found by name, and training is reproducible.
+"""Tokenizer: HF files, special tokens by name, reproducible training.
 
-Pinned: any text survives encoding and decoding (byte level); text is cut as Qwen2 cuts it; special
+Guarantees: any text survives encoding and decoding (byte level); text is split as by Qwen2; special
 tokens take the last ids; the same texts give the same file; a missing file, a broken file and a
-missing token are named; settings in the file that would cut text do not.
+missing token are named; settings in the file that would truncate text have no effect.
 """
 
 import json

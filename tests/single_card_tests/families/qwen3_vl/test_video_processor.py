@@ -1,11 +1,11 @@
-"""Video processor: settings of HF's files, and videos to patches, grids and timestamps.
+"""Video processor: settings in HF's files, and videos to patches, grids and timestamps.
 
-Pinned: a file's sampled frames, its grid and its timestamps are those of a full decode cut by the
+Guarantees: sampled frames, grid and timestamps of a file equal those of a full decode with the
 plain rules, read from disk or given as frames; settings are read from and written to HF's files,
-and replaced one by one; what is not supported is refused by name; several videos keep their order;
-a bad one is named by its number and file. Every row of the golden size table and every golden
-sampling; timestamp text; an odd number of frames repeats the last one. Pixels may differ from HF's
-by one 8-bit step, because HF's video processor resizes with torchvision and this one with PIL.
+and can be replaced one by one; unsupported settings are refused by name; several videos keep their
+order; a bad one is named by number and file; every row of the golden size table and every golden
+sampling; timestamp texts; an odd number of frames repeats the last one. Pixels may differ from HF's
+by one 8-bit step, because HF resizes videos with torchvision and this package with PIL.
 
 The oracle is the output of transformers 5.23.0 (tests/golden/qwen_vl/processor).
 """
@@ -43,10 +43,11 @@ def processor(**settings) -> VideoProcessor:
 
 
 def test_sampled_frames_of_a_file_become_patches_with_times(tmp_path):
-    """25 frames at 10 fps: 2.5 s, 5 frames at 2 fps, an odd number, of which the last repeats."""
+    """25 frames at 10 fps last 2.5 s and give 5 frames at 2 fps; 5 is odd, so the last repeats."""
     path = write_video(tmp_path / "a.mp4", 25, fps=10)
     found = processor()([path])
-    # 5 frames count as 4 of 32 x 48 pixels (round half to even), which fits the budget as it is.
+    # 5 frames count as 4 of 32 x 48 pixels (round half to even), which fits the budget without
+    # resizing.
     assert found.arrays["video_grid_thw"].tolist() == [[3, 8, 12]]
     assert found.timestamps == [[0.3, 1.5, 2.4]]
     taken = decode_all(path)[[0, 6, 12, 18, 24, 24]]
@@ -92,7 +93,7 @@ def test_golden_frames_give_hf_grid_and_patches_up_to_one_step_of_resizing():
     golden = load_file(GOLDEN / "processor.safetensors")
     settings = {**TABLES["image"]["config"], "size": TABLES["video"]["size"]}
     frames = golden["video.rgb_uint8"]
-    # 2 frames per second of 2 frames per second: every frame is taken.
+    # The video has 2 fps and 2 fps are sampled: every frame is taken.
     found = VideoProcessor.from_dict(settings)([VideoFrames(frames, 2.0)])
     np.testing.assert_array_equal(found.arrays["video_grid_thw"], golden["video.video_grid_thw"])
     wanted = golden["video.pixel_values_videos"]
@@ -127,7 +128,7 @@ def test_bad_video_is_told_by_number_and_file(tmp_path):
 
 
 def test_settings_are_those_of_hf_files(tmp_path):
-    """The published checkpoints state no sampling: HF's class has it."""
+    """Published checkpoints state no sampling; it is in HF's class."""
     config = {**SETTINGS, "video_processor_type": "Qwen3VLVideoProcessor", "own": 1}
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(config))
     found = VideoProcessor.from_pretrained(tmp_path, IMAGES)
