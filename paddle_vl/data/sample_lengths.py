@@ -1,8 +1,8 @@
 """Lengths of all samples of a dataset, measured once and cached beside its first file.
 
 Measuring tokenizes text and reads only the headers of images and videos, some thousand samples per
-second. The cache file's name is a hash of the data files and the processor's settings. Image files
-are not part of it: if a changed image makes a packed row too long, loading the row fails.
+second. The cache file's name is a hash of the data files and the processor's settings. A change of
+an image's size under the same name goes unnoticed; if a packed row is too long then, loading fails.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ def sample_lengths(
 
     Raises:
         BadSampleError: where `on_bad_sample` is "fail": a bad sample, or one with more vision
-            tokens than a row may hold.
+            tokens than a row allows.
     """
     path = _cache_path(dataset)
     cached = _read(path)
