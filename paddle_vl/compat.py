@@ -38,10 +38,10 @@ def renamed_argument(old: str, new: str) -> Callable[[Callable[P, R]], Callable[
 
 
 def configure_cpu_runtime(num_threads: int | None = None) -> bool:
-    """Set Paddle's CPU kernels, threads and memory up for speed; call once, before any product.
+    """Tune Paddle's CPU kernels, threads and memory; call once, before any matrix product.
 
-    These settings hold for the whole process, so a command makes them, never an import. On a GPU
-    nothing is done. All of them are about paddlepaddle 3.3.1.
+    The settings apply to the process, so commands call this, never an import. Does nothing on a
+    GPU. For paddlepaddle 3.3.1:
 
     - Its matrix library (Intel's, of 2019) runs its slowest code on AMD processors. An environment
       variable, read at the first product, chooses the right code: 4 times the speed.
@@ -91,7 +91,7 @@ def strided_views() -> Iterator[None]:
 
 
 def amd_instruction_set(cpu_info: Path = _CPU_INFO) -> str | None:
-    """The matrix library's code for an AMD processor's widest instructions; None for others."""
+    """The matrix library's setting for an AMD processor's widest instructions; None for others."""
     if not cpu_info.exists():
         return None
     text = cpu_info.read_text(encoding="utf-8", errors="replace")

@@ -3,13 +3,12 @@
 Rotary positions have three axes (time, height, width). Source: `get_rope_index` of HF transformers'
 Qwen3-VL (5.x), which walks each sample token by token. Here one running sum over the batch gives
 the same numbers: a text token advances the position by 1, a visual item by `max(h, w) / merge` at
-its last token, and every token of an item starts from the position at which the item began.
-Differs: padding positions are 0, as in 5.x (4.57 puts 1 there); `rope_deltas` counts real tokens.
+its last token; positions inside an item are relative to the position at its start.
+Padding positions are 0, as in 5.x (4.57: 1). Differs: `rope_deltas` counts real tokens.
 
-Packing: `cu_seqlens` `[S + 1]` int32 are offsets of S segments among the T = B * L token rows,
-batch-major, from 0 to T. A segment is a sample, or the padding at the end of a row of the batch;
-none crosses from a row into the next. Two samples of 3 and 2 tokens in a row of 6, one of 4 in the
-next:
+Packing: `cu_seqlens` `[S + 1]` int32 are the offsets of S segments in the T = B * L token rows,
+batch-major, from 0 to T. A segment is a sample, or the padding at the end of a batch row; no
+segment crosses a row's end. Two samples of 3 and 2 tokens in a row of 6, one of 4 in the next:
 
     row 0    a a a b b .          cu_seqlens = [0, 3, 5, 6, 10, 12]
     row 1    c c c c . .
@@ -135,14 +134,14 @@ def _as_grid(grid_thw: np.ndarray | None) -> np.ndarray:
 
 
 def _split_frames(grid_thw: np.ndarray) -> np.ndarray:
-    """A video of grid (t, h, w) as t items of grid (1, h, w): timestamps in the text give time."""
+    """Videos `(t, h, w)` as t items `(1, h, w)` each; the text's timestamps encode time."""
     frames = np.repeat(grid_thw, grid_thw[:, 0], axis=0)
     frames[:, 0] = 1
     return frames
 
 
 def segment_offsets(lengths: Sequence[Sequence[int]], padded_length: int) -> np.ndarray:
-    """`cu_seqlens` of batch rows that hold samples of these lengths and are padded at the right."""
+    """`cu_seqlens` of right-padded batch rows with samples of these lengths."""
     segments: list[int] = []
     for row in lengths:
         segments += row
@@ -152,7 +151,7 @@ def segment_offsets(lengths: Sequence[Sequence[int]], padded_length: int) -> np.
 
 
 def restart_offsets(text_positions_BL: np.ndarray) -> np.ndarray:
-    """`cu_seqlens` from text positions: a segment begins where they do not increase by 1.
+    """`cu_seqlens` from text positions: a segment begins where the position does not grow by 1.
 
     Source: `find_packed_sequence_indices` of HF transformers.
     """
@@ -162,7 +161,7 @@ def restart_offsets(text_positions_BL: np.ndarray) -> np.ndarray:
 
 
 def check_offsets(cu_seqlens: np.ndarray, batch: int, length: int) -> None:
-    """Raise unless the segments tile the rows of a `[batch, length]` batch.
+    """Check that the segments tile the rows of a `[batch, length]` batch.
 
     Raises:
         ValueError: the offsets do not increase from 0 to B * L, or a segment crosses a row's end.
@@ -188,9 +187,9 @@ def check_offsets(cu_seqlens: np.ndarray, batch: int, length: int) -> None:
 
 
 def key_ends(cu_seqlens: np.ndarray, length: int) -> np.ndarray:
-    """The end of each token's segment, counted within its row of the batch: `[B, L]` int32.
+    """End of each token's segment within its batch row: `[B, L]` int32.
 
-    As the key of attention, a token is visible only to queries before this end.
+    As an attention key, a token is visible only to queries before this end.
     """
     ends_T = np.repeat(cu_seqlens[1:], np.diff(cu_seqlens))
     row_starts_T = np.arange(ends_T.size) // length * length
@@ -214,8 +213,8 @@ class VisionLayout(NamedTuple):
     """Host-side description of a batch of patches.
 
     Attributes:
-        segments: (count, length) of runs of equal consecutive attention segments; a segment is
-            one frame of one item. A hashable tuple.
+        segments: (count, length) of runs of consecutive attention segments of equal length; a
+            segment is one frame of one item. A hashable tuple.
         coordinates: `[P, 2]` int64 row and column of each patch in its frame.
         tap_rows: `[4, P]` int64 rows of the learned position table to interpolate between.
         tap_weights: `[4, P]` float32 bilinear weights of those rows; they sum to 1.
@@ -305,7 +304,7 @@ def checked_grid(kind: str, num_patches: int | None, grid: np.ndarray | None) ->
         num_patches: rows of its pixels; None without pixels.
 
     Raises:
-        ValueError: pixels without a grid or the reverse, or a different number of patches.
+        ValueError: pixels without a grid or the reverse, or unequal numbers of patches.
     """
     names = ("pixel_values", "image_grid_thw")
     if kind == "video":

@@ -1,8 +1,8 @@
-"""What a batch holds: each field with its axes, dtype, producer and consumer.
+"""Fields of a batch: axes, dtype, producer and consumer.
 
 A batch is a mapping, since it crosses worker processes and a model takes HF's keyword names
 (`model(**batch)`). A family describes its own batches with a `TypedDict` whose fields are
-`Annotated[Array, Axes(...)]`; the ones of pi07 are in `paddle_vl.families.pi07.inputs.collate`.
+`Annotated[Array, Axes(...)]`; those of pi07 are in `paddle_vl.families.pi07.inputs.collate`.
 
 Axes, package-wide: B batch, L padded length, T token rows (batch folded in), P patches, I media
 items, S segments; a number is an axis of that size.
@@ -11,7 +11,7 @@ items, S segments; a number is an axis of that size.
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, TypedDict
 
-# A NumPy array, made by a loader worker; on the device a Paddle tensor.
+# A NumPy array from a loader worker; a Paddle tensor once on the device.
 Array = Any
 # A batch of any family.
 Batch = Mapping[str, Any]
@@ -27,7 +27,7 @@ class Axes(NamedTuple):
 class TextFields(TypedDict):
     """Fields that every batch of a vision-language model has."""
 
-    # For the embedding; placeholder ids stand where visual rows go.
+    # For the embedding; visual rows have placeholder ids.
     input_ids: Annotated[Array, Axes("B L", "int64")]
     # 1 at real tokens. For attention over left-padded rows, the load-balancing loss and counts.
     attention_mask: Annotated[Array, Axes("B L", "int64")]
@@ -35,7 +35,7 @@ class TextFields(TypedDict):
     labels: Annotated[Array, Axes("B L", "int64")]
     # Temporal, vertical and horizontal position. For rotary embedding.
     position_ids: Annotated[Array, Axes("3 B L", "int64")]
-    # Labels that count. The loss's divisor; read on the host.
+    # Labels that are not -100. The loss's divisor; read on the host.
     num_target_tokens: int
     # Whether a real token follows padding. Chooses the attention mask; read on the host.
     has_left_padding: bool

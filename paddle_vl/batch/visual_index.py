@@ -1,8 +1,8 @@
 """Indices of visual token rows, and of the visual embedding that each of them receives.
 
-Computed once per step and used by the embedding merge and by every deepstack level. One formula
-serves NumPy (the collator) and Paddle (`GPTEmbedding`): it uses array methods that both share; a
-1-D `nonzero`, which they spell differently, is an argument.
+Computed once per step; the embedding merge and every deepstack level use them. The same code runs
+on NumPy arrays (collator) and Paddle tensors (`GPTEmbedding`); only the 1-D `nonzero`, whose API
+differs, is an argument.
 
 Shapes: B batch, L padded length, T = B * L token rows, M visual embeddings of the batch, M_local
 those of this rank's shard of the token rows.
@@ -72,10 +72,10 @@ class VisualIndices(NamedTuple):
 def check_visual_counts(
     num_image_tokens: int, num_image_rows: int, num_video_tokens: int, num_video_rows: int
 ) -> None:
-    """Raise unless placeholders and embeddings agree in number for each modality.
+    """Check that each modality has as many placeholders as embeddings.
 
     Raises:
-        ValueError: with both counts of every modality that disagrees.
+        ValueError: they differ; the message has both counts.
     """
     wrong = [
         f"{tokens} {kind} placeholder tokens in input_ids but {rows} {kind} embedding rows"
@@ -102,8 +102,8 @@ def compute_visual_indices(
 ) -> VisualIndices:
     """Indices of the visual token rows; no loop over samples, no host read, no boolean indexing.
 
-    The place of a visual token in reading order is the number of visual tokens before it,
-    batch-major: one running count gives it for every layout and shard.
+    A visual token's index in reading order is the number of visual tokens before it, batch-major:
+    a cumulative sum gives it for every layout and shard.
 
     Args:
         image_mask_BL: bool, True at image placeholders.
@@ -127,7 +127,7 @@ def compute_visual_indices(
         rows_order = order_BL.reshape([-1])
     else:
         raise ValueError(f"layout is {layout!r}; use 'token_rows' or 'sequence_first'")
-    # Without sharding the number of rows may be unknown, as in an export with dynamic shapes.
+    # An export with dynamic shapes does not know the number of rows; it is never sharded.
     if part is not None and part.size > 1:
         start, stop = part.bounds(batch * length)
         rows_mask, rows_order = rows_mask[start:stop], rows_order[start:stop]
@@ -146,7 +146,7 @@ def _source_rows(
     image_T = _running_count(image_mask_BL)
     video_T = _running_count(video_mask_BL)
     is_video_T = video_mask_BL.reshape([-1]).astype("int64")
-    # The last running count is the number of image tokens; slicing keeps it on the device.
+    # The last cumulative sum is the number of image tokens; slicing keeps it on the device.
     source_T = (image_T - 1) * (1 - is_video_T) + (image_T[-1:] + video_T - 1) * is_video_T
     return source_T[nonzero(visual_BL.reshape([-1]))]
 
@@ -176,7 +176,7 @@ def host_visual_indices(
     Returns:
         `visual_update_indices` `[M_local]`, `visual_gather_indices` `[M_local]` and, if the batch
         has images and videos, `visual_source_indices` `[M]`; all int64. The arrays of an all-text
-        batch are empty, which spares the model the search.
+        batch are empty, so that the model does not search for placeholders.
 
     Raises:
         ValueError: placeholders and embeddings differ in number, or `part.size` does not divide

@@ -127,7 +127,7 @@ class StoredAdapter:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Modules of the low-rank adapters, by the tensors in the file, not by PEFT's patterns."""
+        """Modules with low-rank adapters, from the file's tensors, not from PEFT's patterns."""
         return tuple(self.config.target_modules)
 
     def merged(self, base: Mapping[str, StoredTensor]) -> list[TensorToWrite]:
@@ -181,7 +181,7 @@ def is_low_rank(key: str) -> bool:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds adapters and no full model."""
+    """Whether a folder has adapters but no full model."""
     return (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
 
 
@@ -211,7 +211,7 @@ def base_folder(folder: Path, base: str | Path | None = None) -> Path:
 
 
 def folder_with(file: str, folder: Path, base: str | Path | None = None) -> Path:
-    """The folder itself, or its base if it holds adapters without that file."""
+    """The folder itself, or its base if it is an adapter folder without that file."""
     has_it = (folder / file).is_file() or not is_adapter(folder)
     return folder if has_it else base_folder(folder, base)
 
@@ -224,7 +224,7 @@ def write_adapter(
 ) -> None:
     """Write both files.
 
-    Modules have their full names, so that PEFT matches exactly these, whatever the patterns were.
+    Modules are listed by full name, so that PEFT matches exactly these.
 
     Args:
         tensors: by HF key.

@@ -1,10 +1,10 @@
-"""`manifest.json` of a checkpoint: which files belong to it, with sizes and checksums.
+"""`manifest.json` of a checkpoint: its files with sizes and checksums.
 
     {"format": 1, "step": 500, "nonfinite_updates": 0,
      "files": {"model.safetensors": {"size": 1234, "xxh3_128": "9f.."}, ..}}
 
-Checksums are of the bytes in memory before they are written, so a file that matches its entry holds
-what the run meant to write. Other files in the folder, such as a model card, are not checked.
+Checksums are computed from the bytes in memory before they are written, so they reveal errors of
+writing too. Other files in the folder, such as a model card, are not checked.
 """
 
 import json
@@ -21,13 +21,13 @@ import xxhash
 MANIFEST_FILE = "manifest.json"
 CHECKSUM = "xxh3_128"
 FORMAT = 1
-# Written in one call; between two calls other threads run, and a write can be aborted.
+# Bytes per write call; between calls other threads run, and a write can be aborted.
 CHUNK_BYTES = 1 << 23
-# Flushed to the disk after so many bytes, so that the page cache does not fill up, other programs'
-# writes do not wait for long, and a write can be aborted soon.
+# Bytes between flushes to disk, so that the page cache does not fill up, writes of other programs
+# do not wait long, and a write can be aborted soon.
 _FLUSH_BYTES = 1 << 28
 _READ_BYTES = 1 << 23
-# More readers do not make a disk faster.
+# More readers are not faster.
 _MAX_READERS = 4
 # Files that weights are loaded from. Others are text, which users may edit in a model folder.
 WEIGHT_FILES = (
@@ -85,9 +85,9 @@ class Manifest:
     """The files of a checkpoint.
 
     Attributes:
-        step: number of updates before it.
-        nonfinite_updates: number of consecutive updates before it that were skipped because a loss
-            or gradient was not finite; above 0, resuming with `auto` passes it over.
+        step: updates before the checkpoint.
+        nonfinite_updates: streak of updates just before it that were skipped because a loss or
+            gradient was not finite; above 0, resuming with `auto` ignores the checkpoint.
         files: by path inside the folder, with forward slashes.
     """
 
@@ -204,7 +204,7 @@ def damage_of_weights(folder: Path, problems: Iterable[str]) -> str:
 
 
 def shared_out(files: Mapping[str, FileSum], rank: int, size: int) -> dict[str, FileSum]:
-    """This rank's share of the files to check, about equally many bytes on each of `size` ranks."""
+    """This rank's share of the files to check, about equal in bytes on all `size` ranks."""
     loads = [0] * size
     own = {}
     for name in sorted(files, key=lambda name: (-files[name].size, name)):

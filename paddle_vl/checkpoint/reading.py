@@ -1,8 +1,8 @@
 """Values of a model's parameters, read from a checkpoint or drawn, one tensor at a time.
 
 Models are built under `paddle.LazyGuard`, without storage, and materialized parameter by parameter.
-Whoever shards a model takes a shard of each parameter before the next one has storage, so that no
-rank ever holds more than its shards and one full tensor.
+Each parameter is sharded before the next one gets storage, so that a rank never needs more memory
+than its shards and one full tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,12 +35,12 @@ class ReadableTensor(Protocol):
 
 
 class MaterializeStep(NamedTuple):
-    """What gives one parameter its value.
+    """A function that gives one parameter its value.
 
     Attributes:
-        parameter: None where another rank has the parameter: random numbers are drawn all the same,
-            so that later ones are equal everywhere.
-        run: called once, in turn.
+        parameter: None if another rank has it; its random numbers are drawn on this rank too, so
+            that later draws are equal on all ranks.
+        run: called once, in order.
     """
 
     parameter: Tensor | None
@@ -48,22 +48,22 @@ class MaterializeStep(NamedTuple):
 
 
 class Materializable(nn.Layer):
-    """A layer whose parameters may still be without storage."""
+    """A layer whose parameters may not have storage yet."""
 
     _sources: list[Callable[[], Iterable[MaterializeStep]]] | None = None
 
     def materialize_later(self, steps: Callable[[], Iterable[MaterializeStep]]) -> None:
-        """Set where values come from, after building under `paddle.LazyGuard`.
+        """Set the source of values, after building under `paddle.LazyGuard`.
 
         Args:
-            steps: called when the model is materialized, for the parameters that it has then.
+            steps: called when the model is materialized, for its parameters at that time.
         """
         self._sources = [steps]
 
     def materialize_too(self, steps: Callable[[], Iterable[MaterializeStep]]) -> None:
-        """Add values of parameters that were added, or other values for some.
+        """Add values of new parameters, or replace some values.
 
-        They are set at once if the model is materialized already.
+        They are set at once if the model is already materialized.
         """
         if self._sources is None:
             for step in steps():
@@ -72,8 +72,8 @@ class Materializable(nn.Layer):
             self._sources.append(steps)
 
     def materialize(self) -> Iterator[Tensor]:
-        """Every parameter once, in the same order on all ranks. One without a value gets it when
-        its turn comes, after the caller is done with the one before."""
+        """Every parameter once, in the same order on all ranks. A parameter gets its value when the
+        iterator reaches it, after the caller is done with the one before."""
         sources, self._sources = self._sources or [], None
         steps = [step for source in sources for step in source()]
         # A later step for the same parameter replaces the earlier one.
@@ -89,13 +89,13 @@ class Materializable(nn.Layer):
         yield from (p for p in self.parameters() if id(p) not in done)
 
     def materialize_all(self) -> None:
-        """Give all parameters their values, in storage of their own."""
+        """Give all parameters storage and values."""
         for _ in self.materialize():
             pass
 
 
 class Keyed(Protocol):
-    """What has a place in a checkpoint."""
+    """An object with a key in a checkpoint."""
 
     @property
     def key(self) -> str: ...
@@ -114,13 +114,13 @@ def check_keys(
     """Compare a checkpoint's keys and shapes with a model's before anything is read.
 
     Args:
-        wanted: what the checkpoint must have.
-        ignored: keys that it may have besides.
+        wanted: required parameters.
+        ignored: other keys that are allowed.
         owner: the model, for the message.
 
     Raises:
-        ValueError: every missing, unexpected and misshapen key, and those that hold other things
-            than floating point numbers, all at once.
+        ValueError: lists every key that is missing, unexpected, misshapen or not of a floating
+            point dtype.
     """
     from paddle_vl.checkpoint.safetensors_io import FLOATING
 
@@ -194,7 +194,7 @@ def _read_into(items: Sequence[StoredParameter], stored: Sequence[ReadableTensor
 
 
 def set_value(parameter: Tensor, array: np.ndarray) -> None:
-    """Give a parameter, with storage or without, a value of its own shape and layout."""
+    """Give a parameter, with or without storage, a value of its shape and layout."""
     value = paddle.to_tensor(array)
     if value.dtype != parameter.dtype:
         value = value.astype(parameter.dtype)
@@ -208,10 +208,9 @@ def drawn_values(
 
     Args:
         parameters: without storage.
-        full: those of the full model, without storage, where `parameters` are shards or only some
-            of them, or separate where the full ones are fused. Full tensors are drawn in order and
-            dropped again, so the weights are those of a single device with the same seed, and at
-            most one full tensor is in memory.
+        full: the full model's, without storage, if `parameters` are shards, only some of them, or
+            separate linears of fused ones. Full tensors are drawn in order, one in memory at a
+            time, so the weights are those of a single device with the same seed.
     """
     if full is None:
         return [

@@ -1,11 +1,11 @@
 """Names and layouts of a model's parameters in a checkpoint.
 
-A rule pairs a parameter name with a checkpoint key, `*` standing for the same text in both, and
-names the array's layout there. The first rule that fits a name holds, so special cases come first.
-Reading and writing use the same rules.
+A rule maps a parameter name to a checkpoint key, with `*` for the same text in both, and has the
+array's layout in the file. The first matching rule applies, so special cases come first. Reading
+and writing use the same rules.
 
-The model keeps linears of one input in one layer (`self_attn.qkv_proj`), fused into one weight or
-separate; checkpoints know each by its own name (`self_attn.q_proj.weight`).
+The model has linears of one input in one layer (`self_attn.qkv_proj`), fused into one weight or
+separate; checkpoints have each under its own name (`self_attn.q_proj.weight`).
 """
 
 import fnmatch
@@ -21,7 +21,7 @@ from paddle import Tensor
 from paddle_vl.nn.linear import fused_columns, whole_slices
 from paddle_vl.nn.parameter_table import ParameterTable
 
-# Layers of linears of one input, where these are separate.
+# Layers of linears of one input with separate weights.
 _SEPARATE = re.compile(r"\.(?:qkv_proj|gate_up_proj)(?=\.\w+_proj\.)")
 
 
@@ -81,7 +81,7 @@ class PatchKernel:
 
 @dataclass(frozen=True)
 class Rule:
-    """`parameter` and `key` are names with at most one `*`, standing for the same text."""
+    """`parameter` and `key` are names with at most one `*`, for the same text in both."""
 
     parameter: str
     key: str
@@ -130,14 +130,12 @@ class StoredParameter:
 
 
 class SharedArray:
-    """An array whose slices are asked for one after the other: made for the first, dropped after
-    the last.
+    """An array that is made when its first slice is requested, and freed after the last.
 
-    Making it may be collective: ranks that ask for the same slices in the same order make it
-    together.
+    Making it may be collective if all ranks request the same slices in the same order.
 
     Args:
-        columns: the slices, each asked for once.
+        columns: the slices, each requested once.
     """
 
     def __init__(self, make: Callable[[], np.ndarray], columns: Sequence[slice]):
@@ -203,7 +201,7 @@ def place_parameters(
 def _linears(
     named_parameters: Iterable[tuple[str, Tensor]],
 ) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Names as if every linear had a weight of its own, its parameter, and its block in that."""
+    """Name, parameter, and block in the parameter of every linear and other weight."""
     for name, parameter in named_parameters:
         if columns := fused_columns(parameter):
             outer = name.removesuffix(".weight").rpartition(".")[0]

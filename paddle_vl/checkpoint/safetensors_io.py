@@ -35,7 +35,7 @@ _NUMPY_DTYPES = {
 FLOATING = ("F64", "F32", "F16", "BF16")
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 32
-# Values that are checked together: a slice that fits a processor's cache.
+# Values per check: a slice that fits a processor's cache.
 _CHECKED_AT_ONCE = 1 << 16
 _COMPARED_AT_ONCE = 1 << 22
 _REMEDY = "fetch or save it again"
@@ -106,7 +106,7 @@ class StoredTensor(NamedTuple):
         return True
 
     def _check_finite(self, array: np.ndarray) -> None:
-        """Check in one pass, which takes less than half of the time of reading."""
+        """Check in one pass, in less than half of the time of reading."""
         chunks = (array[i : i + _CHECKED_AT_ONCE] for i in range(0, array.size, _CHECKED_AT_ONCE))
         if all(np.isfinite(chunk).all() for chunk in chunks):
             return
@@ -254,8 +254,8 @@ class TensorToWrite(NamedTuple):
     Attributes:
         shape, dtype: in the file.
         produce: makes the array, which may be memory that changes later, such as a parameter's.
-        arrange: converts it to the layout of the file. It needs no other rank and no device, so it
-            may run later and in another thread.
+        arrange: converts it to the layout of the file, without collectives or the device, so it may
+            run later in another thread.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""Writing a model's parameters, or other tensors, into files of which several ranks write some.
+"""Writing of parameters or other tensors into several files, divided over ranks.
 
 The files are HF's: `model.safetensors`, or `model-00001-of-00004.safetensors` and so on with
-`model.safetensors.index.json`. Every file holds full tensors. Ranks all-gather a sharded tensor,
-one tensor at a time, and the rank that writes its file keeps it; so no rank ever has the full
-model, all ranks write, and the result does not depend on the number of ranks.
+`model.safetensors.index.json`, with full tensors. Sharded tensors are all-gathered one at a time,
+and the rank that writes the file keeps it. So no rank ever has the full model, all ranks write, and
+the files do not depend on the number of ranks.
 """
 
 import json
@@ -89,16 +89,16 @@ def write_tensors(
     ranks: CheckpointRanks | None = None,
     write: FileWriter = write_file,
 ) -> None:
-    """Write tensors; collective over the ranks that write the model together.
+    """Write tensors; collective over the checkpoint ranks.
 
-    Files of an earlier save under the same stem that this one does not overwrite are removed.
+    Removes other files of an earlier save under the same stem.
 
     Args:
         stem: `model`, or another name in its place.
-        tensors: those of this rank's layers, the same on every rank that has these layers.
-        max_shard_bytes: the largest file, unless a single tensor is larger.
+        tensors: tensors of this rank's layers, the same on every rank with these layers.
+        max_shard_bytes: size of the largest file, unless a single tensor is larger.
         ranks: None for this rank alone.
-        write: takes a file's name and tensors. It produces their arrays before it returns.
+        write: writes a file of tensors; it produces their arrays before it returns.
     """
     ranks, tensors = ranks or CheckpointRanks(), list(tensors)
     total = sum(tensor.num_bytes for tensor in tensors)
@@ -136,7 +136,7 @@ def _full_value(
 
 
 def _cut(tensors: Sequence[TensorToWrite], enough: int, most: int) -> list[list[TensorToWrite]]:
-    """Consecutive tensors for one file after the other, each of `enough` bytes or nearly `most`."""
+    """Consecutive tensors of each file; it ends at `enough` bytes, or before it exceeds `most`."""
     shards: list[list[TensorToWrite]] = []
     filled = 0
     for tensor in tensors:
@@ -151,8 +151,8 @@ def _cut(tensors: Sequence[TensorToWrite], enough: int, most: int) -> list[list[
 def _after(
     shard: Sequence[TensorToWrite], skipped: Sequence[Callable[[], np.ndarray]]
 ) -> list[TensorToWrite]:
-    """The tensors of a file; producing the first one first takes part in producing `skipped`, which
-    other ranks write."""
+    """The tensors of a file; before its first tensor this rank joins the collectives of `skipped`,
+    tensors that other ranks write."""
 
     def produce() -> np.ndarray:
         for other in skipped:

@@ -196,7 +196,7 @@ def _add_base(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_runtime() -> None:
-    """Settings of the process, before anything is built: all cores, unless OMP_NUM_THREADS is set.
+    """Configure the CPU runtime: all cores, unless OMP_NUM_THREADS is set.
 
     Must run before Paddle is imported, which sets that variable to one thread.
     """

@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         logging.getLogger().addHandler(handler)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    # Every import of Paddle warns so, and nothing is compiled here.
+    # A warning of every import of Paddle; nothing is compiled here.
     warnings.filterwarnings("ignore", message="No ccache found")
-    # fleet warns so for every process group that a rank is not in.
+    # A warning of fleet for every process group that a rank is not in.
     warnings.filterwarnings("ignore", message="Current global rank")
     try:
         return options.run(options)
@@ -95,9 +95,9 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 
 def _is_meant_for_users(error: Exception) -> bool:
-    """Whether the message is enough: an OSError, or an error that this package raised.
+    """Whether the message suffices: an OSError, or an error that this package raised.
 
-    An error from another package is a bug in a call to it and needs its traceback.
+    An error from another package is a bug here and needs its traceback.
     """
     if isinstance(error, OSError):
         return True

@@ -220,7 +220,7 @@ def _matrix(options: argparse.Namespace, out: Path) -> int:
         steps=options.steps,
         workload=_workload(options),
     )
-    # Without a handler the processes of the running cell would be left behind.
+    # Without a handler the processes of the running cell would survive.
     signal.signal(signal.SIGTERM, _stopped)
     cells = run_matrix(options.config, options.overrides, settings)
     print(write_report(cells, settings, options.memory_share))

@@ -59,12 +59,11 @@ def read_document(text: str, name: str) -> tuple[Any, yaml.Node | None]:
     """The value of a YAML text and its root node; None and None for an empty text.
 
     Args:
-        name: of the text, for error positions.
+        name: the text's name in error positions.
 
     Raises:
-        ValueError: it is not YAML, too large or too deep, expands to too many values, or has a key
-            that is not a string, an integer beyond 64 bits, or a string with characters that no
-            path may have.
+        ValueError: it is not YAML, too large, too deep, expands to too many values, or has a key
+            that is not a string, an integer beyond 64 bits, or a string that no path may contain.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(

@@ -77,7 +77,7 @@ def families() -> tuple[FamilyEntry, ...]:
 
 
 def family_of(model_values: dict[str, Any]) -> FamilyEntry:
-    """The family of a model by its config.json; the first one where it names no known type.
+    """The family of a model by its config.json; the first family if the model type is unknown.
 
     Args:
         model_values: content of config.json; empty where it cannot be read.
@@ -90,7 +90,7 @@ def family_of(model_values: dict[str, Any]) -> FamilyEntry:
 
 
 def family_of_folder(folder: Path) -> FamilyEntry:
-    """The family of a model folder; the first one for a folder without config.json (adapters)."""
+    """The family of a model folder; the first family for adapters, which have no config.json."""
     return family_of(model_values(folder))
 
 
@@ -99,7 +99,7 @@ def family_of_run(config: Any, checkpoint: Path | None = None) -> FamilyEntry:
 
     Args:
         config: a `RunConfig`.
-        checkpoint: to continue from; its config.json comes first.
+        checkpoint: to resume from; its config.json takes precedence.
     """
     model = config.model
     source = model.config if model.pretrained is None else model.pretrained
@@ -107,8 +107,7 @@ def family_of_run(config: Any, checkpoint: Path | None = None) -> FamilyEntry:
 
 
 def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
-    """The content of a model's config.json; empty where it cannot be read, which its family
-    reports.
+    """The content of a model's config.json; empty if it cannot be read (the family reports that).
 
     Args:
         source: a model folder, a config.json, its content, or the name of a published size.

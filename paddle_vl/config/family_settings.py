@@ -28,8 +28,8 @@ def settings_classes() -> list[type[RunConfig]]:
 def settings_class_of(values: Mapping[str, Any]) -> type[RunConfig]:
     """The settings class of the family that the model belongs to.
 
-    A model whose config.json cannot be read is reported when the run starts. Its class is the one
-    that leaves the fewest settings to other families.
+    If its config.json cannot be read, which is reported when the run starts, this is the class that
+    knows most of the settings.
 
     Args:
         values: the run's configuration, as read from YAML.
@@ -58,8 +58,8 @@ def settings_help() -> Iterator[tuple[str, tuple[str, ...], Descriptions]]:
     """Settings in groups for `--help`: those of every run, then those of each family.
 
     Yields:
-        The group's title, the words for parts of the family's model, and default and description
-        of each setting.
+        The group's title, the family's named groups of parameters, and default and description of
+        each setting.
     """
     common = setting_descriptions(RunConfig)
     yield "settings of every run", (), common
@@ -72,8 +72,7 @@ def settings_help() -> Iterator[tuple[str, tuple[str, ...], Descriptions]]:
 def _model_content(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """The content of the model's config.json; empty for a published size, None if unreadable.
 
-    If model.pretrained and model.config are gone, the checkpoint of train.resume_from_checkpoint
-    is read.
+    Falls back to the checkpoint of train.resume_from_checkpoint.
     """
     model, train = (_mapping(values.get(name)) for name in ("model", "train"))
     pretrained, config = model.get("pretrained"), model.get("config")
@@ -122,7 +121,7 @@ def _own_settings(
 
 
 def _is_default(value: Any, field: FieldInfo) -> bool:
-    """Whether a value from YAML is the field's default; nested settings must all be."""
+    """Whether a value from YAML, nested settings included, is the field's default."""
     default = field.get_default(call_default_factory=True)
     if isinstance(default, Section) and isinstance(value, Mapping):
         inner = type(default).model_fields
@@ -140,7 +139,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _json_object(file: Path) -> dict[str, Any] | None:
     try:
-        # A pipe would block.
+        # Opening a pipe would block.
         return read_json_object(file, "a config.json") if file.is_file() else None
     except (OSError, RuntimeError):
         return None

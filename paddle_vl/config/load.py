@@ -24,7 +24,7 @@ from paddle_vl.files.text_file import write_text
 
 COMMAND_LINE = "command line"
 _MAX_NAMES = 64
-# A file that is no configuration may have thousands of keys; each would be compared with all names.
+# A file that is not a configuration may have thousands of keys, each compared with all names.
 _MAX_REPORTED = 100
 _LONGEST_NAME = 200
 
@@ -64,7 +64,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise one ValueError for all problems, if there is one."""
+    """Raise one ValueError that lists all problems, if there are any."""
     if len(problems) == 1:
         raise ValueError(problems[0])
     if problems:
@@ -186,7 +186,7 @@ def _schema_problems(
     for item in error.errors(include_url=False):
         key = item["loc"]
         known = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in settings), None)
-        # Beyond a setting the location names a list item or the alternative of a union.
+        # After the setting's key the location has list items or alternatives of a union.
         inside = () if known is None or known in sections else key[len(known) :]
         if known is not None and not all(isinstance(name, int) for name in inside):
             key = known
@@ -202,10 +202,10 @@ def _schema_problems(
 
 
 def _place(key: Key, places: dict[Key, str], path: str) -> str:
-    """Where a key was set; of one that is missing, where its section was."""
+    """Where a key was set; for a missing key, where its section was set."""
     if key in places:
         return places[key]
-    # An override makes the sections that it lies in.
+    # An override creates the sections around it, which have no place of their own.
     inner = {place for other, place in places.items() if other[: len(key)] == key}
     outer = (places[key[:n]] for n in range(len(key), 0, -1) if key[:n] in places)
     return COMMAND_LINE if inner == {COMMAND_LINE} else next(outer, path)

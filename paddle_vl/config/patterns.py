@@ -19,7 +19,7 @@ def matching_names(
     Args:
         setting: name of the setting with the patterns, for the error.
         kind: what the names belong to, for the error.
-        groups: words that stand for several patterns.
+        groups: named groups of patterns.
         by_suffix: a pattern may also match the end of a name after a dot.
 
     Raises:

@@ -185,11 +185,10 @@ class RunConfig(Section):
 
     Attributes:
         family: name of the family in messages and help.
-        parts: words that stand for parts of the model in settings, each with its patterns over
-            parameter names.
+        parts: named groups of parameters for settings, as patterns over parameter names.
         needs_processor: whether data.processor or model.pretrained must name a folder.
-        fixed_settings: settings, or sections, that must not change when a run is resumed: saved
-            weights, optimizer state, data position and random state depend on them.
+        fixed_settings: settings or sections that a resumed run must not change, because weights,
+            optimizer state, data position or random state of the checkpoint depend on them.
     """
 
     family: ClassVar[str] = "a model family"
@@ -208,12 +207,12 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
 
     def problems(self) -> Iterator[str]:
-        """Messages about settings of the family that contradict each other."""
+        """Messages about the family's settings that contradict each other."""
         return iter(())
 
     @property
     def input_files(self) -> dict[str, str]:
-        """Files that settings of the family name and that must exist, by setting."""
+        """Files named by the family's settings, which must exist, by setting."""
         return {}
 
     @property
@@ -223,6 +222,5 @@ class RunConfig(Section):
 
     @property
     def reserved_rows(self) -> tuple[int, int] | None:
-        """Token rows and visual rows that static pipeline messages have room for; None: the
-        largest micro-batch of each step."""
+        """Token and visual rows of static pipeline messages; None for the largest of each step."""
         return None

@@ -23,7 +23,7 @@ class Section(BaseModel):
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds (or may hold, if it is optional); None for a plain setting."""
+    """The section class of a field, optional or not; None for a plain setting."""
     for kind in get_args(field.annotation) or (field.annotation,):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
@@ -33,8 +33,8 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 def setting_descriptions(section: type[Section], prefix: str = "") -> dict[str, tuple[str, str]]:
     """The default in YAML ("required" if there is none) and description of a section's settings.
 
-    Settings of nested sections follow those of the section itself, under dotted names. A section
-    without a description is not listed itself.
+    Settings of nested sections follow under dotted names. A section is listed itself only if it has
+    a description.
     """
     described, nested = {}, {}
     for name, field in section.model_fields.items():

@@ -14,10 +14,10 @@ from pathlib import Path
 from paddle_vl.config.schema import RunConfig
 
 Problems = Iterator[str]
-# Memory of a worker process before any sample; measured.
+# Measured memory of a worker process before its first sample.
 _WORKER_BYTES = 20_000_000
 _RUN_FILES = re.compile(r"checkpoint-\d+|final|metrics\.jsonl")
-# Version 2 and 1; a container sees its own.
+# cgroup versions 2 and 1; a container sees its own limit.
 _CGROUP_LIMITS = (
     "/sys/fs/cgroup/memory.max",
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -25,12 +25,12 @@ _CGROUP_LIMITS = (
 
 
 def rule_problems(config: RunConfig) -> list[str]:
-    """Everything that is wrong with the settings themselves."""
+    """Problems of the settings alone."""
     return [*(problem for rule in CONFIG_RULES for problem in rule(config)), *config.problems()]
 
 
 def launch_problems(config: RunConfig, device: str) -> list[str]:
-    """Everything that keeps the run from starting here, on Paddle's device of that name."""
+    """What prevents the run from starting on this machine, on the Paddle device of that name."""
     return [problem for rule in LAUNCH_RULES for problem in rule(config, device)]
 
 
@@ -154,7 +154,7 @@ def files_exist(config: RunConfig, device: str) -> Problems:
     files = {f"data.train[{i}]": file for i, file in enumerate(data.train)}
     files |= {f"data.eval[{i}]": file for i, file in enumerate(data.eval)}
     files |= config.input_files
-    # Without the suffix it may be the name of a published size.
+    # Without the suffix it is the name of a published size.
     if isinstance(model.config, str) and model.config.endswith(".json"):
         files["model.config"] = model.config
     folders = {"model.pretrained": model.pretrained, "data.processor": data.processor}

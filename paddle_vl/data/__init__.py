@@ -1,4 +1,4 @@
-"""From files to batches: conversations, tokens, pixels, collation and loading.
+"""Data loading for all families: JSONL files, images, videos, packing, loader and workers.
 
 NumPy only: worker processes run this code and must not load Paddle.
 """

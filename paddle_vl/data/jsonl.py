@@ -1,4 +1,4 @@
-"""Samples in JSONL files: the index of usable lines, and the error for a sample that is not."""
+"""Samples in JSONL files: an index of usable lines, and the error for an unusable sample."""
 
 import json
 import zlib
@@ -15,8 +15,8 @@ OnBadSample = Literal["fail", "skip"]
 
 # Tokenizing takes about 400 bytes of memory per byte of text.
 MAX_LINE_BYTES = 1 << 20
-# Errors that a malformed sample can cause beside BadSampleError: numbers out of range, brackets
-# nested too deep, invalid Unicode, impossible paths. No MemoryError: that is the machine's limit.
+# Errors of malformed samples besides BadSampleError: numbers out of range, deep nesting, invalid
+# Unicode, impossible paths. Not MemoryError, which is the machine's limit.
 _HOSTILE = (ValueError, ArithmeticError, RecursionError, OSError)
 # Reasons quote names from the line, which may be very long.
 _LONGEST_REASON = 2000
@@ -25,12 +25,12 @@ _LONGEST_REASON = 2000
 class BadSampleError(ValueError):
     """A sample that cannot be used.
 
-    Code that finds a fault raises it without a place; `sample_at` adds the place. It can be
-    pickled, so that a worker's error reaches the main process unchanged.
+    Raised without a place, which `sample_at` adds. It can be pickled, so that a worker's error
+    reaches the main process unchanged.
 
     Attributes:
         kind: short name of the fault (`broken_json`, `missing_image`, ...), for counting.
-        reason: what was found, what is needed, what to do.
+        reason: message.
         place: `file:line`, None until it is known.
     """
 
@@ -48,8 +48,8 @@ class BadSampleError(ValueError):
 def sample_at(place: str) -> Iterator[None]:
     """Turn errors of reading a sample into a `BadSampleError` with its place (`file:line`).
 
-    Unforeseen errors become bad samples here, so that a run that skips bad samples does not end.
-    A `RuntimeError`, a fault of the machine, passes unchanged.
+    Unforeseen errors become bad samples too, so that a run that skips those goes on. A
+    `RuntimeError`, which is a fault of the machine, passes unchanged.
     """
     try:
         yield
@@ -69,8 +69,8 @@ class FileContent(NamedTuple):
     Attributes:
         file: path of the file.
         lines: hash of the bytes of its usable lines.
-        media: hash of the sizes of the images and videos that they name. Modification times are
-            left out, because a copy of the data has others.
+        media: hash of the sizes of their images and videos, without modification times, which
+            differ in a copy of the data.
     """
 
     file: str
@@ -81,7 +81,7 @@ class FileContent(NamedTuple):
 class LineIndex:
     """Index of the usable lines of one or several files, numbered in file order.
 
-    It holds positions of lines, not the lines, so that it is cheap to pickle.
+    It has positions of lines, not the lines, so that it is cheap to pickle.
 
     Attributes:
         skipped: number of lines left out when opening, by kind of fault.
@@ -274,7 +274,7 @@ def parse_object(line: bytes, needed: str, *, finite: bool = True) -> dict[str, 
             "broken_json",
             f"the line holds a JSON {type(record).__name__}; an object with {needed} is needed",
         )
-    # Only a JSON escape can spell half of a surrogate pair.
+    # Only a JSON escape can contain half of a surrogate pair.
     if "\\ud" in text or "\\uD" in text:
         check_unicode(json.dumps(record, ensure_ascii=False))
     return record

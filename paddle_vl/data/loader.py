@@ -1,6 +1,6 @@
 """Batches in a reproducible order, prefetched by worker processes; resumable at any batch.
 
-Over 350 lines because the order of samples and the loader that follows it are read together.
+Over 350 lines, to keep the order of samples and the loader together.
 """
 
 from collections import Counter, deque
@@ -65,7 +65,7 @@ class SampleOrder:
         return full if self.drop_last or not rest else full + 1
 
     def describe(self) -> dict[str, int | bool]:
-        """What the order depends on beside samples and seed; JSON values."""
+        """Settings that the order depends on, besides samples and seed; JSON values."""
         return {"shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def batch(self, epoch: int, number: int) -> np.ndarray:
@@ -88,7 +88,7 @@ def _epoch_order(num_samples: int, seed: int, epoch: int | None) -> np.ndarray:
 
 
 class Packing(NamedTuple):
-    """Settings of packed rows: lengths of all samples, and what a row may hold."""
+    """Settings of packed rows: lengths of all samples, and the limits of a row."""
 
     lengths: SampleLengths
     budget: RowBudget
@@ -114,7 +114,7 @@ class PrefetchLoader:
 
     Attributes:
         epoch: epoch of the next batch.
-        batches_consumed: batches of that epoch already handed out.
+        batches_consumed: batches of that epoch already returned.
         while_waiting: called repeatedly while workers prepare the next batch. An exception from it
             ends the wait; the following `next` waits for the same batch again.
     """
@@ -183,7 +183,7 @@ class PrefetchLoader:
         return self._order.batches_in(self.epoch)
 
     def batches_in(self, num_epochs: float) -> float:
-        """Batches of the first epochs, the last of which may be a fraction of one."""
+        """Batches of the first `num_epochs` epochs, which may be a fraction."""
         full = int(num_epochs)
         batches = sum(map(self._order.batches_in, range(full)))
         fraction = num_epochs - full
@@ -213,7 +213,7 @@ class PrefetchLoader:
         return dict(self._dataset.skipped + self._skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the last batch handed out; JSON values, the same on every rank."""
+        """Position after the last returned batch; JSON values, the same on every rank."""
         return {
             "epoch": self.epoch,
             "batches_consumed": self.batches_consumed,
@@ -355,7 +355,7 @@ class PrefetchLoader:
         self._has_batch = batches_consumed > 0
 
     def _stream(self) -> dict[str, Any]:
-        """All that the order and the content of samples depend on; JSON values."""
+        """Everything that determines order and content of samples; JSON values."""
         contents = self._dataset.contents if isinstance(self._dataset, HasContents) else ()
         return {
             **({"contents": [list(each) for each in contents]} if contents else {}),

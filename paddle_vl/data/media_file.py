@@ -1,7 +1,7 @@
-"""Image files to 8-bit RGB, and the paths by which lines of data files name images and videos.
+"""Image files to 8-bit RGB, and paths of images and videos in data files.
 
-Images are turned upright; of an animation the first frame is taken. Only the formats of `FORMATS`
-are opened. Transparent pixels become white.
+Images are turned upright; an animation gives its first frame; transparent pixels become white. Only
+the formats of `FORMATS` are opened.
 """
 
 import os
@@ -39,7 +39,7 @@ class MediaFolder(NamedTuple):
             what: kind of file for messages: `image`, `video`.
 
         Raises:
-            BadSampleError: the path has a NUL character, or leads outside though it may not.
+            BadSampleError: the path has a NUL character, or leads outside against `allow_outside`.
         """
         if "\0" in text:
             raise BadSampleError(
@@ -105,7 +105,7 @@ def image_size(source: ImageSource) -> tuple[int, int]:
     """Width and height in pixels from the file's header; EXIF may exchange them on loading.
 
     Raises:
-        BadSampleError: as `load_rgb`, as far as the header shows it.
+        BadSampleError: as `load_rgb`, for faults that the header shows.
     """
     if isinstance(source, np.ndarray | Image.Image):
         return load_rgb(source).size
@@ -172,7 +172,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
 
 
 def _other_format(path: Path) -> str | None:
-    """Pillow's name of an unsupported format, told by the first bytes; None if unknown."""
+    """Pillow's name of an unsupported format, from the first bytes; None if unknown."""
     with path.open("rb") as file:
         # Some of Pillow's checks read beyond the end of a shorter head.
         head = file.read(16).ljust(16, b"\0")

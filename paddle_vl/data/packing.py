@@ -21,8 +21,8 @@ class RowBudget:
     """Limits of a packed row.
 
     Attributes:
-        tokens: tokens of all kinds.
-        vision_tokens: tokens of images and videos; None for no limit of their own.
+        tokens: most tokens of all kinds.
+        vision_tokens: most tokens of images and videos; None for no separate limit.
     """
 
     tokens: int
@@ -30,13 +30,13 @@ class RowBudget:
 
     @property
     def vision_limit(self) -> int:
-        """Vision tokens that a row may hold."""
+        """Most vision tokens of a row."""
         return self.tokens if self.vision_tokens is None else self.vision_tokens
 
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """Tokens, and among them vision tokens, of every sample: `[N]` int64 both.
+    """Tokens and vision tokens of every sample, each `[N]` int64; the former include the latter.
 
     A length of 0 marks a sample that is left out.
     """
@@ -211,7 +211,7 @@ class PackedOrder:
         return self._epochs[epoch]
 
     def describe(self) -> dict[str, int | None]:
-        """What the rows depend on beside the samples and the seed; JSON values."""
+        """Settings that the rows depend on, besides samples and seed; JSON values."""
         sizes = np.stack([self.lengths.tokens, self.lengths.vision])
         return {
             "packing_length": self.budget.tokens,

@@ -1,9 +1,8 @@
 """Lengths of all samples of a dataset, measured once and cached beside its first file.
 
 Measuring tokenizes text and reads only the headers of images and videos, some thousand samples per
-second. The cache file's name is a hash of the data files and the processor's settings. An image
-that changes its size under the same name goes unnoticed; a packed row that becomes too long by this
-fails when it is loaded.
+second. The cache file's name is a hash of the data files and the processor's settings. A change of
+an image's size under the same name goes unnoticed; if a packed row is too long then, loading fails.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ _CHUNK = 500
 
 
 class MeasuredSource(Protocol):
-    """What measuring needs of a dataset."""
+    """A dataset that can be measured."""
 
     on_bad_sample: str
     skipped: Counter[str]
@@ -58,7 +57,7 @@ def sample_lengths(
 
     Raises:
         BadSampleError: where `on_bad_sample` is "fail": a bad sample, or one with more vision
-            tokens than a row may hold.
+            tokens than a row allows.
     """
     path = _cache_path(dataset)
     cached = _read(path)

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 DEFAULT_FPS = 24.0
 MIN_FRAMES = 2
 
-# FFmpeg's names of the supported containers; none of them refers to other files.
+# FFmpeg's names of the supported containers, which cannot refer to other files.
 CONTAINERS = (
     "mov", "mp4", "3gp", "matroska", "webm", "avi", "mpeg", "mpegts", "mpegvideo", "m4v", "h264",
     "hevc", "ivf", "flv", "ogg", "gif", "asf", "mxf",
 )  # fmt: skip
-# 16384 x 8192; a larger frame is an attack on the memory.
+# 16384 x 8192; a larger frame is taken for an attack on memory.
 _MOST_PIXELS = 1 << 27
 # First bytes of formats that refer to other files.
 _NESTING = (
@@ -186,7 +186,7 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
             "install it with: pip install 'av>=17' (the extra `video` of this package)"
         ) from error
     try:
-        # "file:" keeps FFmpeg from reading a protocol into the name; titles may be broken text.
+        # "file:" prevents FFmpeg from parsing a protocol in the name; titles may be broken text.
         with av.open(f"file:{path}", options=_OPTIONS, metadata_errors="replace") as container:
             if not container.streams.video:
                 kinds = ", ".join(sorted({stream.type for stream in container.streams}))

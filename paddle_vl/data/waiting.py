@@ -9,7 +9,7 @@ _SHOWN_SAMPLES = 8
 
 
 class PendingBatch(NamedTuple):
-    """A batch that was requested and not yet handed out.
+    """A batch that was requested and not yet returned.
 
     Attributes:
         epoch, number: its epoch and its place in the epoch.

@@ -1,7 +1,7 @@
 """Worker processes that load and collate batches, and a shared table of their progress.
 
-Workers import NumPy and this package's data code, never Paddle. Over 350 lines because a job, the
-pool that runs it and the progress that it reports change together.
+Workers import NumPy and this package's data code, never Paddle. Over 350 lines, since job, pool and
+progress report change together.
 """
 
 import multiprocessing
@@ -24,11 +24,10 @@ import numpy as np
 
 from paddle_vl.data.jsonl import BadSampleError
 
-# Consecutive bad samples after which a batch fails: the data or a setting is wrong then, and
-# decoding everything to find out could take hours.
+# Consecutive bad samples after which a batch fails, instead of decoding wrong data for hours.
 MAX_BAD_IN_A_ROW = 1000
 
-# How long `close` lets workers finish their current sample.
+# Seconds that `close` gives workers to finish their current sample.
 _CLOSE_S = 2.0
 # Interval between checks for dead workers; the executor notices most deaths itself.
 _LOOK_S = 1.0
@@ -40,7 +39,7 @@ Collator = Callable[[Sequence[Any]], Any]
 
 
 class SampleSource(Protocol):
-    """What a loader needs of a dataset. It must pickle, and not be defined in `__main__`."""
+    """A dataset for the loader. It must be picklable and not defined in `__main__`."""
 
     @property
     def on_bad_sample(self) -> str: ...
@@ -231,7 +230,7 @@ def load_packed_batch(
 
     Args:
         rows: int64 sample numbers of each row.
-        max_length: tokens that a row holds.
+        max_length: most tokens of a row.
 
     Raises:
         BadSampleError: a bad sample where `on_bad_sample` is "fail".
@@ -277,7 +276,7 @@ class WorkerPool:
         self.num_jobs = 0
         self._table = ProgressTable(num_workers, context)
         self._changing, self._is_broken = threading.Lock(), False
-        # Any: the pool reads private attributes.
+        # Any, since private attributes are used.
         self._executor: Any = ProcessPoolExecutor(
             num_workers,
             mp_context=context,
@@ -367,7 +366,7 @@ def _main_script_hidden() -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Processes started within inherit these signals as blocked, see `_exit_on_sigterm`."""
+    """Processes started in the block inherit these signals as blocked, see `_exit_on_sigterm`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_MAIN_PROCESS)
     try:
         yield

@@ -1,10 +1,8 @@
-"""What the trainer, commands, evaluation and profiler ask of a model family.
+"""Interface of a model family to the trainer, commands, evaluation and profiler.
 
 A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stage, FLOP counter and
 a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
-knows neither the trainer nor `paddle_vl.parallel`: what it needs of them arrives as an argument.
-
-One file of over 350 lines, as it is the whole protocol.
+does not import the trainer or `paddle_vl.parallel`: what it needs of them is passed in.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +23,7 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Placement
 
-# Relative cost of every decoder layer, of what comes before them, and of what comes after them.
+# Relative cost of each decoder layer, of everything before them, and of everything after them.
 LayerCosts = tuple[Sequence[float], float, float]
 
 
@@ -46,13 +44,12 @@ class RankInfo(Protocol):
 
 
 class TrainableModel(Protocol):
-    """What training asks of a model besides being an `nn.Layer`.
+    """An `nn.Layer` that can be trained.
 
     Attributes:
-        placement: this rank's part of the model.
-        vision_blocks, decoder_layers: units of activation recomputation and sharding, those of this
-            rank.
-        tables: token embedding and head, those of this rank.
+        placement: which shards and layers this rank has.
+        vision_blocks, decoder_layers: this rank's units of activation recomputation and sharding.
+        tables: this rank's token embedding and head.
     """
 
     @property
@@ -70,7 +67,7 @@ class TrainableModel(Protocol):
     def parameters(self) -> list[Tensor]: ...
 
     def separate(self, weights: Iterable[Tensor]) -> None:
-        """Replace fused weights by one weight per linear, see `paddle_vl.nn.projections`."""
+        """Replace fused weights by one weight per linear, see `paddle_vl.nn.linear`."""
 
     def materialize(self) -> Iterator[Tensor]:
         """Give parameters their values one at a time, see `paddle_vl.checkpoint.reading`."""
@@ -86,11 +83,11 @@ class BuiltModel:
     """A model and what depends on it.
 
     Attributes:
-        model: this rank's part, see `TrainableModel`.
+        model: this rank's shards and layers, see `TrainableModel`.
         adapter: see `BatchAdapter`.
         collator: makes its batches in loader workers.
-        save: writes this rank's part of a model folder; all checkpoint ranks call it together. The
-            writer takes the weight files, the store has the values in training.
+        save: writes this rank's files of a model folder; all checkpoint ranks call it together.
+            Weight files go to the writer; in training the values come from the store.
         save_extra_files: writes tokenizer and the like; one rank calls it.
     """
 
@@ -107,7 +104,7 @@ class MeanLosses(NamedTuple):
     Attributes:
         loss: weighted sum of the terms.
         terms: mean of each term, by name.
-        counts: divisor of each term, by name; of a language model target tokens.
+        counts: divisor of each term, by name; target tokens for a language model.
     """
 
     loss: float
@@ -124,7 +121,7 @@ class EvaluationOptions:
         max_length: longest sample, in tokens.
         max_new_tokens: longest answer, in tokens.
         limit: use the first samples only.
-        base: model that adapters belong to, in place of the one that their files name.
+        base: base model of an adapter folder, in place of the one that its files name.
         show: number of answers to print.
         predictions: file for all answers.
     """
@@ -139,10 +136,10 @@ class EvaluationOptions:
     predictions: Path | None = None
 
     def refuse_answer_options(self, owner: str) -> None:
-        """Refuse the options about answers, for a family that has none.
+        """Refuse options about answers, for a family that generates none.
 
         Raises:
-            ValueError: naming those that are set; `owner` begins the message.
+            ValueError: one of them is set; the message begins with `owner`.
         """
         names = ("base", "limit", "show", "predictions")
         if given := [f"--{name}" for name in names if getattr(self, name)]:
@@ -180,7 +177,7 @@ class SyntheticData:
 
     Attributes:
         num_samples: samples of an epoch.
-        folder: for files, where any are made.
+        folder: for the generated files.
         cameras: images of a sample; None for the family's default.
         image_side: pixels of an image's side; None for the family's default.
         answer_tokens: tokens of an answer; None for the family's default.
@@ -215,18 +212,18 @@ class Family(ABC):
     Creating it reads configurations, opens the data and checks that they fit each other.
 
     Attributes:
-        parts: words for groups of parameters in model.freeze and other settings, as patterns over
+        parts: named groups of parameters for model.freeze and other settings, as patterns over
             checkpoint keys.
         make_stage: makes a pipeline stage (`paddle_vl.parallel.pipeline.runner`) of a model and a
             range of its layers.
         model_config: configuration of the model.
-        shape: decoder sizes for the parallel plan.
+        shape: decoder sizes, checked against the degrees of parallelism.
         costs: relative costs for dividing the layers over pipeline stages.
-        pad_to_multiple_of: every batch's padded length is a multiple of it; None where no rule of
-            the parallel plan needs one.
-        fields: optional fields of the data, which must be the same on all ranks.
-        sample_kind: what a batch is counted in, for messages.
-        train_data, eval_data: samples; None without evaluation data.
+        pad_to_multiple_of: divides the padded length of every batch; None if parallelism does not
+            depend on it.
+        fields: optional fields of the data and whether they are present, the same on all ranks.
+        sample_kind: word for samples in messages.
+        train_data, eval_data: samples; `eval_data` is None without evaluation data.
         loss: see `paddle_vl.nn.objective.Loss`.
     """
 
@@ -262,11 +259,11 @@ class Family(ABC):
 
     @abstractmethod
     def build_model(self, placement: Placement) -> BuiltModel:
-        """This rank's part of the model; `model.materialize()` gives its parameters values."""
+        """This rank's shards and layers; `model.materialize()` gives the parameters values."""
 
     @abstractmethod
     def named_parameters(self, model: Any) -> list[tuple[str, Tensor]]:
-        """This rank's parameters by checkpoint key; a fused one once under each linear's key."""
+        """This rank's parameters by checkpoint key; a fused one under the key of each linear."""
 
     @abstractmethod
     def full_shapes(self, model: Any) -> dict[str, tuple[int, ...]]:
@@ -286,7 +283,7 @@ class Family(ABC):
 
     @abstractmethod
     def train_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
-        """This rank's batches, without end."""
+        """Endless training batches of this rank."""
 
     @abstractmethod
     def eval_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
@@ -295,15 +292,15 @@ class Family(ABC):
     @classmethod
     @abstractmethod
     def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
-        """For `paddle-vl evaluate`.
+        """Model, data and report of `paddle-vl evaluate`.
 
         Raises:
-            ValueError: options that the family does not have; data that do not fit.
+            ValueError: an option that the family does not have, or data that do not fit.
         """
 
     @classmethod
     def chat(cls, folder: Path, base: str | None) -> Chat:
-        """For `paddle-vl generate`.
+        """The model of `paddle-vl generate`.
 
         Raises:
             ValueError: the family does not answer questions.
@@ -312,7 +309,7 @@ class Family(ABC):
 
     @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
-        """For `paddle-vl merge`: write base and adapter as one model folder; returns the base.
+        """Write base and adapter as one model folder (`paddle-vl merge`); returns the base folder.
 
         Raises:
             ValueError: the family has no adapters.
@@ -324,6 +321,6 @@ class Family(ABC):
         """The run with synthetic training data, for `paddle-vl profile --synthetic`.
 
         Raises:
-            ValueError: the family makes none, or not of these shapes.
+            ValueError: the family has no synthetic data, or none of these shapes.
         """
         raise ValueError("the model's family makes no synthetic data: leave --synthetic out")

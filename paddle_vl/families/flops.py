@@ -3,9 +3,9 @@
 A multiply-add is two operations. As usual for model FLOPs utilization (MFU), only matrix products
 count: no norms, activations, softmax, rotary positions, look-ups, and no activation recomputation.
 
-The usual formula takes three forward passes for a step. Here each product has the backward that it
-needs: as many operations as its forward for the gradient of its input, if anything before it is
-trained, and as many for the gradient of its weight, if that is trained.
+The usual formula takes three forward passes for a step. Here the backward of a product counts as
+much as its forward for the gradient of its input, if anything before it is trained, and as much
+again for the gradient of its weight, if that is trained.
 
 Source: PaLM (Chowdhery et al. 2022), appendix B; Narayanan et al. 2021 (Megatron-LM), section 5.1.
 Differs: both count full score matrices for causal attention; here only the visible half counts.
@@ -40,7 +40,7 @@ class Operations:
         self.backward: Counter[str] = Counter()
 
     def without_backward(self) -> "Operations":
-        """A view for products that no loss uses: their forward counts here, no backward does."""
+        """A view that counts forward operations only, for products that no loss uses."""
         other = copy(self)
         other.backward = Counter()
         return other
@@ -54,7 +54,7 @@ class Operations:
         return carries or self.trains(f"{module}.weight", f"{module}.bias")
 
     def matrix(self, unit: str, weight: str, size: int, carries: bool) -> bool:
-        """A product with a weight of `size` entries, all used once per unit."""
+        """A product with a weight of `size` entries, each used once per unit."""
         trains = self.trains(weight)
         self.forward[unit] += 2 * size
         self.backward[unit] += 2 * size * (carries + trains)
@@ -81,10 +81,7 @@ class Operations:
 
 
 class FlopCounter(ABC):
-    """Operations of a batch, for its real tokens and patches without padding.
-
-    They are those of the full model, on every rank.
-    """
+    """Operations of the full model for a batch, without padding; the same on every rank."""
 
     def __call__(self, batch: Mapping[str, Any]) -> int:
         """Operations of the forward and backward pass of a collator's batch."""

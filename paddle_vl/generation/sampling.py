@@ -119,7 +119,7 @@ def draw_tokens(scores_BV: Tensor, uniform_B1: Tensor) -> Tensor:
     Args:
         uniform_B1: float64 in [0, 1). A token of probability 0 is never drawn.
     """
-    # Softmax and exp on CPU give a score of -inf a tiny probability instead of 0.
+    # On the CPU softmax and exp give a score of -inf a tiny probability instead of 0.
     is_possible_BV = (scores_BV > -np.inf).astype("float64")
     weight_BV = F.softmax(scores_BV, axis=-1).astype("float64") * is_possible_BV
     reached_BV = weight_BV.cumsum(axis=-1)

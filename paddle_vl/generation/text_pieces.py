@@ -9,8 +9,7 @@ def text_pieces(ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> I
     """Pieces of text as soon as they are final; joined, they are the stripped text of all ids.
 
     A character of several tokens is emitted with its last one, and space with the text after it.
-    Each step decodes only the ids since the last piece, with those of that piece, on which their
-    text may depend.
+    Each step decodes only the new ids with those of the last piece, on which their text may depend.
 
     Args:
         decode: text of ids, with U+FFFD for incomplete characters.

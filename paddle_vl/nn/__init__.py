@@ -1,7 +1,7 @@
 """Building blocks of one device: norms, rotary embedding, attention, linears, experts, losses.
 
-Every operation is written in plain Paddle operations, correct on any device and in a traced
-program. `paddle_vl.nn.cpu` and `paddle_vl.nn.gpu` register faster kernels behind the same
+Every operation has an implementation in plain Paddle operations, correct on any device and in a
+traced program. `paddle_vl.nn.cpu` and `paddle_vl.nn.gpu` register faster kernels for the same
 functions, see `paddle_vl.nn.operations`. Nothing here depends on a rank.
 """
 

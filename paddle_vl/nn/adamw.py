@@ -1,4 +1,4 @@
-"""Paddle's AdamW with float32 master weights, and updates that can be undone on the device."""
+"""Paddle's AdamW with float32 master weights, and updates that can be skipped on the device."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
-    """What the optimizer takes as a tensor's gradient: fleet's float32 `main_grad`, or its own."""
+    """The gradient for the optimizer: fleet's float32 `main_grad` if set, else `grad`."""
     main = getattr(tensor, "main_grad", None)
     return tensor.grad if main is None else main
 
@@ -19,8 +19,8 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
 class AdamW(paddle.optimizer.AdamW):
     """AdamW whose step updates float32 master weights in place of half-precision parameters.
 
-    Paddle's own `multi_precision` is not used: its kernel for bfloat16 exists on GPUs only. The
-    class has the name of Paddle's, since Paddle fuses the state of a class of that name only.
+    Paddle's own `multi_precision` is not used: its bfloat16 kernel exists on GPUs only. The class
+    must be called AdamW, since Paddle fuses optimizer state by class name.
 
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
@@ -31,17 +31,17 @@ class AdamW(paddle.optimizer.AdamW):
         self._is_good, self._factor = paddle.ones([], dtype="bool"), paddle.ones([])
 
     def use_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Update these float32 copies, by parameter's name; each parameter is its copy, rounded."""
+        """Update these float32 copies (by parameter name) and round them into the parameters."""
         self._master_weights.update(masters)
 
     def mask(self, learning_rate: float, factor: Tensor, is_good: Tensor) -> None:
-        """Make the next step multiply gradients by a factor, or change nothing, bit for bit.
+        """Make the next step scale gradients by `factor`, or change nothing, bit for bit.
 
-        Nothing is read from the device to choose.
+        The host does not read the flag.
 
         Args:
             factor: float32 scalar, on the device.
-            is_good: bool scalar, on the device; if False, weights and state stay as they are.
+            is_good: bool scalar, on the device; False leaves weights and state unchanged.
         """
         self._masks, self._is_good, self._factor = True, is_good, factor
         self.set_lr(learning_rate)
@@ -50,7 +50,7 @@ class AdamW(paddle.optimizer.AdamW):
         paddle.assign(rate * is_good.astype(rate.dtype), rate)
 
     def unmask(self, learning_rate: float) -> None:
-        """Make the next step update in any case, with the gradients as they are."""
+        """Make the next step update unconditionally, with unscaled gradients."""
         self._masks = False
         self.set_lr(learning_rate)
 
@@ -71,9 +71,9 @@ class AdamW(paddle.optimizer.AdamW):
     def _update_masked(self, block, updated: Tensor, grad: Tensor) -> None:
         """Update, then undo the update where `is_good` is False.
 
-        The kernel of AdamW takes no flag that lies on the device. With a learning rate of zero it
-        leaves the parameter as it is; moments and powers of beta are restored from copies, which
-        exist for one parameter at a time.
+        Paddle's AdamW kernel takes no flag on the device. A learning rate of zero leaves the
+        parameter unchanged; moments and powers of beta are restored from copies, which exist for
+        one parameter at a time.
         """
         grad = paddle.where(self._is_good, grad * self._factor, paddle.zeros([]))
         states = [self._get_accumulator_master(state, updated) for state in STATES]

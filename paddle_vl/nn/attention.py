@@ -21,17 +21,17 @@ from paddle.autograd import PyLayer
 from paddle_vl.batch.positions import key_ends
 from paddle_vl.nn.operations import operation
 
-# Below any score, and finite: a query that sees padding only averages it instead of giving NaN.
+# Below any score, yet finite: a query that sees only padding gets an average instead of NaN.
 MASKED_SCORE = -1e30
-# The lowest float32: with any score added it is still the same, so a query that sees no key gives
-# all keys equal weight. Source: Gemma's attention in openpi.
+# The lowest float32 absorbs any score added to it, so a query that sees no key weighs all keys
+# equally. Source: Gemma's attention in openpi.
 _LOWEST_SCORE = -2.3819763e38
 
 
 class PackedSamples:
-    """Where the samples in the rows of a batch begin; one object for all layers of a step.
+    """Offsets of the samples in packed rows; one object for all layers of a step.
 
-    Not a tuple: Paddle would look for tensors in it.
+    Not a tuple, which Paddle would search for tensors.
 
     Args:
         cu_seqlens: see `paddle_vl.batch.positions`; on the host.
@@ -44,7 +44,7 @@ class PackedSamples:
 
     @cached_property
     def key_ends_B1L1(self) -> Tensor:
-        """int32: for each key the first query of its row that does not see it any more."""
+        """int32: for each key, the first later query of its row that does not see it."""
         return paddle.to_tensor(self._key_ends_BL[:, None, :, None])
 
     @cached_property
@@ -66,12 +66,12 @@ def causal_attention(
 ) -> Tensor:
     """Each query sees the keys up to its own position; the last query is aligned to the last key.
 
-    Scores are scaled by H^-0.5; softmax is in float32, inside of the kernels.
+    Scores are scaled by H^-0.5; the softmax is computed in float32.
 
     Args:
         key_bias_BS: float32 added to every score of a key, 0 or `MASKED_SCORE`; None masks nothing.
-        packed: several samples in a row, each of which sees itself only. S is L then, and there is
-            no `key_bias_BS`: padding is a segment of its own.
+        packed: offsets of packed samples, each of which sees only itself. Then S = L and
+            `key_bias_BS` is None: padding is a segment of its own.
 
     Returns:
         `[B, L, N, H]` in the dtype of the queries. A query that sees no unmasked key gets a finite
@@ -91,9 +91,9 @@ def causal_attention(
 
 
 def _causal_mask(batch: int, length: int, keys: int, key_bias_BS: Tensor | None) -> Tensor | None:
-    """`[B, 1, L, S]` additive float32 mask, repeated over the batch: flash attention does not.
+    """`[B, 1, L, S]` additive float32 mask; flash attention does not broadcast it over the batch.
 
-    None where every query sees every key: there is one query, the last.
+    None if every query sees every key: a single query, the last.
     """
     if length == 1:
         return None if key_bias_BS is None else key_bias_BS.unsqueeze([1, 2])
@@ -110,8 +110,8 @@ def segment_attention(
     """Every row sees all rows of its own segment and no others; scores are scaled by H^-0.5.
 
     Args:
-        segments: (count, length) of runs of equal consecutive segments, on the host; the sum of
-            count * length is P. Each run is one batched product.
+        segments: (count, length) of runs of consecutive segments of equal length, on the host; the
+            sum of count * length is P. Each run is one batched product.
 
     Returns:
         `[P, N, H]` in the dtype of the queries.
@@ -142,7 +142,7 @@ def equal_segments_attention(
 class AttentionMask:
     """Which keys each query sees; one object for all layers of a forward pass.
 
-    Not a tuple: Paddle would look for tensors in it.
+    Not a tuple, which Paddle would search for tensors.
 
     Args:
         visible_BLS: bool.
@@ -187,9 +187,9 @@ def masked_attention(
 
     Args:
         scale: factor of the scores.
-        implementation: of HF transformers. `eager` computes scores and softmax in float32 and gives
-            a query without a key the average of all values; `sdpa` gives it zero, and leaves the
-            dtype of the scores to the kernel. Neither passes a gradient from such a query to
+        implementation: as in HF transformers. `eager` computes scores and softmax in float32; a
+            query without a key gets the average of all values. `sdpa` gives it zero, and the
+            kernel chooses the dtype of the scores. In both, such a query passes no gradient to
             queries and keys.
 
     Returns:
@@ -273,7 +273,7 @@ def mrope_cos_sin(
     slots = head_dim // 2
     frequency_S = paddle.to_tensor(inverse_frequencies(slots, theta))
     axis = interleaved_mrope_axis(slots, mrope_section)
-    # One-hot rows pick each slot's axis: no gather along a dim of three, and it exports.
+    # One-hot rows select each slot's axis without a gather, and export.
     pick_3S = paddle.to_tensor(np.eye(3, dtype=np.float32)[axis].T.copy())
     position_BL3 = position_ids_3BL.transpose([1, 2, 0]).astype("float32")
     time, height, width = (
@@ -287,7 +287,7 @@ def vision_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine tables of the vision tower, each `[P, H]` float32.
 
-    The first quarter of the channels turns with the patch's row, the second with its column.
+    The first quarter of the channels is rotated by the patch's row, the second by its column.
 
     Args:
         coordinates_P2: row and column of each patch.

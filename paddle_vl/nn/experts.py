@@ -4,9 +4,8 @@ Shapes: T token rows; K experts of each; N = T * K assignments of a row to an ex
 `t * K + k`; E experts; D width; I features in, O features out of a product.
 
 The assignments are sorted by expert, so that the rows of one expert are contiguous. In eager mode
-the gradient of every permutation is the opposite permutation, a gather: no scatter adds values in
-an order that could change from run to run. Shapes depend on T only, and on a GPU the host reads
-nothing.
+the gradient of a permutation is the inverse permutation, a gather; a scatter would add values in an
+order that may change from run to run. Shapes depend on T only, and on a GPU the host reads nothing.
 """
 
 from collections.abc import Callable
@@ -110,10 +109,10 @@ class _Reorder(PyLayer):
 def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, counts_E: Tensor) -> Tensor:
     """`x @ weight[e]` with each row's own expert e: the first `counts[0]` rows have expert 0.
 
-    One batched product, of shapes that do not depend on the counts. Each expert's rows fill blocks
-    of `ceil(N / E)` rows, the last one padded with zeros. Whatever the counts, E more blocks than N
-    rows fill are enough, so the product is at most twice as large as needed. Each block gets a copy
-    of its expert's matrix.
+    One batched product whose shapes do not depend on the counts. Each expert's rows fill blocks of
+    `ceil(N / E)` rows, the last one padded with zeros. E blocks more than N rows fill always
+    suffice, so the product is at most twice as large as needed. Each block gets a copy of its
+    expert's matrix.
 
     Returns:
         `[N, O]` in the dtype of the rows.
@@ -122,7 +121,7 @@ def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, counts_E: Tensor) -> Tensor
 
 
 class Blocks(NamedTuple):
-    """Where the sorted rows lie in B blocks of R rows, for `grouped_linear`.
+    """Layout of the sorted rows in B blocks of R rows, for `grouped_linear`.
 
     Attributes:
         place: `[N]` int64, each row's place among the `B * R`.
@@ -136,7 +135,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, counts_E: Tensor, total: int) -> "Blocks":
-        """Blocks for `total` rows, of which each expert has `counts`."""
+        """Blocks for `total` rows, `counts_E` of each expert."""
         num_experts = counts_E.shape[0]
         rows = -(-total // num_experts)
         num_blocks = (total + min(num_experts, total) * (rows - 1)) // rows
@@ -160,7 +159,7 @@ class Blocks(NamedTuple):
 def blocked_product(
     x_NI: Tensor, weight_EIO: Tensor, blocks: Blocks, transposed: bool = False
 ) -> Tensor:
-    """`grouped_linear` with given blocks: `[N, O]`, or of `[N, O]` rows `[N, I]` if transposed."""
+    """`grouped_linear` with given blocks: `[N, I]` to `[N, O]`; the reverse if transposed."""
     weight_BIO = paddle.index_select(weight_EIO, blocks.expert)
     y_BRO = paddle.matmul(blocks.filled(x_NI), weight_BIO, transpose_y=transposed)
     return paddle.index_select(y_BRO.reshape([-1, y_BRO.shape[-1]]), blocks.place)
@@ -172,9 +171,9 @@ class Experts(nn.Layer):
     Weights are `[E, in, out]`, gate and up side by side, drawn from a normal of std `init_std`.
 
     Attributes:
-        num_experts: E, all experts of the model's layer, also those that other ranks have.
-        exchange: under expert parallelism, sends rows to their experts' ranks and back: called with
-            `run_experts`, sorted rows and their counts. None if this rank has all experts.
+        num_experts: E, the experts of the layer on all ranks.
+        exchange: sends rows to their experts' ranks and back; called with `run_experts`, sorted
+            rows and their counts. None without expert parallelism.
         tokens_per_expert: `[E]` int64, rows of each expert in the last forward; None before.
     """
 
@@ -207,6 +206,6 @@ class Experts(nn.Layer):
         return unpermute_rows(rows_ND, dispatch, weights_TK)
 
     def run_experts(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """The MLPs of this rank's experts, of rows sorted by expert and their counts: `[N, D]`."""
+        """This rank's experts applied to rows sorted by expert: `[N, D]`."""
         inner = F.swiglu(grouped_linear(x_ND, self.gate_up_proj, counts_E))
         return grouped_linear(inner, self.down_proj, counts_E)

@@ -1,8 +1,8 @@
-"""Float32 values stored exactly in rows of another dtype, so that they can be sent with them.
+"""Float32 values stored exactly in rows of another dtype, so that they can be sent with those rows.
 
-A pipeline sends one tensor of one dtype from stage to stage. A bfloat16 number has a third of a
-float32's significant bits: three of them, each the rounding of what the ones before leave over, add
-up to the float32 value. Gradients come back in the dtype of the rows.
+A pipeline sends one tensor of one dtype from stage to stage. A bfloat16 has a third of a float32's
+significant bits, so a float32 is the sum of three bfloat16: each is the rounded remainder of those
+before it. Gradients come back in the dtype of the rows.
 """
 
 import math
@@ -31,7 +31,7 @@ def float32_to_rows(values: Tensor, width: int, dtype: paddle.dtype) -> Tensor:
 
 
 def float32_from_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """The float32 values, of this shape, that `float32_to_rows` stored."""
+    """The inverse of `float32_to_rows`, for values of this shape."""
     size = math.prod(shape)
     flat, count = rows.reshape([-1]), _num_pieces(rows.dtype)
     pieces = [flat[i * size : (i + 1) * size].astype("float32") for i in range(count)]

@@ -1,12 +1,11 @@
 """Linear layers and embeddings of one device, and weights that hold several linears.
 
-Weights are `[in, out]`, as everywhere in Paddle; HF checkpoints hold them transposed.
+Weights are `[in, out]`, as everywhere in Paddle; HF checkpoints have them transposed.
 
-A fused weight holds several linears of one input, queries, keys and values, or gate and up:
-`[in, out + out + ...]`, columns side by side. One product then makes all of them. Checkpoints,
-settings and the optimizer's state name the linears one by one. Where something treats one of them
-differently (frozen, a learning rate of its own, an adapter), `separate` gives each its own weight;
-layers of both kinds are called alike.
+A fused weight holds several linears of one input (query, key and value; gate and up) side by side:
+`[in, out + out + ...]`, computed in one product. Checkpoints, settings and optimizer state name
+each linear. If one of them is treated differently (frozen, its own learning rate, an adapter),
+`separate` gives each linear its own weight; layers of both kinds are called alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from paddle_vl.nn.operations import operation
 
 @contextmanager
 def default_dtype(dtype: Any) -> Iterator[None]:
-    """Layers that are built inside the block have parameters of this dtype, a name or Paddle's."""
+    """Layers built inside the block have parameters of this dtype, a name or Paddle's."""
     before = paddle.get_default_dtype()
     paddle.set_default_dtype(dtype)
     try:
@@ -48,12 +47,12 @@ def biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def use_product(weight: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
-    """Have `linear` compute every product with this weight by a function `(x, weight, bias)`."""
+    """Make `linear` call `product(x, weight, bias)` for this weight."""
     weight.product = product
 
 
 class AdaptableLinear(nn.Layer):
-    """A product with a weight, to which a low-rank adapter may add its own product.
+    """A linear that may have a low-rank adapter.
 
     Attributes:
         input_axis: the dim of `weight` that the input features are on.
@@ -65,20 +64,19 @@ class AdaptableLinear(nn.Layer):
     def __init__(self, *args: Any, **kwargs: Any):
         """
         Args:
-            args, kwargs: of the layer that this is mixed into.
+            args, kwargs: arguments of the layer class that this is mixed into.
         """
         super().__init__(*args, **kwargs)
         self.lora: LowRank | None = None
 
     def add_low_rank(self, settings: LowRankSettings) -> None:
-        """Add an adapter for the weight as this rank has it."""
+        """Add an adapter to this rank's weight."""
         sizes = self.weight.shape
         in_features, out_features = sizes[self.input_axis], sizes[1 - self.input_axis]
         self.lora = LowRank(in_features, out_features, settings, self.weight.dtype)
 
     def adapted(self, y: Tensor, x: Tensor, columns: slice | None = None) -> Tensor:
-        """`y` plus the adapter's product with `x`, where `y` is that of the weight, or some columns
-        of it."""
+        """The linear's output `y`, or some columns of it, plus the adapter's output for `x`."""
         return y if self.lora is None else y + self.lora(x, columns)
 
     @paddle.no_grad()
@@ -172,7 +170,7 @@ class FusedLinear(nn.Layer):
     """Linears without bias in one weight `[in, sum of out]`.
 
     Args:
-        splits: return the output of each linear; otherwise all of them side by side as one tensor.
+        splits: return the output of each linear; False returns one tensor of all outputs.
     """
 
     def __init__(
@@ -191,15 +189,15 @@ class FusedLinear(nn.Layer):
         self.own_widths = widths if splits else []
 
     def forward(self, x: Tensor, num_rows: int | None = None) -> list[Tensor]:
-        """The output of each linear. `num_rows` is for layers that gather rows from other ranks."""
+        """The output of each linear; `num_rows` is for layers that all-gather token rows."""
         return split_columns(linear(x, self.weight), self.own_widths)
 
 
 class SeparateLinears(nn.Layer):
-    """The same linears with a weight each; each is a sublayer of its own name.
+    """The same linears, each a sublayer with its own weight, under its own name.
 
     Args:
-        enter: applied to the input, once for all linears.
+        enter: applied once to the common input.
         make: builds one of the linears.
     """
 
@@ -221,7 +219,7 @@ class SeparateLinears(nn.Layer):
 
 
 class NormalColumns(Initializer):
-    """Draws each linear of a fused weight separately, as if it had a weight of its own."""
+    """Draws each linear of a fused weight as if it had a weight of its own."""
 
     def __init__(self, widths: Sequence[int], std: float):
         super().__init__()
@@ -229,7 +227,7 @@ class NormalColumns(Initializer):
 
     def forward(self, var: Tensor, block=None) -> Tensor | None:
         if not isinstance(var, Tensor):
-            # A traced program is not run for its weights.
+            # A traced program does not need the weights' values.
             return self.normal(var, block)
         drawn = []
         for width in self.widths:
@@ -241,23 +239,23 @@ class NormalColumns(Initializer):
 
 
 def fused_columns(parameter: Tensor) -> tuple[Columns, ...]:
-    """The linears that a fused weight holds, in order; empty for a weight of one linear."""
+    """The linears of a fused weight, in order; empty for a weight of one linear."""
     return getattr(parameter, "fused_columns", ())
 
 
 def mark_fused(parameter: Tensor, columns: Iterable[Columns]) -> None:
-    """Record which linears a weight holds; the value of a traced program takes no attribute."""
+    """Record the linears of a fused weight; a value of a traced program takes no attribute."""
     if isinstance(parameter, Tensor):
         parameter.fused_columns = tuple(columns)
 
 
 def split_columns(x: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """The outputs of a fused weight's linears; no widths leave them side by side in one tensor."""
+    """The output of each linear of a fused weight; without widths one tensor of all outputs."""
     return paddle.split(x, list(widths), axis=-1) if widths else [x]
 
 
 def column_slices(widths: Sequence[int]) -> list[slice]:
-    """The slices of blocks of these widths that lie side by side."""
+    """Slices of consecutive blocks of these widths."""
     starts = [sum(widths[:number]) for number in range(len(widths))]
     return [slice(start, start + width) for start, width in zip(starts, widths, strict=True)]
 
@@ -273,13 +271,13 @@ def names_by_parameter(
     """Every parameter once, with all of its names in order: one per linear of a fused weight.
 
     Raises:
-        ValueError: a fused weight comes with the names of some of its linears only.
+        ValueError: some linears of a fused weight are missing.
     """
     groups: dict[int, tuple[Tensor, list[str]]] = {}
     for name, parameter in named_parameters:
         groups.setdefault(id(parameter), (parameter, []))[1].append(name)
     for parameter, names in groups.values():
-        # A single name stands for all of the weight.
+        # A single name is that of the fused weight itself.
         if len(names) > 1 and len(names) != len(fused_columns(parameter)):
             fused = [columns.name for columns in fused_columns(parameter)]
             raise ValueError(
@@ -295,11 +293,11 @@ def separate(
     weights: Iterable[Tensor],
     make: Callable[[int, Sequence[Columns]], SeparateLinears],
 ) -> None:
-    """Replace some fused linears of a model by linears with a weight each, of the same values.
+    """Replace fused linears of a model by separate ones with the same values.
 
     Args:
         weights: the fused weights.
-        make: builds linears of a number of input features and of columns, on this rank.
+        make: builds this rank's linears from input features and columns.
     """
     chosen = {id(weight) for weight in weights}
     if not chosen:

@@ -18,7 +18,7 @@ from paddle.nn.initializer import Constant
 
 @dataclass(frozen=True)
 class LowRankSettings:
-    """An adapter's rank r, the factor of its output, and the dropout of its input in training."""
+    """An adapter's rank r, scaling, and dropout of its input in training."""
 
     r: int
     scaling: float
@@ -26,10 +26,10 @@ class LowRankSettings:
 
 
 class LowRank(nn.Layer):
-    """The adapter's product, to be added to the linear's; zero until it is trained.
+    """The adapter's output, to be added to the linear's; zero before training.
 
     Attributes:
-        random: opens a context for dropout to draw in: that of another random state, where the
+        random: makes the context in which dropout draws; it switches the random state where the
             input differs from rank to rank.
 
     Args:

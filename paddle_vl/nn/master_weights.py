@@ -1,9 +1,8 @@
 """Float32 master weights of half-precision parameters, which the optimizer updates.
 
-One regime for every half-precision model, on one rank or many: parameters and activations are
-bfloat16, gradients of micro-batches are accumulated in float32, master weights and optimizer state
-are float32, and the parameters are roundings of the master weights. `paddle_vl.parallel.sharding`
-does the same with sharded master weights.
+Mixed precision, the same on one rank or many: parameters and activations are bfloat16; gradients of
+micro-batches are accumulated in float32; master weights and optimizer state are float32; parameters
+are the rounded master weights. `paddle_vl.parallel.sharding` does the same with shards.
 """
 
 from collections.abc import Iterable
@@ -16,11 +15,10 @@ from paddle.base.framework import EagerParamBase
 
 
 class ParameterStore(Protocol):
-    """What the optimizer updates in place of a model's parameters, and how the two follow each
-    other in a training step.
+    """What the optimizer updates in place of a model's parameters: master weights or shards.
 
-    `MasterWeights` here is the unsharded one; `paddle_vl.parallel.sharding` has the others. The
-    order of a step: `begin_step`; forward, backward and `end_micro_batch` for each micro-batch;
+    `MasterWeights` is the unsharded implementation; `paddle_vl.parallel.sharding` has the others.
+    A step: `begin_step`; forward, backward and `end_micro_batch` for each micro-batch;
     `end_backward`; the optimizer's step on `shard_of`; `all_gather_parameters`.
 
     Attributes:
@@ -30,25 +28,25 @@ class ParameterStore(Protocol):
     stage: int
 
     def shard_of(self, parameter: Tensor) -> Tensor | None:
-        """What the optimizer updates for a trained parameter: itself, its master weight, or this
-        rank's shard of that; None where this rank has nothing of it."""
+        """What the optimizer updates for a trained parameter: the parameter, its master weight, or
+        this rank's shard of that; None if other ranks have all of it."""
         ...
 
     def own_shard(self, parameter: Tensor, full: np.ndarray, /) -> np.ndarray:
-        """This rank's shard, cut as `shard_of`, of an array of the parameter's shape."""
+        """This rank's shard of an array of the parameter's shape, sharded like `shard_of`."""
         ...
 
     def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
-        """The parameter's value in its shape, or that of a `value` cut as `shard_of`, such as a
-        moment; collective where it is sharded."""
+        """The unsharded parameter, or an unsharded `value` that is sharded like `shard_of`, such as
+        a moment; collective where it is sharded."""
         ...
 
     def copies(self) -> list[Tensor]:
-        """Tensors that are held besides the parameters."""
+        """Tensors kept besides the parameters."""
         ...
 
     def gradient_sums(self) -> list[Tensor]:
-        """Gradients that are held besides the `grad` of parameters and copies."""
+        """Gradients kept besides the `grad` of parameters and copies."""
         ...
 
     def begin_step(self, num_micro_batches: int) -> None:
@@ -60,19 +58,19 @@ class ParameterStore(Protocol):
         ...
 
     def end_backward(self) -> None:
-        """After the last micro-batch: what `shard_of` gives gets its gradient."""
+        """After the last micro-batch: give the tensors of `shard_of` their gradients."""
         ...
 
     def all_gather_parameters(self) -> None:
-        """After the optimizer's step: parameters get the updated values."""
+        """After the optimizer's step: copy the updated values into the parameters."""
         ...
 
 
 def master_copy(parameter: Tensor, value: Tensor) -> Tensor:
-    """A trainable float32 leaf of some or all of a parameter's values.
+    """A trainable float32 leaf with some or all of a parameter's values.
 
     Args:
-        value: its storage is taken over if it is float32.
+        value: the values; float32 storage is reused.
     """
     copy = EagerParamBase.from_tensor(value.astype("float32"), trainable=True)
     # Fleet reads it.
@@ -84,7 +82,7 @@ class WideGradients:
     """Float32 accumulation of half-precision gradients over the micro-batches of a step.
 
     Args:
-        parameters: half-precision ones; their own gradients are dropped when they are taken.
+        parameters: half-precision parameters; `take` drops their own gradients.
     """
 
     def __init__(self, parameters: Iterable[Tensor]):
@@ -106,18 +104,18 @@ class WideGradients:
         return self._sums.pop(id(parameter), None)
 
     def sums(self) -> list[Tensor]:
-        """The sums that are held now."""
+        """The current sums."""
         return list(self._sums.values())
 
 
 class MasterWeights:
     """Unsharded float32 master weights of the trained half-precision parameters of a model.
 
-    A `ParameterStore`; without half-precision parameters it holds nothing.
+    A `ParameterStore`; empty without half-precision parameters.
 
     Args:
-        parameters: of the model, trained and frozen; each is copied before the next is taken from
-            the iterable.
+        parameters: of the model, trained and frozen; each is copied before the next one is
+            requested from the iterable.
     """
 
     stage = 0

@@ -1,11 +1,11 @@
-"""RMSNorm and LayerNorm, computed in float32 whatever dtype the activations have.
+"""RMSNorm and LayerNorm, computed in float32 for activations of any dtype.
 
-Shapes: N rows, C channels; leading dims may be any number. In float32, since the mean of squares of
-a wide bfloat16 row would lose most of its bits.
+Shapes: N rows, C channels; any number of leading dims. A bfloat16 mean of squares over a wide row
+would lose most of its bits.
 
-In eager mode the backward passes are written out: left to autograd, the gradient of a product with
-a `[C]` weight costs more on Paddle's CPU kernels than everything else in the norm, and more float32
-tensors are kept on a GPU.
+In eager mode the backward passes are written by hand: autograd's gradient of a product with a `[C]`
+weight is slower on Paddle's CPU kernels than the rest of the norm, and on a GPU it keeps more
+float32 tensors.
 """
 
 import paddle
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
 
 
 def _rms_quotient(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """`x / sqrt(mean(x^2) + epsilon)` `[..., C]` and the factor of `x` `[..., 1]`, float32."""
+    """`x / sqrt(mean(x^2) + epsilon)` `[..., C]` and that inverse root `[..., 1]`, float32."""
     x = x.astype("float32")
     inverse = paddle.rsqrt(row_sum(x * x) / x.shape[-1] + epsilon)
     return x * inverse, inverse
@@ -71,9 +71,9 @@ def _quotient_gradient(grad: Tensor, quotient: Tensor, inverse: Tensor) -> Tenso
 
 @operation
 def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + epsilon) * (1 + weight)`, the mean over C, as Gemma has it.
+    """Gemma's norm: `x / sqrt(mean(x^2) + epsilon) * (1 + weight)`, the mean over C.
 
-    All of it is in float32 and cast to the dtype of `x` at the end, unlike `rms_norm`.
+    Computed in float32 and cast to the dtype of `x` at the end, unlike `rms_norm`.
 
     Args:
         x: `[..., C]`.
@@ -135,7 +135,7 @@ class _RMSQuotient(PyLayer):
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
     """`weight * (x - mean) / sqrt(variance + epsilon) + bias`, mean and variance over C.
 
-    All of it is in float32 and cast to the dtype of `x` at the end, as torch's `layer_norm` does.
+    Computed in float32 and cast to the dtype of `x` at the end, as torch's `layer_norm` does.
 
     Args:
         x: `[..., C]`.

@@ -1,6 +1,6 @@
-"""What a model family tells the training step: its loss, and what its batches hold and need.
+"""Interface of a model family to the training step: its loss, and an adapter for its batches.
 
-Losses are sums and counts: the mean over a step is made once, from the counts of all ranks.
+Losses are sums and counts; the mean over a step is computed once, from the counts of all ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -19,12 +19,12 @@ BatchT = TypeVar("BatchT", bound=Batch)
 class Loss(ABC):
     """The loss of a model family: weighted terms, each a sum divided by a count over a whole step.
 
-    The micro-batches of all ranks count as one batch. `paddle_vl.families.base.BatchAdapter` counts
-    what a batch adds to the divisors.
+    The micro-batches of all ranks count as one batch. `BatchAdapter.counts` gives what a batch adds
+    to the divisors.
 
     Attributes:
         terms: names and weights; a term of weight 0 is reported but not trained.
-        reported_counts: by term the name under which a metrics line reports its divisor.
+        reported_counts: term to the key of its divisor in a metrics line.
     """
 
     terms: Mapping[str, float]
@@ -32,14 +32,14 @@ class Loss(ABC):
 
     @abstractmethod
     def check_counts(self, totals: Sequence[int], num_batches: int) -> None:
-        """Refuse a step that has nothing to learn from.
+        """Refuse a step without anything to learn from.
 
         Args:
             totals: divisor of each term over the whole step.
             num_batches: micro-batches of this rank, for the message.
 
         Raises:
-            ValueError: a divisor is 0; says what to look at.
+            ValueError: a divisor is 0.
         """
 
     @abstractmethod
@@ -80,11 +80,12 @@ def zero_terms(loss: Loss) -> Tensor:
 
 
 class BatchAdapter(ABC, Generic[BatchT]):
-    """What the trainer asks about a batch, and how a batch reaches the model.
+    """Counts of a batch for the trainer, and its way into the model.
 
-    A batch that needs an optional branch of the model (a vision tower, an optional part of the
-    prompt) may have to run in step with ranks whose batches do not: `optional_branches` says what a
-    batch needs, `synchronized` gives the batch to run once all ranks' needs are known.
+    If one rank's batch needs an optional branch of the model (vision tower, an optional part of the
+    prompt), other ranks may have to run it too, because its layers are collective:
+    `optional_branches` tells what a batch needs; `synchronized` makes the batch to run once the
+    needs of all ranks are known.
     """
 
     @abstractmethod
@@ -115,11 +116,11 @@ class BatchAdapter(ABC, Generic[BatchT]):
         return []
 
     def prepared(self, batch: BatchT) -> BatchT:
-        """The batch with what has to be read on the host before arrays leave it."""
+        """The batch with values that must be read on the host, before its arrays are copied."""
         return batch
 
     def is_for_device(self, name: str) -> bool:
-        """Whether the model computes with a field; other fields stay on the host."""
+        """Whether a field is copied to the device; others stay on the host."""
         return True
 
     def synchronized(self, batch: BatchT, needed: Sequence[int], model: Any) -> BatchT:

@@ -1,7 +1,7 @@
-"""Operations with a plain implementation, and faster kernels by device behind the same function.
+"""Operations with a plain implementation, and faster kernels per device behind the same function.
 
-The body of an operation is its plain implementation: Paddle operations that any device computes,
-that autograd differentiates, and that can be traced into a program.
+The body of an operation is its plain implementation: Paddle operations that run on any device, are
+differentiable, and can be traced into a program.
 
     @operation
     def rms_norm(x, weight_C, epsilon): ...
@@ -9,11 +9,11 @@ that autograd differentiates, and that can be traced into a program.
     @rms_norm.register("cpu")
     def _rms_norm_on_cpu(x, weight_C, epsilon): ...
 
-A call takes the kernel of the device on which its first tensor lies. Without one, or while a
-program is traced, it takes the plain implementation. `use_kernels` forces one choice, for tests.
+A call takes the kernel of its first tensor's device. Without one, or while a program is traced, it
+takes the plain implementation. `use_kernels` forces one choice, for tests.
 
-The small operations stand here too: sums, activations, slices, dropout of token rows, and the cross
-entropy of tokens. The others have files of their own.
+Small operations are here too: sums, activations, slices, dropout of token rows, and the cross
+entropy of tokens.
 """
 
 import functools
@@ -40,7 +40,7 @@ class Operation(Generic[P, R]):
 
     Attributes:
         plain: the implementation in plain Paddle operations.
-        kernels: the others, by device.
+        kernels: other implementations, by device.
     """
 
     def __init__(self, plain: Callable[P, R]):
@@ -53,8 +53,8 @@ class Operation(Generic[P, R]):
         return self.kernels.get(_device_of(args[0]), self.plain)(*args, **kwargs)
 
     def register(self, *devices: Device) -> Callable[[K], K]:
-        """Decorator: on these devices, in eager mode, take a function of the same arguments, or the
-        `apply` of a `PyLayer` class."""
+        """Decorator: the kernel for these devices in eager mode, a function of the same arguments
+        or a `PyLayer` class."""
 
         def add(kernel: K) -> K:
             call: Any = getattr(kernel, "apply", kernel)
@@ -136,21 +136,20 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def slice_axis(x: Tensor, begin: int, end: int, axis: int = 0) -> Tensor:
-    """`x[begin:end]` along an axis, as an operation of the graph even where it takes all of `x`.
+    """`x[begin:end]` along an axis, always as an operation of the graph.
 
-    Paddle leaves `x[:n]` out of the graph where it takes everything. Autograd would then visit the
-    layers in another order than on a rank that takes less, and collectives would not match.
+    Paddle leaves a full `x[:n]` out of the graph. Autograd would then visit the layers in another
+    order than on a rank with a smaller slice, and collectives would not match.
     """
     return paddle.slice(x, [axis], [begin], [end])
 
 
 class RowDropout(nn.Layer):
-    """In training, zeroes entries of token rows with probability `p` and scales the others by
-    `1 / (1 - p)`.
+    """In training, zeroes entries with probability `p` and scales the others by `1 / (1 - p)`.
 
     Attributes:
-        random: opens a context to draw in: that of another random state, where the rows differ from
-            rank to rank.
+        random: makes the context of the draws; it switches the random state where the rows differ
+            from rank to rank.
     """
 
     def __init__(self, p: float):
@@ -166,9 +165,9 @@ class RowDropout(nn.Layer):
 
 
 def next_token_targets(labels_BL: Tensor) -> Tensor:
-    """Labels shifted left by one, so that row i holds what row i predicts: `[B * L]` int64.
+    """Labels shifted left by one, so that row i has the target of its prediction: `[B * L]` int64.
 
-    The last position of every row of the batch predicts nothing and gets `IGNORE_INDEX`.
+    The last position of every batch row gets `IGNORE_INDEX`.
     """
     ignored = paddle.full([labels_BL.shape[0], 1], IGNORE_INDEX, dtype=labels_BL.dtype)
     return paddle.concat([labels_BL[:, 1:], ignored], axis=1).reshape([-1])
@@ -177,9 +176,9 @@ def next_token_targets(labels_BL: Tensor) -> Tensor:
 def token_loss(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
     """Cross entropy summed over the rows whose target is not `IGNORE_INDEX`, and their number.
 
-    Logits are cast to float32 first: a bfloat16 sum over the vocabulary is too coarse. A sum and a
-    count, not a mean: the caller divides by the count of the whole global batch. (Paddle's own mean
-    divides by all rows, ignored ones too, when the ignored index is negative, in 3.3.1.)
+    Logits are cast to float32 first: a bfloat16 sum over the vocabulary is too coarse. The caller
+    divides by the count of the global batch. (Paddle 3.3.1's own mean also counts ignored rows if
+    the ignored index is negative.)
 
     Returns:
         Two float32 scalars, sum and count.

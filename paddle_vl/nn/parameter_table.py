@@ -1,4 +1,4 @@
-"""How the parameters on this rank relate to those of the full model: one `ParamSpec` each."""
+"""Table of this rank's parameters and how each is sharded or replicated: one `ParamSpec` each."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from paddle import Tensor
 
 from paddle_vl.nn.linear import column_slices, fused_columns
 
-# All-gather of equally large tensors over a group: the values of every rank, in the group's order.
+# All-gather of tensors of equal size over a group, in the group's order.
 AllGather = Callable[[Tensor, Any], list[np.ndarray]]
 
 
@@ -26,16 +26,16 @@ class Tie(Enum):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What training, sharding and checkpoints must know of a parameter besides its value.
+    """How a parameter is sharded and reduced, for training, sharding and checkpoints.
 
     Attributes:
         split_axis: dim that is sharded over the tensor-parallel (mp) group; None if replicated.
         blocks: full widths along `split_axis` of fused sub-matrices, such as (gate, up), each of
             which is sharded by itself; empty for a single matrix.
-        has_partial_gradient: backward gives one term of a sum over the mp group. The parameter is
-            replicated; its gradients are all-reduced before they are used.
-        has_own_inputs: the layer sees other rows here than on the other mp ranks, so that its
-            dropout draws from the rank's own generator.
+        has_partial_gradient: the parameter is replicated, and its gradients must be all-reduced
+            over the mp group.
+        has_own_inputs: each mp rank's layer gets different rows, so that its dropout draws from the
+            rank's own generator.
         tie: see `Tie`.
         is_expert: dim 0 is sharded over the expert-parallel (ep) group.
     """
@@ -58,8 +58,8 @@ class ParameterTable:
     at the end of its constructor. Parameters are found by identity: a copy has no entry.
 
     Args:
-        mp_group, ep_group: groups with `rank` and `nranks`; None where nothing is sharded over one.
-        all_gather: needed where there is a group.
+        mp_group, ep_group: groups with `rank` and `nranks`; None for no such sharding.
+        all_gather: required with a group.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ParameterTable:
     ):
         self._mp_group, self._ep_group = mp_group, ep_group
         self._all_gather = all_gather or _refuse
-        # Weak: a weight that is replaced (`nn.projections.separate`) must give up its memory.
+        # Weak: a weight replaced by `nn.linear.separate` must be freed.
         self._entries: dict[int, tuple[weakref.ref[Tensor], ParamSpec]] = {}
 
     @property
@@ -79,14 +79,14 @@ class ParameterTable:
         return self._mp_group is not None or self._ep_group is not None
 
     def add(self, parameters: Iterable[Tensor], spec: ParamSpec = REPLICATED) -> None:
-        """Set the spec of parameters; it replaces an earlier one."""
+        """Set or replace the spec of parameters."""
         for parameter in parameters:
-            # Values of a static graph are neither trained nor saved.
+            # Values of a static graph are not trained or saved.
             if isinstance(parameter, Tensor):
                 self._entries[id(parameter)] = (weakref.ref(parameter), spec)
 
     def add_replicated(self, parameters: Iterable[Tensor]) -> None:
-        """Declare that those without an entry are the same on every mp rank, gradients too."""
+        """Mark parameters without an entry as replicated, with equal gradients on all mp ranks."""
         self.add(parameter for parameter in parameters if parameter not in self)
 
     def __contains__(self, parameter: Tensor) -> bool:
@@ -138,7 +138,7 @@ class ParameterTable:
         return np.split(full, self._mp_group.nranks, axis=1)[self._mp_group.rank]
 
     def column_slices(self, parameter: Tensor) -> list[slice]:
-        """Where the linears of a fused parameter lie in this rank's shard."""
+        """Columns of each linear of a fused parameter in this rank's shard."""
         ranks = 1 if self._mp_group is None else self._mp_group.nranks
         return column_slices([one.width // ranks for one in fused_columns(parameter)])
 
@@ -148,10 +148,9 @@ class ParameterTable:
         """The full value of a parameter; collective where the parameter is sharded.
 
         Args:
-            value: in place of the parameter's own value, one of its shape on this rank, such as a
-                moment.
-            copy: False if nothing changes the tensor before the array is used up: the array may
-                then be the tensor's own memory.
+            value: another tensor of the parameter's shape on this rank, such as a moment.
+            copy: False allows the array to share the tensor's memory; the tensor must not change
+                while the array is in use.
         """
         spec, value = self[parameter], parameter if value is None else value
         if self._mp_group is None or spec.split_axis is None:
@@ -173,7 +172,7 @@ def _refuse(value: Tensor, group: Any) -> list[np.ndarray]:
 
 
 def _cuts(spec: ParamSpec, ranks: int = 1) -> list[int]:
-    """Where blocks end, but for the last, in a shard of so many ranks, or in the full value."""
+    """Boundaries between blocks in the full value, or in one of `ranks` shards."""
     return np.cumsum([width // ranks for width in spec.blocks])[:-1].tolist()
 
 
@@ -181,8 +180,8 @@ def host_array(tensor: Tensor, copy: bool = True) -> np.ndarray:
     """A tensor's values on the host; bfloat16 as its bits (uint16).
 
     Args:
-        copy: False returns the memory of a tensor that is on the host, bfloat16 apart. Paddle's
-            copy goes to new memory, which costs more than the copying.
+        copy: False returns the memory of a host tensor unless it is bfloat16, since allocating new
+            memory costs more than the copy itself.
     """
     # A view of bfloat16 as int16 needs stride kernels.
     is_on_host = tensor.place.is_cpu_place() and tensor.dtype != paddle.bfloat16

@@ -1,11 +1,11 @@
-"""The seam between a model and its parallelism.
+"""Interface between a model and its parallelism.
 
-A model gets a `Placement`. It builds the layers that tensor parallelism shards with
-`placement.layers`, marks with `placement.ops` where token rows enter and leave a sequence-parallel
-region, and asks `placement.stage_layers` which layers its pipeline stage has. It knows no rank
-beyond that. `paddle_vl.parallel.tensor` has the versions for several ranks.
+A model gets a `Placement`. It builds tensor-parallel layers with `placement.layers`, marks with
+`placement.ops` where token rows enter and leave a sequence-parallel region, and reads from
+`placement.stage_layers` which layers its pipeline stage has. `paddle_vl.parallel.tensor` has the
+implementations for several ranks.
 
-Over 350 lines, since it is the whole interface that a new model has to know.
+Over 350 lines: this is the complete parallelism interface for a new model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,20 +32,20 @@ from paddle_vl.nn.parameter_table import REPLICATED, ParameterTable, Tie
 
 # Pixels and grid of items (images, videos) to merged rows `[M, D]` and G levels of `[M, D]`.
 Encoder = Callable[[Tensor, np.ndarray], tuple[Tensor, list[Tensor]]]
-# Numbers of items, ascending, to their rows `[M, C]`; None means all items. For no items it returns
-# arbitrary rows, which are dropped: a rank without an item may still have to run the layers.
+# Ascending item numbers (None: all items) to their rows `[M, C]`. For no items it returns arbitrary
+# rows, which are dropped: a rank without an item may still have to run the layers.
 ItemEncoder = Callable[[np.ndarray | None], Tensor]
 Layer = TypeVar("Layer", bound=nn.Layer)
 
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of a model that this rank's pipeline stage has; all of them without a pipeline.
+    """The layers of this rank's pipeline stage; all layers without a pipeline.
 
     Attributes:
-        embedding: whether it has what precedes the decoder layers: vision tower, token embedding.
+        embedding: whether it has vision tower and token embedding.
         layers: numbers of its decoder layers; None for all.
-        head: whether it has what follows the decoder layers: final norm and head.
+        head: whether it has final norm and head.
     """
 
     embedding: bool = True
@@ -54,7 +54,7 @@ class StageLayers:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is the full model."""
+        """Whether these are all layers of the model."""
         return self.embedding and self.head and self.layers is None
 
     def has_layer(self, number: int) -> bool:
@@ -67,7 +67,7 @@ class CheckpointRanks:
     """The ranks that write one model together, and this rank's place among them.
 
     Attributes:
-        rank, size: this rank among those that have its layers, and how many these are.
+        rank, size: index of this rank among the ranks with the same layers, and their number.
         stage: its pipeline stage.
     """
 
@@ -77,7 +77,7 @@ class CheckpointRanks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """Whether this rank writes the files that only one rank writes."""
         return self.rank == 0 and self.stage == 0
 
     def gather_stages(self, value: Any) -> list[Any]:
@@ -93,7 +93,7 @@ class ExpertSharding(Protocol):
     """Shards experts over an expert-parallel group, see `paddle_vl.parallel.expert_parallel`."""
 
     def shard(self, make: Callable[[int], Experts], num_experts: int) -> Experts:
-        """This rank's experts; `make` builds that many."""
+        """This rank's experts; `make(n)` builds n experts."""
         ...
 
 
@@ -103,8 +103,8 @@ class RegionOps:
     Shapes: T token rows, `T / mp` of them per rank inside a sequence-parallel region.
 
     Attributes:
-        layers_are_collective: whether layers issue collectives by themselves (sharded parameters,
-            experts), so that all ranks must run the same layers whatever their data.
+        layers_are_collective: whether layers issue collectives (sharded parameters, experts), so
+            that all ranks must run the same layers, whatever their data.
     """
 
     def __init__(self, layers_are_collective: bool = False):
@@ -116,7 +116,7 @@ class RegionOps:
         return RowPart()
 
     def pad_rows(self, x_TD: Tensor) -> Tensor:
-        """Append rows of zeros until the rows divide by the mp degree."""
+        """Append zero rows until the mp degree divides the number of rows."""
         return x_TD
 
     def enter_rows(self, x_TD: Tensor) -> Tensor:
@@ -126,10 +126,10 @@ class RegionOps:
     def leave_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
         """Leave a sequence-parallel region: all-gather; backward keeps this rank's rows.
 
-        For rows of which every rank computes the same loss.
+        Every rank must compute the same loss from the rows.
 
         Args:
-            num_rows: T without the rows of `pad_rows`, which are cut off.
+            num_rows: T without the rows of `pad_rows`, which are removed.
         """
         return x_TD
 
@@ -149,8 +149,7 @@ class RegionOps:
         return x_TD
 
     def enter_replicated(self, x: Tensor) -> Tensor:
-        """Replicated tensor; its gradient is scaled by 1/mp so that the later all-reduce does not
-        over-count."""
+        """Use a replicated tensor; its gradient is scaled by 1/mp before the later all-reduce."""
         return x
 
     def encode_visual(
@@ -203,7 +202,7 @@ class LayerFactory:
     Every parameter of these layers gets an entry in `parameter_table`.
 
     Args:
-        stage_layers: of the pipeline stage, for weights that two stages share.
+        stage_layers: layers of the pipeline stage, for weights that two stages share.
         expert_sharding: None where every rank has all experts.
     """
 
@@ -227,17 +226,17 @@ class LayerFactory:
         """Column-parallel linears of one input, without bias, in one fused weight.
 
         The layer takes this rank's token rows and the `num_rows` of `RegionOps.enter_columns`, and
-        returns a list of each linear's output of all rows. Attention heads are not cut.
+        returns the output of each linear for all rows. An attention head stays on one rank.
 
         Args:
-            splits: False returns all outputs side by side as one tensor if the weight is fused.
+            splits: False returns one tensor of all outputs if the weight is fused.
         """
         return self._recorded(FusedLinear(in_features, columns, init_std, splits))
 
     def separate_projections(
         self, in_features: int, columns: Sequence[Columns], init_std: float = 0.02
     ) -> SeparateLinears:
-        """`projections` with a weight each, which training may treat differently."""
+        """`projections` with one weight per linear."""
         return SeparateLinears(
             columns,
             self.ops.enter_columns,
@@ -283,11 +282,11 @@ class LayerFactory:
         return self._tied(head) if is_tied else head
 
     def router(self, width: int, num_experts: int, init_std: float = 0.02) -> nn.Layer:
-        """A linear from token rows to experts, between `RegionOps.enter_columns` and `experts`."""
+        """The router, a linear between `RegionOps.enter_columns` and `experts`."""
         return self._recorded(Linear(width, num_experts, False, init_std))
 
     def experts(self, num_experts: int, width: int, inner: int, init_std: float = 0.02) -> Experts:
-        """Experts on rows of `RegionOps.enter_columns`; their output is that of a `row_linear`."""
+        """Experts on rows of `RegionOps.enter_columns`; output as of a `row_linear`."""
 
         def make(count: int) -> Experts:
             return self._make_experts(count, width, inner, init_std)
@@ -301,11 +300,11 @@ class LayerFactory:
         return experts
 
     def row_wise(self, layer: Layer) -> Layer:
-        """A layer inside the sequence-parallel region that treats every token row alike: a norm."""
+        """A row-wise layer inside the sequence-parallel region, such as a norm."""
         return self._recorded(layer)
 
     def head_wise(self, layer: Layer) -> Layer:
-        """A layer that treats every attention head alike, with the same parameters: a norm."""
+        """A layer with the same parameters for every attention head, such as a norm."""
         return self._recorded(layer)
 
     def tower(self, layer: Layer) -> Layer:
@@ -317,9 +316,9 @@ class LayerFactory:
         return RowDropout(p)
 
     def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
-        """Put a low-rank adapter beside a linear of this factory or of the tower.
+        """Add a low-rank adapter to a linear of this factory or of the tower.
 
-        A factor is sharded where it meets the sharded dim of the linear's weight.
+        The factor on the sharded dim of the linear's weight is sharded too.
         """
         layer.add_low_rank(settings)
         assert layer.lora is not None
@@ -343,12 +342,12 @@ class LayerFactory:
 
 @dataclass(frozen=True)
 class Placement:
-    """What a model's constructor needs to know of its parallelism.
+    """Parallelism of a model on this rank; an argument of its constructor.
 
     Attributes:
-        layers: builds its layers, and keeps the table of their parameters.
-        ops: collectives around them.
-        stage_layers: which layers this rank's pipeline stage has.
+        layers: builds layers, and has the table of their parameters.
+        ops: collectives around the layers.
+        stage_layers: layers of this rank's pipeline stage.
         checkpoint_ranks: the ranks that save the model together.
     """
 

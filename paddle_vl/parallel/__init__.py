@@ -1,1 +1,1 @@
-"""Everything that knows about ranks, and what goes through paddle.distributed."""
+"""Parallelism: topology, collectives, tensor, pipeline and expert parallelism, sharding."""

@@ -1,10 +1,10 @@
-"""Gathers values and arrays from all ranks, and compares settings before anything long begins.
+"""All-gathers of JSON values and arrays, and checks that settings agree on all ranks.
 
-Values travel as JSON and arrays as bytes. Nothing that a rank receives is unpickled: that would
-execute whatever code the sender chose.
+Values are sent as JSON and arrays as bytes; nothing received is unpickled, which could execute code
+of the sender.
 
-All functions here are collective: every rank of the group calls them, in the same order. Each is
-made of all-gathers, and every rank gets the same result.
+All functions here are collective: every rank of the group calls them in the same order. Each
+consists of all-gathers, and every rank gets the same result.
 """
 
 import json
@@ -29,14 +29,14 @@ def gather_values(value: Any, group=None) -> list[Any]:
         group: default all ranks.
 
     Raises:
-        TypeError: the value contains something else, such as a tuple or an array; names it.
+        TypeError: the value contains another type, such as a tuple or an array.
     """
     _check_json(value, "the value")
     return [json.loads(text) for text in gather_bytes(json.dumps(value).encode(), group)]
 
 
 def gather_arrays(arrays: Mapping[str, np.ndarray], group=None) -> list[dict[str, np.ndarray]]:
-    """All-gather named arrays, which may differ per rank in everything; in the group's order."""
+    """All-gather named arrays of any number, shape and dtype per rank; in the group's order."""
     heads = gather_values(
         [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()], group
     )
@@ -91,10 +91,10 @@ def check_fields_agree(fields: Mapping[str, bool], where: str) -> None:
     """Check that the data of all ranks has the same optional fields.
 
     Ranks that shard parameters run the same layers for every field of the data, filled or masked.
-    This belongs to the configuration of the data, so it is checked once and not per step.
+    The fields are configured per data set, so they are checked once, not per step.
 
     Args:
-        fields: whether the samples of this rank have each field; a missing name counts as False.
+        fields: whether this rank's samples have each field; a missing name counts as False.
         where: coordinates of this rank, for the message.
 
     Raises:

@@ -1,6 +1,6 @@
 """The process that compares the collectives of all ranks, see `collective_check`.
 
-Not a thread of rank 0, which may hold the interpreter lock while it waits in a collective. Does not
+A process, not a thread of rank 0: waiting in a collective may hold the interpreter lock. Does not
 load Paddle.
 """
 
@@ -32,8 +32,7 @@ class Plan(NamedTuple):
 class Board:
     """The collectives that every rank has reached.
 
-    Methods wait for other ranks and return a problem, or None. The first problem that is found is
-    returned on all ranks.
+    Methods wait for other ranks and return a problem, or None; all ranks get the first one found.
 
     Args:
         num_ranks: world size.
@@ -43,12 +42,12 @@ class Board:
     def __init__(self, num_ranks: int, timeout: float):
         self.num_ranks, self.timeout = num_ranks, timeout
         self._changed = threading.Condition()
-        # By the ranks of a group, and the position among their collectives.
+        # By ranks of the group and index of the collective among theirs.
         self._plans: defaultdict[tuple[Line, int], dict[int, Plan]] = defaultdict(dict)
         self._passed: Counter[tuple[Line, int]] = Counter()
         self._positions: Counter[tuple[Line, int]] = Counter()
         self._last: dict[int, str] = {}
-        # Why a rank starts no more collectives.
+        # Why a rank starts no further collectives.
         self._gone: dict[int, str] = {}
         self._problem: str | None = None
 
@@ -88,12 +87,12 @@ class Board:
             )
 
     def fail(self, rank: int, error: str) -> None:
-        """Report why this rank starts no more collectives."""
+        """Report why this rank starts no further collectives."""
         with self._changed:
             self._set_problem(f"rank {rank} {error}{self._last_of(rank)}")
 
     def lose(self, rank: int) -> None:
-        """The connection of a rank is closed: a problem only for ranks that wait for it."""
+        """A rank's connection was closed: a problem only if other ranks wait for it."""
         with self._changed:
             self._gone.setdefault(rank, "has ended")
             self._changed.notify_all()

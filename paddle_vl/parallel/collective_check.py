@@ -1,4 +1,4 @@
-"""Stops at the first collective that ranks disagree on, instead of a hang.
+"""Raises an error at the first collective on which ranks disagree, instead of hanging.
 
 For a section of code:
 
@@ -6,13 +6,13 @@ For a section of code:
         recording.phase = "forward"
         ...
 
-or for a full run, by a variable in the environment of all ranks, the seconds to wait:
+or for a full run, by an environment variable of all ranks with the seconds to wait:
 
     PADDLE_VL_CHECK_COLLECTIVES=60 fleetrun tools/train.py CONFIG
 
-Before each collective the ranks of its group report it to the board, a process beside rank 0, which
-compares; the groups themselves send nothing for it. It costs a fraction of a millisecond per
-collective. Messages between pipeline stages are recorded and not checked.
+Before each collective the ranks of its group report it to the board, a process started by rank 0,
+which compares them. The check issues no collectives and costs a fraction of a millisecond per
+collective. Messages between pipeline stages are recorded but not checked.
 """
 
 import contextlib
@@ -52,15 +52,15 @@ _check_of_run: list = []
 
 @contextmanager
 def check_collectives(timeout: float = 60.0) -> Iterator[Recording]:
-    """Record and compare collectives while entered; all ranks enter and leave it together.
+    """Record and compare collectives inside the block; all ranks enter and leave it together.
 
     Args:
         timeout: seconds to wait for a rank that neither reaches a collective nor leaves.
 
     Raises:
-        RuntimeError: on every rank that starts a collective or leaves: ranks of a group start
-            different collectives, one left or failed while others wait for it, or the timeout.
-            Names the ranks, the collective of each, its place in the program and its phase.
+        RuntimeError: on every rank that starts a collective or leaves: ranks of a group started
+            different collectives, one left or failed while others wait for it, or the time is
+            over. The message has each rank's collective, its place in the program and its phase.
     """
     check = _Check(timeout)
     try:
@@ -78,7 +78,7 @@ def check_collectives(timeout: float = 60.0) -> Iterator[Recording]:
 
 
 def check_run_if_asked() -> None:
-    """Check all collectives of this rank from now on if the environment asks for it.
+    """Check all collectives of this rank from now on if the environment variable is set.
 
     Raises:
         ValueError: the variable is not a number of seconds.
@@ -97,7 +97,7 @@ def check_run_if_asked() -> None:
         )
     check = observed(_Check(seconds).meet)
     check.__enter__()
-    # Kept alive: its end would end the check.
+    # A reference keeps the check alive.
     _check_of_run.append(check)
 
 
@@ -132,7 +132,7 @@ class _Check:
         self._ask("leave")
 
     def fail(self, error: BaseException) -> None:
-        """Report why this rank starts no more collectives."""
+        """Report why this rank starts no further collectives."""
         self._ask("fail", error=f"failed with {type(error).__name__}: {error}")
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class _Check:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Ctrl-C is for the ranks; the board ends with them.
+            # Ctrl-C must not reach the board, which ends with the ranks.
             start_new_session=True,
         )
         print(host, dist.get_world_size(), timeout, password, file=self._server.stdin, flush=True)
@@ -173,7 +173,7 @@ def _is_in_backward() -> bool:
 
 
 def _caller() -> str:
-    """The calling place in the program, outside of Paddle and of this package's parallel code."""
+    """The innermost frame outside Paddle and this package's parallel code."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
         frame = frame.f_back

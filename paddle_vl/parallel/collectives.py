@@ -31,7 +31,7 @@ BUCKET_ELEMENTS = 1 << 25
 
 
 def divide_gradient(x: Tensor, ranks: int) -> Tensor:
-    """Identity; backward divides by `ranks`, for what every rank computes before an all-reduce."""
+    """Identity; backward divides by `ranks`, for equal gradients before an all-reduce."""
     return _DivideGradient.apply(x, ranks)
 
 
@@ -43,7 +43,7 @@ def all_reduced(x: Tensor, group) -> Tensor:
 
 
 def all_gathered(x_TD: Tensor, group) -> Tensor:
-    """The rows of every rank, equally many each, in the group's order; without a gradient."""
+    """The rows of all ranks, equally many each, in the group's order; without a gradient."""
     rows = paddle.empty([x_TD.shape[0] * group.nranks, *x_TD.shape[1:]], dtype=x_TD.dtype)
     dist.stream.all_gather(rows, x_TD.contiguous(), group=group)
     return rows
@@ -51,17 +51,17 @@ def all_gathered(x_TD: Tensor, group) -> Tensor:
 
 @paddle.no_grad()
 def all_reduce_partial_gradients(tensors: Iterable[tuple[Tensor, ParamSpec]], group) -> None:
-    """Sum over the mp group the gradients of which each rank has one term, see `ParamSpec`."""
+    """All-reduce partial gradients (see `ParamSpec`) over the mp group."""
     all_reduce_gradients([t for t, spec in tensors if spec.has_partial_gradient], group)
 
 
 @paddle.no_grad()
 def all_reduce_gradients(tensors: Sequence[Tensor], group) -> None:
-    """Sum gradients over a group, in fleet's buckets, the same ones on every rank.
+    """All-reduce gradients in fleet's buckets, which are the same on every rank.
 
-    A rank without a gradient takes part with zeros; where no rank has one, as for the vision tower
-    in a text-only step, all of them end with zeros. Fleet leaves missing gradients out, and ranks
-    that miss different ones would add up what does not belong together.
+    A missing gradient counts as zeros and becomes zeros if no rank has one, as for the vision tower
+    in a text-only step. Fleet leaves missing gradients out of its buckets, so ranks that miss
+    different ones would sum unrelated gradients.
     """
     trained = [tensor for tensor in tensors if not tensor.stop_gradient]
     for tensor in trained:

@@ -41,11 +41,11 @@ class ParallelDegrees(MeshSettings):
 
 @dataclass(frozen=True)
 class Plan:
-    """The input of the rules. Rules about the model or the padding skip a None.
+    """Input of the rules. Rules about model or padding are skipped if it is None.
 
     Attributes:
-        num_processes: world size that the launcher started.
-        pad_to_multiple_of: the padded length of every batch is a multiple of it.
+        num_processes: world size of the launcher.
+        pad_to_multiple_of: divides the padded length of every batch.
     """
 
     degrees: ParallelDegrees
@@ -256,7 +256,7 @@ def experts_divide(plan: Plan) -> Problems:
 def token_rows_divide(plan: Plan) -> Problems:
     multiple, mp = plan.pad_to_multiple_of, plan.degrees.mp_degree
     if multiple is not None and plan.degrees.sequence_parallel and multiple % mp:
-        # Not samples x length: the last evaluation batch may have any number of samples.
+        # The length itself must divide: the last evaluation batch has any number of samples.
         yield (
             f"data.pad_to_multiple_of {multiple} does not divide by parallel.mp_degree {mp}: "
             "sequence_parallel shards the token rows (samples x padded length) of every batch over "

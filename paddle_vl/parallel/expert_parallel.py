@@ -1,15 +1,13 @@
-"""Expert parallelism: each rank of a group holds some of the experts, and token rows travel.
+"""Expert parallelism: the experts of a layer are divided over a group that exchanges token rows.
 
-A row is sent to the ranks of its experts and its result comes back; in between, products are those
-of one device. The group consists of ranks with different samples (a part of the dp axis), so an
-expert sees the rows of all of them: its gradient is complete over the group, and is all-reduced
-over the ranks that hold the same experts only.
+An all-to-all sends each row to the ranks of its experts, and another one returns the results. The
+group consists of neighbouring dp ranks, which have different samples. An expert gets the rows of
+all of them, so its gradient needs an all-reduce only over the ranks with the same experts.
 
-The counts of rows are read on the host, once per layer and pass, since an all-to-all of uneven
-sizes needs them; nothing else is.
+The host reads the row counts once per layer and pass, for the all-to-all of uneven sizes.
 
-Shapes: N assignments of this rank's rows, sorted by expert; R arriving rows; S ranks of the group;
-E experts in all, H of them here.
+Shapes: N assignments of this rank's rows, sorted by expert; R received rows; S ranks of the group;
+E experts, H of them on this rank.
 """
 
 from collections.abc import Callable
@@ -31,10 +29,10 @@ class FleetExpertSharding:
         self.group = group
 
     def shard(self, make: Callable[[int], Experts], num_experts: int) -> Experts:
-        """This rank's experts, with the exchange of rows; `make` builds that many.
+        """This rank's experts, with the exchange of rows; `make(n)` builds n experts.
 
         Raises:
-            ValueError: the experts do not divide by the ranks.
+            ValueError: the number of ranks does not divide the number of experts.
         """
         size = self.group.nranks
         if num_experts % size:
@@ -60,7 +58,7 @@ class RowExchange:
         """The experts' output for this rank's rows, in the rows' order.
 
         Args:
-            run: this rank's experts, of rows sorted by expert and their `[H]` counts.
+            run: applies this rank's experts to rows sorted by expert with `[H]` counts.
             x_ND: this rank's rows, sorted by expert.
             counts_E: int64, rows per expert.
         """
@@ -72,7 +70,7 @@ class RowExchange:
         order, inverse = _by_expert(arriving_SH)
         x_RD = _AllToAll.apply(x_ND, leaving.tolist(), arriving.tolist(), self.group)
         counts_H = arriving_SH.sum(axis=0)
-        # Paddle's kernels fail on no rows at all: the last expert always gets one row of zeros.
+        # Paddle's kernels fail on zero rows, so the last expert always gets one more row of zeros.
         counts_H[-1] += 1
         x_RD = paddle.concat([reorder_rows(x_RD, order, inverse), paddle.zeros_like(x_ND[:1])])
         y_RD = run(x_RD, paddle.to_tensor(counts_H))[:-1]
@@ -81,8 +79,7 @@ class RowExchange:
 
 
 def _by_expert(arriving_SH: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The order that sorts rows by expert which lie by rank and then by expert, and its inverse:
-    `[R]` int64 each."""
+    """The permutation from (rank, expert) order to expert order, and its inverse: `[R]` int64."""
     expert_R = np.tile(np.arange(arriving_SH.shape[1]), len(arriving_SH)).repeat(
         arriving_SH.reshape(-1)
     )

@@ -1,8 +1,8 @@
 """Fleet's `DistributedStrategy` of a run: degrees, defaults of this package, options of the user.
 
-`parallel.fleet` passes options through to `mp_configs`, `pp_configs` and `sharding_configs`, by
-the names of the installed Paddle. An option that a setting of this package decides, or that is
-known to be wrong here, is refused with the reason.
+`parallel.fleet` passes options to `mp_configs`, `pp_configs` and `sharding_configs`, under the
+names of the installed Paddle. Options that a setting of this package controls, or that are known to
+be wrong here, are refused with the reason.
 """
 
 import difflib
@@ -62,7 +62,7 @@ _REFUSED = {
         "got, and has no effect",
     },
 }
-# Overlaps of mp_configs that need another one.
+# Overlap options of mp_configs that require another option.
 _NEED = {
     "mp_skip_c_identity": "mp_async_allreduce",
     "mp_fused_linear_param_grad_add": "mp_async_allreduce",
@@ -203,7 +203,7 @@ def _given(options: FleetConfig) -> dict[str, dict[str, Any]]:
 
 
 def _new_strategy() -> Any:
-    # Its constructor logs.
+    # The constructor logs.
     log_util.set_log_level("WARNING")
     return fleet.DistributedStrategy()
 

@@ -1,11 +1,11 @@
 """The launcher of `--nproc`: runs a subcommand in several ranks on this machine.
 
-`fleetrun` runs the same command on several machines. On one, Paddle's launcher would send SIGTERM
-three times for every request, kill ranks after 30 seconds even while they write, leave ranks
-running when it is killed, and copy the output of rank 0 every two seconds. Here:
+`fleetrun` runs the same command on several machines. Paddle's launcher sends SIGTERM three times
+for every stop request, kills ranks after 30 seconds even while they write, leaves ranks running
+when it is killed, and copies the output of rank 0 every two seconds. Here:
 
 - rank 0 writes to the terminal, the others to LOG_DIR/workerlog.RANK;
-- a request to stop reaches every rank once, and the caller sets how long they may take;
+- a stop request reaches every rank once, and the caller sets how long ranks may take;
 - a failed rank ends the others within seconds, and its last lines are shown;
 - ranks end when this process does, see `paddle_vl.train.stop_signals`.
 
@@ -29,13 +29,13 @@ from paddle_vl.parallel.stop_requests import STOP_SIGNALS, StopRequest, StopRequ
 logger = logging.getLogger(__name__)
 
 LAUNCHER_VARIABLE = "PADDLE_VL_LAUNCHER_PID"
-# The parent process, read early: a process whose parent has ended gets another one.
+# The parent process, read early: it changes when the parent ends.
 PARENT = os.getppid()
 RANK_LOG_VARIABLE = "PADDLE_VL_RANK_LOG"
 _MAIN = Path(__file__).parents[1] / "__main__.py"
-# After a failure the other ranks have this long to log the reason and end; then they are killed.
+# Seconds after a failure until the other ranks are killed; they may log the reason first.
 _FAILURE_GRACE_S = 3.0
-# The same after the first rank that was asked to stop has ended.
+# The same after the first rank ended on a stop request.
 _STRAGGLER_GRACE_S = 10.0
 # Added to the ranks' own time limit before they are killed.
 _KILL_MARGIN_S = 3.0
@@ -63,7 +63,7 @@ class Attempt(NamedTuple):
     num_ranks: int
 
 
-# From the failure that ended a run to its next start, or None.
+# Returns the next start after a failure, or None.
 NextAttempt = Callable[[Failure], Attempt | None]
 
 
@@ -81,8 +81,8 @@ def launch(
         next_attempt: called after a failure.
 
     Returns:
-        0 on success; 128 + N if signal N asked to stop and all ranks saved; otherwise the exit code
-        of the failed rank, 128 + N if signal N killed it; 1 if ranks were killed before they saved.
+        0 on success; 128 + N after stop signal N if all ranks saved; the exit code of a failed
+        rank, or 128 + N if signal N killed it; 1 if ranks were killed before they saved.
 
     Raises:
         ValueError: there are fewer devices than ranks.
@@ -113,7 +113,7 @@ class _Run:
         self.was_asked_to_stop = False
 
     def wait(self) -> tuple[int, Failure | None]:
-        """Start the ranks and wait for their end; returns the exit code, and the failure."""
+        """Run the ranks to their end; returns the exit code and the failure."""
         self._log_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.callback(self._kill)
@@ -125,7 +125,7 @@ class _Run:
                 if rank > 0:
                     file = self._log_dir / f"workerlog.{rank}"
                     output = stack.enter_context(file.open("wb"))
-                # A session of its own: Ctrl-C reaches this process, which passes it on once.
+                # In a new session, so that Ctrl-C reaches only this process, which passes it on.
                 self._ranks.append(
                     subprocess.Popen(
                         self._command,
@@ -177,7 +177,7 @@ class _Run:
         ]
         if self._failure is not None or not failed:
             return
-        # A killed rank makes others fail with errors of their own, so it is named first.
+        # A killed rank makes others fail too, so it comes first.
         self._failure = min(failed, key=lambda failure: (failure.code > 0, failure.rank))
         logger.error("%s", self._failure)
         if self._failure.rank > 0:
@@ -224,7 +224,7 @@ def _is_failure(code: int) -> bool:
 def _environments(ports: Sequence[int], log_dir: Path) -> Iterator[dict[str, str]]:
     """The environment of each rank, with the variables that Paddle's launcher sets."""
     inherited = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
-    # Ours concern the run, not a rank.
+    # Variables of this package concern the run, not a rank.
     inherited |= {name: value for name, value in os.environ.items() if name[:10] == "PADDLE_VL_"}
     inherited |= {LAUNCHER_VARIABLE: str(os.getpid()), "PADDLE_LOG_DIR": str(log_dir.resolve())}
     # Silences messages of Paddle's C++ code about its connections.

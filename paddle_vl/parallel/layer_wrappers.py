@@ -1,8 +1,8 @@
-"""Layers whose forward runs inside of wrappers: activation recomputation, around it sharding.
+"""Wrappers of a layer's forward: activation recomputation inside, sharding outside.
 
-The order does not depend on which was applied first. As torch's `fully_shard` does, wrapping makes
-the class of the instance a subclass of what it was. Parameters keep their names, attributes and
-`isinstance` work as before, and lists of layers that were made earlier have the wrapped ones.
+The order does not depend on which was applied first. As in torch's `fully_shard`, wrapping replaces
+the class of the instance by a subclass: names of parameters, attributes and `isinstance` do not
+change, and existing lists of layers contain the wrapped ones.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ Wrapper = Callable[..., Any]
 
 
 class Level(IntEnum):
-    """The order of wrappers, from the layer outwards."""
+    """The order of wrappers, inner ones first."""
 
-    # Recomputes inside of a sharding unit, whose backward pass has the parameters for it.
+    # Inside a sharding unit, whose backward pass has the parameters unsharded.
     RECOMPUTE = 1
     SHARDING = 2
 
 
 class WrappedLayer(nn.Layer):
-    """The class of a wrapped layer, mixed with the one it had.
+    """Mixin of a wrapped layer's class.
 
     Attributes:
         wrappers: by level.
@@ -34,7 +34,7 @@ class WrappedLayer(nn.Layer):
     wrappers: dict[int, Wrapper]
 
     def forward(self, *inputs: Any) -> Any:
-        """The layer's own forward in all of its wrappers."""
+        """The layer's own forward inside all of its wrappers."""
         forward = super().forward
         for level in sorted(self.wrappers):
             forward = partial(self.wrappers[level], forward)

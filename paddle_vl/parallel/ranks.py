@@ -1,8 +1,8 @@
-"""What ranks exchange in training beside the model: counts, losses, gradients, barriers.
+"""Exchange between ranks in training outside the model: counts, losses, gradients, barriers.
 
-`SingleRank` is the interface, implemented for world size 1; `FleetRanks` implements it on
-fleet's process groups. Methods that say so are collective: every rank calls them in one order,
-whatever its data.
+`SingleRank` is the interface, implemented for world size 1; `FleetRanks` implements it on fleet's
+process groups. Methods "called by all ranks" are collective: every rank calls them in the same
+order, whatever its data.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ class SingleRank:
     Attributes:
         rank, world_size: global rank, and number of ranks.
         is_main: whether this rank writes files and logs; True on rank 0.
-        holds_model: whether this rank takes part in saving the model; one data-parallel replica
-            does.
+        holds_model: whether this rank takes part in saving the model; True on one data-parallel
+            replica.
         random_place: seed entropy besides seed and step; equal on ranks that must draw the same
             numbers.
-        counts_data: whether this rank contributes to sums over samples; one of the ranks that load
-            the same samples does.
-        counts_losses: whether this rank contributes to sums over losses; one of the ranks that
-            compute the same loss does.
+        counts_data: whether this rank contributes to sums over samples; True on one of the ranks
+            that load the same samples.
+        counts_losses: whether this rank contributes to sums over losses; True on one of the ranks
+            that compute the same loss.
         data_rank, data_size: this rank's shard of every global batch, and number of shards.
     """
 
@@ -77,8 +77,8 @@ class SingleRank:
         return value
 
     def counts_here(self, spec: ParamSpec) -> bool:
-        """Whether this rank contributes a trained parameter with that spec to `sum_over_all`; one
-        of its replicas does."""
+        """Whether this rank contributes a parameter with that spec to `sum_over_all`; True on one
+        of its replicas."""
         return True
 
     def seed_split_random(self, entropy: Sequence[int]) -> None:
@@ -122,7 +122,7 @@ class FleetRanks(SingleRank):
         and the highest stop signal. Same result on every rank."""
         own = [count if self.counts_data else 0 for count in counts]
         message = paddle.to_tensor([*own, signal or 0], dtype="int64", place=paddle.CPUPlace())
-        # Paddle would allocate them on the GPU, but this group communicates host memory.
+        # Allocated here: Paddle would use the GPU, but this group communicates host memory.
         everyone = [message.clone() for _ in range(self.topology.world_size)]
         dist.all_gather(everyone, message, group=self._host_group)
         numbers_PK = np.stack([numbers.numpy() for numbers in everyone])
@@ -148,13 +148,13 @@ class FleetRanks(SingleRank):
 
     @paddle.no_grad()
     def sum_over_all(self, value: Tensor) -> Tensor:
-        """All-reduce (sum) over all ranks; the argument is left as it is."""
+        """All-reduce (sum) over all ranks; the argument is not changed."""
         total = value.clone().reshape([-1])
         dist.all_reduce(total)
         return total.reshape(value.shape)
 
     def counts_here(self, spec: ParamSpec) -> bool:
-        """Whether this rank counts a trained tensor in a sum over all ranks: one replica does."""
+        """See `SingleRank`."""
         is_first_of_its_kind = spec.split_axis is not None or self.topology.mp_rank == 0
         if spec.tie is Tie.COPY:
             return False
@@ -172,7 +172,7 @@ class FleetRanks(SingleRank):
         topology = self.topology
         if topology.mp_group.nranks > 1:
             all_reduce_partial_gradients(tensors, topology.mp_group)
-        # A stage may have no trained parameters: then none of its dp and mp ranks sends anything.
+        # On a stage without trained parameters no dp or mp rank communicates.
         if topology.ends_group is not None:
             tied = [tensor for tensor, spec in tensors if spec.tie is not Tie.NONE]
             all_reduce_gradients(tied, topology.ends_group)

@@ -27,8 +27,8 @@ def _recomputed(layer: nn.Layer, forward: Callable[..., Any], hidden: Tensor, *i
     if not (layer.training and paddle.is_grad_enabled() and needs_gradient):
         return forward(hidden, *inputs)
     if hidden.stop_gradient:
-        # Paddle recomputes through an operation of the inputs alone: without one that needs a
-        # gradient, the layer's own parameters would silently get none.
+        # Paddle's recompute is an autograd operation on the inputs: if none of them needs a
+        # gradient, the layer's parameters would silently get none.
         hidden = hidden.detach()
         hidden.stop_gradient = False
     return recompute(forward, hidden, *inputs)

@@ -1,12 +1,11 @@
 """Records every collective and point-to-point message of this rank, in order.
 
-Functions of paddle.distributed and fleet's layers, pipeline and sharding all end in a method of a
-process group, which fleet often calls directly; a few operators communicate by themselves. Both
-kinds are replaced while recording, for every backend. A call counts once, however it is made: the
-methods of gloo's groups, for example, are made of other methods.
+paddle.distributed and fleet's layers, pipeline and sharding all call methods of a process group; a
+few operators communicate directly. Both are replaced while recording, for every backend. A call
+counts once, even if its method (as with gloo) calls other methods.
 
-Recordings count the communication of a step, the same on any machine; `collective_check` stops a
-run at the first collective that ranks disagree on.
+Recordings measure the communication of a step independently of the machine; `collective_check` uses
+them to stop at the first collective on which ranks disagree.
 """
 
 import functools
@@ -36,8 +35,8 @@ class Collective(NamedTuple):
         phase: label of the recording, such as `forward`.
         kind: such as `all_reduce`; `send` and `recv` are messages.
         ranks: global ranks of the group, in its order; sender and receiver of a message.
-        num_bytes: what this rank contributes, or receives by a recv or a scatter.
-        dtype, shape: of that; empty for barriers. Several tensors add a first axis.
+        num_bytes: bytes that this rank contributes, or receives by a recv or a scatter.
+        dtype, shape: of these data; empty for barriers. Several tensors add a first axis.
     """
 
     phase: str
@@ -57,7 +56,7 @@ class Collective(NamedTuple):
 
     @property
     def agreed(self) -> tuple:
-        """What must be the same on every rank of a collective, and at both ends of a message."""
+        """Values that must be equal on all ranks of a collective or both ends of a message."""
         # Fleet sends a number as [] and receives it as [1].
         shape = self.shape or (1,)
         if self.is_message:
@@ -78,8 +77,8 @@ class _Method(NamedTuple):
         tensor: position of the argument that this rank contributes or receives; None for none.
         peer: position of the argument that names the other rank of a message, within the group.
         num_slices: position of the number of slices, of which one is communicated.
-        swapped: with fewer arguments than this it is Paddle's older overload, whose first two
-            arguments are swapped.
+        swapped: number of arguments below which it is Paddle's older overload, with the first two
+            arguments swapped.
     """
 
     kind: str
@@ -114,7 +113,7 @@ _METHODS = {
     "barrier": _Method("barrier", None),
 }
 _ON_CALC_STREAM = "_on_calc_stream"
-# Methods that communicate nothing, or whose messages are recorded one by one.
+# Methods without communication, or whose messages are recorded individually.
 _SILENT_METHODS = {
     "rank", "size", "name", "_start_coalescing", "_end_coalescing", "eager_connect",
     "eager_connect_ring_exchange", "create", "create_default_device", "get_comm_name",
@@ -126,10 +125,10 @@ class _Operator(NamedTuple):
     """An operator that communicates without a method of a group; its first argument is the tensor.
 
     Attributes:
-        kind: of its collectives.
+        kind: kind of its collectives.
         group: position of the group's id.
         times: number of its collectives.
-        rows: they have one element per row.
+        rows: whether they have one element per row.
     """
 
     kind: str
@@ -138,7 +137,7 @@ class _Operator(NamedTuple):
     rows: bool = False
 
 
-# Those that fleet calls in dynamic graphs.
+# Operators that fleet calls in dynamic graphs.
 _OPERATORS = {
     "c_concat": _Operator("all_gather", 3),
     "all_gather": _Operator("all_gather", 1),
@@ -173,7 +172,7 @@ def observed(observe: Observe) -> Iterator[None]:
 
 
 def _sites() -> Iterator[tuple[Any, str, Callable[..., list[Collective]]]]:
-    """Owner and name of each function to replace, and what describes a call of it."""
+    """Owner and name of each function to replace, and a function that describes its calls."""
     for owner in _group_classes():
         for name in list(vars(owner)):
             method = _METHODS.get(name.removesuffix(_ON_CALC_STREAM))

@@ -1,9 +1,8 @@
-"""Collectives around tensor-parallel layers, and vision work that is divided over the mp group.
+"""Collectives around tensor-parallel layers, and vision work divided over the mp group.
 
-With `parallel.vision=spread` every item (image, video) is encoded once: items go to ranks by cost,
-each rank encodes its own, and one all-gather brings all rows to every rank. Its backward is one
-all-reduce where ranks use different rows (sequence parallelism), and no collective where each uses
-all of them.
+With `parallel.vision=spread` every item (image, video) is encoded on one rank, balanced by cost,
+and one all-gather gives all rows to every rank. Its backward is one all-reduce if ranks use
+different rows (sequence parallelism), and no collective if each uses all of them.
 
 Shapes: T token rows; I items, M rows of all items, C their width; for Qwen3-VL, D decoder width and
 G deepstack levels, C = (1 + G) * D.
@@ -65,7 +64,7 @@ class FleetRegionOps(RegionOps):
     def pad_rows(self, x_TD: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return x_TD
-        # Zero rows are appended too: the graph must be the same on all ranks, see `nn.part`.
+        # No rows are appended as well: the graph must be equal on all ranks, see `slice_axis`.
         missing = -x_TD.shape[0] % self.mp_group.nranks
         return paddle.concat([x_TD, paddle.zeros([missing, *x_TD.shape[1:]], dtype=x_TD.dtype)])
 
@@ -114,7 +113,7 @@ class FleetRegionOps(RegionOps):
             merged, levels = encode(pixels, grid_thw)
             if not self.sequence_parallel:
                 return merged, levels
-            # Ranks use different rows: one all-reduce for the gradient of all levels.
+            # Packed, since ranks use different rows: one all-reduce for the gradient of all levels.
             packed_MC = paddle.concat([merged, *levels], axis=1)
             packed_MC = cast(Tensor, fleet_ops._c_identity(packed_MC, group=self.mp_group))
         merged, *levels = paddle.split(packed_MC, 1 + num_levels, axis=1)
@@ -155,7 +154,7 @@ class FleetRegionOps(RegionOps):
         else:
             parameters = tower.parameters()
             own_MC = paddle.zeros([0, width], dtype=parameters[0].dtype)
-            # If the tower is trained, a leaf keeps the all-gather's backward alive on this rank.
+            # If the tower is trained, the rank must take part in the all-gather's backward.
             own_MC.stop_gradient = all(parameter.stop_gradient for parameter in parameters)
         rows_of_rank = [int(rows_I[items].sum()) for items in assigned]
         order_M = _item_order(assigned, rows_I)
@@ -165,9 +164,9 @@ class FleetRegionOps(RegionOps):
 
 
 def assign_items(costs_I: np.ndarray, num_ranks: int) -> list[np.ndarray]:
-    """Item numbers of every rank, ascending; the costliest item goes first, to the least loaded.
+    """Item numbers of every rank, ascending; greedily, each next costly item to the least loaded.
 
-    The same on every rank, from the same counts.
+    Deterministic, so all ranks compute the same assignment.
     """
     load, items = [0] * num_ranks, [[] for _ in range(num_ranks)]
     for item in np.argsort(-costs_I, kind="stable"):
@@ -194,7 +193,7 @@ def _encode_packed(
 
 
 def _item_order(assigned: list[np.ndarray], num_rows_I: np.ndarray) -> np.ndarray:
-    """`[M]` int64: for each row in item order its place among the ranks' rows laid end to end."""
+    """`[M]` int64: index of each row, in item order, among the concatenated rows of the ranks."""
     items = np.concatenate(assigned)
     starts = np.zeros(len(items), dtype=np.int64)
     starts[items] = num_rows_I[items].cumsum() - num_rows_I[items]
@@ -202,7 +201,7 @@ def _item_order(assigned: list[np.ndarray], num_rows_I: np.ndarray) -> np.ndarra
 
 
 class _GatherUneven(PyLayer):
-    """All-gather of different numbers of rows per rank, padded for transport, then reordered."""
+    """All-gather of different numbers of rows per rank, padded for it, then reordered."""
 
     @staticmethod
     def forward(ctx, own_MC, rows_of_rank, order_M, group, ranks_use_other_rows):
@@ -232,10 +231,10 @@ def _exclusive(counts: list[int]) -> np.ndarray:
 
 
 def _check_is_fleets(mp_group) -> None:
-    """Fleet's sequence-parallel operations take the group that fleet was started with.
+    """Check that the group is fleet's own, which its sequence-parallel operations use.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: it is another group.
     """
     started = fleet.get_hybrid_communicate_group()
     ranks = None if started is None else started.get_model_parallel_group().ranks

@@ -1,8 +1,7 @@
-"""Tensor-parallel layers: fleet's with small additions, and those that fleet does not have.
+"""Tensor-parallel layers: fleet's with small additions, and some that fleet does not have.
 
-Added to fleet's: several linears in one column-parallel layer, low-rank adapters, and overlapped
-products that are switched off where they would fail. `paddle_vl.parallel.tensor` builds all of
-them.
+Added to fleet's: several linears in one column-parallel layer, low-rank adapters, and no overlapped
+products where they would fail. `paddle_vl.parallel.tensor` builds the layers.
 """
 
 from collections.abc import Sequence
@@ -25,11 +24,10 @@ from paddle_vl.nn.operations import slice_axis
 
 
 class _FusedColumns(nn.Layer):
-    """Several linears in one of fleet's column-parallel layers; a rank has `[q | k | v]` of its
-    heads.
+    """Several linears in one column-parallel layer of fleet; a rank has `[q | k | v]` of its heads.
 
-    Fleet's overlapped products return gradients of input and weight whether or not both are wanted,
-    which Paddle refuses for a frozen one: the plain product runs there.
+    Fleet's overlapped products always return gradients of input and weight, which Paddle refuses if
+    one is frozen; the plain product runs then.
     """
 
     weight: Tensor
@@ -49,7 +47,7 @@ class _FusedColumns(nn.Layer):
             "gather_output": False,
             "mp_group": group,
         }
-        # Of fleet's layer, which comes next in the order of the bases.
+        # Fleet's layer is next in the MRO.
         fleet_layer: Any = super()
         fleet_layer.__init__(in_features, sum(one.width for one in columns), **settings)
         mark_fused(self.weight, columns)
@@ -81,7 +79,7 @@ class FusedColumnsOfRows(_FusedColumns, ColumnSequenceParallelLinear):
 
 
 class Column(AdaptableLinear, ColumnParallelLinear):
-    """A column-parallel linear behind `RegionOps.enter_columns`, which several may share."""
+    """A column-parallel linear behind a `RegionOps.enter_columns` that several may share."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.adapted(linear(x, self.weight), x)
@@ -91,7 +89,7 @@ class _Row(AdaptableLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.lora is None:
             return super().forward(x)
-        # The adapter's product is a term of the same sum.
+        # The adapter's output is part of the same sum.
         return self.reduce(self.adapted(linear(x, self.weight), x))
 
 

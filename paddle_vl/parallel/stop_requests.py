@@ -1,8 +1,8 @@
 """Signals that ask a process to stop, read from a pipe.
 
 Python runs signal handlers only when the main thread returns to the interpreter, which a step or a
-collective may delay by minutes, and once for several signals of a kind. The wakeup pipe has each of
-them at once.
+collective may delay by minutes, and once for several signals of a kind. The wakeup pipe gets every
+signal at once.
 """
 
 import os
@@ -19,14 +19,14 @@ _BURST_S = {signal.SIGINT: 0.2, signal.SIGTERM: 1.0, signal.SIGHUP: 1.0}
 
 
 class StopRequest(NamedTuple):
-    """A signal that asked to stop; `is_again` if there was a request before."""
+    """A stop signal; `is_again` if it is not the first request."""
 
     signal: signal.Signals
     is_again: bool
 
 
 class StopRequests:
-    """While entered, stop signals are read here instead of acting on the process.
+    """Inside the block, stop signals are read here instead of acting on the process.
 
     Only the main thread can enter it. SIGHUP stays ignored under nohup.
 
@@ -58,7 +58,7 @@ class StopRequests:
         os.close(self.reader)
 
     def set_handlers(self) -> None:
-        """Call it again after an import of Paddle, which sets handlers of its own."""
+        """Set the handlers; call it again after importing Paddle, which replaces them."""
         for number in self._previous:
             signal.signal(number, _left_to_the_pipe)
 

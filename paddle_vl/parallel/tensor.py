@@ -1,10 +1,10 @@
 """Tensor and sequence parallelism: a placement that builds fleet's layers.
 
-Column-parallel layers hold some output features (whole attention heads), row-parallel layers the
-matching input features (`split_layers`). With sequence parallelism each rank keeps `T / mp` of the
-token rows between those layers (`region_ops`). Own code on fleet's operations: fewer key heads than
-ranks, experts, adapters' factors, the spread vision tower, and the head `[vocab, dim]` that may be
-the embedding's weight.
+A rank has some output features (complete attention heads) of column-parallel layers, and the
+matching input features of row-parallel layers (`split_layers`). With sequence parallelism it has
+`T / mp` of the token rows between those layers (`region_ops`). Not in fleet, and built here on its
+operations: fewer key heads than ranks, experts, adapters, the divided vision tower, and a head
+`[vocab, dim]` that may be tied to the embedding.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,13 +53,13 @@ class FleetPlacement(Placement):
     """One rank of a tensor-parallel group, of an expert-parallel group, or of both.
 
     Args:
-        mp_group: a `paddle.distributed` group; with one rank, layers other than experts are plain.
+        mp_group: a `paddle.distributed` group; with one rank only experts are sharded.
         sequence_parallel: keep `T / mp` token rows per rank between the sharded layers.
         vision: `spread` encodes each item on one rank; `replicate` all items on every rank.
-        stage_layers: of this rank's pipeline stage.
-        checkpoint_ranks: those that save the model together; the mp group when left out.
-        ep_group: over which experts are sharded; None or one rank for none.
-        layers_are_collective: see `RegionOps`; experts that are sharded are so anyway.
+        stage_layers: layers of this rank's pipeline stage.
+        checkpoint_ranks: the ranks that save the model together; default: the mp group.
+        ep_group: group over which experts are sharded; None or one rank for none.
+        layers_are_collective: see `RegionOps`; always true with sharded experts.
 
     Raises:
         ValueError: another value of `vision`; see `FleetRegionOps`.
@@ -98,7 +98,7 @@ class FleetPlacement(Placement):
 
 @dataclass(frozen=True)
 class FleetCheckpointRanks(CheckpointRanks):
-    """The mp, sharding and expert ranks of a stage have its layers, and share writing them."""
+    """The mp, sharding and expert-parallel ranks of a stage share the writing of its layers."""
 
     pp_group: Any = field(default=None, repr=False)
 
@@ -107,7 +107,7 @@ class FleetCheckpointRanks(CheckpointRanks):
         degrees = topology.degrees
         rank = topology.mp_rank * degrees.sharding_degree + topology.sharding_rank
         size = degrees.mp_degree * degrees.sharding_degree
-        # Of the dp ranks the first ones, which share the experts, have a full model between them.
+        # The first dp ranks, which share the experts, have a full model between them.
         rank += topology.ep_group.rank * size
         size *= degrees.ep_degree
         return cls(rank, size, topology.pp_rank, topology.pp_group)
@@ -222,13 +222,13 @@ class FleetLayers(LayerFactory):
         return self._tied(head) if is_tied else head
 
     def router(self, width: int, num_experts: int, init_std: float = 0.02) -> nn.Layer:
-        # Each rank routes all rows; its shard of the experts gives one term of the gradient.
+        # Each rank routes all rows; its shard of the experts gives a partial gradient.
         router = super().router(width, num_experts, init_std)
         self.parameter_table.add(router.parameters(), _PARTIAL)
         return router
 
     def head_wise(self, layer: Layer) -> Layer:
-        # Each rank has its own heads, and all of the parameters.
+        # Each rank has its own heads but all of the parameters.
         self.parameter_table.add(layer.parameters(), _PARTIAL)
         return layer
 
@@ -256,7 +256,7 @@ class FleetLayers(LayerFactory):
         if of_weight.split_axis is None:
             self.parameter_table.add([lora.A, lora.B], of_weight)
         elif of_weight.split_axis == layer.input_axis:
-            # Every rank's rows of A give one term of x A, and so of what B multiplies.
+            # Each rank's rows of A give a partial x A, so the gradient of B is partial too.
             self._add_sharded(lora.A, axis=0)
             self.parameter_table.add([lora.B], _PARTIAL)
         else:
@@ -280,7 +280,7 @@ class FleetLayers(LayerFactory):
         return experts
 
     def _add_sharded(self, parameter: Tensor, axis: int, blocks: Iterable[int] = ()) -> None:
-        # What fleet itself reads; its own layers set it.
+        # Fleet reads this attribute; its own layers set it.
         parameter.is_distributed = True
         self.parameter_table.add([parameter], ParamSpec(axis, tuple(blocks)))
 
@@ -291,7 +291,7 @@ class FleetLayers(LayerFactory):
         """Rows of a vocabulary table on this rank.
 
         Raises:
-            ValueError: they do not divide.
+            ValueError: the number of ranks does not divide the rows.
         """
         size = self.mp_group.nranks
         if vocab_size % size:

@@ -53,9 +53,9 @@ class Topology:
             `nranks` 1 has no connection: leave out collectives over it.
         ep_group: the ranks that shard the experts, neighbours on the dp axis.
         expert_dp_group: ranks with the same experts; None where that is dp_group.
-        ends_group: first and last stage of the pipeline, on these two; None on others.
+        ends_group: the first and the last pipeline stage; None on other stages.
         host_group: all ranks over gloo, for collectives in host memory that do not wait for the
-            device; None on CPUs, where the default group is that.
+            device; None on CPUs, where the default group is used.
     """
 
     degrees: ParallelDegrees
@@ -97,7 +97,7 @@ class Topology:
 
     @property
     def data_rank(self) -> int:
-        """Which data shard this rank takes, of `data_size`; dp and sharding ranks split data."""
+        """This rank's data shard, of `data_size`: its index along the dp and sharding axes."""
         return self.dp_rank * self.degrees.sharding_degree + self.sharding_rank
 
     @property
@@ -106,7 +106,7 @@ class Topology:
 
     @property
     def is_sharded_by_fleet(self) -> bool:
-        """Whether fleet shards the optimizer state, which is stage 1."""
+        """Whether fleet shards the optimizer state (stage 1)."""
         return self.degrees.sharding_degree > 1 and self.degrees.sharding_stage == 1
 
     def describe(self) -> str:
@@ -126,7 +126,7 @@ def initialize(
 ) -> Topology:
     """Start fleet with these degrees. Collective over all ranks; one rank starts nothing.
 
-    Fleet seeds Paddle's generators if mp_degree > 1: seed a run's own afterwards.
+    Fleet seeds Paddle's generators if mp_degree > 1, so seed the run afterwards.
 
     Args:
         options: fleet's own, see `paddle_vl.parallel.fleet_strategy`.
@@ -153,12 +153,12 @@ def initialize(
     groups, other = {}, []
     for axis, (key, group_of) in _FLEET_AXES.items():
         group, degree = group_of(communicators), degrees.degree(axis)
-        # In fleet's own group of one this rank has rank -1.
+        # In fleet's own groups of one rank, this rank's number is -1.
         groups[f"{axis}_group"] = group if group.nranks > 1 else _group_of_one(rank)
         if group.nranks != degree:
             other.append(f"{key} {group.nranks} instead of {degree}")
     if other:
-        # Fleet keeps its first groups, with no more than a warning.
+        # Fleet would only warn and keep its first groups.
         raise RuntimeError(
             f"fleet was started on this rank before, with {', '.join(other)}: start it once, "
             "through paddle_vl.parallel.topology.initialize"
@@ -166,7 +166,7 @@ def initialize(
     check_run_if_asked()
     lines = communicators.topology().get_comm_list
     ends = []
-    # In dualpipev's V the first stage has both ends.
+    # With dualpipev the first stage has both the first and the last chunk.
     if degrees.pp_degree > 1 and degrees.pp_schedule != "dualpipev":
         ends = [[line[0], line[-1]] for line in lines("pipe")]
     ep_groups, expert_dp_groups = [], []
@@ -222,7 +222,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _own_group(members: list[list[int]], rank: int) -> Group | None:
-    """Make all of these groups, as every rank must in the same order; returns this rank's."""
+    """Create all groups, in the same order on every rank; returns this rank's."""
     own = None
     for ranks in members:
         group = dist.new_group(ranks) if len(ranks) > 1 else None

@@ -1,1 +1,1 @@
-"""What a training step costs: time by phase, memory by process, and which choices fit a machine."""
+"""Profiles of training steps: time by phase, memory by rank, and choices that fit a machine."""

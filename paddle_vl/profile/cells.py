@@ -1,4 +1,4 @@
-"""The cells of a matrix as data: a choice at a batch size and its result; and the sizes to try."""
+"""Cells of a matrix, each a choice at a batch size with its result; and the batch sizes to try."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ SHARDING_CHOICES = ("none", "dp", "stage1", "stage2", "stage3")
 
 
 class Choice(NamedTuple):
-    """What is fixed on a line of the matrix while the batch size grows.
+    """The settings of one line of the matrix, along which the batch size grows.
 
     Attributes:
         sharding: how data-parallel ranks share the training state: `dp` (not at all), `stage1`,
@@ -36,7 +36,7 @@ class Choice(NamedTuple):
         return f"{self.sharding}-recompute_{self.recompute}{cameras}"
 
     def overrides(self, config: RunConfig, num_processes: int, batch_size: int) -> list[str]:
-        """Settings of a cell, as the command line takes them.
+        """Settings of a cell as command line overrides.
 
         Raises:
             ValueError: mp_degree x pp_degree does not divide the number of ranks, or the choice
@@ -75,7 +75,7 @@ class Cell:
         batch_size: samples per micro-batch of a rank.
         settings: all settings that the cell's numbers depend on, flat.
         limit_seconds: its time limit.
-        profile: what it measured, if its status is ok; see `paddle_vl.profile.summary.summarize`.
+        profile: its result, if its status is ok; see `paddle_vl.profile.summary.summarize`.
     """
 
     choice: Choice
@@ -96,7 +96,7 @@ class Cell:
 
     @property
     def median_step_ms(self) -> float:
-        """Median of the slowest rank, which a few disturbed steps change little."""
+        """Median of the slowest rank, robust against a few disturbed steps."""
         return 1000 * self.profile["phase_medians_s"]["total"]
 
     @property
@@ -107,7 +107,7 @@ class Cell:
 
     @property
     def cpu_ms_per_sample(self) -> float:
-        """CPU time per sample, of all ranks together."""
+        """CPU time per sample, summed over all ranks."""
         times = self.profile["per_rank_cpu_time_s"]
         return 1000 * sum(times) / self.profile["samples_per_step"]
 
@@ -133,7 +133,7 @@ class Cell:
 
     @classmethod
     def read(cls, folder: Path) -> "Cell | None":
-        """The cell in a folder, None if none has ended there.
+        """The finished cell in a folder; None if there is none.
 
         Raises:
             RuntimeError: the file is not a cell's.
@@ -148,17 +148,15 @@ class Cell:
             raise RuntimeError(f"{file} is not a cell of a matrix ({error}); remove it") from error
 
     def is_valid(self, settings: Mapping[str, Any], limit_seconds: float) -> bool:
-        """Whether the cell need not run again: the settings are the same, and it did not fail.
-
-        One that timed out runs again if it gets more time.
-        """
+        """Whether the result can be reused: the settings are the same and it did not fail; after a
+        timeout, only if the time limit was not raised."""
         if self.differing(settings) or self.status == "failed":
             return False
         return self.status != "timeout" or limit_seconds <= self.limit_seconds
 
     def differing(self, settings: Mapping[str, Any]) -> list[str]:
         """Names of settings that have changed since."""
-        # As they were written: a tuple comes back as a list.
+        # Through JSON, as the stored ones: a tuple becomes a list.
         now = json.loads(json.dumps(dict(settings)))
         return sorted(
             name for name in {*self.settings, *now} if self.settings.get(name) != now.get(name)
@@ -173,7 +171,7 @@ def ended_cell(
     limit_seconds: float,
     profile: Mapping[str, Any] | None,
 ) -> Cell:
-    """A cell from its outcome; one that ended well without a profile has failed."""
+    """A cell from its outcome; success without a profile counts as a failure."""
     status, detail = outcome
     if status == "ok" and profile is None:
         status, detail = "failed", "ended well without a profile"
@@ -192,9 +190,9 @@ class Doubling:
     """Batch sizes that double until one does not fit in memory, then bisection.
 
     Attributes:
-        first, largest: the first size, and the largest that is tried.
+        first, largest: the first and the largest size to try.
         resolution: bisection ends when the smallest size that does not fit exceeds the largest that
-            does by at most this share of it, or by 1.
+            fits by at most this share of the latter, or by 1.
     """
 
     first: int = 1

@@ -1,8 +1,8 @@
 """A matrix of profiles: all choices of sharding, recomputation and cameras, at growing batch sizes.
 
-A cell is one choice at one batch size. It runs in processes of its own and its result is a file. A
-matrix that was interrupted continues, and one whose configuration changed runs the cells again that
-the change affects.
+A cell is one choice at one batch size. It runs in separate processes and writes its result to a
+file. So an interrupted matrix continues, and after a change of the configuration only the affected
+cells run again.
 """
 
 import json
@@ -31,17 +31,17 @@ CellRunner = Callable[[Sequence[str], Path, Limits], Outcome]
 
 @dataclass(frozen=True)
 class MatrixSettings:
-    """What a matrix tries, and what a cell may take.
+    """Choices of a matrix, and limits of a cell.
 
     Attributes:
         out: folder of the cells and of the result.
         num_processes: ranks of each cell.
-        choices: one line of the matrix each.
+        choices: the lines of the matrix.
         growth: the batch sizes to try on each line.
-        seconds: time limit of a cell, from its start to its end.
-        memory_limit_gb: of a rank; None leaves it to the GPU.
+        seconds: time limit of a cell.
+        memory_limit_gb: limit per rank; None for the GPU's memory.
         warmup_steps, steps: of each profile.
-        workload: what is trained on; the number of cameras is the choices'.
+        workload: training data; each choice sets the number of cameras.
     """
 
     out: Path
@@ -56,7 +56,7 @@ class MatrixSettings:
 
     @property
     def limits(self) -> Limits:
-        """Limits of a cell; a supervisor sees the memory of a rank on a CPU only."""
+        """Limits of a cell; a supervisor can limit memory on a CPU only."""
         limit = self.memory_limit_gb
         if limit is None or not paddle.get_device().startswith("cpu"):
             return Limits(self.seconds)
@@ -146,7 +146,7 @@ def _cell(
 def cell_settings(
     config_file: str, overrides: Sequence[str], choice: Choice, settings: MatrixSettings
 ) -> dict[str, Any]:
-    """All settings that the numbers of a cell depend on, as plain values."""
+    """All settings that the numbers of a cell depend on, as JSON values."""
     config = load_run_config(config_file, overrides)
     workload = settings.workload
     return {

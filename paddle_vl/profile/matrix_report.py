@@ -58,7 +58,7 @@ def write_report(cells: Sequence[Cell], settings: MatrixSettings, memory_share: 
 
 
 def memory_limit_gb(cells: Sequence[Cell], settings: MatrixSettings) -> float | None:
-    """What a rank may use: the setting, or the memory of the cells' device."""
+    """Memory limit of a rank: the setting, or the memory of the cells' device."""
     if settings.memory_limit_gb is not None:
         return settings.memory_limit_gb
     limits = [c.profile["memory_limit_gb"] for c in cells if c.status == "ok"]
@@ -171,7 +171,7 @@ def _compared(item: Comparison) -> dict[str, Any]:
 def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> None:
     """Plot throughput, CPU time and memory over batch size, a line for each choice.
 
-    There is a column for each number of cameras; a cross marks a batch that did not fit.
+    One column for each number of cameras; a cross marks a batch that did not fit.
     """
     # A figure with its own canvas: no display, no global state, and nothing imported before.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

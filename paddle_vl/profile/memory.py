@@ -1,8 +1,8 @@
 """Peak memory of this process since a reset, and the limit of the device. GB is 10^9 bytes.
 
-On a GPU both numbers are of Paddle's allocator: memory of tensors, and memory reserved from the
-device, which is what runs out. On a CPU the first is counted by Paddle's host allocator, and the
-second is the resident set of the whole process, with interpreter and libraries.
+On a GPU both numbers come from Paddle's allocator: memory of tensors, and memory reserved from the
+device, which the limit applies to. On a CPU the first comes from Paddle's host allocator; the
+second is the resident set of the process, with interpreter and libraries.
 """
 
 import os
@@ -31,13 +31,13 @@ class MemoryMeter(Protocol):
     """Measures peak memory.
 
     Attributes:
-        source: what the numbers are and how they were taken, in words.
+        source: description of the numbers and of how they are measured.
     """
 
     source: str
 
     def reset(self) -> None:
-        """Set the peak to what is in use now."""
+        """Set the peak to the memory in use now."""
 
     def peak(self) -> Peak:
         """The peak since the reset."""
@@ -78,8 +78,8 @@ class DeviceMemory:
 class HostMemory:
     """Memory of a process on a CPU: tensors from Paddle's host allocator, and the resident set.
 
-    The kernel keeps the peak of the resident set and resets it on request. Where it does not allow
-    that, the resident set is sampled, and a peak between two samples is missed.
+    The kernel records the peak of the resident set and resets it on request. If that is not
+    allowed, the resident set is sampled, which misses peaks between samples.
 
     Args:
         process: the folder of the process in /proc.

@@ -1,6 +1,6 @@
-"""Conclusions from a matrix: the choice to take, and how two choices of sharding compare.
+"""Conclusions from a matrix: recommended choices, and comparisons of two choices of sharding.
 
-Only cells that are equal in everything else are compared.
+Compared cells are equal in everything else.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paddle_vl.profile.cells import Cell, Choice
 from paddle_vl.train.phases import Phase
 
-# Among cells within this share of the fastest one's throughput, the one with least memory wins.
+# Of cells within this share of the best throughput, the one with least memory is recommended.
 _AS_GOOD = 0.02
 # The phases that make up the two halves of a step.
 _HALVES = {"forward": (Phase.FORWARD,), "backward": (Phase.BACKWARD, Phase.GRADIENT_SUM)}
@@ -17,7 +17,7 @@ _HALVES = {"forward": (Phase.FORWARD,), "backward": (Phase.BACKWARD, Phase.GRADI
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The cell to take for one number of cameras, None if none fits, and the reason in words."""
+    """The recommended cell for one number of cameras, None if none fits, and the reason."""
 
     cameras: int | None
     cell: Cell | None
@@ -38,7 +38,7 @@ class Comparison:
 
     @property
     def speedup_of_medians(self) -> float:
-        """The same from the median step, which a busy machine disturbs less."""
+        """The same from the median step, which is less sensitive to a busy machine."""
         return self.other.median_step_ms / self.one.median_step_ms
 
     @property
@@ -47,8 +47,8 @@ class Comparison:
         return self.one.cpu_ms / self.other.cpu_ms
 
     def share_of_gap(self, half: str) -> float | None:
-        """The percentage of the difference in step time that is in `forward` or `backward`; None if
-        the steps are equally long."""
+        """The percentage of the difference in step time due to `forward` or `backward`; None if the
+        steps take equally long."""
         gap = self.other.step_ms - self.one.step_ms
         if abs(gap) < 0.02 * self.one.step_ms:
             return None
@@ -67,8 +67,8 @@ def recommendations(
     """For each number of cameras the fastest cell under a share of the memory limit.
 
     Args:
-        limit_gb: memory that a rank may use; None if there is no limit: all cells are allowed.
-        memory_share: of the limit, in (0, 1].
+        limit_gb: memory limit of a rank; None for no limit.
+        memory_share: share of the limit that a cell may use, in (0, 1].
 
     Raises:
         ValueError: a share out of range.
@@ -83,7 +83,7 @@ def recommendations(
 
 
 def comparisons(cells: Sequence[Cell], one: str, other: str) -> list[Comparison]:
-    """Comparisons of two choices of sharding, for all else that both were measured with."""
+    """Comparisons of two choices of sharding, for all other settings measured with both."""
     measured = {(cell.choice, cell.batch_size): cell for cell in cells if cell.status == "ok"}
     found = []
     for (choice, size), cell in measured.items():
@@ -94,7 +94,7 @@ def comparisons(cells: Sequence[Cell], one: str, other: str) -> list[Comparison]
 
 
 def largest_batches(cells: Sequence[Cell]) -> dict[Choice, int]:
-    """The largest batch size that fits, of each choice."""
+    """The largest batch size that fits, by choice."""
     found: dict[Choice, int] = {}
     for cell in cells:
         if cell.status == "ok":

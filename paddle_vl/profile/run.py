@@ -1,4 +1,4 @@
-"""A profile of one configuration: steps of the run's own trainer under a clock, on every rank."""
+"""Profile of one configuration: measured steps of the run's own trainer on every rank."""
 
 import json
 import logging
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """How a profile is taken.
+    """Settings of a profile.
 
     Attributes:
         out: folder for the result.
-        workload: what is trained on.
-        warmup_steps, steps: updates that are not measured, and those that are.
-        memory_limit_gb: what a rank may use; above it the profile ends. None: the GPU's memory, and
-            no limit on a CPU.
+        workload: training data.
+        warmup_steps, steps: numbers of unmeasured steps and of measured steps after them.
+        memory_limit_gb: limit per rank, above which the profile ends. None: the GPU's memory, or no
+            limit on a CPU.
     """
 
     out: Path
@@ -48,8 +48,8 @@ class ProfileSettings:
 def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
     """Profile training as the configuration says. Called by all ranks of the run together.
 
-    Rank 0 writes profile.json and prints the table. Nothing else is written, and nothing that the
-    run itself has written is read.
+    Rank 0 writes profile.json and prints the table. The run's own output is neither read nor
+    written.
 
     Returns:
         The result, see `paddle_vl.profile.summary.summarize`, the same on every rank.
@@ -148,7 +148,7 @@ def profiled_config(config: RunConfig, settings: ProfileSettings) -> RunConfig:
     values = config.model_dump()
     steps = settings.warmup_steps + settings.steps
     values["train"] |= {
-        # Never created: a profile saves nothing, and the run's own folder is left alone.
+        # Never created, as a profile saves nothing.
         "output_dir": str(settings.out / "run"),
         "max_steps": steps,
         "num_train_epochs": None,

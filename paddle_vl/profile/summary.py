@@ -1,8 +1,8 @@
-"""From the measures of all ranks to one result, the content of profile.json, and its table.
+"""Summary of all ranks' measurements, the content of profile.json, and its table.
 
-Ranks wait for each other, so a step lasts as long as on the rank with the slowest mean, and
-throughput follows from it. Phases and shares are those of that rank; the means of the other ranks
-are listed beside them. Keys are those of OpenTau's profiler where it has them.
+Ranks wait for each other, so step time, throughput, phases and shares are those of the rank with
+the slowest mean; the means of the other ranks are listed too. Keys are those of OpenTau's profiler
+where it has them.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 from paddle_vl.profile.memory import GB
 from paddle_vl.train.phases import Phase
 
-# What OpenTau adds up as its backward step.
+# Phases that OpenTau adds up as its backward step.
 _BACKWARD_STEP = (Phase.BACKWARD, Phase.GRADIENT_SUM, Phase.CLIP, Phase.OPTIMIZER)
 _LABELS = {
     Phase.DATA_WAIT: "data wait",
@@ -40,13 +40,13 @@ _SHOWN_FACTS = (
 
 @dataclass(frozen=True)
 class RankMeasure:
-    """What one rank measured. The counts of samples and tokens are the same on every rank.
+    """Measurements of one rank. The counts of samples and tokens are the same on every rank.
 
     Attributes:
         steps: seconds by phase (`Phase` values) of each measured step.
-        cpu_seconds: of each measured step, CPU time of all threads of the process: on a CPU the
-            work of the step, however busy the machine is; beside a GPU the cost of driving it.
-        samples, tokens: of all ranks in each of these steps; tokens are 0 where the family does not
+        cpu_seconds: CPU time of all threads of the process in each measured step; on a CPU it does
+            not depend on how busy the machine is.
+        samples, tokens: of all ranks in each measured step; tokens are 0 if the family does not
             count them.
         allocated, reserved: peak bytes during the measured steps, see `paddle_vl.profile.memory`.
         memory_source: what those two numbers are.

@@ -1,11 +1,11 @@
-"""Runs a profile in processes of its own and tells how it ended: done, out of memory, or failed.
+"""Runs a profile in separate processes and reports how it ended: done, out of memory, or failed.
 
-A profile that needs more memory than allowed must not take the machine or other profiles with it.
-Its ranks stop by themselves between steps. Within a step the supervisor looks at their resident
-sets and kills them in time; and if the kernel is faster, its count of such kills tells.
+A profile that needs more memory than allowed must not crash the machine or other profiles. Between
+steps its ranks stop by themselves. Within a step the supervisor checks their resident sets and
+kills them; kills by the kernel show in its counters.
 
-Each rank leaves a status file, since a launcher ends all ranks with an exit code of its own when
-one fails, and a rank that is killed can write nothing: its file still says "running".
+Each rank writes a status file, since after a failure a launcher ends all ranks with its own exit
+code. The file of a killed rank still says "running".
 """
 
 import errno
@@ -32,7 +32,7 @@ _LONGEST = 400
 _NO_MEMORY = re.compile(r"out of memory|ResourceExhausted|bad_alloc|fail(ed)? to alloc", re.I)
 _SUMMARY = re.compile(r"Error Message Summary:\s*-+\s*(.+)", re.S)
 _LOOK_EVERY_SECONDS = 0.02
-# The supervisor sees a dead rank later than the other ranks notice it and fail too.
+# The supervisor notices a dead rank later than the other ranks, which then fail too.
 _HEAD_START_SECONDS = 0.5
 _KERNEL_COUNTS = Path("/proc/vmstat")
 
@@ -47,7 +47,7 @@ class MemoryLimitError(RuntimeError):
 
 
 class RankStatus(NamedTuple):
-    """What a rank wrote last: its state, and when, in seconds of `time.time()`."""
+    """The last status of a rank: its state, and its time as of `time.time()`."""
 
     rank: int
     pid: int
@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a profile may take.
+    """Limits of a profile.
 
     Attributes:
         seconds: from its start to its end.
@@ -78,7 +78,7 @@ class Limits:
 
 @contextmanager
 def leaving_status(folder: Path, rank: int) -> Iterator[None]:
-    """Write into the folder that this rank runs, and at the end of the block how it went."""
+    """Write this rank's status file: "running", and the outcome at the end of the block."""
     file = folder / f"rank-{rank}.json"
     _write(file, rank, "running", "")
     try:
@@ -90,13 +90,13 @@ def leaving_status(folder: Path, rank: int) -> Iterator[None]:
 
 
 def read_statuses(folder: Path) -> list[RankStatus]:
-    """Those of all ranks that have written so far, by rank."""
+    """Statuses of all ranks that have written one, by rank."""
     texts = [path.read_text(encoding="utf-8") for path in folder.glob("rank-*.json")]
     return sorted(RankStatus(**json.loads(text)) for text in texts)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory is used up, whoever raised it."""
+    """Whether an exception means out of memory, from any library."""
     if isinstance(error, MemoryError | MemoryLimitError):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -121,12 +121,12 @@ def run_cell(
     environment: Mapping[str, str] | None = None,
     kernel_counts: Path = _KERNEL_COUNTS,
 ) -> Outcome:
-    """Run a command to its end, or end it; no process that it started is left.
+    """Run a command within limits; none of its processes survives.
 
     Args:
-        command: its ranks leave their status in the folder (`leaving_status`); it exits with 0 if
-            all went well.
-        folder: old status files are deleted first; receives the command's output as well.
+        command: its ranks write their status to the folder (`leaving_status`); exits with 0 on
+            success.
+        folder: for status files, of which old ones are deleted first, and the command's output.
         environment: variables on top of those of this process.
 
     Returns:
@@ -161,8 +161,8 @@ def run_cell(
 
 @dataclass
 class _Watch:
-    """What is known of a running command; `missed` has, by rank, when a process was gone that had
-    not written how it ended."""
+    """State of a running command; `missed`: by rank, when its process was found gone without a
+    final status."""
 
     folder: Path
     limits: Limits
@@ -172,7 +172,7 @@ class _Watch:
     begin: float = field(default_factory=time.monotonic)
 
     def look(self) -> None:
-        """Look once; sets `verdict` if the command has to be ended."""
+        """Check once; sets `verdict` if the command has to be ended."""
         if time.monotonic() - self.begin > self.limits.seconds:
             self.verdict = Outcome("timeout", f"not done after {self.limits.seconds:g} s")
             return
@@ -231,7 +231,7 @@ def _write(file: Path, rank: int, state: State, detail: str) -> None:
 
 
 def _resident(pid: int) -> int:
-    """0 when the process is gone, or a zombie."""
+    """Resident set in bytes; 0 if the process is gone or a zombie."""
     try:
         return resident_bytes(Path(f"/proc/{pid}"))
     except (FileNotFoundError, ProcessLookupError):
@@ -248,7 +248,7 @@ def _kernel_kills(counts: Path) -> int:
 def _kill_all(process: subprocess.Popen, ranks: Sequence[RankStatus]) -> None:
     """Kill a process, the ranks, and their descendants, which may be in other sessions."""
     roots = {process.pid} if process.poll() is None else set()
-    # Ranks whose launcher is gone; a process id may have been given to another process since.
+    # Only orphaned ranks: the id of an ended one may belong to another process by now.
     roots |= {each.pid for each in ranks if each.state == "running" and _is_orphan(each.pid)}
     while alive := roots | _descendants(roots):
         for pid in alive:
@@ -263,7 +263,7 @@ def _kill_all(process: subprocess.Popen, ranks: Sequence[RankStatus]) -> None:
 
 
 def _is_orphan(pid: int) -> bool:
-    """Whether a process runs on without the one that started it."""
+    """Whether the process runs but its launcher has ended."""
     return _parents().get(pid) == 1 and bool(_resident(pid))
 
 
@@ -283,7 +283,7 @@ def _parents() -> dict[int, int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                # The name before the last bracket may hold anything.
+                # The name before the last bracket may contain spaces and brackets.
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
             except (FileNotFoundError, ProcessLookupError):
                 continue

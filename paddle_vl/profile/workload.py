@@ -1,4 +1,4 @@
-"""What a profile trains on: the run's own data, or synthetic data of its family."""
+"""Training data of a profile: the run's own, or synthetic data of its family."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,13 +7,13 @@ from paddle_vl.config.families import family_of_run
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.families.base import SyntheticData
 
-# Global batches in an epoch, so that sample order and collation are as with real data.
+# Global batches of a synthetic epoch; several, so that sample order is as with real data.
 _BATCHES = 8
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained on.
+    """Training data of a profile.
 
     Attributes:
         is_synthetic: whether samples are synthetic.
@@ -35,10 +35,10 @@ def with_workload(config: RunConfig, workload: Workload, folder: Path) -> RunCon
     """The configuration with the workload's data.
 
     Args:
-        folder: for files, where any are made.
+        folder: for generated files.
 
     Raises:
-        ValueError: the workload asks for what the run's own data or this family cannot give.
+        ValueError: the run's own data or this family do not support the workload.
     """
     shapes = {name: getattr(workload, name) for name in ("cameras", "image_side", "answer_tokens")}
     if not workload.is_synthetic:

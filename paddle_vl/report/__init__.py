@@ -1,1 +1,1 @@
-"""Report of one or several runs on one HTML page, from their output folders alone."""
+"""HTML report of one or several runs, from their output folders."""

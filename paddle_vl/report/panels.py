@@ -1,8 +1,8 @@
-"""Panels of a report: which series share one, its title and its unit, by the words in the keys.
+"""Panels of a report: their series, titles and units, derived from the keys of metrics.
 
 A metric `X` shares a panel with its evaluation `eval_X`, its components `X/NAME` and its statistics
-over ranks, experts or samples, `X_min`, `X_mean`, `X_max`. An unknown metric has a panel of its own
-in the last section.
+over ranks, experts or samples, `X_min`, `X_mean`, `X_max`. An unknown metric has its own panel in
+the last section.
 """
 
 import re
@@ -46,7 +46,7 @@ class Curve:
     Attributes:
         run: index of the run.
         label: name within the panel; empty if the panel's title suffices.
-        statistic: `min`, `mean`, ... if the key ends so.
+        statistic: `min`, `mean`, ... if the key ends with it.
         look: number of its line style; statistics of one metric share it.
     """
 
@@ -91,7 +91,7 @@ class Panel:
 
     @property
     def tells_skipped(self) -> bool:
-        """Whether skipped updates are marked: in losses and gradient norms."""
+        """Whether skipped updates are marked, as in losses and gradient norms."""
         return self.is_loss or "grad_norm" in self.keys or SKIPPED_UPDATES in self.keys
 
     @property

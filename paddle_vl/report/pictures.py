@@ -14,7 +14,7 @@ COLOURS = (
     "#0c8599", "#a17c00", "#5c5f66", "#ae3ec9", "#74512d",
 )  # fmt: skip
 _STYLES = ("-", "--", ":", "-.", (0, (4, 2)))
-# Up to so many curves the legend is inside of the axes.
+# Up to this many curves the legend is inside the axes.
 _INSIDE = 4
 _SKIPPED = "#c92a2a"
 _LONGEST_NAME = 80
@@ -105,7 +105,7 @@ def _drawable(name: str) -> str:
 
 
 def _joined(curve: Curve) -> tuple[list[float], list[float]]:
-    """Points of a line, with NaN where the curve is interrupted."""
+    """Points of a curve, with NaN where it is interrupted."""
     steps, values = [], []
     for i, (step, value) in enumerate(zip(curve.series.steps, curve.series.values, strict=True)):
         if i in curve.series.breaks:

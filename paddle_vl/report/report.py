@@ -17,7 +17,7 @@ PAGE_FILE = "report.html"
 _ASSETS = Path(__file__).parent / "assets"
 # Joined into one script in this order.
 _SCRIPTS = ("numbers.js", "curves.js", "panel.js", "page.js")
-# Metrics that can replace steps on the horizontal axis: they never decrease within a run.
+# Metrics that can replace steps on the horizontal axis, as they never decrease within a run.
 _AXES = {"epoch": "epoch", "target_tokens": "target tokens"}
 
 

@@ -1,1 +1,1 @@
-"""Training: one step, the loop around it, and what it keeps on disk."""
+"""Training: one step, the loop around it, and the files of a run."""

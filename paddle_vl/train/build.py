@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 
 def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
-    """The trainer of a run, at its first step or at that of the checkpoint to resume from.
+    """The trainer of a run, at its first step or at the step of the checkpoint to resume from.
 
-    It holds the lock of the output folder until `Trainer.run` ends.
+    It has the lock of the output folder until `Trainer.run` ends.
 
     Args:
-        writes: whether the run writes its output folder; a profile does not, and takes no lock.
+        writes: whether the run writes its output folder and needs its lock; False for a profile.
 
     Raises:
         ValueError, RuntimeError: see `paddle_vl.config.validate`, `paddle_vl.train.run_lock` and
@@ -55,7 +55,7 @@ def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
             data that cannot be used.
     """
     if writes:
-        # First, since another run in the same folder explains whatever else is wrong with it.
+        # First, since another run in this folder would explain any other problem with it.
         RunLock.check(Path(config.train.output_dir))
     raise_problems(launch_problems(config, paddle.get_device()))
     parallel = config.parallel
@@ -115,7 +115,7 @@ def _build(
     trained = trained_names(full_shapes, config.model.freeze, trainable, family.parts)
     decayed = decayed_names(full_shapes, config.train.weight_decay_exclude, family.parts)
     factors = rate_factors(config.train, trained, family.parts)
-    # Fused linears (q, k, v; gate, up) that are not all trained alike get a weight each.
+    # Fused linears (q, k, v; gate, up) that are trained differently get separate weights.
     model.separate(
         treated_apart(
             family.named_parameters(model),

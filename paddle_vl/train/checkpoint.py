@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER_STEM = "optimizer"
 STATE_FILE = "trainer_state.json"
-# A folder with one of these is a model, or adapters of one.
+# A folder with one of these is a model or adapter folder.
 MODEL_FILES = ("config.json", CONFIG_FILE)
 _PARTIAL = ".partial-"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -69,7 +69,7 @@ def remove_folder(folder: Path, then: Callable[[], object] | None = None) -> Non
 
 
 def remove_partial_folders(output_dir: Path) -> None:
-    """Delete what an interrupted save or removal left."""
+    """Delete the remains of interrupted saves and removals."""
     for path in output_dir.glob(_PARTIAL + "*"):
         logger.warning("removing %s, left by an interrupted save", path)
         shutil.rmtree(path)

@@ -16,16 +16,16 @@ def mean_losses(
     ranks: SingleRank = ONE_RANK,
     received: Callable[[], int | None] = lambda: None,
 ) -> MeanLosses | None:
-    """Mean of each loss term over all batches; None where any rank received a stop signal.
+    """Mean of each loss term over all batches; None if any rank received a stop signal.
 
     All ranks call it together.
 
     Args:
-        batches: this rank's.
-        received: the stop signal that this rank received so far.
+        batches: of this rank.
+        received: returns the stop signal that this rank has received, or None.
 
     Raises:
-        ValueError: no batch counts for a loss term.
+        ValueError: the count of a loss term is 0.
     """
     loss, adapter, model = runner.loss, runner.adapter, runner.model
     sums, counts = zero_terms(loss).astype("float64"), [0] * len(loss.terms)
@@ -60,9 +60,9 @@ def _groups(
     ranks: SingleRank,
     received: Callable[[], int | None],
 ) -> Iterator[list[Batch] | None]:
-    """The batches, as many at once as the runner takes; None where any rank received a stop signal.
+    """Groups of as many batches as the runner takes; None if any rank received a stop signal.
 
-    Ranks exchange one message before each group until the last of them has no batch left.
+    Ranks exchange one message before each group, until no rank has a batch left.
     """
     size = runner.batches_at_once
     if runner.model.placement.ops.layers_are_collective:
@@ -71,7 +71,7 @@ def _groups(
             batches_there = [batch for batch in group if batch is not None]
             yield batches_there if len(batches_there) == len(group) else None
         return
-    # `next` on a loader behind its end would begin a new epoch; on a chain it does not.
+    # A loader would begin a new epoch after its end; a chain does not.
     stream = chain(batches)
     while True:
         group = list(islice(stream, size))
@@ -90,11 +90,10 @@ def in_step(
     ranks: SingleRank,
     received: Callable[[], int | None] = lambda: None,
 ) -> Iterator[Batch | None]:
-    """Batches for ranks whose layers are collective: all ranks run the same number of batches, each
-    with the same optional branches.
+    """Batches for ranks whose layers are collective: equally many on all ranks, each with the same
+    optional branches.
 
-    A rank without a batch left runs idle ones. None, as the last one, where any rank received a
-    stop signal.
+    A rank without a batch left runs idle ones. Ends with None if any rank received a stop signal.
     """
     adapter, model = runner.adapter, runner.model
     idle = adapter.idle_batch(model)

@@ -1,6 +1,6 @@
-"""Which parameters are trained, decayed, and at which rate, by patterns over HF parameter names.
+"""Which parameters are trained and decayed, and their learning rates, by patterns over HF names.
 
-A pattern may also be the name of a component of the model, such as `vision`.
+A pattern may also be a named group of parameters, such as `vision`.
 """
 
 import logging
@@ -15,7 +15,7 @@ from paddle_vl.nn.linear import names_by_parameter
 
 logger = logging.getLogger(__name__)
 NamedParameters = list[tuple[str, Tensor]]
-# Components of a model by name, for callers without a family.
+# Named groups of parameters of a caller without a family.
 NO_PARTS: Mapping[str, Sequence[str]] = {}
 
 
@@ -25,10 +25,10 @@ def matching_names(
     setting: str,
     parts: Mapping[str, Sequence[str]] = NO_PARTS,
 ) -> set[str]:
-    """The parameter names that at least one pattern or component of the model fits.
+    """The parameter names that match at least one pattern or named group.
 
     Raises:
-        ValueError: a pattern that fits no name, see `paddle_vl.config.patterns`.
+        ValueError: a pattern matches no name, see `paddle_vl.config.patterns`.
     """
     return config_patterns.matching_names(patterns, names, setting, groups=parts)
 
@@ -39,14 +39,14 @@ def trained_names(
     trainable: Iterable[str] | None = None,
     parts: Mapping[str, Sequence[str]] = NO_PARTS,
 ) -> set[str]:
-    """The names that no pattern of model.freeze fits.
+    """The names that match no pattern of model.freeze.
 
     Args:
         names: of all parameters of the full model.
-        trainable: those that may be trained at all; None for all.
+        trainable: names that may be trained; None for all.
 
     Raises:
-        ValueError: a pattern that fits nothing, or patterns that leave nothing to train.
+        ValueError: a pattern matches nothing, or the patterns leave nothing to train.
     """
     names = set(names)
     trained = names if trainable is None else names & set(trainable)
@@ -59,11 +59,11 @@ def trained_names(
 def treated_apart(
     parameters: NamedParameters, treatment: Callable[[str], Hashable]
 ) -> list[Tensor]:
-    """The fused weights whose linears are not all treated alike, and so must be separated.
+    """The fused weights whose linears are trained differently, and must be separated.
 
     Args:
         parameters: HF names and parameters.
-        treatment: of a name in training: whether it is trained, its rate, its weight decay.
+        treatment: maps a name to whether it is trained, its learning rate and its weight decay.
     """
     return [
         parameter
@@ -85,7 +85,7 @@ def freeze_parameters(
             `parameters` are all of them, unsharded.
 
     Raises:
-        ValueError: some of the linears of a fused weight are to be trained and others not.
+        ValueError: only some linears of a fused weight are to be trained.
     """
     if divided := treated_apart(parameters, trained.__contains__):
         ids = {id(weight) for weight in divided}
@@ -118,7 +118,7 @@ def rate_factors(
         trained: names of all parameters that the run trains.
 
     Raises:
-        ValueError: an entry of train.part_learning_rates that fits no trained parameter.
+        ValueError: an entry of train.part_learning_rates matches no trained parameter.
     """
     trained, factors = list(trained), {}
     setting = "train.part_learning_rates, among what is trained"
@@ -129,7 +129,7 @@ def rate_factors(
 
 
 def reported_rates(train: TrainConfig, rate: float) -> dict[str, float]:
-    """Learning rates of components for a metrics line, at the schedule's rate `rate`."""
+    """Entries of train.part_learning_rates for a metrics line, at the schedule's rate `rate`."""
     return {
         f"learning_rate/{pattern}": rate * peak / train.learning_rate
         for pattern, peak in train.part_learning_rates.items()
@@ -139,7 +139,7 @@ def reported_rates(train: TrainConfig, rate: float) -> dict[str, float]:
 def decayed_names(
     names: Iterable[str], exclude: list[str], parts: Mapping[str, Sequence[str]] = NO_PARTS
 ) -> set[str]:
-    """Names of the model's parameters that weight decay applies to.
+    """Names of the parameters with weight decay.
 
     Args:
         names: of all parameters of the full model, frozen ones too.

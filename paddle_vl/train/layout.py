@@ -1,4 +1,4 @@
-"""How a model is distributed over the ranks of a run: its shards, and what runs them."""
+"""How a model is distributed over the ranks of a run: its placement, store and runner."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,13 +38,13 @@ class ReservedRows:
 
     @classmethod
     def of(cls, config: RunConfig) -> "ReservedRows | None":
-        """As the settings of the model's family say; None if they reserve nothing."""
+        """From the settings of the model's family; None if they reserve nothing."""
         rows = config.reserved_rows
         return None if rows is None else cls(*rows)
 
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
-    """The `parallel` section as the parallel code has it."""
+    """The degrees of a run's `parallel` section."""
     settings = config.parallel.model_dump(include=set(ParallelDegrees.model_fields))
     return ParallelDegrees(**settings, num_micro_batches=config.train.gradient_accumulation_steps)
 
@@ -55,10 +55,10 @@ class Layout:
     Args:
         shape: the decoder's sizes.
         costs: of every decoder layer, and of what precedes and follows them.
-        pad_to_multiple_of: divides the padded length of every batch; None if this does not matter.
+        pad_to_multiple_of: divides the padded length of every batch; None for any length.
 
     Raises:
-        ValueError: every rule that model, degrees and padding break, all at once.
+        ValueError: every rule that model, degrees and padding break.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Layout:
         if config.parallel.pp_split == "count":
             layers, before, after = [1] * len(layers), 0, 0
         self.num_layers = len(layers)
-        # The layers of each pipeline part, and of those that this stage runs.
+        # The layers of all model chunks, and those of this stage's chunks.
         self.all_parts = split_layers(layers, num_chunks(degrees), before, after)
         own = chunks_of_stage(degrees, topology.pp_rank)
         self.parts = [self.all_parts[number] for number in own]
@@ -107,7 +107,7 @@ class Layout:
         )
 
     def parameter_store(self, model: nn.Layer) -> ParameterStore:
-        """Materialize the parameters, and make what the optimizer updates in their place.
+        """Materialize the parameters, and make the store that the optimizer updates.
 
         Each parameter is sharded or copied before the next one is materialized, see
         `Materializable.materialize`. Frozen parameters are `stop_gradient` already. Sharding works
@@ -139,7 +139,7 @@ class Layout:
         loss: Loss,
         adapter: BatchAdapter,
     ) -> Runner:
-        """What computes losses and gradients: the model, or this process's parts of it."""
+        """Computes losses and gradients with the model, or with this stage's layers."""
         if self.topology.degrees.pp_degree == 1:
             return ModelRunner(model, loss, adapter, ranks)
         if self.topology.degrees.pp_schedule == "dualpipev":

@@ -1,4 +1,4 @@
-"""Whether a rank has memory for its shards of a model, known before any is materialized."""
+"""Check that a rank has memory for its shards of a model, before any is materialized."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _MOMENTS, _MASTER = 8, 4
 
 @dataclass(frozen=True)
 class NeededMemory:
-    """Bytes that a rank holds throughout training, without activations.
+    """Bytes that a rank needs throughout training, without activations.
 
     Attributes:
         parameters: number of its parameters.
@@ -31,7 +31,7 @@ class NeededMemory:
 
     @classmethod
     def of(cls, parameters: Iterable[Tensor], parallel: ParallelConfig) -> "NeededMemory":
-        """Of a rank's parameters, with storage or without, which sharding has not cut yet."""
+        """For a rank's parameters before ZeRO sharding, with storage or without."""
         ranks, stage = parallel.sharding_degree, parallel.sharding_stage
         count = weights = gradients = optimizer = 0
         for parameter in parameters:
@@ -73,7 +73,7 @@ def check_memory(needed: NeededMemory) -> None:
 
 
 def available_memory() -> tuple[int, str]:
-    """Bytes of memory, and what has them: the GPU, or this machine including its swap."""
+    """Bytes of memory and a word for the device: the GPU, or this machine with its swap."""
     if not paddle.get_device().startswith("cpu"):
         properties = paddle.device.cuda.get_device_properties()
         return int(properties.total_memory), f"the {properties.name}"

@@ -1,7 +1,7 @@
-"""AdamW over named parameters: gradient norm, clipping, and state that is saved by HF name.
+"""AdamW over named parameters: gradient norm, clipping, and state saved by HF name.
 
-Paddle names optimizer state after counters that differ between runs and ranks, so state is read and
-written through the parameter it belongs to.
+Paddle names optimizer state by counters that differ between runs and ranks, so state is looked up
+by parameter.
 """
 
 import math
@@ -26,7 +26,7 @@ from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.train.freeze import NamedParameters
 
 _MASTER = "master_weight"
-# Identity of a parameter and the name of one of its scalar states.
+# id() of a parameter and the name of one of its scalar states.
 _PowerKey = tuple[int, str]
 
 
@@ -34,23 +34,23 @@ class Optimizer:
     """AdamW with global-norm clipping.
 
     Attributes:
-        store: what is updated in place of the parameters.
-        tensors_with_specs: what is updated on this rank, with the specs of the parameters.
-        masks_updates: a skipped update is masked on the device, and the host does not read its
-            flag; False on a CPU, where the flag is read.
+        store: has the tensors that are updated in place of the parameters.
+        tensors_with_specs: the updated tensors of this rank, with the specs of the parameters.
+        masks_updates: whether a skipped update is masked on the device without a host read; False
+            on a CPU.
 
     Args:
         parameters: HF names and parameters to train, a fused one once for each of its linears.
         train: the optimizer's settings.
         decayed: names with weight decay, see `decayed_names`.
-        store: float32 masters or shards of the parameters; None updates the parameters themselves.
+        store: master weights or shards; None updates the parameters themselves.
         parameter_table: of the model; None if all parameters are replicated.
         trained_names: HF names that the run trains; None if this rank has all of them.
-        rate_factors: factors on the learning rate by HF name; 1 for names left out.
+        rate_factors: factors on the learning rate by HF name; 1 by default.
 
     Raises:
-        ValueError: linears of a fused parameter that are not all trained, or with different rates
-            or weight decay.
+        ValueError: linears of a fused parameter differ in being trained, in learning rate or in
+            weight decay.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Optimizer:
         self._named = names_by_parameter(parameters)
         factors, updated = rate_factors or {}, [self.store.shard_of(p) for p, _ in self._named]
         for (_, names), tensor in zip(self._named, updated, strict=True):
-            # AdamW multiplies its rate by it; its lr_ratio does the same on GPUs only.
+            # Set on the parameter: AdamW's lr_ratio works on GPUs only.
             factor = _of_all(names, lambda name: factors.get(name, 1.0), "learning rate")
             assert tensor is not None, "only fleet's distribute leaves a rank without a share"
             tensor.optimize_attr = {"learning_rate": factor}
@@ -89,7 +89,7 @@ class Optimizer:
             weight_decay=train.weight_decay,
             apply_decay_param_fun=with_decay.__contains__,
         )
-        # At stage 1 fleet takes full parameters, and replaces them by slices.
+        # At stage 1 fleet takes full parameters and replaces them by slices.
         self._fleet = self.store if isinstance(self.store, FleetSharding) else None
         if self._fleet is not None:
             self._fleet.distribute(self._adamw)
@@ -106,16 +106,16 @@ class Optimizer:
         # Paddle makes state at the first step; a checkpoint is loaded before that.
         block = framework.default_main_program().global_block()
         self._adamw._create_accumulators(block, self.tensors)
-        # Where the device's memory is the host's, reading a flag waits for nothing.
+        # On a CPU, reading a flag costs nothing.
         self.masks_updates = not paddle.get_device().startswith("cpu")
         if self.masks_updates:
             self._keep_powers_on_device()
 
     @paddle.no_grad()
     def squared_norm(self, ranks: SingleRank = ONE_RANK) -> Tensor:
-        """Float32 sum of squares over the gradients that this rank counts, before clipping.
+        """Float32 sum of squares of this rank's gradients before clipping.
 
-        Summed over all ranks, each element of a parameter counts once, sharded or replicated.
+        In the sum over all ranks each element of a parameter counts once, sharded or replicated.
         """
         if self.parameters and not self._gradients():
             raise RuntimeError(
@@ -131,14 +131,14 @@ class Optimizer:
 
     @paddle.no_grad()
     def update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
-        """Clip to max_grad_norm and update every parameter that has a gradient; or change nothing.
+        """Clip to max_grad_norm and update every parameter with a gradient, or change nothing.
 
         Args:
             learning_rate: multiplied by a parameter's own factor.
-            norm: of all gradients of the run, on the device.
-            is_good: bool, on the device; False leaves everything bit for bit the same.
+            norm: global gradient norm, on the device.
+            is_good: bool, on the device; False changes nothing, bit for bit.
         """
-        # A stage of a pipeline may have nothing to train, and Paddle's optimizer then fails.
+        # Paddle's optimizer fails without parameters, as on a pipeline stage with nothing to train.
         if not self.tensors:
             return
         if self.masks_updates:
@@ -163,7 +163,7 @@ class Optimizer:
                 grad.scale_(factor)
 
     def step(self, learning_rate: float) -> None:
-        """Update every parameter that has a gradient, at the rate times the parameter's factor."""
+        """Update every parameter with a gradient, at the rate times the parameter's factor."""
         self._adamw.unmask(learning_rate)
         self._step()
 
@@ -175,7 +175,7 @@ class Optimizer:
             self.store.all_gather_parameters()
 
     def clear_gradients(self) -> None:
-        """Drop the gradients, without the zero fill that Paddle's default makes."""
+        """Drop the gradients; Paddle's default would fill them with zeros."""
         if self._fleet is not None:
             self._fleet.clear()
         elif self.tensors:
@@ -184,7 +184,7 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state tensors by `HF name/state`; a fused parameter's under each of its names.
 
-        Moments have the shape of what is updated.
+        Moments have the shape of the updated tensor.
         """
         return {
             f"{name}/{state}": tensor
@@ -221,7 +221,7 @@ class Optimizer:
         return tensors
 
     def bytes_to_write(self) -> int:
-        """Bytes of all state and of the parameters that it is for, unsharded."""
+        """Bytes of all state and its parameters, unsharded."""
         states = sum(tensor.num_bytes for tensor in self.state_to_write())
         return states + sum(
             math.prod(self._table.full_shape(parameter)) * parameter.element_size()
@@ -229,7 +229,7 @@ class Optimizer:
         )
 
     def _keep_powers_on_device(self) -> None:
-        """Move the powers of beta, which Paddle keeps on the host, where skips are not known."""
+        """Move the powers of beta from the host to the device, where updates are masked."""
         for state in ("beta1_pow_acc", "beta2_pow_acc"):
             powers = self._adamw._accumulators[state]
             for name, value in powers.items():
@@ -238,7 +238,7 @@ class Optimizer:
     def _states(self) -> Iterator[tuple[list[str], str, Tensor, Tensor | None]]:
         """HF names of a parameter, name of a state, the parameter, and the live state tensor.
 
-        The tensor is None where other ranks have all of it.
+        The tensor is None if other ranks have all of it.
         """
         for parameter, names in self._named:
             updated = self.store.shard_of(parameter)
@@ -251,7 +251,7 @@ class Optimizer:
                 yield names, _MASTER, parameter, updated
 
     def _full_state(self, parameter: Tensor, state: Tensor) -> np.ndarray:
-        """The full value of a state that is cut as what is updated; collective if sharded."""
+        """The unsharded value of a state; collective if sharded."""
         value = self.store.gathered_value(parameter, state)
         return self._table.full_value(parameter, value, copy=False)
 
@@ -263,7 +263,7 @@ class Optimizer:
         return [(full[0], columns.width) for columns in fused_columns(parameter)]
 
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Set all state, bit for bit; every array is read once, when its turn comes.
+        """Set all state, bit for bit; arrays are read one at a time.
 
         Raises:
             ValueError: every missing and unexpected entry, or every misshapen one.
@@ -292,7 +292,7 @@ class Optimizer:
         tensor: Tensor | None,
         arrays: Mapping[str, np.ndarray],
     ) -> list[str]:
-        """Set one state from the arrays of all of the parameter's names; returns what is wrong."""
+        """Set one state from the arrays of all of the parameter's names; returns problems."""
         found = {f"{name}/{state}": arrays[f"{name}/{state}"] for name in names}
         shapes = self._shapes(parameter, names) if _has_layout(state) else [(1,)] * len(names)
         problems = [
@@ -329,10 +329,10 @@ def _has_layout(state: str) -> bool:
 
 
 def _of_all(names: list[str], value_of: Callable[[str], Any], what: str) -> Any:
-    """The one value of all names of a parameter.
+    """The value that all names of a parameter share.
 
     Raises:
-        ValueError: they have several.
+        ValueError: the values differ.
     """
     values = {name: value_of(name) for name in names}
     if len(set(values.values())) > 1:

@@ -46,7 +46,7 @@ class Phase(Enum):
     OPTIMIZER = "optim_step"
     # Accumulation of metrics.
     METRICS = "sync_gather"
-    # Time outside of all marks.
+    # Time outside all marks.
     BETWEEN = "between_phases"
 
 
@@ -55,14 +55,14 @@ _running: "PhaseClock | None" = None
 
 
 def phase(name: Phase) -> AbstractContextManager[None]:
-    """Mark a block as part of a phase; the time of phases inside it is not counted twice."""
+    """Mark a block as part of a phase; nested phases are not counted twice."""
     return _NOTHING if _running is None else _running.inside(name)
 
 
 class PhaseClock:
-    """Divides the time of steps into phases; every moment of a step belongs to one phase.
+    """Divides the time of steps into phases, without gaps or overlaps.
 
-    Repeated phases of a step, for instance forwards of micro-batches, add up.
+    Repeated phases of a step, such as the forwards of micro-batches, add up.
 
     Args:
         wait: synchronizes the device; default: Paddle's current device.

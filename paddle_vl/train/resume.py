@@ -135,7 +135,7 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
 
 
 def _samples_per_micro_batch(config: RunConfig) -> int:
-    """Unit of the data position; resuming may shard it over ranks differently."""
+    """Samples per micro-batch over all ranks, the unit of the data position."""
     parallel = config.parallel
     parts = parallel.dp_degree * parallel.sharding_degree
     return config.train.per_device_train_batch_size * parts

@@ -1,8 +1,8 @@
 """Lock of an output folder, so that one run at a time writes there.
 
-`run.lock` names the owning process. The owner holds an advisory lock on the file (flock), which the
-system releases when it ends. It also updates the file's time, for file systems that do not share
-flock between machines.
+`run.lock` names the owning process, which has an advisory lock on the file (flock); the system
+releases it when the process ends. The owner also updates the file's time, for file systems that do
+not share flock between machines.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 _BEAT_S = 10.0
-# A lock of another machine that was not renewed for so long is stale.
+# A lock of another machine is stale after this many seconds without renewal.
 _STALE_S = 45.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _locks: dict[Path, "RunLock"] = {}
@@ -62,13 +62,13 @@ class RunLock:
 
     @staticmethod
     def check(output_dir: Path) -> None:
-        """Raise as `acquire` does if a process of this machine has the lock; takes no lock."""
+        """Raise as `acquire` does if a process of this machine has the lock; acquires nothing."""
         path = output_dir.resolve() / LOCK_FILE
         if path in _locks or not path.is_file():
             return
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            # Shared: all ranks of a run may look at once.
+            # Shared, as all ranks of a run may check at once.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RuntimeError(_refusal(path, _read(descriptor))) from None
@@ -116,7 +116,7 @@ def _opened(path: Path) -> tuple[int, bool]:
 
 
 def _check_not_alive(path: Path, descriptor: int, is_locked: bool) -> None:
-    """If flock does not tell (other machine, no locks), wait whether the owner renews the file.
+    """If flock proves nothing (other machine, no locks), wait whether the owner renews the file.
 
     Raises:
         RuntimeError: it does.

@@ -1,4 +1,4 @@
-"""Learning rate and random seed of a step: functions of the step number, so resume stores neither.
+"""Learning rate and random seed of a step: functions of the step number, not saved in checkpoints.
 
 Source: get_cosine_with_min_lr_schedule_with_warmup and get_constant_schedule_with_warmup of HF
 transformers; CosineDecayWithWarmupSchedulerConfig of LeRobot and OpenTau.

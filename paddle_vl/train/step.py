@@ -1,7 +1,7 @@
 """One training step: gradients over the micro-batches, then one optimizer update or none.
 
-The micro-batches of all ranks count as one batch. Nothing is read back on the host: losses,
-gradient norm and whether the step counts stay on the device until a report reads them.
+The micro-batches of all ranks count as one batch. The host reads nothing back: losses, gradient
+norm and the flag of a skipped update stay on the device until a report reads them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, phase
 
-# Samples, tokens, packed places.
+# Numbers besides loss counts and branches: samples, tokens, packed places.
 _NUM_REST = 3
 
 
@@ -31,7 +31,7 @@ class MicroBatch:
         counts: what it adds to the divisor of each loss term.
         optional_branches: whether it needs each optional branch of the model.
         num_samples, num_tokens, num_packed_places, lengths: see
-            `paddle_vl.families.base.BatchAdapter`.
+            `paddle_vl.nn.objective.BatchAdapter`.
         flops: operations of its forward and backward pass; 0 where they are not counted.
     """
 
@@ -83,20 +83,19 @@ class StepTotals:
 
     @property
     def num_agreed(self) -> int:
-        """How many numbers ranks exchange before a step, the same for every step of a run."""
+        """Number of values that ranks exchange before a step, the same for all steps of a run."""
         return len(self.counts) + _NUM_REST + sum(map(len, self.needed))
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did, on the device.
+    """Result of a step, on the device.
 
     Attributes:
-        terms: `[n]` float32, mean of each loss term over all micro-batches of all ranks; of a model
-            with a load-balancing loss that loss's weighted mean is added.
+        terms: `[n]` float32, mean of each loss term over the global batch, including a weighted
+            load-balancing loss.
         grad_norm: float32 scalar, global gradient norm before clipping.
-        is_good: bool scalar; False where a loss or the norm is not finite, and the update is
-            skipped.
+        is_good: bool scalar; False if a loss or the norm is not finite and the update is skipped.
         totals: counts of the step.
     """
 
@@ -114,7 +113,7 @@ class Runner(Protocol):
     """Computes losses and gradients of this rank's layers: `ModelRunner`, or `PipelineRunner`.
 
     Attributes:
-        batches_at_once: batches of an evaluation that are run together.
+        batches_at_once: batches per call in an evaluation.
     """
 
     model: Any
@@ -137,7 +136,7 @@ class Runner(Protocol):
             store: of the model's parameters; None leaves gradients where autograd put them.
 
         Returns:
-            `[n]` float32, what this rank adds to each term.
+            `[n]` float32, this rank's share of each term.
         """
         ...
 

@@ -137,7 +137,7 @@ class Trainer:
                 self._begin()
                 self._train()
             except BaseException:
-                # The first error is raised, not one that a full disk then causes in `_close`.
+                # Raise this error, not one that follows from it in `_close`.
                 try:
                     self._close()
                 except OSError as error:
@@ -188,7 +188,7 @@ class Trainer:
             stack.callback(self.feed.close)
 
     def turn(self) -> None:
-        """Train one step, then report, evaluate and save where due. No step after a stop signal."""
+        """Train one step, report, evaluate and save where due; nothing after a stop signal."""
         with self.trace.step(self.step + 1):
             outcome = self.train_one_step()
         if outcome is None:
@@ -240,8 +240,8 @@ class Trainer:
             raise DataWaitLeftError
 
     def _between_steps(self) -> None:
-        """Report, evaluate and save where due; reports first, so that metrics.jsonl has every step
-        that a checkpoint has."""
+        """Report, evaluate and save where due; in this order, so that metrics.jsonl is never behind
+        a checkpoint."""
         train, is_last = self.config.train, self.step == self.num_steps
         self.writer.poll()
         if is_last or self.step % self.config.logging.logging_steps == 0:
@@ -297,7 +297,7 @@ class Trainer:
         """Start to write a checkpoint of this step, unless it exists.
 
         Args:
-            must: save (and mark) it even if the last update was skipped; otherwise postpone it.
+            must: save (and mark) it even if the last update was skipped; False postpones it then.
             is_stopping: the run was asked to stop.
         """
         folder = self.output_dir / checkpoints.checkpoint_name(self.step)

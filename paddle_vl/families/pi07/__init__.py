@@ -1,1 +1,1 @@
-"""pi07: everything particular to the robot policy and its planner."""
+"""The pi07 family: robot policy and planner."""

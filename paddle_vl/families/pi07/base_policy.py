@@ -1,8 +1,8 @@
-"""What the low-level policy and the planner share: fresh weights, loading and saving.
+"""Base of the low-level policy and the planner: fresh weights, loading and saving.
 
-A policy's folder is OpenTau's and LeRobot's: `config.json`, `model.safetensors` and here the
-tokenizers too. Checkpoint keys are those of the model after `model.`, and statistics after the name
-of their normalizer, such as `normalize_inputs.buffer_state.mean`.
+A policy's folder is in OpenTau's and LeRobot's format, `config.json` and `model.safetensors`, plus
+the tokenizers. Checkpoint keys are those of the model with the prefix `model.`; statistics have the
+name of their normalizer as prefix, such as `normalize_inputs.buffer_state.mean`.
 
 Over 350 lines, since a policy and its files are one format.
 """
@@ -43,7 +43,7 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
 MODEL_PREFIX = "model."
-# The normalizers of a policy, as they are named in its checkpoint.
+# Names of a policy's normalizers in its checkpoint.
 NORMALIZERS = (
     "normalize_inputs",
     "normalize_targets",
@@ -58,10 +58,10 @@ Policy = TypeVar("Policy", bound="BasePolicy")
 
 
 class BasePolicy(nn.Layer):
-    """A policy around a model, which may be this rank's shard.
+    """A policy and its model, which may be sharded.
 
     Attributes:
-        normalizers: by their names in a checkpoint; they hold the statistics.
+        normalizers: by name in a checkpoint; they have the statistics.
     """
 
     config: PI07Config | PI07PlannerConfig
@@ -77,7 +77,10 @@ class BasePolicy(nn.Layer):
         placement: Placement | None = None,
         **named_parts: Any,
     ):
-        """Subclasses name the parts: their tokenizers, and statistics."""
+        """
+        Args:
+            parts, named_parts: tokenizers and statistics, as the subclass takes them.
+        """
         super().__init__()
 
     @classmethod
@@ -103,12 +106,12 @@ class BasePolicy(nn.Layer):
     ) -> Policy:
         """A policy with fresh weights, drawn from Paddle's global random state.
 
-        A rank with shards gets its shards of what a single device with the same seed draws.
+        A rank gets its shards of what a single device draws with the same seed.
 
         Args:
             parts, named_parts: tokenizers and statistics, as the class takes them.
-            placement: what this rank has of the model; None for all of it.
-            materialize: draw the weights now; otherwise the model's `materialize` does.
+            placement: None for the full model on a single device.
+            materialize: draw the weights now; False leaves that to the model's `materialize()`.
         """
         with paddle.LazyGuard():
             policy = cls(config, *parts, placement=placement, **named_parts)
@@ -125,10 +128,10 @@ class BasePolicy(nn.Layer):
     ) -> None:
         """Write `config.json`, `model.safetensors` and the tokenizers into a folder.
 
-        All ranks with shards call this together.
+        All checkpoint ranks call this together.
 
         Args:
-            write: writes the files of weights.
+            write: writes the weight files.
             store: of the model in training, see `paddle_vl.checkpoint.writing`.
         """
         folder = Path(path)
@@ -179,7 +182,7 @@ class BasePolicy(nn.Layer):
         """
         takes = takes_statistics(config.skip_normalization_weights, stored, statistics)
         if config.config_version is None:
-            # Checkpoints had no version before the convention changed.
+            # Checkpoints from before the convention changed have no version.
             config = replace(config, config_version=0)
         try:
             with default_dtype(dtype), paddle.LazyGuard():
@@ -193,7 +196,7 @@ class BasePolicy(nn.Layer):
         stored.fill(policy.model, policy.normalizers, fresh, ignore, takes)
         if materialize:
             policy.model.materialize_all()
-        # Skipped once, the statistics in use are this policy's own.
+        # The policy now has other statistics, which its checkpoints must keep.
         policy.config = replace(policy.config, skip_normalization_weights=False)
         policy.eval()
         return policy
@@ -234,12 +237,12 @@ class PolicyCheckpoint:
         }
         weights = {key: t for key, t in stored.items() if key not in self.statistics}
         self.model: dict[str, ReadableTensor] = dict(engine_keys(weights))
-        # Head and embedding are tied; writers that store tied tensors once may keep either name.
+        # Head and embedding are tied; files with tied tensors stored once may have either name.
         if _EMBEDDING_KEY not in self.model and _HEAD_KEY in self.model:
             self.model[_EMBEDDING_KEY] = self.model[_HEAD_KEY]
 
     def num_groups(self, normalizers: Mapping[str, Normalizer]) -> int:
-        """Groups of the stored statistics; 1 without statistics or without a group axis."""
+        """Number of groups of the stored statistics; 1 without statistics or a group axis."""
         for entry in _statistics_entries(normalizers):
             stored = self.statistics.get(entry.key)
             if stored is not None and len(stored.shape) == len(entry.stored_shape):
@@ -254,7 +257,7 @@ class PolicyCheckpoint:
 
     @property
     def groups(self) -> list[str] | None:
-        """Names of the groups in the order of the rows; None if the folder does not say."""
+        """Names of the groups in the order of the rows; None if the folder does not have them."""
         if not any((self.folder / name).is_file() for name in CONFIG_FILES):
             return None
         return read_config(self.folder)[1].get("dataset_names")
@@ -265,10 +268,10 @@ class PolicyCheckpoint:
         """Bring projections and statistics into the order of the configuration's groups.
 
         Args:
-            normalizers: empty if the checkpoint's statistics are not taken.
+            normalizers: empty if the checkpoint's statistics are not used.
 
         Raises:
-            ValueError: the checkpoint does not say which row belongs to which group.
+            ValueError: the checkpoint does not name the groups of its rows.
         """
         groups = Groups(self.groups, config.dataset_names)
         if config.per_group_projection:
@@ -285,13 +288,13 @@ class PolicyCheckpoint:
         ignore: Sequence[str],
         takes_statistics: bool,
     ) -> None:
-        """Give the normalizers their statistics now, and the model its weights when it is filled.
+        """Set the normalizers' statistics now, and the model's weights when it is materialized.
 
         Args:
             model: its parameters, which may be shards, have no storage yet.
             fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
             ignore: patterns of the checkpoint's keys that the model may lack.
-            takes_statistics: take the checkpoint's statistics.
+            takes_statistics: use the checkpoint's statistics.
 
         Raises:
             ValueError: keys are missing, unexpected or misshapen; names all of them.
@@ -322,7 +325,7 @@ class PolicyCheckpoint:
 def takes_statistics(
     skips: bool, stored: PolicyCheckpoint, statistics: Sequence[Statistics] | None
 ) -> bool:
-    """Whether to take the checkpoint's statistics, not given ones.
+    """Whether to use the checkpoint's statistics instead of given ones.
 
     Args:
         skips: `skip_normalization_weights`.
@@ -354,8 +357,8 @@ def write_policy(
 ) -> None:
     """Write `model.safetensors`, one file as OpenTau reads it.
 
-    All ranks with shards call this together and share the writing; a large model is then in several
-    files, as HF has them.
+    All checkpoint ranks call this together; several ranks divide a large model into several files
+    in HF's format.
     """
     tensors = parameters_to_write(model.stored_parameters(), MODEL_PREFIX, store)
     if model.placement.stage_layers.embedding:

@@ -1,8 +1,8 @@
 """pi07's parameters under OpenTau's checkpoint keys (without `model.`), and rows of groups by name.
 
-A checkpoint may have been trained on other groups of data than the policy has. A projection of one
-group serves all; a group that the checkpoint does not know starts from its first group's
-projection. Statistics are measured, so they are taken by name only.
+A checkpoint may have been trained on other groups of data than the policy's. The projection of a
+single group is used for all groups; an unknown group starts from the first group's projection.
+Statistics are measured data, so they are matched by name only.
 """
 
 import logging
@@ -18,8 +18,8 @@ from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
 
 logger = logging.getLogger(__name__)
 _PROJECTIONS = ("state_proj.", "action_in_proj.", "action_out_proj.")
-# OpenTau never reads them either: the expert predicts no tokens, and the backbone's head is tied to
-# its token embedding.
+# Not read, as in OpenTau: the expert predicts no tokens, and the backbone's head is tied to its
+# token embedding.
 UNUSED_KEYS = frozenset(
     {"gemma3_with_expert.gemma_expert.lm_head.weight", "gemma3_with_expert.gemma3.lm_head.weight"}
 )
@@ -47,7 +47,7 @@ def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -
     """Rules from parameter names to checkpoint keys, special cases first.
 
     Args:
-        is_grouped: projections of states and actions have a group axis.
+        is_grouped: whether projections of states and actions have a group axis.
     """
     size = config.gemma3_config.vision_config.patch_size
     engine = "gemma3_with_expert"
@@ -83,13 +83,13 @@ def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -
         Rule("decoder.norm.*", f"{backbone}.language_model.norm.*", Same()),
         Rule("decoder.expert_norm.*", f"{expert}.norm.*", LinearWeights()),
         Rule("da_head.*", f"{engine}.da_head.*", LinearWeights()),
-        # The planner's head on a pipeline stage without the token table that it is tied to.
+        # The planner's head on a pipeline stage without the tied token embedding.
         Rule("lm_head.*", f"{backbone}.language_model.embed_tokens.*", Same()),
     )
 
 
 def engine_keys(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """A checkpoint's tensors by today's keys, without `model.`, old names replaced.
+    """A checkpoint's tensors by key without `model.`; old names are replaced.
 
     Weights of the expert's norms are left out: adaptive norms have none.
 
@@ -108,7 +108,7 @@ def engine_keys(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """A stored tensor `[groups, ...]`, or one without a group axis, read as chosen rows of groups.
+    """A stored tensor, with or without a group axis, read as `[groups, ...]` of the policy.
 
     Attributes:
         rows: stored row of each of the policy's groups.
@@ -142,7 +142,7 @@ class Groups:
 
     @property
     def are_same(self) -> bool:
-        """Whether the policy's rows are the checkpoint's, as far as the names tell."""
+        """Whether the policy has the checkpoint's rows; True if its groups are unnamed."""
         return self.policy is None or list(self.stored or ()) == list(self.policy)
 
 

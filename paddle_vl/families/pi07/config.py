@@ -1,6 +1,6 @@
 """Configurations of pi07's low-level policy and planner; fields and defaults are OpenTau's.
 
-What both share, and how settings at two levels agree: `policy_config.py`.
+See `policy_config.py` for what both share, and for settings at two levels.
 """
 
 import logging
@@ -50,7 +50,7 @@ class PI07Config(PolicyConfig):
     """The low-level policy.
 
     Attributes:
-        vlm_config: the engine. The settings of `shared_settings` have the same value there.
+        vlm_config: the engine. The `shared_settings` have the same value there.
         n_obs_steps: frames of an observation, the current one included.
         history_interval: environment steps between two frames.
         chunk_size: actions that the model predicts at once.
@@ -67,19 +67,18 @@ class PI07Config(PolicyConfig):
         proj_width: width of the action rows; equal to the expert's `hidden_size`.
         num_steps: Euler steps from noise to actions.
         max_delay: actions of the previous chunk that may still run while the next is computed.
-        per_group_projection: every group of data has state and action projections of its own.
+        per_group_projection: each group of data has its own state and action projections.
         knowledge_insulation: the action loss does not train the backbone.
         spacetime_layer_stride: every N-th vision layer attends over past frames.
-        optimizer_*, scheduler_*: OpenTau's, only read and written; a run's `train.*` settings
-            apply.
+        optimizer_*, scheduler_*: OpenTau's, only read and written back; a run uses `train.*`.
         warn_outlier_threshold: absolute value of normalized training data that logs a warning; 0
             for never.
         dataset_names: the groups of the statistics, in the order of their rows.
         dataset_to_norm_index: row of the statistics by name of a data set.
-        config_version: of the normalization convention; None computes as the current one.
-        skip_normalization_weights: loading leaves out a checkpoint's statistics.
-        save_normalization_stats: saving writes the statistics.
-        other: settings of the file without effect, written back as they were read.
+        config_version: version of the normalization convention; None for the current one.
+        skip_normalization_weights: do not load a checkpoint's statistics.
+        save_normalization_stats: save the statistics.
+        other: settings of the file without effect, written back unchanged.
     """
 
     vlm_config: Gemma3WithExpertConfig = field(default_factory=Gemma3WithExpertConfig)
@@ -149,10 +148,9 @@ class PI07Config(PolicyConfig):
             )
 
     def changed(self, **settings: Any) -> "PI07Config":
-        """The same configuration with other settings, shared ones at both levels.
+        """A copy with other settings; shared ones change at both levels.
 
-        Settings that only `vlm_config` has, such as `discrete_action_vocab_size`, are changed by
-        giving a new `vlm_config`.
+        To change settings that only `vlm_config` has, pass a new `vlm_config`.
         """
         shared = {name: settings[name] for name in self.shared_settings if name in settings}
         vlm = replace(settings.pop("vlm_config", self.vlm_config), **shared)
@@ -190,10 +188,10 @@ def _engine_without_expert() -> Gemma3WithExpertConfig:
 
 @dataclass(frozen=True)
 class PI07PlannerConfig(PolicyConfig):
-    """The planner. Attributes that are not listed are those of `PI07Config`.
+    """The planner. For other attributes see `PI07Config`.
 
     Attributes:
-        n_obs_steps: 1, it sees no history.
+        n_obs_steps: 1: no history.
         resize_imgs_with_padding: None for the tower's image size.
         memory_max_length, response_max_length: most tokens that it writes, BOS included.
         subtask_indicator_max_length, memory_indicator_max_length: tokens of the labels

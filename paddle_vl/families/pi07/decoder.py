@@ -1,10 +1,10 @@
-"""The decoder: layers with a backbone half and an expert half, which run either or both streams.
+"""The decoder: each layer has a backbone half and an expert half, for one or both streams.
 
-The halves of a layer meet in attention only: the suffix reads keys and values of the prefix, never
-the other way round. So three ways to run it give the same numbers: both streams at once; the prefix
-first and the suffix on its cached keys; or, for decoding, the prefix in pieces.
+The halves interact in attention only: the suffix reads keys and values of the prefix, never the
+reverse. So three ways to run it give the same numbers: both streams at once; the prefix first and
+the suffix on its cached keys; or, for decoding, the prefix in pieces.
 
-`sliding_window` has no effect, as in OpenTau: every layer sees the whole prefix.
+`sliding_window` has no effect, as in OpenTau: every layer sees the full prefix.
 
 Shapes: B batch, L prefix tokens of width D, C suffix tokens of width E, S keys. Inside the layers,
 tokens are rows, batch-major: T = B * L of the prefix and T' = B * C of the suffix; under sequence
@@ -31,10 +31,10 @@ from paddle_vl.nn.placement import Placement
 
 
 def block_mask(pad_masks_BL: Tensor, att_masks_BL: Tensor) -> Tensor:
-    """Which tokens each token sees: `[B, L, L]` bool; nothing to or from padding.
+    """Which tokens each token sees: `[B, L, L]` bool; padding neither sees nor is seen.
 
-    Tokens see their own block and the earlier ones. Mark 1 begins a block, 0 joins the block
-    before. Marks 0 0 0 | 1 0 | 1 | 1 are a block of three, a block of two and two causal tokens:
+    Tokens see their own block and earlier ones. Mark 1 begins a block, 0 continues it. Marks
+    0 0 0 | 1 0 | 1 | 1 are a block of three, a block of two and two causal tokens:
 
         1 1 1 0 0 0 0
         1 1 1 0 0 0 0
@@ -61,24 +61,23 @@ def suffix_mask(prefix_pad_BL: Tensor, pad_masks_BC: Tensor, att_masks_BC: Tenso
 
 
 def prefix_positions(pad_masks_BL: Tensor) -> Tensor:
-    """int64 `[B, L]`: real tokens count up from 0; padding repeats the position before it, or
-    -1."""
+    """int64 `[B, L]`: real tokens count from 0; padding repeats the previous position, or -1."""
     return paddle.cumsum(pad_masks_BL.astype("int64"), axis=1) - 1
 
 
 def suffix_positions(prefix_pad_BL: Tensor, num_tokens: int) -> Tensor:
-    """int64 `[B, C]`: counts on from the number of real tokens in the prefix."""
+    """int64 `[B, C]`: counts from the number of real tokens in the prefix."""
     first_B1 = prefix_pad_BL.astype("int64").sum(axis=1, keepdim=True)
     return first_B1 + paddle.arange(num_tokens, dtype="int64")
 
 
 class SuffixView:
-    """How a suffix reads the prefix. Not a tuple: Paddle's recomputation looks for tensors in one.
+    """How a suffix reads the prefix. Not a tuple, which Paddle's recompute searches for tensors.
 
     Args:
         own: positions and mask of the suffix.
         num_keys: number of leading prefix keys that it sees.
-        insulated: no gradient flows from it into the prefix (`knowledge_insulation`).
+        insulated: stop gradients from it into the prefix (`knowledge_insulation`).
     """
 
     def __init__(self, own: StreamView, num_keys: int, insulated: bool):
@@ -168,7 +167,7 @@ class Streams(NamedTuple):
     Attributes:
         prefix: `[T, D]`.
         suffix: `[T', E]`.
-        cond: condition of the suffix's norms, `[T', E]`, or `[C, E]` where all samples share it and
+        cond: condition of the suffix's norms, `[T', E]`, or `[C, E]` if all samples share it and
             rows are not sharded.
     """
 
@@ -180,8 +179,8 @@ class Streams(NamedTuple):
 class InterleavedDecoder(nn.Layer):
     """The layers, and the final norm of each stream.
 
-    A pipeline stage has its own layers and a placeholder for each of the others; only the last
-    stage has the norms.
+    A pipeline stage has placeholders for the layers of other stages; only the last stage has the
+    norms.
 
     Attributes:
         attention_implementation: `eager` or `sdpa`; starts as configured, read at every call.
@@ -243,9 +242,9 @@ class InterleavedDecoder(nn.Layer):
         """Run the given streams through all layers.
 
         Args:
-            cond_BCE: condition of the suffix's norms, `[1, C, E]` where all samples share it.
-            cache: keys and values by layer, kept by an earlier call with a prefix.
-            keep: return keys and values, the earlier ones in front.
+            cond_BCE: condition of the suffix's norms, `[1, C, E]` if all samples share it.
+            cache: keys and values by layer, from an earlier call with `keep`.
+            keep: return all keys and values, the cached ones first.
 
         Raises:
             ValueError: a suffix without an expert, or without a prefix to see.
@@ -266,7 +265,7 @@ class InterleavedDecoder(nn.Layer):
         suffix_BCE: Tensor | None = None,
         cond_BCE: Tensor | None = None,
     ) -> Streams:
-        """Token rows of this rank, as the layers take them."""
+        """This rank's token rows, the layers' input."""
         streams = Streams(None, None, None)
         if prefix_BLD is not None:
             streams = streams._replace(prefix=self._enter(prefix_BLD))
@@ -274,7 +273,7 @@ class InterleavedDecoder(nn.Layer):
             return streams
         assert cond_BCE is not None, "a suffix has a condition"
         if self.placement.ops.row_part.size > 1:
-            # Sharded rows need a condition each.
+            # Sharded rows need one condition per row.
             cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], cond_BCE.shape[-1]])
         return streams._replace(suffix=self._enter(suffix_BCE), cond=self._enter(cond_BCE))
 
@@ -306,7 +305,7 @@ class InterleavedDecoder(nn.Layer):
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
     ) -> DecoderOutput:
-        """All token rows again, after the final norms."""
+        """All token rows after the final norms."""
         prefix_TD, suffix_TE, cond_TE = streams
         prefix_BLD = suffix_BCE = None
         if prefix_TD is not None:

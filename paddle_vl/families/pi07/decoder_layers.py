@@ -25,12 +25,12 @@ KeyValue = tuple[Tensor, Tensor]
 class StreamView:
     """Positions and mask of a stream's tokens, the same for all layers.
 
-    Not a tuple: Paddle's recomputation looks for tensors in one.
+    Not a tuple, which Paddle's recompute searches for tensors.
 
     Args:
         shape: B and L.
         rotary: rotary embedding by base.
-        mask: over the keys that the stream is given, then its own.
+        mask: over keys of the cache or prefix, then the stream's own keys.
         scale: factor of the scores; the backbone's for both streams.
         implementation: `eager` or `sdpa` attention.
     """
@@ -61,9 +61,9 @@ class BackboneLayer(nn.Layer):
 
     Args:
         rope_base: base of this layer's rotary angles.
-        serves_tokens_alone: True for the last layer beside an expert. Its attention output reaches
-            the token loss only, while its keys and values reach the action loss too. Queries then
-            get a gradient in fewer steps than keys and values, so they need a weight of their own.
+        serves_tokens_alone: True for the last layer of a model with an expert. Its attention output
+            reaches the token loss only, but its keys and values also the action loss. Queries may
+            then get no gradient when keys and values do, so they are not fused with these.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BackboneLayer(nn.Layer):
 
 
 class ExpertLayer(nn.Layer):
-    """`x + gate * attention(norm(x))`, then `x + gate * mlp(norm(x))`; the norms give the gates."""
+    """`x + gate * attention(norm(x))`, then `x + gate * mlp(norm(x))`; norms return the gates."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Configuration of pi07's engine: the Gemma 3 backbone, its SigLIP tower and the action expert.
 
 The sections have HF's field names. HF's keys that the engine does not use (`sliding_window`, token
-ids and the like) are kept in `other` and written back as they were read; others are refused.
+ids and the like) are kept in `other` and written back unchanged; unknown keys are refused.
 
 Source: Gemma3WithExpertConfig of OpenTau; Gemma3Config and SiglipVisionConfig of HF transformers.
 """
@@ -66,7 +66,7 @@ class Gemma3TextConfig:
 
     Attributes:
         rope_theta, rope_local_base_freq: rotary bases of the full and the sliding layers.
-        layer_types: `full_attention` or `sliding_attention` per layer. Decides its rotary base, not
+        layer_types: `full_attention` or `sliding_attention` per layer; selects its rotary base, not
             its mask. None: every `sliding_window_pattern`-th layer is full.
     """
 
@@ -202,18 +202,18 @@ class GemmaExpertConfig:
 
 @dataclass(frozen=True)
 class Gemma3WithExpertConfig:
-    """The engine: backbone and expert, and which of their parameters train.
+    """The engine: backbone and expert, and which of their parameters are trained.
 
-    Settings that default to None also stand at the policy's level, see `policy_config.py`; inside a
+    Settings that default to None also exist at the policy's level, see `policy_config.py`; inside a
     policy's configuration they have values.
 
     Attributes:
-        freeze_vision_encoder: the tower does not train; the projector does.
-        train_expert_only: nothing of the backbone trains.
-        train_vision_encoder_only: only the tower and the projector train.
-        train_state_action_representation_only: only the projections of states and actions, and the
-            embedding and head of discrete actions train.
-        disable_action_expert: there is no expert, as in the planner.
+        freeze_vision_encoder: do not train the tower; the projector is trained.
+        train_expert_only: do not train the backbone.
+        train_vision_encoder_only: train only the tower and the projector.
+        train_state_action_representation_only: train only the projections of states and actions,
+            and the embedding and head of discrete actions.
+        disable_action_expert: no expert, as in the planner.
         discrete_action_vocab_size: of the action tokenizer; None until one is loaded.
     """
 
@@ -277,7 +277,7 @@ def check_training(config: Gemma3WithExpertConfig) -> None:
     """Refuse training settings that contradict each other.
 
     Raises:
-        ValueError: names both.
+        ValueError: two settings contradict each other.
     """
     refused = (
         ("train_expert_only", "without", "freeze_vision_encoder"),

@@ -1,15 +1,14 @@
 """FLOPs of pi07's models for a batch, counted for real frames, tokens and steps only.
 
 Tower: patch embedding and layers for every patch of every real frame and goal image; attention
-within a frame; in layers with temporal attention also each patch with itself in the real frames up
-to its own. Past frames go through all layers, though only current ones come out.
-Backbone: linears for every real token of the prefix, attention for the pairs that its blocks let
-see each other, heads at the real tokens that they predict.
+within a frame; in layers with temporal attention also between the same patch of real frames, causal
+in time. Past frames count in all layers, though only current frames are output.
+Backbone: linears for every real token of the prefix, attention for the visible pairs of its blocks,
+heads at the real tokens that they predict.
 Expert: all steps of a chunk, which see each other and the real tokens before the action tail.
 
-Real are the frames and states that the history has (the current one always) of the cameras that
-there are, the tokens that masks say, and the labels that are laid out. What an operation counts:
-`paddle_vl.families.flops`.
+Real are: frames and states inside the episode (always the current one) of existing cameras; tokens
+that are not masked; labels that are laid out. See `paddle_vl.families.flops` for what is counted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +39,7 @@ class PI07Flops(FlopCounter):
     Args:
         label_ids: token ids of the prefix's labels, see `PI07LowLevelFlowMatching`.
         trained: checkpoint names of the trained parameters; None for all.
-        losses: of `MSE` and `CE`, those that are computed.
+        losses: the computed ones of `MSE` and `CE`.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class PI07Flops(FlopCounter):
         text = vlm.gemma3_config.text_config
         width, insulated = text.hidden_size, config.knowledge_insulation
         quiet = operations.without_backward()
-        # The flow loss trains what the token loss does, unless knowledge insulation keeps it out.
+        # Without knowledge insulation the flow loss also trains what the token loss trains.
         prefix = operations if "CE" in losses or not insulated else quiet
         tokens = operations if "CE" in losses else quiet
         actions = operations if "MSE" in losses else quiet
@@ -172,13 +171,13 @@ class PI07PlannerFlops(FlopCounter):
 def _tower_units(
     backbone: Gemma3Config, frames: int, frame_pairs: int, images: int
 ) -> dict[str, int]:
-    """Units `patches`, `image_tokens`, and pairs of patches that see each other: `patch_pairs` in a
-    frame, `time_pairs` in time.
+    """Units `patches`, `image_tokens`, and visible pairs of patches: `patch_pairs` in a frame,
+    `time_pairs` in time.
 
     Args:
-        frames: that go into the tower.
-        frame_pairs: pairs of frames of a video that see each other.
-        images: that come out of the tower.
+        frames: input frames of the tower.
+        frame_pairs: visible pairs of frames of a video.
+        images: output images of the tower.
     """
     patches = backbone.vision_config.num_patches
     return {
@@ -190,7 +189,7 @@ def _tower_units(
 
 
 def _tower(operations: Operations, backbone: Gemma3Config, stride: int) -> bool:
-    """Tower and projector; whether a gradient passes the rows that come out."""
+    """Count tower and projector; returns whether gradients reach their output."""
     vision, tower = backbone.vision_config, f"{_BACKBONE}.vision_tower.vision_model"
     width, inner, embeddings = vision.hidden_size, vision.intermediate_size, f"{tower}.embeddings"
     rows = operations.linear(
@@ -221,11 +220,11 @@ def _tower(operations: Operations, backbone: Gemma3Config, stride: int) -> bool:
 def _backbone_layer(
     operations: Operations, rest: Operations, text: Gemma3TextConfig, number: int, rows: bool
 ) -> tuple[bool, bool, bool]:
-    """Whether gradients pass the rows that come out, the keys, and the values.
+    """Count a layer; returns whether gradients reach its output rows, keys, and values.
 
     Args:
         rest: counts everything but keys and values.
-        rows: a gradient passes the rows that go in.
+        rows: whether gradients reach the input rows.
     """
     layer = f"{_ENGINE}.interleaved_layers.{number}.backbone_layer"
     width, queries = text.hidden_size, text.num_attention_heads * text.head_dim
@@ -252,11 +251,11 @@ def _expert_layer(
     time: bool,
     seen: tuple[bool, bool],
 ) -> bool:
-    """Whether a gradient passes the rows that come out.
+    """Count a layer; returns whether gradients reach its output rows.
 
     Args:
-        rows, time: a gradient passes the rows that go in, the condition.
-        seen: a gradient passes the prefix's keys, and its values.
+        rows, time: whether gradients reach the input rows, and the condition.
+        seen: whether gradients reach the prefix's keys, and its values.
     """
     layer = f"{_ENGINE}.interleaved_layers.{number}.expert_layer"
     width, queries = expert.hidden_size, expert.num_attention_heads * expert.head_dim
@@ -268,7 +267,7 @@ def _expert_layer(
     v = operations.linear("steps", f"{attention}.v_proj", width, keys, normed)
     out = operations.attention("step_pairs", queries, q, k, v)
     out |= operations.attention("cross_pairs", queries, q, *seen)
-    # The condition gives a gate too; a gradient passes it only where it passes the gated rows.
+    # The condition also gives a gate, which gets a gradient only if the gated rows do.
     rows |= operations.linear("steps", f"{attention}.o_proj", queries, width, out)
     condition = _condition(operations, f"{layer}.post_attention_layernorm", expert, time)
     inner = expert.intermediate_size

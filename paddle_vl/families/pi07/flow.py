@@ -2,8 +2,8 @@
 
 Time t = 1 is noise and t = 0 the actions: `x_t = t * noise + (1 - t) * actions`. The expert learns
 the velocity `noise - actions`; sampling integrates it from noise to actions. The discrete action
-tokens at the end of the prefix train the backbone beside it. One file, above 350 lines, so that the
-formulas of training and of sampling stand side by side.
+tokens at the end of the prefix train the backbone at the same time. Over 350 lines, to keep the
+formulas of training and sampling together.
 
 Shapes: B batch, F frames of the history, C steps of a chunk, A action values, S state values, L
 prefix tokens (L_a action tokens among them), D backbone width, E expert width, V action-token
@@ -51,7 +51,7 @@ class NoisyActions(NamedTuple):
 
     Attributes:
         x_t, velocity: `[B, C, A]` float32.
-        time: `[B, C]` float32; 0 at delayed steps, whose actions are given.
+        time: `[B, C]` float32; 0 at delayed steps, whose actions are known.
         is_delayed: `[B, C]` bool.
     """
 
@@ -62,7 +62,7 @@ class NoisyActions(NamedTuple):
 
 
 def draw_time(size: int) -> Tensor:
-    """`[B]` float32 times, 0.001 + 0.999 Beta(1.5, 1), drawn by the inverse of its distribution."""
+    """`[B]` float32 times, 0.001 + 0.999 Beta(1.5, 1), drawn by inverse transform sampling."""
     return paddle.uniform([size], dtype="float32", min=0.0, max=1.0) ** (1 / 1.5) * 0.999 + 0.001
 
 
@@ -95,8 +95,7 @@ class SuffixEmbedding(nn.Layer):
     def forward(
         self, noisy_BCA: Tensor, time_BC: Tensor, group_B: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Rows `[B, C, E]` and condition `[B, C, E]`, or `[1, C, E]` for a `time_BC` of `[1,
-        C]`."""
+        """Rows and condition, both `[B, C, E]`; condition `[1, C, E]` if `time_BC` is `[1, C]`."""
         dtype = self.time_mlp_in.weight.dtype
         rows_BCE = self.action_in_proj(noisy_BCA.astype(dtype), group_B)
         code = time_embedding(time_BC, rows_BCE.shape[-1]).astype(dtype)
@@ -114,7 +113,7 @@ class LossTerms(NamedTuple):
 
     Attributes:
         mean: scalar.
-        sums, counts: float32 `[B]`, sums of the loss and numbers of the values that count.
+        sums, counts: float32 `[B]`, sum of the loss and number of its values.
     """
 
     mean: Tensor
@@ -123,7 +122,7 @@ class LossTerms(NamedTuple):
 
 
 def flow_loss(target_BCA: Tensor, velocity_BCA: Tensor, counts_BCA: Tensor) -> LossTerms:
-    """Mean squared error of the velocity over the values that count (bool); 0 where none does."""
+    """Mean squared error of the velocity where `counts_BCA` (bool) is True; 0 if nowhere."""
     counts_BCA = counts_BCA.astype("float32")
     squares = (target_BCA - velocity_BCA).square() * counts_BCA
     mean = squares.sum() / (counts_BCA.sum() + 1e-8)
@@ -136,11 +135,11 @@ def flow_counts(
     is_pad_BC: Tensor | None = None,
     real_dim_B: Tensor | None = None,
 ) -> Tensor:
-    """Which values count in the flow loss: `[B, C, A]` bool; not delayed, not padding, in use.
+    """Mask of the flow loss, `[B, C, A]` bool: not delayed, not padding, a dim of the robot.
 
     Args:
         num_values: A.
-        real_dim_B: number of action values of each sample's robot; None for all.
+        real_dim_B: number of action dims of each sample's robot; None for all.
     """
     counts_BC = paddle.logical_not(is_delayed_BC)
     if is_pad_BC is not None:
@@ -153,8 +152,7 @@ def flow_counts(
 
 
 def token_slot_loss(logits_BLV: Tensor, tokens_BL: Tensor, masks_BL: Tensor) -> LossTerms:
-    """Cross entropy of tokens in float32. The mean is over all slots, padding too, as in
-    OpenTau."""
+    """Cross entropy of tokens in float32; as in OpenTau, the mean includes padding."""
     batch, length, vocab = logits_BLV.shape
     masks_BL = masks_BL.astype("float32")
     losses = F.cross_entropy(
@@ -183,9 +181,8 @@ def times(num_steps: int) -> list[np.float32]:
 class PI07LowLevelFlowMatching(PolicyModel):
     """Prefix and suffix embeddings, the decoder of both streams, and the two heads.
 
-    Outside of the decoder layers, only the token table is sharded over a tensor-parallel group; all
-    of its ranks compute the rest alike. The first pipeline stage has the embeddings, the last one
-    the heads.
+    Tensor parallelism shards the decoder layers and the token table; all else is replicated. The
+    first pipeline stage has the embeddings, the last one the heads.
     """
 
     config: PI07Config
@@ -228,7 +225,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
     def train(self) -> None:
         super().train()
         if self.config.vlm_config.train_state_action_representation_only:
-            # The decoder only carries gradients, so it has no dropout either.
+            # A frozen decoder has no dropout either.
             self.decoder.eval()
 
     def forward(
@@ -241,7 +238,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
 
         Args:
             batch: NumPy arrays or tensors; lists have an entry per camera. Token ids are int64,
-                masks bool and True for what is real, the rest float32.
+                masks bool (True: real, not padding), all else float32.
                 Required: `videos` list of `[B, F, 3, H, W]` in [0, 1], the current frame last, with
                 `vid_masks` list of `[B]`; `lang_tokens` and `lang_masks`; `state` `[B, F, S]`;
                 `actions` `[B, C, A]`; `discrete_actions` and `discrete_action_masks`.
@@ -250,7 +247,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
                 `subgoal_img_masks`; `obs_history_is_pad` `[B, F]` (without it, the past is
                 padding); `actions_is_pad` `[B, C]`; `real_action_dim` `[B]`; `group_index` `[B]`.
                 Drawn if absent: `noise` `[B, C, A]`, `time` `[B]`, `delay` `[B]`.
-            presence: the optional fields to lay out; None for those that the batch fills.
+            presence: the optional fields to lay out; None for those with content in the batch.
             per_sample: add sums and counts per sample.
 
         Returns:
@@ -267,7 +264,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         return losses if per_sample else {name: losses[name] for name in ("MSE", "CE")}
 
     def noisy_actions(self, batch: Mapping[str, Any]) -> NoisyActions:
-        """Actions mixed with noise; draws the noise, times and delays that the batch lacks."""
+        """Actions mixed with noise; draws noise, times and delays if the batch has none."""
         actions = batch["actions"].astype("float32")
         size, steps, _ = actions.shape
         noise, time_B, delay_B = (batch.get(name) for name in ("noise", "time", "delay"))
@@ -362,9 +359,9 @@ class PI07LowLevelFlowMatching(PolicyModel):
         Args:
             batch: see `forward`, without actions.
             noise: `[B, C, A]`; drawn if None.
-            delay: number of first steps that are already given.
-            action_prefix: `[B, C, A]`, of which the first `delay` steps are read.
-            num_steps: of the integration; None for the configuration's.
+            delay: number of first steps that are already known.
+            action_prefix: `[B, C, A]`; the first `delay` steps are used.
+            num_steps: number of Euler steps; None for the configuration's.
 
         Raises:
             ValueError: the model is a pipeline stage, or there is a delay without `action_prefix`.

@@ -38,8 +38,8 @@ class GemmaRMSNorm(nn.Layer):
 class AdaptiveRMSNorm(nn.Layer):
     """`x / sqrt(mean(x^2) + epsilon) * (1 + scale) + shift`, and a gate for the sublayer's output.
 
-    Scale, shift and gate are the thirds, in this order, of a linear of the condition. There is no
-    weight besides. Computes in float32.
+    Scale, shift and gate are the thirds, in this order, of a linear of the condition; there is no
+    other weight. Computes in float32.
 
     Source: GemmaRMSNorm of openpi with `cond_dim` (adaRMS).
     """
@@ -67,10 +67,10 @@ class AdaptiveRMSNorm(nn.Layer):
 class Rotary:
     """Rotary embedding of queries and keys at given positions, for layers with one base.
 
-    `angle_j = position / base^(2j / H)`, halves rotated against each other. No `rope_scaling`,
-    whatever the configuration says; the expert's own `rope_theta` is not used.
+    `angle_j = position / base^(2j / H)`, in the rotate-half convention. `rope_scaling` and the
+    expert's `rope_theta` are ignored.
 
-    A class and not a tuple, since Paddle's recomputation looks for tensors in tuples.
+    Not a tuple, which Paddle's recompute searches for tensors.
 
     Source: `apply_rope` of OpenTau's pi07 engine.
 
@@ -80,7 +80,7 @@ class Rotary:
 
     def __init__(self, position_ids_BL: Tensor, head_dim: int, base: float):
         slots = head_dim // 2
-        # Division by float32 powers, as OpenTau: a product with inverses rounds differently.
+        # Division by float32 powers, as in OpenTau: a product with inverses rounds differently.
         scale = np.float32(base) ** (np.float32(2.0 / head_dim) * np.arange(slots, dtype="float32"))
         angle = position_ids_BL.astype("float32").unsqueeze(-1) / paddle.to_tensor(scale)
         angle_BL1H = paddle.concat([angle, angle], axis=-1).unsqueeze(2)
@@ -102,9 +102,9 @@ class Rotary:
 
 
 class PaddedEmbedding(nn.Layer):
-    """A scaled embedding table; the row of `PAD_ID` is read but gets no gradient.
+    """A scaled embedding table; the row of `PAD_ID` gets no gradient.
 
-    Paddle's own `padding_idx` would read zeros.
+    Paddle's `padding_idx` would return zeros for it.
 
     Args:
         table: an `Embedding`, or this rank's shard of one.
@@ -150,9 +150,9 @@ def fresh_std(in_features: int) -> float:
 
 
 class GroupLinear(nn.Layer):
-    """`x @ weight[group] + bias[group]`, weights `[G, I, O]`; group 0 where none is given.
+    """`x @ weight[group] + bias[group]`, weights `[G, I, O]`; group 0 by default.
 
-    A group is a data set or a robot with a projection of its own.
+    A group is a data set or a robot with its own projection.
     """
 
     def __init__(self, in_features: int, out_features: int, num_groups: int):

@@ -1,8 +1,8 @@
-"""Losses and batches of pi07's policies as the trainer sees them.
+"""Losses and batch adapters of pi07's policies.
 
-A policy's optional branches are the optional parts of its prompt (`Presence`). With
-`parallel.branch_sync: all_reduce` every rank lays out the parts that any rank's micro-batch has;
-otherwise each rank lays out those of its own samples.
+A policy's optional branches are the optional fields of its prefix (`Presence`). With
+`parallel.branch_sync: all_reduce` every rank lays out the fields that any rank's micro-batch has;
+otherwise each rank those of its own samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ class PolicyLoss(Loss):
     """`MSE` of the flow and `CE` of the discrete actions.
 
     Args:
-        weights: by name; a loss of weight 0 is no part of the graph.
+        weights: by name; a loss of weight 0 is not part of the graph.
     """
 
     names: tuple[str, ...] = ("MSE", "CE")
@@ -35,7 +35,7 @@ class PolicyLoss(Loss):
 
     @classmethod
     def weighted(cls, given: Mapping[str, float] | None = None) -> "PolicyLoss":
-        """The losses with weights of train.loss_weighting; 1 where none is given.
+        """The losses with the weights of train.loss_weighting; 1 by default.
 
         Raises:
             ValueError: an unknown loss, or no loss with a weight above 0.
@@ -83,7 +83,7 @@ class PolicyLoss(Loss):
 
     def _divisors(self, totals: Sequence[int]) -> list[float]:
         flow_values, action_slots = totals
-        # As OpenTau has it, whose batches may have no action but padding.
+        # As in OpenTau, whose batches may have padded actions only.
         return [flow_values + 1e-8, max(action_slots, 1)]
 
 
@@ -103,8 +103,8 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
     """Batches of the low-level policy (`PolicyBatch`).
 
     Args:
-        make_example: makes any batch of the run, from which idle ranks make theirs.
-        agrees_on_presence: whether ranks lay out the optional parts that any of them has.
+        make_example: makes some batch of the run, from which an idle batch is derived.
+        agrees_on_presence: whether ranks lay out the optional fields that any of them has.
     """
 
     counted: tuple[str, ...] = ("num_flow_values", "num_action_slots")
@@ -169,7 +169,7 @@ class PlannerBatchAdapter(PolicyBatchAdapter):
 
 
 def first_batch(samples: DrawnDemonstrations, collator: Collator) -> Batch:
-    """A batch of the first sample that can be used."""
+    """A batch of the first usable sample."""
     for number in range(len(samples) - 1):
         try:
             return collator([samples[number]])

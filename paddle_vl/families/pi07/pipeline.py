@@ -1,9 +1,9 @@
-"""A pi07 model in pipeline stages: each stage as a function of a batch, and what its layers cost.
+"""Pipeline stages of a pi07 model, each a function of a batch, and the costs of its layers.
 
-A stage sends the next one a flat tensor: rows of the prefix, rows of the suffix and the condition
-of the suffix's norms, one after the other. Positions and masks are not sent: every rank has the
-batch. So sender and receiver know the size beforehand, from the shapes of the batch and which
-optional fields are laid out, and micro-batches may differ in both.
+A stage sends one flat tensor: rows of the prefix, rows of the suffix and the condition of the
+suffix's norms, concatenated. Every rank has the batch, so positions and masks are not sent, and
+sender and receiver know the size from the batch's shapes and optional fields; micro-batches may
+differ in both.
 
 Shapes: T rows of the prefix of width D and T' of the suffix of width E on this rank;
 R = T * D + 2 * T' * E.
@@ -26,10 +26,10 @@ from paddle_vl.families.pi07.prefix_layout import PrefixMasks, Presence, presenc
 
 _IMAGES = ("videos", "images", "subgoal_images")
 _DRAWN = ("noise", "time", "delay")
-# A backward pass takes twice the time of a forward pass; a frozen tower has none.
+# Relative cost of a frozen tower: forward only, while a backward pass costs two forward passes.
 FROZEN_SHARE = 1 / 3
 
-# Of each decoder layer, of what comes before the layers, and of what comes after.
+# Costs of each decoder layer, of everything before the layers, and of everything after them.
 Costs = tuple[list[float], float, float]
 
 
@@ -37,8 +37,8 @@ class PI07Stage(ABC):
     """Consecutive decoder layers; the first stage also embeds, the last one computes the losses.
 
     Args:
-        model: has these layers.
-        layers: their numbers.
+        model: a model with these layers.
+        layers: numbers of the layers.
     """
 
     def __init__(self, model: PolicyModel, layers: range):
@@ -49,7 +49,7 @@ class PI07Stage(ABC):
         self.width = text.hidden_size
 
     def input_shape(self, batch: Mapping[str, Any]) -> tuple[int]:
-        """(R,), the shape that the stage receives, from the batch on the host alone."""
+        """(R,), the shape of the message that this stage receives, from the batch on the host."""
         shapes = self._shapes(batch, _presence(batch))
         return (sum(rows * width for rows, width in shapes),)
 
@@ -64,7 +64,7 @@ class PI07Stage(ABC):
         """
         model, presence = self.model, _presence(batch)
         batch = {name: value for name, value in batch.items() if name != "presence"}
-        # A stage that embeds nothing needs to know only whether there are images.
+        # Other stages need the masks of the images, not the images.
         unread = () if self.is_first else _IMAGES
         batch |= as_tensors({name: batch[name] for name in batch if name not in unread})
         masks = model.tokens.masks(batch, presence)
@@ -81,7 +81,7 @@ class PI07Stage(ABC):
         return paddle.concat([rows.reshape([-1]) for rows in streams if rows is not None])
 
     def _shapes(self, batch: Mapping[str, Any], presence: Presence) -> list[tuple[int, int]]:
-        """(rows, width) of each tensor of `Streams` that the stages send."""
+        """(rows, width) of each tensor of `Streams` in a message."""
         size, length = batch["lang_tokens"].shape[0], self.model.tokens.length(batch, presence)
         return [(self._num_rows(size * length), self.width)]
 
@@ -116,7 +116,7 @@ class PI07LowLevelStage(PI07Stage):
         """See `PI07Stage`.
 
         Raises:
-            ValueError: noise, time or delay are not given: every stage would draw its own.
+            ValueError: noise, time or delay is missing: every stage would draw its own.
         """
         if missing := [name for name in _DRAWN if batch.get(name) is None]:
             raise ValueError(
@@ -159,7 +159,7 @@ class PI07PlannerStage(PI07Stage):
 
 
 def _presence(batch: Mapping[str, Any]) -> Presence:
-    """The optional fields to lay out: `presence` of the batch, else those that it fills."""
+    """The optional fields to lay out: the batch's `presence`, or those with content."""
     given = batch.get("presence")
     return presence_of(batch) if given is None else given
 
@@ -167,9 +167,8 @@ def _presence(batch: Mapping[str, Any]) -> Presence:
 def low_level_costs(config: PI07Config) -> Costs:
     """Costs of the low-level policy, for balancing the stages of a pipeline.
 
-    In multiplications for one sample in which every optional field is laid out. Attention scores
-    are
-    left out: they cost every layer the same.
+    In multiplications for one sample with all optional fields. Attention scores are left out, since
+    they cost the same in every layer.
     """
     vlm = config.vlm_config
     backbone, text = vlm.gemma3_config, vlm.gemma3_config.text_config
@@ -200,7 +199,7 @@ def planner_costs(config: PI07PlannerConfig) -> Costs:
     tokens += config.prompt_max_length + config.metadata_max_length
     layers = [float(tokens * _layer_cost(text))] * text.num_hidden_layers
     before = _tower_cost(backbone, cameras, bool(vlm.freeze_vision_encoder))
-    # No token predicts the first one of memory and response.
+    # The first token of memory and of response is not predicted.
     return layers, float(before), float((written - 2) * text.hidden_size * text.vocab_size)
 
 

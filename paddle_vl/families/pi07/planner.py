@@ -1,8 +1,8 @@
-"""The high-level planner: raw observations in, a memory and the next subtask out, as texts.
+"""The high-level planner: from raw observations to texts, a memory and the next subtask.
 
-Raw batches are as in `paddle_vl.families.pi07.policy`, of one frame: `state` `[B, S]`, a camera's
-image under its name `[B, 3, H, W]` in [0, 1], `prompt`, `past_memory` and metadata; for training
-also `next_memory` and `response`.
+Raw batches are those of `paddle_vl.families.pi07.policy` with one frame: `state` `[B, S]`, images
+`[B, 3, H, W]` in [0, 1] by camera name, `prompt`, `past_memory` and metadata; for training also
+`next_memory` and `response`.
 
 Shapes: B batch, L prefix tokens, D backbone width, V vocabulary; n tokens of a segment that the
 planner writes, its memory or its response.
@@ -68,7 +68,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
             label_ids: token ids, without special tokens, of `prefix_layout.PLANNER_LABELS`.
 
         Raises:
-            ValueError: a label has no ids, or another number of them than the configuration says.
+            ValueError: a label has no ids, or another number of them than configured.
         """
         super().__init__(config, label_ids, placement)
         backbone = config.vlm_config.gemma3_config
@@ -105,11 +105,11 @@ class PI07HighLevelPlannerModel(PolicyModel):
             batch: NumPy arrays or tensors: `images`, a list of `[B, 3, H, W]` in [-1, 1] with
                 `img_masks`, a list of `[B]` bool; `lang_`, `memory_`, `response_` and optionally
                 `metadata_`, each with `tokens` int64 and `masks` bool.
-            presence: whether to lay out metadata; None for whether the batch fills any.
+            presence: whether to lay out metadata; None: if the batch has any.
 
         Returns:
-            `CE`, the sum of the means of memory and response over all their slots but the first;
-            `CE_memory_sum` and `CE_response_sum`, the sums behind these means; `MSE`, which is 0.
+            `CE`, the mean over memory slots plus the mean over response slots, without the first
+            slot of each; `CE_memory_sum` and `CE_response_sum`, their sums; `MSE`, which is 0.
         """
         presence = presence_of(batch) if presence is None else presence
         batch = as_tensors(batch)
@@ -216,7 +216,7 @@ class _Writer:
         self.read(paddle.to_tensor(tokens), paddle.ones([size, 1], dtype="bool"))
         while tokens.shape[1] < length:
             token = self.model.head(self.last_B1D).argmax(axis=-1).numpy()
-            # BOS alone does not count, so the first token after it is always decoded.
+            # Not after BOS alone: the first token after it is always decoded.
             ended = np.isin(tokens, (eos_id, PAD_ID)).any(axis=1, keepdims=True)
             ended &= tokens.shape[1] > 1
             token = np.where(ended, PAD_ID, token)
@@ -257,7 +257,7 @@ class PI07HighLevelPlanner(BasePolicy):
         Args:
             tokenizer: the backbone's, or its file or folder.
             statistics: of each group of data, in the order of `config.dataset_names`.
-            placement: what this rank has of the model; None for all of it.
+            placement: None for the full model on a single device.
 
         Raises:
             ValueError: settings, statistics and tokenizer do not fit together.

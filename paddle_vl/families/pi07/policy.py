@@ -1,11 +1,11 @@
-"""The low-level policy: raw observations in, raw actions out; raw demonstrations in, losses out.
+"""The low-level policy: from raw observations to raw actions, from demonstrations to losses.
 
 A raw batch is a mapping of NumPy arrays or tensors, with texts as lists of strings. Shapes: B
 batch, F frames of an observation (the current one last), S state dims, C steps of a chunk, A action
 dims.
 
-Observation: `state` `[B, F, S]`; the frames of each camera under its name, `[B, F, 3, H, W]` float
-    in [0, 1]; `prompt`. With a single frame F may be left out.
+Observation: `state` `[B, F, S]`; frames by camera name, `[B, F, 3, H, W]` float in [0, 1];
+    `prompt`. With a single frame the F axis may be omitted.
 Optional: `obs_history_is_pad` `[B, F]` (without it, the past is padding); `response`; `subgoal0`...
     with `subgoal_is_pad`; `speed`, `quality`, `mistake`, `fps`, each with `<name>_is_pad`;
     `robot_type`, `control_mode`; `dataset_index`, `dataset_repo_id`.
@@ -64,14 +64,14 @@ class PI07LowLevelPolicy(BasePolicy):
         statistics: Sequence[Statistics] | None = None,
         placement: Placement | None = None,
     ):
-        """A policy with fresh weights. For a shard of one use `from_config`.
+        """A policy with fresh weights; on several ranks use `from_config`.
 
         Args:
             tokenizer: the backbone's, or its file or folder.
             action_tokenizer: FAST, or its folder; None for the folder that the configuration
-                names, if it exists. Acting does not need one.
+                names, if it exists. Needed for training only.
             statistics: of each group of data, in the order of `config.dataset_names`.
-            placement: what this rank has of the model; None for all of it.
+            placement: None for the full model on a single device.
 
         Raises:
             ValueError: settings, statistics and tokenizers do not fit together.
@@ -124,12 +124,12 @@ class PI07LowLevelPolicy(BasePolicy):
             dtype: of the weights.
             fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
             ignore: patterns of the checkpoint's keys that the model may lack.
-            placement: what this rank has of the model; None for all of it.
-            materialize: read the weights now; otherwise the model's `materialize` does.
+            placement: None for the full model on a single device.
+            materialize: read the weights now; False leaves that to the model's `materialize()`.
 
         Raises:
-            ValueError: keys are missing, unexpected or misshapen, all named; or both the checkpoint
-                and the caller give statistics.
+            ValueError: keys are missing, unexpected or misshapen; or both the checkpoint and the
+                caller give statistics.
             RuntimeError: files are missing or damaged.
         """
         folder = Path(path)
@@ -164,8 +164,7 @@ class PI07LowLevelPolicy(BasePolicy):
         """The four normalizers, without statistics.
 
         Raises:
-            ValueError: the configuration names another number of groups, or has as many
-                projections.
+            ValueError: the configuration has another number of groups.
         """
         config = self.config
         names = config.dataset_names
@@ -225,7 +224,7 @@ class PI07LowLevelPolicy(BasePolicy):
 
         Args:
             noise: `[B, C, max_action_dim]`; drawn if None.
-            delay: number of first actions of the chunk that are already given, at most `max_delay`.
+            delay: number of first actions of the chunk that are already known, at most `max_delay`.
             action_prefix: these actions, raw, `[B, delay, action dims]`.
 
         Raises:
@@ -274,7 +273,7 @@ class PI07LowLevelPolicy(BasePolicy):
 
 
 def _check_features(config: PI07Config) -> None:
-    """Refuse a state or action feature of another name, which nothing would normalize."""
+    """Refuse state or action features of another name, which would not be normalized."""
     for where, features, kind, name in (
         ("input_features", config.input_features, "STATE", "state"),
         ("output_features", config.output_features, "ACTION", "actions"),

@@ -1,9 +1,8 @@
-"""What the configurations of both policies share: features, checks, and OpenTau's files.
+"""Base of the configurations of both policies: features, checks, and OpenTau's files.
 
-A policy's configuration holds `vlm_config`, the engine's. Some settings stand at both levels. A
-setting given at one level holds for both; given at both, the values must agree. OpenTau writes
-every setting whether anyone gave it or not, so in its files (which have `model_type`) a default
-counts as not given.
+A policy's configuration contains the engine's as `vlm_config`. Some settings exist at both levels.
+A value given at one level applies to both; values given at both must agree. OpenTau writes all
+settings, so in its files (which have `model_type`) a default counts as not given.
 """
 
 import json
@@ -20,12 +19,12 @@ CURRENT_CONFIG_VERSION = 1
 FEATURE_TYPES = ("STATE", "VISUAL", "ENV", "ACTION", "REWARD")
 NORMALIZATION_MODES = ("MEAN_STD", "MIN_MAX", "QUANTILE", "IDENTITY")
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
-# Where a configuration may be, in order of preference; the last two have the policy's as a section.
+# Files with a configuration, in order of preference; in the last two it is a section.
 CONFIG_FILES = ("config.json", "train_config.json", "hf_config.json")
 _OF_KNOWN_SHAPE = ("STATE", "VISUAL", "ACTION")
 _MOST_DIMS = 1 << 16
 _STEPS, _DIMS, _TOKENS = Range(1, 10_000), Range(1, _MOST_DIMS), Range(1, 1 << 17)
-# Values outside are typing errors, and would exhaust the memory before any other check.
+# Values outside are typing errors, and would exhaust memory before any other check.
 SETTING_RANGES = {
     # OpenTau has no time embedding beyond 40 past frames.
     "n_obs_steps": Range(1, 41),
@@ -105,8 +104,8 @@ class PolicyConfig:
 
     Attributes:
         policy_type: `type` in configuration files.
-        shared_settings: settings that stand in `vlm_config` too, with their defaults.
-        engine_defaults: settings of `vlm_config` with another default than the engine's.
+        shared_settings: settings that `vlm_config` has too, with their defaults.
+        engine_defaults: defaults of `vlm_config` that differ from the engine's.
     """
 
     policy_type: ClassVar[str]
@@ -114,7 +113,7 @@ class PolicyConfig:
     engine_defaults: ClassVar[Mapping[str, Any]] = {}
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    # Fields of both, which are described there.
+    # Fields of both subclasses, described there.
     vlm_config: Gemma3WithExpertConfig
     input_features: dict[str, PolicyFeature]
     output_features: dict[str, PolicyFeature]
@@ -182,7 +181,7 @@ class PolicyConfig:
         return CURRENT_CONFIG_VERSION if version is None else version
 
     def check_common(self) -> None:
-        """Check the settings that both policies have, and give both levels the shared ones.
+        """Check the settings that both policies have, and set the shared ones at both levels.
 
         Raises:
             ValueError: a wrong setting; names it and what is needed.

@@ -1,4 +1,4 @@
-"""What both models of pi07 share: parameters, their checkpoint keys, and which of them train."""
+"""Base of both models of pi07: parameters, their checkpoint keys, and which are trained."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 Model = TypeVar("Model", bound="PolicyModel")
 
 _TOWER = "prefix.video_encoder.tower."
-# What learns from images and language alone.
+# Parameters of images and language alone.
 _BACKBONE = (
     "prefix.video_encoder.",
     "prefix.embed_tokens.",
@@ -40,7 +40,7 @@ _REPRESENTATION = (
 # Parameters that only the flow loss reaches, and those that only the token loss reaches.
 _FLOW = ("suffix.", "action_out_proj.", "decoder.expert_norm.")
 _TOKENS = ("decoder.norm.", "da_head.")
-# All that the expert reads of the last backbone layer.
+# The parameters of the last backbone layer whose outputs the expert reads.
 _KEYS_AND_VALUES = (
     "input_layernorm",
     "self_attn.k_norm",
@@ -50,12 +50,12 @@ _KEYS_AND_VALUES = (
 
 
 class PolicyModel(Materializable, nn.Layer):
-    """A model, or the shard of it that this rank has.
+    """A model, or this rank's shards and layers of it.
 
     Attributes:
         tokens: lengths and masks of the prefix.
-        prefix: its embedding; None where this rank has none.
-        placement: what this rank has of the model.
+        prefix: its embedding; None on pipeline stages without it.
+        placement: which shards and layers this rank has.
     """
 
     tokens: PrefixTokens
@@ -125,8 +125,8 @@ class PolicyModel(Materializable, nn.Layer):
     def fresh_values(self, keys: Collection[str] | None = None) -> list[MaterializeStep]:
         """Steps that draw initial values from Paddle's global random state.
 
-        The model must have been built under `paddle.LazyGuard`. A rank with shards gets its shards
-        of what a single device with the same seed draws.
+        The model must have been built under `paddle.LazyGuard`. A rank gets its shards of what a
+        single device draws with the same seed.
 
         Args:
             keys: of the parameters to draw; None for all.
@@ -161,7 +161,7 @@ def is_reached(
 ) -> bool:
     """Whether a gradient of these losses reaches the parameter of this name.
 
-    A gradient that is always zero counts, as in OpenTau: that of the embedding of discrete actions,
+    As in OpenTau, a gradient that is always zero counts: that of the embedding of discrete actions,
     whose rows the expert does not see.
 
     Args:
@@ -180,7 +180,7 @@ def is_reached(
 
 
 def freeze(model: nn.Layer, config: Gemma3WithExpertConfig) -> None:
-    """Stop the gradients of the parameters that do not train."""
+    """Stop the gradients of the parameters that are not trained."""
     for name, parameter in model.named_parameters():
         parameter.stop_gradient = not is_trained(name, config)
 

@@ -1,10 +1,10 @@
-"""Embedding of the prefix: what the backbone sees and reads, block by block.
+"""Embedding of the prefix, the backbone's input of images, texts and states, block by block.
 
 Shapes: B batch, L prefix tokens, n tokens of a block, M tokens of an image, D backbone width, F
 frames of the history, S state values, Z images of all samples and cameras.
 
-Every layer runs once per batch, whatever optional fields the samples fill, and blocks that are not
-laid out stay in the graph with no tokens. So ranks that shard parameters issue the same
+Every layer runs once per batch, whichever optional fields have content, and blocks that are not
+laid out stay in the graph with zero tokens. So ranks that shard parameters issue the same
 collectives.
 """
 
@@ -97,7 +97,7 @@ class PrefixEmbedding(nn.Layer):
             training: add the action tail, which needs `discrete_actions`.
 
         Raises:
-            ValueError: the batch has no field for a block that is to be laid out.
+            ValueError: the batch lacks the field of a block to lay out.
         """
         blocks = self.tokens.embedded(batch, presence, training)
         rows = self.embed_blocks(batch, blocks, presence.subgoal)
@@ -110,8 +110,8 @@ class PrefixEmbedding(nn.Layer):
         """Rows `[B, n, D]` of each block, laid out or not.
 
         Args:
-            with_goals: run the tower over the goal images too. They are the one block that would
-                cost much where no sample has one, and the tower runs for the videos anyway.
+            with_goals: run the tower over the goal images too; False saves it if no sample has
+                one. The tower runs for the videos anyway.
         """
         texts = [block for block in blocks if block.source in (Source.FIELD, Source.LABEL)]
         ids = {block.name: self.tokens.ids(block, batch) for block in texts}
@@ -140,7 +140,7 @@ class PrefixEmbedding(nn.Layer):
                 slice_axis(rows_ZMD, num_videos, rows_ZMD.shape[0]), len(goals)
             )
         elif goals:
-            # None of these rows is laid out; they keep the graph the same as with goals.
+            # Never laid out; these rows keep the graph the same as with goals.
             found["subgoals"] = of_cameras(slice_axis(rows_ZMD, 0, videos[0].shape[0]), 1)
         return found
 
@@ -178,7 +178,7 @@ class PlannerEmbedding(nn.Layer):
         backbone = config.vlm_config.gemma3_config
         width = backbone.text_config.hidden_size
         self.tokens = tokens
-        # One frame: a stride beyond the last layer leaves out temporal attention.
+        # One frame: a stride beyond the last layer disables temporal attention.
         layers = backbone.vision_config.num_hidden_layers
         self.video_encoder = VideoEncoder(backbone, 1, layers + 1, placement)
         self.embed_tokens = PaddedEmbedding(
@@ -208,7 +208,7 @@ class PlannerEmbedding(nn.Layer):
 
 def look_up(table: PaddedEmbedding, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rows `[B, n, D]` of blocks of text from their ids `[B, n]`."""
-    # One look-up for all blocks: each would have a gradient as large as the table.
+    # One look-up for all blocks, as each look-up has a gradient as large as the table.
     ids = list(texts.values())
     rows = paddle.split(table(paddle.concat(ids, axis=1)), [x.shape[1] for x in ids], axis=1)
     return dict(zip(texts, rows, strict=True))
@@ -226,8 +226,8 @@ def joined(
 ) -> Tensor:
     """Rows `[B, L, D]` of the blocks, in their order.
 
-    A block that is not laid out is cut to no tokens, not left out: the graph has one structure
-    whatever is present, so ranks that shard parameters walk it in the same order.
+    A block that is not laid out is sliced to zero tokens, not left out: the graph has the same
+    structure on all ranks that shard parameters.
     """
     pieces = []
     for block in blocks:

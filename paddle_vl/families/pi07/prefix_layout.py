@@ -1,13 +1,12 @@
 """The layout of a policy's prefix: its blocks as data, and the masks that follow from them.
 
-Embedding, masks and FLOPs, in training and sampling, all read `PREFIX_BLOCKS`, or the planner's
-`PLANNER_BLOCKS`. Two questions are kept apart. Which optional fields a batch has is a property of
-the data set and the same on all ranks: their blocks are always embedded. Which of these fields any
-sample fills differs between batches and ranks: only their blocks are laid out.
+Embedding, masks and FLOPs, in training and sampling, all use `PREFIX_BLOCKS` or, for the planner,
+`PLANNER_BLOCKS`. The optional fields that a batch has depend on the data set and are the same on
+all ranks: their blocks are always embedded. Which of these fields have content in any sample
+differs between batches and ranks: only their blocks are laid out, that is, part of the prefix.
 
 Shapes: B batch, L prefix tokens, n tokens of a block, M tokens of an image, c cameras, F frames of
-the history. Masks are True for real tokens. With `xp`, which is `numpy` or `paddle`, the same
-formula serves arrays and tensors.
+the history. Masks are True for real tokens. `xp` is `numpy` or `paddle`.
 
 Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching and PI07HighLevelPlannerModel.
 """
@@ -43,7 +42,7 @@ CAMERA_MASKS = {
 
 
 class Attends(Enum):
-    """How the tokens of a block see each other. All of them see every earlier block."""
+    """How the tokens of a block see each other; all of them see every earlier block."""
 
     JOINED = auto()  # all see each other; the block before sees them too
     TOGETHER = auto()  # all see each other; each camera of a block by itself
@@ -51,7 +50,7 @@ class Attends(Enum):
 
 
 class When(Enum):
-    """When a block is laid out, for all samples of a batch alike."""
+    """When a block is laid out, for all samples of a batch."""
 
     ALWAYS = auto()
     RESPONSE = auto()
@@ -67,8 +66,8 @@ class Block:
     """Consecutive tokens from one source.
 
     Attributes:
-        hidden_without_subgoal: a label that is padding in samples without a subgoal. Other labels
-            are real in all samples, whether or not the field they announce is filled.
+        hidden_without_subgoal: whether the label is padding in samples without a subgoal. Other
+            labels are real in all samples, even if their field is empty.
     """
 
     name: str
@@ -80,7 +79,7 @@ class Block:
 
     @property
     def is_optional(self) -> bool:
-        """Whether the data decides if it is laid out."""
+        """Whether it depends on the data if the block is laid out."""
         return self.when not in (When.ALWAYS, When.TRAINING)
 
 
@@ -103,7 +102,7 @@ PREFIX_BLOCKS: tuple[Block, ...] = (
     Block("actions", Source.ACTIONS, "", _CAUSAL, When.TRAINING),
 )
 MEMORY_LABEL, RESPONSE_LABEL = "Updated Memory: ", "Subtask: "
-# The planner reads the state as text. What it writes is in the prefix in training only.
+# The planner reads the state as text; its outputs are in the prefix in training only.
 PLANNER_BLOCKS: tuple[Block, ...] = (
     Block("images", Source.IMAGES, "", Attends.JOINED, When.ALWAYS),
     Block("language", Source.FIELD, "lang", _CAUSAL, When.ALWAYS),
@@ -125,7 +124,7 @@ LABELS, PLANNER_LABELS = labels_of(PREFIX_BLOCKS), labels_of(PLANNER_BLOCKS)
 
 
 class Presence(NamedTuple):
-    """The optional fields that a batch has, or that any of its samples fills."""
+    """Optional fields: those that a batch has, or those with content in any sample."""
 
     response: bool
     metadata: bool
@@ -145,7 +144,7 @@ class Presence(NamedTuple):
 
 
 def fields_of(batch: Mapping[str, Any]) -> Presence:
-    """The optional fields that a batch has, filled or not."""
+    """The optional fields that a batch has, with or without content."""
     return Presence(
         batch.get("response_tokens") is not None,
         batch.get("metadata_tokens") is not None,
@@ -188,7 +187,7 @@ def embedded_blocks(
 
 
 def real_frames(batch: Mapping[str, Any], xp: Any) -> Any:
-    """Which frames of the history have a state: `[B, F]` bool. The last, current one always has."""
+    """Which frames of the history are inside the episode: `[B, F]` bool; always the current one."""
     history, (size, frames) = batch.get("obs_history_is_pad"), batch["state"].shape[:2]
     is_current = xp.arange(frames) == frames - 1
     if history is None:
@@ -202,8 +201,8 @@ class PrefixMasks(NamedTuple):
     Attributes:
         pad_masks: `[B, L]` bool.
         att_masks: `[B, L]` bool marks, see `decoder.block_mask`.
-        num_seen: number of leading tokens that the expert sees: those before the action tail, so
-            that the prefix looks the same to it in training and sampling.
+        num_seen: number of leading tokens that the expert sees: those before the action tail, which
+            exists in training only.
     """
 
     pad_masks: Any

@@ -1,6 +1,6 @@
 """pi07's policy and planner as families: see `paddle_vl.families.base.Family`.
 
-Over 350 lines in one file, as the planner differs from the policy in little: it has no actions, so
+Over 350 lines, since the planner's recipe differs little from the policy's: it has no actions, so
 neither flow nor action tokenizer.
 """
 
@@ -91,7 +91,7 @@ class PI07Recipe(Family):
 
     def __init__(self, config: PI07Run, checkpoint: Path | None):
         pretrained = config.model.pretrained
-        # Of the policy to start or continue from; None for fresh weights.
+        # Folder of the policy to start or continue from; None for fresh weights.
         self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
         self.config = config
         self.model_config = (
@@ -150,7 +150,7 @@ class PI07Recipe(Family):
 
     def trainable_names(self, model: nn.Layer) -> Iterable[str]:
         """Unfrozen parameters that a loss with a non-zero weight reaches."""
-        # The full model's, as this rank may have a shard of it.
+        # Names of the full model, since this rank may have only some.
         full = model.whole()
         reached = {
             id(parameter)
@@ -208,7 +208,7 @@ class PI07Recipe(Family):
 
     @classmethod
     def with_synthetic_data(cls, config: PI07Run, data: SyntheticData) -> PI07Run:
-        """`data.synthetic_samples`, and as many cameras as asked for, like the first one."""
+        """Sets `data.synthetic_samples` and the number of cameras, all like the first one."""
         for name in ("image_side", "answer_tokens"):
             if getattr(data, name) is not None:
                 raise ValueError(
@@ -227,7 +227,7 @@ class PI07Recipe(Family):
 
     @classmethod
     def flow_draws(cls, config: Any) -> FlowDraws | None:
-        """What is drawn for each sample; None where there is no flow."""
+        """The random draws of each sample; None without flow."""
         return FlowDraws(config.chunk_size, config.max_action_dim, config.max_delay)
 
     @classmethod
@@ -248,7 +248,7 @@ class PI07Recipe(Family):
 
     @classmethod
     def check_trainable(cls, policy: Any) -> None:
-        """Raises ValueError where the policy lacks something that its losses need."""
+        """Raise ValueError if the policy lacks something that its losses need."""
         if policy.action_tokenizer is None:
             raise ValueError(
                 "the policy has no tokenizer of discrete actions, which training needs: put its "
@@ -301,7 +301,7 @@ class PI07Recipe(Family):
         )
 
     def _statistics(self) -> list[Mapping[str, Mapping[str, Any]]] | None:
-        """Of every group of data; None for the checkpoint's."""
+        """Statistics of every group of data; None for the checkpoint's."""
         file, names = self.config.data.statistics, self.model_config.dataset_names
         if file is not None:
             shapes = self.sample_shapes(self.model_config)
@@ -314,7 +314,7 @@ class PI07Recipe(Family):
         return list(demonstration_statistics(self.source).values())
 
     def _tokenizers(self) -> dict[str, Path]:
-        """Those that data.processor has; the others come from the checkpoint."""
+        """Tokenizers in data.processor; the others come from the checkpoint."""
         if self.config.data.processor is None:
             return {}
         folder = Path(self.config.data.processor)
@@ -358,7 +358,7 @@ class PI07PlannerRecipe(PI07Recipe):
 
     @classmethod
     def check_trainable(cls, policy: Any) -> None:
-        """The backbone's tokenizer is all it needs."""
+        """Nothing to check: the planner needs only the backbone's tokenizer."""
 
     def _tokenizers(self) -> dict[str, Path]:
         processor = self.config.data.processor
@@ -369,7 +369,7 @@ class PI07PlannerRecipe(PI07Recipe):
 
 
 def model_shape(config: PolicyConfig) -> ModelShape:
-    """Decoder sizes for the parallel plan."""
+    """Decoder sizes, checked against the degrees of parallelism."""
     vlm = config.vlm_config
     text, inner = vlm.gemma3_config.text_config, vlm.gemma3_config.text_config.intermediate_size
     if not vlm.disable_action_expert:

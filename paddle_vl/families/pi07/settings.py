@@ -1,5 +1,4 @@
-"""Settings of a run that trains a pi07 policy or planner, beyond those of every run. Read without
-Paddle."""
+"""Settings of a pi07 policy or planner run, beyond those of every run. Read without Paddle."""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
@@ -10,8 +9,8 @@ from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.schema import DataConfig, RunConfig, TrainConfig
 from paddle_vl.config.section import Section
 
-# Words for parts of the policy in model.freeze and train.part_learning_rates, as patterns over the
-# parameter names of its checkpoint.
+# Named groups of parameters for model.freeze and train.part_learning_rates, as patterns over
+# checkpoint keys.
 _ENGINE = "model.gemma3_with_expert"
 PARTS: dict[str, tuple[str, ...]] = {
     "vision": (f"{_ENGINE}.gemma3.model.vision_tower.*",),

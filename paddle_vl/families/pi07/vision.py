@@ -1,8 +1,7 @@
 """Videos and still images to tokens of the backbone: SigLIP tower, temporal attention, projector.
 
-Every `stride`-th layer of the tower attends over past frames too; only the tokens of a video's
-current frame, its last, come out. One file, above 350 lines, since it is one forward pass from
-pixels to tokens.
+Every `stride`-th layer of the tower attends over past frames too; only the current, last frame of a
+video is output. Over 350 lines, to keep the forward pass from pixels to tokens in one file.
 
 Shapes: B videos of F frames, S still images, P = B * F + S frames in all, videos first; N patches
 of a frame, U tower width, h heads, H head width; M tokens of an image, D backbone width.
@@ -30,9 +29,9 @@ _SHORTEST, _LONGEST = 4e-3, 40.0
 
 
 class FrameHistory:
-    """What the layers with temporal attention need to know of the frames.
+    """Frame layout for the layers with temporal attention.
 
-    Not a tuple: Paddle's recomputation looks for tensors in one.
+    Not a tuple, which Paddle's recompute searches for tensors.
 
     Args:
         num_videos, num_frames: B and F.
@@ -82,7 +81,7 @@ class SiglipTower(nn.Layer):
         self.post_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, pixels_PCHW: Tensor, history: FrameHistory | None = None) -> Tensor:
-        """Encode frames; of a video only the last, current frame comes out.
+        """Encode frames; only the last, current frame of a video is output.
 
         Args:
             pixels_PCHW: values in [-1, 1].
@@ -135,7 +134,7 @@ class SiglipLayer(nn.Layer):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`; the unit of recomputation and sharding.
 
     Args:
-        looks_back: it attends over past frames, if it is given a history.
+        looks_back: attend over past frames if there is a history.
     """
 
     def __init__(self, config: SiglipVisionConfig, looks_back: bool):
@@ -176,7 +175,7 @@ class SiglipAttention(nn.Layer):
             project(x_PNU).reshape(rows) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if history is not None:
-            # Sliced and concatenated even without stills: one graph on all ranks.
+            # Sliced and concatenated even without stills, for the same graph on all ranks.
             rows = history.num_video_frames * patches
             q, k, v = (slice_axis(x_QhH, 0, rows) for x_QhH in (q_QhH, k_QhH, v_QhH))
             videos = _attend_in_time(q, k, v, patches, history)
@@ -196,7 +195,7 @@ def _attend_in_time(
         x = x_QhH.reshape([videos, frames, patches, heads * width]).transpose([0, 2, 1, 3])
         return x.reshape([videos * patches, frames, heads, width])
 
-    # "sdpa" gives zero, not NaN, for a frame that sees none; spatial attention reads it as a value.
+    # "sdpa" gives zero for a frame that sees none; spatial attention uses it as a value.
     out = masked_attention(
         by_patch(q_QhH), by_patch(k_QhH), by_patch(v_QhH), history.mask, width**-0.5, "sdpa"
     )
@@ -234,7 +233,7 @@ def visible_frames(is_pad_BF: Tensor) -> Tensor:
 class MultiModalProjector(nn.Layer):
     """Average pooling over square windows of patches, norm, and a matrix that starts at zero.
 
-    Pooling is a method of its own and has no parameters: ranks that share the tower's work exchange
+    Pooling is a separate method without parameters: ranks that divide the tower's work exchange
     pooled rows.
     """
 
@@ -311,11 +310,11 @@ class VideoEncoder(nn.Layer):
     ) -> Tensor:
         """Tokens of the videos' current frames, then of the stills.
 
-        All in one pass, so that every layer runs once whatever the data.
+        All in one pass, so that every layer runs once for any data.
 
         Args:
             video_BFCHW: values in [0, 1]; a single frame needs no temporal attention.
-            is_pad_BF: bool; None takes all frames but the current one for padding.
+            is_pad_BF: bool; None: all frames but the current one are padding.
             stills_SCHW: values in [-1, 1].
 
         Returns:
@@ -357,7 +356,7 @@ class VideoEncoder(nn.Layer):
         is_pad_BF: Tensor | None,
         stills_SCHW: Tensor | None,
     ) -> Tensor:
-        """Pooled rows `[(B + S) * M, U]` of videos and stills; of a black still without any."""
+        """Pooled rows `[(B + S) * M, U]` of videos and stills; of a black image without any."""
         pixels, history, num_stills = [], None, 0
         if video_BFCHW is None and stills_SCHW is None:
             side = self.tower.config.image_size

@@ -1,1 +1,1 @@
-"""Qwen3-VL: everything particular to it."""
+"""The Qwen3-VL family."""

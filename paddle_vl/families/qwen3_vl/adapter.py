@@ -49,7 +49,7 @@ from paddle_vl.nn.parameter_table import Tie
 ALL_LINEAR = "all-linear"
 _HEAD = HEAD_KEY.removesuffix(".weight")
 _EMBEDDING = "model.language_model.embed_tokens"
-# The words vision, mergers and language as patterns over modules instead of parameters.
+# vision, mergers and language as patterns over modules; `settings.PARTS` is over parameters.
 _GROUPS = {
     group: [pattern.removesuffix(".*") for pattern in patterns] for group, patterns in PARTS.items()
 }
@@ -64,7 +64,7 @@ def add_lora(model: PretrainedQwen3VL, config: LoRAConfig) -> None:
 
     @cache
     def seed() -> int:
-        # Called after the model's own weights are drawn, if they are.
+        # Drawn after the model's own fresh weights.
         drawn: Any = paddle.randint(0, 2**31 - 1, [1]).item()
         return drawn
 
@@ -171,7 +171,7 @@ def merge_adapter(folder: Path, out: Path, base: str | Path | None = None) -> Pa
 
 
 def attach(model: PretrainedQwen3VL, adapter: Adapter) -> None:
-    """Add the adapter's parameters, without values, on this rank and freeze all others."""
+    """Add this rank's adapter parameters, without values, and freeze all others."""
     config = adapter.config
     settings = LowRankSettings(config.r, config.scaling, config.lora_dropout)
     model.separate(_divided_by(model, adapter))
@@ -197,8 +197,7 @@ def _adapter_parameters(model: PretrainedQwen3VL) -> list[StoredParameter]:
 
 
 def _divided_by(model: PretrainedQwen3VL, adapter: Adapter) -> list[Tensor]:
-    """Fused weights that must be separated: one of their linears gets an adapter, or only some of
-    them are trained."""
+    """Fused weights to separate: a linear gets an adapter, or only some linears are trained."""
     divided = []
     for items in by_parameter(model.stored_parameters()):
         modules = {item.key.removesuffix(".weight") for item in items}
@@ -209,7 +208,7 @@ def _divided_by(model: PretrainedQwen3VL, adapter: Adapter) -> list[Tensor]:
 
 
 def _linears(model: PretrainedQwen3VL) -> dict[str, Any]:
-    """Linears of this rank by HF module name; fused ones share a layer, a tied head is left out."""
+    """This rank's linears by HF module name, without a tied head; fused ones share a layer."""
     items: dict[int, list[StoredParameter]] = {}
     for item in model.stored_parameters():
         items.setdefault(id(item.parameter), []).append(item)
@@ -230,7 +229,7 @@ def _linears(model: PretrainedQwen3VL) -> dict[str, Any]:
 def _resolved(
     model: PretrainedQwen3VL, config: LoRAConfig
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Modules to adapt and modules to train in full, by the settings' patterns, in model order."""
+    """Modules to adapt and modules to train in full, from the settings, in model order."""
     whole, patterns = model._whole(), config.target_modules
     linears = list(_linears(whole))
     patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -310,7 +309,7 @@ def _fitting(
 
 
 def _modules_of(keys: Iterable[str]) -> dict[str, None]:
-    """Every module of the base that has parameters, itself or within, outer ones first."""
+    """Every module that has parameters or contains one that has, outer modules first."""
     modules: dict[str, None] = {}
     for key in keys:
         names = [] if is_low_rank(key) else key.split(".")[:-1]

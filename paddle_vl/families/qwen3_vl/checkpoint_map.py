@@ -54,8 +54,8 @@ def with_experts_as_here(
     """A checkpoint's tensors, with experts as `[E, in, out]`.
 
     The hub's files and transformers 4.57 store `[E, in, out]`; transformers 5.x stores the
-    transpose under the same keys. The shapes tell which; at most one of a layer's two tensors is
-    square. Tensors with neither shape are left unchanged.
+    transpose under the same keys. The shapes decide: at most one of a layer's two tensors is
+    square. Tensors of another shape are left unchanged.
     """
     text = config.text_config
     if not isinstance(text, Qwen3VLMoeTextConfig):

@@ -265,7 +265,7 @@ def _build(cls, values: dict[str, Any], where: str, model_types: tuple[str, ...]
 
 
 def _known(cls, values: dict[str, Any], where: str) -> dict[str, Any]:
-    """The values of the fields of `cls`; raises for other keys, unless they have no effect."""
+    """The values of the fields of `cls`; raises for other keys that have an effect."""
     names = {f.name for f in fields(cls)} - {"tie_flags_agree"}
     unknown = sorted(set(values) - names - INERT_KEYS)
     if unknown:

@@ -26,8 +26,8 @@ from paddle_vl.nn.placement import Placement
 class KeyValueCache:
     """Keys and values of one decoder layer: buffers `[B, K, capacity, H]` that grow in chunks.
 
-    New keys are written in place, so that no step copies the past. The axis of heads comes first,
-    as in attention on CPU: `append` returns views where Paddle supports them
+    New keys are written in place, so that no step copies the past. Heads come before positions, as
+    in attention on the CPU; `append` returns views where Paddle supports them
     (`paddle_vl.compat.strided_views`).
     """
 
@@ -191,7 +191,7 @@ class DecoderLayer(nn.Layer):
         packed: PackedSamples | None = None,
         real_T: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The token rows; and, in a layer with experts if `real_T` is given, its `routing_sums`."""
+        """The token rows; with experts and `real_T` also the layer's `routing_sums`."""
         x_TD = x_TD + self.self_attn(
             self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias_BS, cache, packed
         )

@@ -114,8 +114,8 @@ class GPTEmbedding(nn.Layer):
     def _visual_indices(
         self, dict_args: dict[str, Any]
     ) -> tuple[VisualIndices | None, Tensor | None]:
-        """The visual indices, None for an all-text batch; and for each local visual token its row
-        in `[images; videos]`, None if that is every row in order.
+        """The visual indices, None for an all-text batch; and the row in `[images; videos]` of each
+        local visual token, None for all rows in order.
         """
         image_embeds, video_embeds = dict_args.get("image_embeds"), dict_args.get("video_embeds")
         both = image_embeds is not None and video_embeds is not None
@@ -147,7 +147,7 @@ class GPTEmbedding(nn.Layer):
     def _check_counts(
         self, dict_args: dict[str, Any], image_embeds: Tensor | None, video_embeds: Tensor | None
     ) -> None:
-        """Compare numbers of placeholders and embeddings; skipped while a program is traced."""
+        """Compare the numbers of placeholders and embeddings, except in a traced program."""
         if dict_args.get("input_ids") is None:
             if image_embeds is not None or video_embeds is not None:
                 raise ValueError(

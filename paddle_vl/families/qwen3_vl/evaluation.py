@@ -41,10 +41,10 @@ class Answer:
 
 
 def build_evaluation(folder: Path, options: EvaluationOptions) -> Evaluation:
-    """A model folder with its own processor, and data files in which a bad sample is an error.
+    """A model with its own processor, and data files in which a bad sample is an error.
 
     Args:
-        folder: a model's, or adapters'.
+        folder: model or adapter folder.
 
     Raises:
         ValueError, RuntimeError: the folder is not a model with its processor, or the data cannot
@@ -98,7 +98,7 @@ def greedy_answers(
     """A greedy answer to every assistant turn that is a target, given the data's turns before it.
 
     Args:
-        batch_size: turns that are answered together.
+        batch_size: turns per batch.
     """
     questions = _questions(dataset)
     # Overrides the model's own generation_config.json.
@@ -154,7 +154,7 @@ class FirstSamples:
         return self._dataset[number]
 
     def __getattr__(self, name: str) -> Any:
-        # Unpickling in a worker process looks for methods before there is a dataset.
+        # Unpickling looks up methods before `_dataset` is set.
         if name == "_dataset":
             raise AttributeError(name)
         return getattr(self._dataset, name)

@@ -54,7 +54,7 @@ class Qwen3VLFlops(FlopCounter):
         }
 
     def operations(self, batch: Mapping[str, Any]) -> Operations:
-        """Operations per unit; without images no gradient flows into the tower."""
+        """See `FlopCounter`; without images no gradient flows into the tower."""
         return self._with_images if _grids(batch).size else self._without
 
     def _walk(self, has_visual: bool) -> Operations:
@@ -82,7 +82,7 @@ def _grids(batch: Mapping[str, Any]) -> np.ndarray:
 
 
 def _tower(operations: Operations, config: Qwen3VLConfig) -> tuple[bool, list[bool]]:
-    """Count the tower; whether gradients flow into its output and into each deepstack level."""
+    """Count the tower; returns whether gradients reach its output and each deepstack level."""
     vision, root = config.vision_config, "model.visual"
     width, inner = vision.hidden_size, vision.intermediate_size
     rows = operations.linear("patches", f"{root}.patch_embed.proj", vision.patch_dim, width, False)

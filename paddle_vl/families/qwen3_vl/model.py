@@ -3,8 +3,8 @@
 Shapes: B batch, L padded length, T = B * L token rows, S keys with a cache, P patches, M visual
 embeddings, D width, V vocabulary.
 
-Source: Qwen3VLForConditionalGeneration of HF transformers, modeling_qwen3_vl.py. Over 350 lines so
-that a batch can be followed from its arrays to its loss in one file.
+Source: Qwen3VLForConditionalGeneration of HF transformers, modeling_qwen3_vl.py. Over 350 lines, to
+have a batch's way from arrays to loss in one file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -188,9 +188,9 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
                 host: a Paddle tensor costs a transfer.
             visual_update_indices, visual_gather_indices, visual_source_indices: the collator's
                 index arrays, see `paddle_vl.batch.visual_index`; None to compute them.
-            num_unused_visual_rows: visual embeddings that no token receives; the indices leave
-                them out. They let a batch without images run the tower, so that all ranks issue
-                the same collectives.
+            num_unused_visual_rows: visual embeddings that no token receives, of the dummy image
+                with which a batch without images runs the tower, so that all ranks issue the same
+                collectives.
             has_left_padding: False if no real token follows padding; causality then hides the
                 padding and no mask is applied.
             cu_seqlens: `[S + 1]` int32 offsets of packed samples on the host, see
@@ -213,7 +213,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         if offsets is not None:
             batch, length = input_ids.shape
             check_offsets(offsets, batch, length)
-            # With one segment per row causality suffices, and attention stays one batched product.
+            # With one segment per row, causal attention suffices.
             if len(offsets) > batch + 1:
                 packed = PackedSamples(offsets, length)
         mask_is_needed = (

@@ -37,7 +37,7 @@ class Router(nn.Layer):
 
     def __init__(self, linear: nn.Layer, num_experts_per_tok: int):
         super().__init__()
-        # The checkpoint's key of the matrix is `gate.weight`, without a linear in between.
+        # The checkpoint key is `gate.weight`, so the linear itself is not a sublayer.
         self.weight, self.num_experts_per_tok = linear.weight, num_experts_per_tok
 
     def forward(self, x_TD: Tensor) -> Routing:
@@ -45,8 +45,8 @@ class Router(nn.Layer):
         probabilities_TE = F.softmax(logits_TE.astype("float32"), axis=-1)
         weights_TK, indices_TK = probabilities_TE.topk(self.num_experts_per_tok, axis=-1)
         weights_TK = weights_TK / weights_TK.sum(axis=-1, keepdim=True)
-        # Paddle treats the indices as differentiable, which fails where the token rows have no
-        # gradient and the router is the first trained layer.
+        # Paddle treats the indices as differentiable, which fails if the router is the first
+        # trained layer.
         indices_TK = indices_TK.detach()
         return Routing(logits_TE, probabilities_TE, weights_TK.astype(x_TD.dtype), indices_TK)
 
@@ -77,10 +77,10 @@ class SparseMoE(nn.Layer):
 
 
 def routing_sums(probabilities_TE: Tensor, indices_TK: Tensor, real_T: Tensor) -> Tensor:
-    """How often each expert was chosen and its summed probability, over the real tokens.
+    """Per expert, the number of real tokens routed to it and its summed probability.
 
-    The load-balancing loss needs only these sums and the number of tokens; the sums of several
-    layers or shards of a batch add up.
+    The load-balancing loss needs only these sums and the number of tokens. Sums of layers or of
+    shards of a batch may be added.
 
     Args:
         probabilities_TE, indices_TK: of `Routing`.

@@ -1,8 +1,8 @@
-"""Loss and batches of Qwen3-VL as the trainer sees them.
+"""Loss and batch adapter of Qwen3-VL.
 
-With sharding stages 2 and 3 every layer is a collective. A rank whose batch has no image then runs
-the vision tower on an image that no token takes, and a rank that has no batch left runs an empty
-one. Neither changes a number.
+With sharding stages 2 and 3 every layer issues collectives. A rank whose batch has no image then
+runs the vision tower on a dummy image that no token receives, and a rank without a batch left runs
+a batch of padding. Neither affects loss or gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ def has_visual(batch: VLBatch) -> bool:
 
 
 def with_unused_image(batch: VLBatch, vision: Any) -> VLBatch:
-    """The batch with one image of a single merged row that no token takes.
+    """The batch with a dummy image of a single merged row that no token receives.
 
     Args:
         vision: a `Qwen3VLVisionConfig`.
@@ -113,7 +113,7 @@ def empty_batch(length: int) -> VLBatch:
     """One sample of padding without targets.
 
     Args:
-        length: its tokens; the ranks of a model-parallel group cut them in equal parts.
+        length: number of tokens, a multiple of the mp degree under sequence parallelism.
     """
     ids_BL = np.zeros([1, length], dtype=np.int64)
     return {

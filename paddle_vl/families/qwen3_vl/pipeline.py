@@ -1,8 +1,8 @@
 """Pipeline stage of Qwen3-VL: consecutive layers as one function of a micro-batch.
 
-Stages send one tensor: the token rows, then the rows of the deepstack levels that later layers add,
-then, with the load-balancing loss, the routing sums of the layers so far. Positions and indices are
-not sent, because every rank has the batch; both ends know the shape of a message beforehand.
+A stage sends one tensor: the token rows, the rows of the deepstack levels that later layers add,
+and, with the load-balancing loss, the routing sums so far. Every rank has the batch, so positions
+and indices are not sent, and sender and receiver know the shape of a message.
 
 Shapes: T token rows and M visual tokens of this rank, D width, E experts; R = T + M * (levels still
 to add), plus the rows that hold `[2, E]` routing sums.
@@ -24,7 +24,7 @@ from paddle_vl.families.qwen3_vl.moe import LoadBalance
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.nn.float32_rows import float32_from_rows, float32_to_rows, num_float32_rows
 
-# Share of visual tokens that the cost of the vision tower is estimated for.
+# Assumed share of visual tokens in the cost of the vision tower.
 VISUAL_SHARE = 0.5
 _NOT_FOR_DECODER = ("pixel_values", "pixel_values_videos", "labels", "num_target_tokens")
 
@@ -57,7 +57,7 @@ def _mlp_cost(text: Qwen3VLTextConfig, layer: int) -> int:
 
 
 class Qwen3VLStage:
-    """Some decoder layers of a model; with the first the embedding, with the last the loss.
+    """Some decoder layers of a model; the first stage also embeds, the last computes the loss.
 
     Args:
         model: a model that has these layers.
@@ -70,7 +70,7 @@ class Qwen3VLStage:
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.text_config.num_hidden_layers
         self.num_levels = len(config.vision_config.deepstack_visual_indexes)
-        # Routing sums that stages send on for the load-balancing loss: whether, and their shape.
+        # Shape of the routing sums in messages, if there is a load-balancing loss.
         text = config.text_config
         self.sends_sums = text.has_balance_loss(None)
         self.sums_shape = (2, getattr(text, "num_experts", 0))
@@ -187,7 +187,7 @@ class Qwen3VLStage:
         return x_TD, dict(zip(travelling, others, strict=True))
 
     def _travelling(self, layer: int) -> range:
-        """Levels that are still to be added before that layer; level g follows layer g."""
+        """Deepstack levels in the message before that layer; level g is added after layer g."""
         return range(min(layer, self.num_levels), self.num_levels)
 
 

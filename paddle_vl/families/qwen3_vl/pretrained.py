@@ -1,7 +1,6 @@
 """Loading, saving and adapting a Qwen3-VL, in full or as one rank's shards and stage.
 
-The modules for files and adapters are imported by the methods that need them, so that the model
-alone imports little.
+Methods import the modules for files and adapters themselves, to keep the model's imports few.
 """
 
 import logging
@@ -67,10 +66,10 @@ class PretrainedQwen3VL(Materializable, nn.Layer):
     ) -> Model:
         """A model with fresh weights, drawn from Paddle's global random state.
 
-        A rank with shards gets its shards of what a single device with the same seed draws.
+        A rank gets its shards of what a single device draws with the same seed.
 
         Args:
-            materialize: draw the weights now; otherwise `materialize` does.
+            materialize: draw the weights now; False leaves that to `materialize()`.
         """
         from paddle_vl.checkpoint.reading import drawn_values
 
@@ -105,8 +104,8 @@ class PretrainedQwen3VL(Materializable, nn.Layer):
             path: folder of the model or of the adapters.
             dtype: of the parameters.
             base: base model to use instead of the one that the adapters name.
-            materialize: read the weights now; otherwise `materialize` does, and only keys and
-                shapes are checked here.
+            materialize: read the weights now; False checks keys and shapes only, and leaves reading
+                to `materialize()`.
 
         Raises:
             ValueError: keys are missing, unexpected or misshapen, all named at once; or `base` is
@@ -162,8 +161,8 @@ class PretrainedQwen3VL(Materializable, nn.Layer):
         write: "FileWriter | None" = None,
         store: "ParameterStore | None" = None,
     ) -> None:
-        """Write the weights under HF's keys, `config.json` (hub dialect) and, if the model has one,
-        `generation_config.json`. All ranks with shards call it together.
+        """Write weights, `config.json` and, if the model has one, `generation_config.json` in HF's
+        layout. All checkpoint ranks call it together.
 
         Args:
             max_shard_bytes: largest size of a file; None for the default.
@@ -205,7 +204,7 @@ class PretrainedQwen3VL(Materializable, nn.Layer):
         add_lora(self, config)
 
     def load_adapter(self, path: str | Path) -> None:
-        """Load adapters in PEFT's format into those of the model, or add them.
+        """Load adapters in PEFT's format; adds them if the model has none.
 
         Raises:
             ValueError: the adapters do not fit the model, or differ from those that it has.
@@ -221,7 +220,7 @@ class PretrainedQwen3VL(Materializable, nn.Layer):
         write: "FileWriter | None" = None,
         store: "ParameterStore | None" = None,
     ) -> None:
-        """Write the adapters, without the base, in PEFT's format. All ranks with shards call it.
+        """Write the adapters, without the base, in PEFT's format. All checkpoint ranks call it.
 
         Args:
             write, store: as of `save_pretrained`.
@@ -294,7 +293,7 @@ def _of_base(model: PretrainedQwen3VL) -> list[StoredParameter]:
 
 
 def _owner(path: Path, config: Qwen3VLConfig, stored: "dict[str, StoredTensor]") -> str:
-    """Name, for messages, of what the weights must fit.
+    """Name in messages of the model that the weights must fit.
 
     Raises:
         ValueError: the head is tied by the configuration but stored with other values.

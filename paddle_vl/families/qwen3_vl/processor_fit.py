@@ -1,4 +1,4 @@
-"""A model's configuration beside a processor: token ids, vocabulary and patches must agree."""
+"""Checks that a model's configuration and a processor agree: token ids, vocabulary, patches."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def model_config(source: str | dict[str, Any], processor: Qwen3VLProcessor) -> Q
         values, name = source, "model.config"
     ids = {key: getattr(processor, key) for key in _TOKEN_IDS}
     try:
-        # Before the configuration complains that token ids lie outside of its vocabulary.
+        # First, as a small vocabulary also makes the configuration refuse the token ids.
         text = check_mapping(values.get("text_config"), "text_config")
         raise_problems(_vocabulary_problems(text.get("vocab_size"), processor))
         return Qwen3VLConfig.from_dict({**ids, **values})
@@ -43,7 +43,7 @@ def model_config(source: str | dict[str, Any], processor: Qwen3VLProcessor) -> Q
 
 
 def check_processor_fits(config: Qwen3VLConfig, processor: Qwen3VLProcessor) -> None:
-    """Compare what model and processor must agree on.
+    """Check that model and processor agree.
 
     Raises:
         ValueError: every number that differs, with both values.
@@ -81,7 +81,7 @@ def model_collator(processor: Qwen3VLProcessor, **settings: Any) -> VLCollator:
     """The collator for a processor's samples.
 
     Args:
-        settings: of `VLCollator`, besides what the processor knows.
+        settings: other settings of `VLCollator`.
     """
     return VLCollator(
         pad_token_id=processor.pad_token_id,
@@ -93,7 +93,7 @@ def model_collator(processor: Qwen3VLProcessor, **settings: Any) -> VLCollator:
 
 
 def _vocabulary_problems(vocab_size: Any, processor: Qwen3VLProcessor) -> list[str]:
-    """Empty for a value that is no integer, which the configuration itself refuses."""
+    """Problems of the vocabulary size; none for a non-integer, which the configuration refuses."""
     tokenizer = processor.tokenizer
     if type(vocab_size) is not int:
         return []

@@ -233,8 +233,8 @@ class Qwen3VLRecipe(Family):
         if not data.packing:
             return None
         budget = RowBudget(data.packing_length or data.max_length, data.max_vision_tokens_per_row)
-        # The first rank measures and writes the lengths; the others read its file afterwards, or
-        # find the same fault.
+        # Rank 0 measures and caches the lengths; the others read its file afterwards, or raise the
+        # same error.
         if ranks.is_main:
             try:
                 lengths = sample_lengths(self.train_data, budget, data.num_workers)
@@ -247,7 +247,7 @@ class Qwen3VLRecipe(Family):
 
 
 def model_shape(config: Qwen3VLConfig) -> ModelShape:
-    """Decoder sizes for the parallel plan."""
+    """Decoder sizes, checked against the degrees of parallelism."""
     text = config.text_config
     return ModelShape(
         num_attention_heads=text.num_attention_heads,

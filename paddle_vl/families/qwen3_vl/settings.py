@@ -8,7 +8,7 @@ from pydantic import Field
 from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig
 
-# Words for parts of the model in model.freeze and train.part_learning_rates, as patterns over HF
+# Named groups of parameters for model.freeze and train.part_learning_rates, as patterns over HF
 # parameter names.
 PARTS: dict[str, tuple[str, ...]] = {
     "vision": ("model.visual.patch_embed.*", "model.visual.pos_embed.*", "model.visual.blocks.*"),
@@ -92,8 +92,8 @@ class Qwen3VLRun(RunConfig):
 
     @property
     def reserved_rows(self) -> tuple[int, int] | None:
-        """As parallel.pp_token_rows and pp_visual_rows say. If only one is set, the other follows
-        from the bounds on the data."""
+        """parallel.pp_token_rows and pp_visual_rows; if one is not set, it follows from the bounds
+        on the data."""
         tokens, visual = self.parallel.pp_token_rows, self.parallel.pp_visual_rows
         if tokens is None and visual is None:
             return None

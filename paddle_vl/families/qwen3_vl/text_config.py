@@ -9,8 +9,7 @@ from typing import Any
 from paddle_vl.files.checked_values import Range, check_mapping, check_values
 from paddle_vl.files.text_file import shown
 
-# Far beyond every published model: larger values are typing errors, and would take all memory
-# before anything could report them.
+# Far beyond every published model; larger values are typing errors and would exhaust memory.
 MOST_LAYERS, MOST_WIDTH = 1024, 1 << 20
 LAYERS, WIDTH = Range(1, MOST_LAYERS), Range(1, MOST_WIDTH)
 _RANGES = {
@@ -181,7 +180,7 @@ def plain_text(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fits(section: list[int]) -> bool:
-    """Whether the axes can be interleaved: the order of slots is time, height, width, time, ..."""
+    """Whether the axes can be interleaved as time, height, width, time, ..."""
     slots = sum(section)
     return all(3 * (count - 1) + axis < slots for axis, count in enumerate(section) if axis)
 

@@ -1,6 +1,6 @@
 """Kernels for the CPU in eager mode, registered behind the operations of `paddle_vl.nn`.
 
-Paddle's CPU kernels differ tenfold in time between formulas that are equal.
+On Paddle's CPU kernels, mathematically equal formulas differ tenfold in time.
 """
 
 from paddle_vl.nn.cpu import attention, products  # noqa: F401

@@ -1,7 +1,7 @@
-"""Softmax attention on the CPU: blocks of queries against the keys they see, with its own backward.
+"""Softmax attention on the CPU in query blocks, with a hand-written backward pass.
 
-No block is multiplied with keys that none of its rows sees, and no mask is larger than the scores
-of a block for one head, so time and memory of long rows are those of the visible scores.
+A block is multiplied only with keys that some of its rows see, and a mask has the size of one
+block's scores for one head, so time and memory grow with the visible scores only.
 
 Shapes: Z any product of batch and heads, R query rows and S keys of one Z, H head width; G query
 heads share a key head and are neighbouring rows.
@@ -43,7 +43,7 @@ def _causal_attention(
     keys, key_heads = k_BSKH.shape[1], k_BSKH.shape[2]
     groups = heads // key_heads
     if packed is not None:
-        # Segments are numbered over all rows of the batch, so the batch becomes one long row.
+        # Offsets count over all batch rows, so the batch becomes one long row.
         q, k, v = (x.reshape([1, batch * length, *x.shape[2:]]) for x in (q_BLNH, k_BSKH, v_BSKH))
         out = _attention_in_blocks(q, k, v, packed_blocks(packed.offsets, groups))
         return out.reshape(q_BLNH.shape)
@@ -115,7 +115,7 @@ def _eager_or_sdpa_attention(
     factor = scale * width**0.5
     q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
     if not mask.all_see:
-        # Scores of a query without a key are all equal anyway: this cuts their gradient.
+        # The scores of a query without a key are equal anyway; this stops their gradient.
         q_BLNH = q_BLNH * mask.has_key_BL11.astype(q_BLNH.dtype)
     # The query heads of a key head become rows of one product, so keys are never repeated.
     rows = length * heads // key_heads
@@ -150,7 +150,7 @@ class Block(NamedTuple):
     bias: Callable[[], Tensor] | None = None
 
     def rows(self, x_ZRH: Tensor) -> Tensor:
-        """The block's rows of something that has a row per query."""
+        """The block's rows of a tensor with one row per query."""
         takes_all = self.begin == 0 and self.end == x_ZRH.shape[1]
         return x_ZRH if takes_all else x_ZRH[:, self.begin : self.end]
 
@@ -162,12 +162,11 @@ class Block(NamedTuple):
 
 @lru_cache(maxsize=64)
 def causal_blocks(length: int, keys: int, groups: int, first: int = 0) -> tuple[Block, ...]:
-    """Blocks in which each of `length` queries sees the keys up to its own; the last query's own
-    key is the last of `keys`.
+    """Blocks of causal attention; the last of `length` queries is aligned to the last of `keys`.
 
     Args:
-        groups: rows of each query, one for each query head of a key head.
-        first: the number of queries, and of keys, that come before these.
+        groups: query heads per key head, each a row of its own.
+        first: number of queries, and of keys, before these.
     """
     blocks = []
     for begin in range(0, length, _QUERY_BLOCK):
@@ -190,7 +189,7 @@ def causal_blocks(length: int, keys: int, groups: int, first: int = 0) -> tuple[
 def packed_blocks(offsets: tuple[int, ...], groups: int) -> tuple[Block, ...]:
     """Blocks of causal attention within each segment, from row `offsets[i]` to `offsets[i + 1]`.
 
-    Short neighbours share a block, so that many small samples do not become many small products.
+    Short neighbouring segments share a block, so that products do not become too small.
     """
     blocks: list[Block] = []
     for run in _runs(offsets):
@@ -204,7 +203,7 @@ def packed_blocks(offsets: tuple[int, ...], groups: int) -> tuple[Block, ...]:
 
 
 def _runs(offsets: Sequence[int]) -> list[list[int]]:
-    """Offsets of neighbouring segments that fit a block together, and of each other one alone."""
+    """Offsets grouped by block: short neighbouring segments together, others alone."""
     runs: list[list[int]] = []
     for begin, end in pairwise(offsets):
         if runs and end - runs[-1][0] <= _QUERY_BLOCK:
@@ -223,7 +222,7 @@ def _packed_bias(run: Sequence[int], groups: int) -> Tensor:
 
 
 def _causal_bias(queries: int, keys: int, groups: int) -> Tensor:
-    """Bias of queries whose own keys are the last of `keys` ones."""
+    """Causal bias of queries aligned to the last of `keys` keys."""
     past = keys - queries
     reach = _QUERY_BLOCK
     while reach < past:
@@ -233,7 +232,7 @@ def _causal_bias(queries: int, keys: int, groups: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _triangle(reach: int, groups: int) -> Tensor:
-    """Bias of a full block of queries that has `reach` keys before its own."""
+    """Causal bias of a full query block with `reach` keys before its own."""
     query_row = np.repeat(np.arange(_QUERY_BLOCK), groups) + reach
     hidden = np.arange(reach + _QUERY_BLOCK)[None, :] > query_row[:, None]
     return paddle.to_tensor(np.where(hidden, MASKED_SCORE, 0.0).astype(np.float32))
@@ -296,7 +295,7 @@ class SoftmaxAttention(PyLayer):
             for parts in (grads_q, grads_k, grads_v)
         )
         grads = (grad_q * ctx.scale, grad_k, grad_v)
-        # Paddle wants None, and nothing else, for an input that takes no gradient.
+        # Paddle requires None for an input without gradient.
         return tuple(grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
 
 

@@ -1,7 +1,7 @@
 """CPU kernels that replace sums, shuffles and loops by matrix products.
 
-Paddle's CPU sum over rows takes longer than the matrix product beside it. A GPU may multiply in
-TF32, which would round the terms of a sum, so these kernels are for the CPU only.
+Paddle's CPU sum over rows is slower than a matrix product. For the CPU only: a GPU may multiply in
+TF32, which would round the terms of a sum.
 """
 
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ class _BiasedLinear(PyLayer):
 
 @grouped_linear.register("cpu")
 class _GroupedLinear(PyLayer):
-    """A product per expert. Reading the counts on the host costs nothing on the CPU."""
+    """One product per expert. Reading the counts on the host costs nothing on the CPU."""
 
     @staticmethod
     def forward(ctx, x_NI, weight_EIO, counts_E):

@@ -1,7 +1,7 @@
 """FlashMask attention for packed samples.
 
-All other attention needs no kernel here: Paddle's `scaled_dot_product_attention`, which the plain
-implementations call, takes flash attention on a GPU by itself.
+Other attention needs no kernel: the plain implementations call Paddle's
+`scaled_dot_product_attention`, which uses flash attention on a GPU.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def _causal_attention(
     key_bias_BS: Tensor | None = None,
     packed: PackedSamples | None = None,
 ) -> Tensor:
-    # FlashMask has no kernel for float32, and none for the CPU: CI does not run this call.
+    # FlashMask has no float32 kernel. It has no CPU kernel either, so CI does not run this call.
     if packed is not None and q_BLNH.dtype in (paddle.bfloat16, paddle.float16):
         out: Any = F.flashmask_attention(q_BLNH, k_BSKH, v_BSKH, packed.key_ends_B1L1, causal=True)
         return out

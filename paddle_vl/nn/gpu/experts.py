@@ -1,4 +1,4 @@
-"""The experts' batched product with a backward pass that keeps no copies of matrices."""
+"""The experts' batched product; its backward pass keeps no copies of the matrices."""
 
 import paddle
 from paddle.autograd import PyLayer
@@ -8,8 +8,8 @@ from paddle_vl.nn.experts import Blocks, blocked_product, grouped_linear
 
 @grouped_linear.register("gpu")
 class _BlockedLinear(PyLayer):
-    """`grouped_linear` in blocks. Autograd would keep each block's copy of its expert's matrix for
-    the backward pass; this makes the copies again. Nothing is read by the host."""
+    """`grouped_linear` in blocks. Autograd would keep each block's copy of its expert's matrix; the
+    backward pass copies again instead."""
 
     @staticmethod
     def forward(ctx, x_NI, weight_EIO, counts_E):
@@ -29,7 +29,7 @@ class _BlockedLinear(PyLayer):
             grad_x = blocked_product(grad_NO, weight_EIO, blocks, transposed=True)
         if needs_weight:
             grad_BIO = paddle.matmul(blocks.filled(x_NI), blocks.filled(grad_NO), transpose_x=True)
-            # The sum over an expert's blocks as a product: its order is always the same.
+            # The sum over an expert's blocks as a product, which is deterministic.
             numbers_E1 = paddle.arange(weight_EIO.shape[0], dtype="int64").unsqueeze(1)
             is_of_EB = (numbers_E1 == expert_B.unsqueeze(0)).astype(grad_BIO.dtype)
             grad_weight = paddle.matmul(is_of_EB, grad_BIO.reshape([expert_B.shape[0], -1]))

@@ -1,4 +1,4 @@
-"""What Paddle's CPU build lacks for fleet on several ranks over gloo; install() adds it."""
+"""Patches that Paddle's CPU build needs for fleet over gloo; install() applies them."""
 
 from paddle_vl.parallel.gloo_fleet.installation import install
 

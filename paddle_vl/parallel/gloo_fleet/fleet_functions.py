@@ -1,4 +1,4 @@
-"""Functions of fleet that ask for an accelerator's kernel or device, made of gloo's collectives.
+"""Functions of fleet that need an accelerator's kernel or device, rewritten on gloo's collectives.
 
 The primitives of tensor-parallel layers have kernels for accelerators only. The last axis
 (features, or the vocabulary) is sharded over the group. Layers that split their input or gather
@@ -148,7 +148,7 @@ PATCHES = (
             name="get_current_device_type",
             parameters=(),
             reason="tensor fusion helper now only support ['gpu', 'npu', 'xpu'], but got cpu",
-            # It chooses the alignment of buffers; that of a GPU suits a CPU too.
+            # Chooses the alignment of buffers; that of a GPU suits a CPU too.
             make=lambda _: lambda: "gpu",
         )
         for owner in (

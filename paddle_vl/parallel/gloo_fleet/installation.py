@@ -43,10 +43,7 @@ def install() -> bool:
 
 
 def runs_on_gloo() -> bool:
-    """Whether Paddle has no accelerator here and the launcher asked for no other backend.
-
-    PADDLE_DISTRI_BACKEND is the variable by which Paddle's launcher chooses the backend.
-    """
+    """Whether Paddle has no accelerator and PADDLE_DISTRI_BACKEND names no other backend."""
     has_accelerator = (
         paddle.is_compiled_with_cuda()
         or paddle.is_compiled_with_xpu()

@@ -1,9 +1,9 @@
-"""Point-to-point messages of gloo groups, and the making of groups.
+"""Point-to-point messages of gloo groups, and the creation of groups.
 
-A gloo group numbers its operations, so a message between two members of a larger group would put
-these two ahead of the others, and the next collective would hang. Messages therefore go through
-groups of two, which are made at their first use. A send returns when the peer has received, so
-several messages are sent in one order that all ranks share.
+A gloo group numbers its operations: after a message between two members of a larger group their
+numbers would be ahead, and the next collective would hang. Messages therefore use groups of two,
+created at first use. A send returns when the peer has received, so several messages are sent in an
+order that all ranks share.
 """
 
 import os
@@ -26,7 +26,7 @@ from paddle_vl.parallel.gloo_fleet.process_group import DONE, contiguous, write
 from paddle_vl.parallel.store.rendezvous import meet, store_of
 
 _DEFAULT_GROUP_ID = 0
-# Paddle's group ids are 32-bit: fleet's count from 10 up, those of pairs begin far behind.
+# Paddle's group ids are 32-bit; fleet's count up from 10, those of pairs start far above.
 _FIRST_PAIR_ID = 1 << 20
 _MAX_RANKS = 1 << 10
 
@@ -85,7 +85,7 @@ def _pair_group(group: core.ProcessGroup, peer: int) -> core.ProcessGroup:
 
 
 def _new_gloo_group(name: str, rank: int, size: int, group_id: int) -> core.ProcessGroup:
-    """Make a gloo group whose ranks find each other under keys of the store that only they use."""
+    """Create a gloo group whose ranks find each other under its own keys in the store."""
     store = store_of(f"gloo group {name}")
     _alive.append(store)
     group = make_group(
@@ -108,7 +108,7 @@ def _batch_send_recv(p2p_op_list):
 
 
 def _in_shared_order(operations, send: Callable) -> list:
-    """Sorted by sender and receiver; several between the same two keep their order."""
+    """Messages sorted by sender and receiver; the sort is stable."""
     rank = paddle.distributed.get_rank()
     return sorted(
         operations,

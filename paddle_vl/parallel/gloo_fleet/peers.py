@@ -1,7 +1,7 @@
 """Errors of gloo operations that name the ranks that have ended or are late.
 
-Gloo names neither. Every rank that waits for more than a moment reports to the store of the run
-what it waits in, from a thread: Python runs on while the main thread waits in gloo.
+Gloo does not name them. A thread on every rank, which runs while the main thread waits in gloo,
+reports operations that last longer than a moment to the run's store.
 """
 
 import logging
@@ -22,9 +22,9 @@ from paddle_vl.parallel.store.membership import CONTINUE, logs_text, ranks_text
 
 logger = logging.getLogger(__name__)
 
-# A wait is reported after this many seconds, and its end within as many.
+# A wait is reported after this many seconds; its end is reported within the same time.
 _REPORT_AFTER_S = 1.0
-# For the store to notice that a rank has ended: its connections are closed one after the other.
+# Seconds for the store to notice that a rank has ended.
 _NOTICE_S = 2.0
 _PEER = re.compile(r"pair_rank = (\d+)")
 
@@ -180,7 +180,7 @@ def _raise_explained(wait: _Wait, error: RuntimeError) -> NoReturn:
 
 
 def _late_ranks(wait: _Wait, ranks: list[int]) -> tuple[list[int], str]:
-    """Ranks that are not in this operation, and a text of what they do."""
+    """Ranks that are not in this operation, and a text about what they do."""
     membership = rendezvous.meet().membership
     membership.report_wait(wait.describe())
     reported = membership.waits()
@@ -200,7 +200,7 @@ def _late_ranks(wait: _Wait, ranks: list[int]) -> tuple[list[int], str]:
 
 
 def _report_waits() -> None:
-    """Report to the store what this rank waits in, and when it no longer does."""
+    """Report begin and end of this rank's waits to the store."""
     membership, reported = rendezvous.meet().membership, None
     while True:
         time.sleep(_REPORT_AFTER_S)

@@ -1,9 +1,8 @@
 """The collectives of a gloo group that a run uses, exact for every dtype, stride and size.
 
-Each is made of three that gloo does right for contiguous tensors of at least one element:
-all_reduce (not in float16), all_gather_into_tensor and broadcast. All are finished when they
-return, so the tasks that they return are done. The methods are set on ProcessGroupGloo alone:
-groups of other backends keep Paddle's own.
+Each is composed of three that gloo computes correctly for contiguous, non-empty tensors: all_reduce
+(not in float16), all_gather_into_tensor and broadcast. All are synchronous and return a finished
+task. Only methods of ProcessGroupGloo are replaced.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from paddle_vl.parallel.gloo_fleet.peers import finish, unwrapped
 
 _SUM = core.ReduceOp.SUM
 _HALF = (paddle.float16, paddle.bfloat16)
-# Gloo crashes the process at any other.
+# Gloo crashes the process for other dtypes.
 _DTYPES = (
     *_HALF,
     paddle.float32,
@@ -54,14 +53,14 @@ def contiguous(tensor: Tensor) -> Tensor:
         raise ValueError(
             f"A collective got a tensor of {tensor.dtype}; on CPU ranks they take {known}."
         )
-    # Not Tensor.contiguous, which gives a view storage of its own.
+    # Not Tensor.contiguous, which moves a view to other storage.
     return tensor if tensor.is_contiguous() else tensor.clone()
 
 
 def write(values: Tensor, target: Tensor) -> None:
     """Copy values to the target, whatever its strides and shape, unless they are the same."""
     if values is not target and target.size > 0:
-        # Paddle's assign would give a strided target storage of its own.
+        # Paddle's assign would move a strided target to other storage.
         source = values.reshape(target.shape).astype(target.dtype)
         target.copy_(source, True)  # pyright: ignore[reportCallIssue]
 
@@ -92,7 +91,7 @@ def _reduce_scatter_tensor(group, out, in_, op=_SUM, sync_op=True):
 
 
 def _gather(group, tensor) -> Tensor:
-    """[size, elements] of the same number of elements from every rank."""
+    """All-gather of equally many elements per rank: `[size, elements]`."""
     rows = paddle.empty([group.size(), tensor.size], dtype=tensor.dtype)
     if tensor.size:
         flat = contiguous(tensor).reshape([-1])
@@ -102,7 +101,7 @@ def _gather(group, tensor) -> Tensor:
 
 @paddle.no_grad()
 def all_gather_into_tensor(group, out, in_, sync_op=True):
-    """All ranks' tensors, one behind the other, in one tensor."""
+    """All ranks' tensors, concatenated."""
     if out.size != group.size() * in_.size:
         raise ValueError(
             f"all_gather of {in_.shape} over {group.size()} ranks needs an output of "

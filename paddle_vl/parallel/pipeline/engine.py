@@ -1,8 +1,8 @@
 """Fleet's pipeline engine over the functions of this stage's model chunks.
 
-`fleet.distributed_model` turns a `PipelineLayer` into the class that runs the schedule. Here the
-layer has plain functions instead of layers, so the model keeps the names, initialization and files
-of its parameters. Private attributes of fleet's engine that are used here are listed for `_check`.
+`fleet.distributed_model` turns a `PipelineLayer` into the class that runs the schedule. Here that
+layer contains functions instead of layers, so the model keeps its own parameter names,
+initialization and files. `_check` verifies the private attributes of fleet's engine that are used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ from paddle.distributed.fleet.meta_parallel.pp_utils.utils import paddle_2_numbe
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.schedule import num_chunks
 
-# (chunk number, micro-batch number, rows of the chunk before) -> rows for the next chunk.
+# (chunk number, micro-batch number, rows of the previous chunk) -> rows for the next chunk.
 RunChunk = Callable[[int, int, Tensor | None], Any]
 
 _PRIVATE = (
@@ -90,7 +90,7 @@ class Engine:
             num_virtual_pipeline_stages=degrees.num_virtual_stages,
             use_dualpipev=is_v,
         )
-        # A PipelineParallel, whose stubs do not know what is used here.
+        # A PipelineParallel; Any, as its stubs lack the attributes used here.
         self.fleet: Any = fleet.distributed_model(chunks)
         _check(self.fleet)
         # Fleet shares one list of callbacks between all engines of a process.
@@ -101,7 +101,7 @@ class Engine:
             self.fleet.register_hook(
                 PipelineParallelMicroStepLocations.BACKWARD_END, lambda **_: end_micro_batch()
             )
-        # It would read on the host in every step; losses are reduced with the gradient norm.
+        # Fleet would read the loss on the host in every step.
         self.fleet._broadcast_final_loss = lambda *_, **__: None
 
     def train(self, num_batches: int) -> None:
@@ -133,7 +133,7 @@ class Engine:
             self.fleet.need_broadcast_meta = self.fleet.need_recv_meta = False
 
     def forget_shapes(self) -> None:
-        """Clear the shapes that fleet received and would keep: the next run sends new ones."""
+        """Clear the shapes that fleet received, so that the next run sends new ones."""
         helper = self.fleet._p2p_helper
         helper._send_recv_meta_list, helper._dynamic_cnt = [], 0
 
@@ -141,7 +141,7 @@ class Engine:
         self._num_run.clear()
         self.fleet.accumulate_steps = num_batches
         self.fleet._init_user_hooks()
-        # Every stage has the batches itself.
+        # Fleet needs no data: every stage has the batches.
         return repeat(((), None))
 
     def _function(self, number: int) -> Callable[[Any], Any]:
@@ -149,7 +149,7 @@ class Engine:
         def chunk(rows: Any) -> Any:
             micro_batch = self._num_run.get(number, 0)
             self._num_run[number] = micro_batch + 1
-            # One tensor, which DualPipeV passes as a list; () where nothing arrives.
+            # DualPipeV passes a tensor as a list; () on the first chunk.
             if isinstance(rows, (list, tuple)):
                 rows = rows[0] if rows else None
             return self._run_chunk(number, micro_batch, rows)
@@ -162,7 +162,7 @@ def _complete_dualpipev(engine: Any, end_micro_batch: Callable[[], None]) -> Non
     backward, weights = engine._backward_compute, engine._weight_pass
 
     def forward_inputs(micro_datasets: Any, phase: int, acc_id: int) -> Any:
-        # Without a backward pass fleet's own drops the rows before it returns them.
+        # Without a backward pass fleet's method drops the rows before it returns them.
         if engine.is_pipeline_first_stage() and phase == 0:
             engine.input_tensors[phase].append(next(micro_datasets[phase])[0])
         inputs = engine.input_tensors[phase][acc_id]

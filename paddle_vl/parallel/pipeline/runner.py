@@ -1,12 +1,11 @@
 """One stage's side of a step: its model chunks, run by fleet's pipeline engine.
 
-A chunk is a function of a batch and of the hidden rows that the chunk before it produced. Gradients
-accumulate in the parameters without any scaling on the way: the last chunk divides the losses by
-the counts of the full step.
+A chunk is a function of a batch and the hidden rows of the previous chunk. Gradients accumulate
+without scaling, since the last chunk divides the losses by the counts of the full step.
 
-Every stage has the batches of a step, so it knows the shape of each message beforehand, and no
-shapes are sent. Fleet's schedules need messages of one shape: rows are padded to the largest batch
-of the step, or to what is reserved. With `pp_shapes: dynamic` fleet sends each shape instead.
+Every stage has the batches of a step, so it knows the shape of each message and none is sent.
+Fleet's schedules need messages of one shape: rows are padded to the largest batch of the step, or
+to the reserved size. With `pp_shapes: dynamic` fleet sends each shape instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +30,14 @@ class ModelChunk(Protocol):
     is_last: bool
 
     def input_shape(self, batch: Any) -> tuple[int, ...]:
-        """Shape of the rows that arrive, known without them and without the layers."""
+        """Shape of the received rows, from the batch alone."""
         ...
 
     def reserved_shape(self, batch: Any, rows: "ReservedRows") -> tuple[int, ...]:
-        """The same for the largest micro-batch that is provided for. Called with `reserved` only.
+        """The same for the largest reserved micro-batch; called only if one is reserved.
 
         Raises:
-            ValueError: the batch is larger; with what to set.
+            ValueError: the batch is larger.
         """
         ...
 
@@ -74,9 +73,9 @@ class PipelineRunner:
         dtype: of the rows between chunks.
         loss: see `paddle_vl.nn.objective`.
         adapter: of the model's batches, for the trainer.
-        data_size: data shards, each with its own pipeline.
-        reserved: the largest micro-batch of training, if that is fixed.
-        marked: opens a context around the forwards and backwards of a step: a clock's phase.
+        data_size: number of data shards, each with its own pipeline.
+        reserved: the largest micro-batch of training, if it is fixed.
+        marked: makes a context around forward and backward of a step, to measure its time.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class PipelineRunner:
 
     @property
     def batches_at_once(self) -> int:
-        """How many batches of an evaluation keep all stages busy."""
+        """Number of evaluation batches that keeps all stages busy."""
         return 2 * self.degrees.pp_degree
 
     def accumulate_gradients(
@@ -124,7 +123,7 @@ class PipelineRunner:
             on the other stages.
 
         Raises:
-            ValueError: a batch is larger than what is reserved.
+            ValueError: a batch is larger than the reserved size.
         """
         num_batches = len(batches) * self.data_size
 
@@ -146,7 +145,7 @@ class PipelineRunner:
             terms = self.loss.sums(output)
             return terms.sum(), terms
 
-        # Some schedules need certain numbers of batches; the repeated ones are not counted.
+        # Some schedules need certain numbers of batches; repeated ones are not counted.
         num_batches = evaluated_batches(self.degrees, len(batches))
         repeated = [batches[-1]] * (num_batches - len(batches))
         terms = self._run(self.engine.evaluate, [*batches, *repeated], sums, None)

@@ -1,4 +1,4 @@
-"""Fleet's pipeline schedules, and which layers of a model go to which stage.
+"""Fleet's pipeline schedules, and the division of a model's layers over stages.
 
 The layers are cut into model chunks, one or more per stage.
 
@@ -114,9 +114,9 @@ def _best(
         added: the value of the first chunks with another one, from their value and the number,
             start and stop of that one.
     """
-    # best[k][n]: the least value of k chunks with the first n layers, and the start of the last of
-    # them. Among equal values the earliest start: the first chunks keep the activations of the most
-    # micro-batches and should not be the long ones.
+    # best[k][n]: the least value of k chunks with the first n layers, and the start of the last
+    # chunk. For equal values the earliest start: the first chunks keep the activations of the most
+    # micro-batches and should be short.
     best = [[(float("inf"), 0)] * (count + 1) for _ in range(chunks + 1)]
     best[0][0] = (0.0, 0)
     for chunk in range(1, chunks + 1):

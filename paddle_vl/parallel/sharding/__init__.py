@@ -1,17 +1,17 @@
 """Sharding of optimizer state, gradients and parameters over ranks that take different samples.
 
-Every parameter is seen flat, padded with zeros to `S * n` elements for a group of `S` ranks. Rank
-`r` owns elements `r * n` to `(r + 1) * n` as a tensor of its own, the shard. The optimizer updates
-shards only, so its state is sharded at every stage. What else is:
+A parameter is flattened and padded with zeros to `S * n` elements for a group of `S` ranks. The
+shard of rank `r` is a tensor of elements `r * n` to `(r + 1) * n`. The optimizer updates shards, so
+its state is sharded at every stage. Sharded besides:
 
-| stage | sharded besides the optimizer state | DeepSpeed | PyTorch FSDP | group_sharded |
+| stage | also sharded | DeepSpeed | PyTorch FSDP | group_sharded |
 | --- | --- | --- | --- | --- |
 | 1 | nothing | ZeRO-1 | - | `os` |
 | 2 | gradients | ZeRO-2 | `SHARD_GRAD_OP` | `os_g` |
 | 3 | gradients, parameters of units and tables | ZeRO-3 | `FULL_SHARD` | `p_g_os` |
 
 A unit is a layer of the model, such as a decoder layer; a table is a token embedding or a head; the
-root is the rest. At stage 3 the unit in use and the prefetched one are unsharded. Stage 3 with
+root is all else. At stage 3 only the unit in use and the prefetched one are unsharded. Stage 3 with
 `reshard_after_forward=False` is FSDP's `SHARD_GRAD_OP`: parameters are gathered once per step and
 freed after its last backward pass. Stage 2 never frees them.
 

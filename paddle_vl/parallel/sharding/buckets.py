@@ -1,4 +1,4 @@
-"""Shards of parameters, and the buckets that are all-gathered and reduce-scattered at once.
+"""Shards of parameters, and the buckets that are all-gathered and reduce-scattered together.
 
 Shapes: S ranks of the sharding group; n elements of a parameter per rank; N of a bucket per rank,
 the sum of n.
@@ -17,8 +17,8 @@ from paddle.base.framework import EagerParamBase
 from paddle_vl.nn.master_weights import WideGradients, master_copy
 from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 
-# Reduce-scatters in flight during a backward pass. One is hidden behind the computation of the next
-# unit; more would only hold more packed gradients, as a group runs one collective at a time.
+# Reduce-scatters in flight during a backward pass. One overlaps with the backward of the next unit;
+# more would only keep more packed gradients, as a group runs one collective at a time.
 MAX_REDUCTIONS = 1
 
 
@@ -27,9 +27,9 @@ class Pending:
 
     Args:
         kind: its name.
-        task: Paddle's; waiting for it blocks the compute stream, not the host.
+        task: Paddle's task; waiting for it blocks the compute stream, not the host.
         received: the output.
-        sent: the input, kept alive until the end.
+        sent: the input, kept alive until the collective ends.
     """
 
     def __init__(self, kind: str, task: Any, received: Tensor, sent: Tensor):
@@ -37,7 +37,7 @@ class Pending:
         self._received, self._sent = received, sent
 
     def result(self) -> Tensor:
-        """The output; valid for everything that is computed from now on."""
+        """The output, valid for kernels launched from now on."""
         self._task.wait()
         self._sent = None
         return self._received
@@ -58,10 +58,10 @@ def start_reduce_scatter(packed_SN: Tensor, group) -> Pending:
 
 
 class Reductions:
-    """Reduce-scatters of gradients of all buckets, `MAX_REDUCTIONS` at most in flight.
+    """Reduce-scatters of the gradients of all buckets, at most `MAX_REDUCTIONS` in flight.
 
     Attributes:
-        dtype: of what is communicated.
+        dtype: dtype of the messages.
     """
 
     def __init__(self, group, dtype: Literal["float32", "bfloat16"]):
@@ -71,7 +71,7 @@ class Reductions:
         self._sums: dict[Hashable, Tensor] = {}
 
     def make_room(self) -> None:
-        """Wait until another one may start, so that its input reuses the memory of an old one."""
+        """Wait until another one may start and reuse the memory of an earlier input."""
         while len(self._in_flight) >= MAX_REDUCTIONS:
             self._finish(next(iter(self._in_flight)))
 
@@ -126,7 +126,7 @@ class BucketEntry:
 
 
 def local_shard(full: Tensor, group, dtype) -> Tensor:
-    """`[n]`: this rank's row of `padded_rows`, cast, in storage of its own."""
+    """`[n]`: a copy of this rank's row of `padded_rows` in this dtype."""
     length = -(-full.size // group.nranks)
     start = group.rank * length
     stop = min(start + length, full.size)
@@ -141,7 +141,7 @@ def local_shard(full: Tensor, group, dtype) -> Tensor:
 
 
 def check_full_shape(full: np.ndarray, parameter: Tensor) -> None:
-    """Raise ValueError unless an array to take a shard of has the parameter's shape."""
+    """Raise ValueError unless an unsharded array has the parameter's shape."""
     if full.shape != tuple(parameter.shape):
         raise ValueError(
             f"an array {list(full.shape)} to take a shard of does not have the shape "
@@ -164,10 +164,10 @@ def from_rows(rows: Tensor, parameter: Tensor) -> Tensor:
 
 
 class Bucket:
-    """Parameters whose gradients are reduce-scattered together, and their values all-gathered.
+    """Parameters that are reduce-scattered and all-gathered together.
 
-    One reduce-scatter per bucket, one all-gather per dtype. Neither depends on which parameters
-    have a gradient on this rank, so all ranks run the same collectives.
+    One reduce-scatter per bucket, one all-gather per dtype, whichever parameters have a gradient on
+    this rank, so that all ranks issue the same collectives.
 
     Args:
         reductions: of the group, shared by all its buckets.
@@ -205,7 +205,7 @@ class Bucket:
                 continue
             rows.append(padded_rows(total.astype(self.reductions.dtype), num_ranks))
             entry.parameter.clear_gradient(False)
-        # A table has a bucket of its own, which needs no copy.
+        # A table is alone in its bucket and needs no copy.
         packed_SN = rows[0] if len(rows) == 1 else paddle.concat(rows, axis=1)
         # Free everything but the packed tensor.
         grad = total = None
@@ -222,12 +222,12 @@ class Bucket:
         if sum_N is None:
             sum_N = paddle.zeros([sum(lengths)], dtype="float32")
         for entry, grad in zip(self.trained, paddle.split(sum_N, lengths), strict=True):
-            # Paddle copies here, so no gradient keeps the storage of the bucket alive.
+            # Paddle copies, so no gradient keeps the bucket's storage alive.
             entry.shard.grad = grad
 
     @paddle.no_grad()
     def all_gather_parameters(self) -> None:
-        """All-gather the shards into the storage that the parameters have."""
+        """All-gather the shards into the parameters' existing storage."""
         for entry, full in self._gathered_entries():
             parameter = entry.parameter
             paddle.assign(full[: parameter.size].reshape(parameter.shape), parameter)
@@ -255,12 +255,12 @@ class Bucket:
     def unshard(self) -> None:
         """Give the parameters storage with the all-gathered values.
 
-        Tensors that autograd saved share the parameter's tensor object and not its storage, so this
-        serves graphs of earlier forward passes too.
+        Tensors saved by autograd refer to the parameter's tensor object, not its storage, so graphs
+        of earlier forward passes see the values too.
         """
         for entry, full in self._gathered_entries():
-            # This keeps the parameter's shape, whatever follows its last element. The storage of a
-            # parameter that is alone in its bucket is the gathered tensor itself.
+            # The parameter keeps its shape and ignores the padding. A parameter alone in its bucket
+            # takes the gathered tensor itself as storage.
             full._share_buffer_to(entry.parameter)
 
     def reshard(self) -> None:
@@ -282,13 +282,13 @@ class Bucket:
             start = 0
             for entry in entries:
                 stop = start + entry.shard.size
-                # A copy, so that no parameter keeps the storage of the bucket alive.
+                # A copy, so that no parameter keeps the bucket's storage alive.
                 yield entry, all_SN[:, start:stop].clone().reshape([-1])
                 start = stop
 
 
 def buckets_of(entries: Sequence[BucketEntry], group, reductions: Reductions) -> Iterator[Bucket]:
-    """Buckets in order, each of at most `BUCKET_ELEMENTS` or of one larger parameter."""
+    """Buckets in order, each of at most `BUCKET_ELEMENTS` elements or one larger parameter."""
     taken: list[BucketEntry] = []
     filled = 0
     for entry in entries:

@@ -1,8 +1,8 @@
-"""Fleet's sharding buffers: private names checked, and their collectives in one order.
+"""Collectives of fleet's sharding buffers in a fixed order, and checks of fleet's private names.
 
-Fleet reduce-scatters a buffer when the last of its gradients is there, and all-gathers the next
-buffer when a layer asks for it. Ranks whose micro-batches have different optional branches would
-do so in different orders, and a buffer with a parameter without gradient would never be reduced.
+Fleet reduce-scatters a buffer once it has all of its gradients, and all-gathers the next buffer
+when a layer needs it. Ranks whose micro-batches have different optional branches would do so in
+different orders, and a buffer with a missing gradient would never be reduced.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer, ShardingGradView
 
-# Functions of fleet that are private to it, and their parameters without self.
+# Private functions of fleet, and their parameters without self.
 _FUNCTIONS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (HybridParallelOptimizer, "_hybrid_sync_grad", ("parameter_list",)),
     (HybridParallelOptimizer, "_set_all_gather_overlap_forward",
@@ -60,7 +60,7 @@ def check_functions() -> None:
 
 
 def check_attributes(optimizer: DygraphShardingOptimizerV2) -> None:
-    """The same for attributes of its objects, which exist only after construction."""
+    """The same for attributes of fleet's objects, which exist only after construction."""
     buffers = getattr(optimizer, "_comm_buffer_list", [])
     views = [v for b in buffers for v in getattr(b, "_sharding_param_grad_view", {}).values()]
     found = {DygraphShardingOptimizerV2: [optimizer], FusedCommBuffer: buffers}
@@ -131,7 +131,7 @@ class OrderedGathers:
 
     def __init__(self, optimizer: DygraphShardingOptimizerV2, units: Iterable[nn.Layer]):
         self._optimizer, self._buffers = optimizer, list(optimizer._comm_buffer_list)
-        # Instead of fleet's hooks, which need leaf layers that are called and have no frozen ones.
+        # Replaces fleet's hooks, which fail for frozen layers and leaf layers that are not called.
         optimizer.has_register_forward_hook = True
         units = list(units)
         in_units = {p.name for unit in units for p in unit.parameters()}

@@ -1,12 +1,12 @@
 """Sharding stage 1: fleet's DygraphShardingOptimizerV2, which shards the state of AdamW.
 
-Fleet lays the trained parameters out in buffers, each with a buffer of float32 gradients. Every
-rank owns a range of equal length of each buffer. The overlap of that range with a parameter is the
-rank's slice of the parameter: flat, of any length from nothing to all of it and its padding. AdamW
-updates slices. Per step and buffer, gradients are reduce-scattered over the sharding group (and
-all-reduced over dp), and updated parameters are all-gathered.
+Fleet places the trained parameters in buffers, each with a buffer of float32 gradients, and divides
+each buffer equally over the ranks. The overlap of a rank's range with a parameter is the rank's
+slice of the parameter: flat, from empty to the full parameter with its padding. AdamW updates
+slices. Per step and buffer, gradients are reduce-scattered over the sharding group (and all-reduced
+over dp), and updated parameters are all-gathered.
 
-What differs from fleet, and why:
+Differences from fleet:
 - Gradients are sums: fleet's average over ranks is multiplied by their number, in float32.
 - Half-precision parameters have float32 copies of their slices, see `paddle_vl.nn.adamw`.
 - `main_grad` is used for float32 parameters too. Without it, clearing gradients detaches them from
@@ -38,15 +38,15 @@ Key = TypeVar("Key", bound=Hashable)
 class FleetSharding:
     """The trained parameters of a model, with the optimizer state sharded by fleet.
 
-    A `paddle_vl.nn.master_weights.ParameterStore`. `shard_of` gives the parameters themselves
-    before `distribute`, and slices after it.
+    A `paddle_vl.nn.master_weights.ParameterStore`. `shard_of` returns parameters before
+    `distribute`, and slices after it.
 
-    A step: for each micro-batch forward and backward; `end_backward`; `step`; `clear`. All but
-    forward and backward are collective over the sharding and dp groups.
+    A step: forward and backward of each micro-batch; `end_backward`; `step`; `clear`. The last
+    three are collective over the sharding and dp groups.
 
     Args:
         parameters: the model's on this rank, trained and frozen, in the same order on all ranks.
-            Those that are `stop_gradient` now count as frozen.
+            Parameters with `stop_gradient` are frozen from then on.
         topology: with a sharding group of at least two ranks.
         parameter_table: of the model.
         units: layers whose parameters nothing else uses; with `overlaps_gathers` the forward pass
@@ -54,7 +54,7 @@ class FleetSharding:
         overlaps_gathers: all-gather updated parameters during the next step's forward pass.
 
     Raises:
-        RuntimeError: Paddle's sharding optimizer is not as expected.
+        RuntimeError: fleet's sharding optimizer is not the one that this was written for.
     """
 
     stage = 1
@@ -70,7 +70,7 @@ class FleetSharding:
         fleet_buffers.check_functions()
         self.topology, self.group = topology, topology.sharding_group
         self._table = parameter_table
-        # Of fleet's types, whose stubs do not know what is used here.
+        # Any: fleet's stubs lack the attributes used here.
         self.optimizer: Any = None
         self._hybrid: Any = None
         self._units = list(units) if overlaps_gathers else []
@@ -180,7 +180,7 @@ class FleetSharding:
         if self.optimizer is None:
             return
         if self._overlaps_gathers:
-            # For layers that have not run.
+            # For layers that did not run.
             self._gathers.finish()
         self.optimizer.step()
         if self._overlaps_gathers:
@@ -194,7 +194,7 @@ class FleetSharding:
 
     @paddle.no_grad()
     def all_gather_parameters(self) -> None:
-        """All-gather parameters after slices or copies were written to; `step` does so itself."""
+        """All-gather parameters after writing to slices or copies; `step` includes it."""
         if self.optimizer is None:
             return
         if self._overlaps_gathers:
@@ -212,7 +212,7 @@ class FleetSharding:
         Collective over the sharding group: a broadcast per slice, in the order of the ranks.
 
         Args:
-            value: `[n]`; anything if this rank's slice is empty.
+            value: `[n]`; ignored if this rank's slice is empty.
         """
         if value is None:
             if self._overlaps_gathers and self.optimizer is not None:
@@ -243,7 +243,7 @@ class FleetSharding:
         """Non-negative scalars, each of which some ranks of the group have, with equal values.
 
         Args:
-            own: by key `[1]`, float32; None for those that this rank does not have.
+            own: float32 `[1]` by key; None if this rank does not have it.
 
         Returns:
             A function from key to scalar. Its first call is collective: one all-reduce (max).
@@ -259,7 +259,7 @@ class FleetSharding:
 
     @paddle.no_grad()
     def _gathered_numbers(self, own: Iterable[Tensor | None]) -> list[Tensor]:
-        # On the device of the group: Paddle keeps some of them on the host.
+        # Collected on the group's device: Paddle keeps some of them on the host.
         values = [0.0 if number is None else number.item() for number in own]
         numbers = paddle.to_tensor(values, dtype="float32")
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)

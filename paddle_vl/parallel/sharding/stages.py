@@ -1,4 +1,4 @@
-"""Stages 2 and 3: which buckets there are, and when they are reduced, unsharded and resharded."""
+"""Sharding stages 2 and 3: buckets, and when they are reduced, unsharded and resharded."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -32,8 +32,8 @@ class ShardingOptions:
     """Options of stages 2 and 3.
 
     Attributes:
-        reshard_after_forward: stage 3: False keeps what a forward pass gathered until the end of
-            the step, so each unit is gathered once per step and not twice per micro-batch.
+        reshard_after_forward: stage 3: False keeps gathered parameters until the end of the step:
+            one all-gather of a unit per step, not two per micro-batch.
         reduce_dtype: dtype of reduced gradients; sums over micro-batches are float32.
         reduce_once_per_step: stage 2: accumulate full gradients in float32, and reduce them only in
             the last micro-batch's backward pass.
@@ -69,20 +69,19 @@ class Sharding:
 
     Args:
         parameters: the model's on this rank, trained and frozen, each once, in the same order on
-            all ranks. Those that are `stop_gradient` now count as frozen. Each is sharded before
-            the next is asked for; at stage 3 those of units and tables have no storage afterwards.
-            With the iterator `Materializable.materialize` memory never exceeds this
-            rank's share and one tensor.
+            all ranks. Parameters with `stop_gradient` are frozen from then on. Each is sharded
+            before the next is requested from the iterable, so with `Materializable.materialize` a
+            rank never needs more memory than its shards and one full tensor. At stage 3 parameters
+            of units and tables have no storage afterwards.
         group: process group of at least two ranks.
         stage: 2 or 3, see the package.
-        chains: layers that run one after the other whenever the first of them does. A layer is a
-            unit: it takes its tensors as positional arguments and returns tensors, and its
-            parameters are used nowhere else. Its `forward` is wrapped, around recomputation if
-            there is any, see `paddle_vl.parallel.layer_wrappers`. At stage 3 without recomputation,
-            a weight of which a graph saved a view (a slice, a transpose) keeps its storage until
-            the backward pass.
-        tables: token embeddings and heads, which stage 3 shards too. Nothing else uses their
-            `weight`, but two of them may share it.
+        chains: sequences of layers that always run together in this order. A layer is a unit: it
+            takes its tensors as positional arguments and returns tensors, and its parameters are
+            used nowhere else. Its `forward` is wrapped, outside recomputation, see
+            `paddle_vl.parallel.layer_wrappers`. At stage 3 without recomputation, a weight of which
+            a graph saved a view (a slice, a transpose) keeps its storage until the backward pass.
+        tables: token embeddings and heads, which stage 3 shards too. Two of them may share a
+            `weight`, which nothing else uses.
 
     Raises:
         ValueError: another stage or group; a parameter listed twice, or in two units, or in a unit
@@ -108,7 +107,7 @@ class Sharding:
         self._entries: dict[int, BucketEntry] = {}
         self._reductions = Reductions(group, self.options.reduce_dtype)
         self._unsharded = UnshardedBuckets() if stage == 3 else None
-        # Micro-batches of this step that are still to come, if known.
+        # Remaining micro-batches of this step, if known.
         self._num_left: int | None = None
         self._unreduced: dict[Bucket, None] = {}
         # Tables that this micro-batch's backward pass has reduced.
@@ -136,8 +135,8 @@ class Sharding:
     def shard_of(self, parameter: Tensor) -> Tensor:
         """`[n]`, this rank's shard: the optimizer's parameter for a trained one.
 
-        A frozen parameter has one only where stage 3 shards it. Values written here reach the full
-        parameter with `all_gather_parameters`, or when it is gathered next.
+        A frozen parameter has one only if stage 3 shards it. Values written here reach the full
+        parameter with `all_gather_parameters`, or at its next all-gather.
 
         Raises:
             ValueError: the parameter is not sharded.
@@ -157,8 +156,8 @@ class Sharding:
         return [*wide, *self._reductions.sums()]
 
     def begin_step(self, num_micro_batches: int) -> None:
-        """Set the number of micro-batches of the step. Without it `reduce_once_per_step` reduces
-        after the last backward pass, and not during it."""
+        """Set the number of micro-batches of the step. Otherwise `reduce_once_per_step` reduces
+        only after the last backward pass, without overlap."""
         self._num_left = num_micro_batches
 
     def end_micro_batch(self) -> None:
@@ -191,7 +190,7 @@ class Sharding:
         self._unreduced.clear()
         self._num_left = None
         for unit in self._forwards:
-            # Of graphs whose backward pass nobody ran.
+            # Graphs whose backward pass was never run.
             unit.num_open = 0
         if self._unsharded is not None:
             self._unsharded.reshard_all()
@@ -199,7 +198,7 @@ class Sharding:
     def all_gather_parameters(self) -> None:
         """After the optimizer step: all-gather the parameters that have storage between steps."""
         if self._unsharded is not None:
-            # Values from before the step.
+            # These values are from before the step.
             self._unsharded.reshard_all()
         for bucket in self._root if self.stage == 3 else self._buckets:
             bucket.all_gather_parameters()
@@ -299,9 +298,9 @@ class Sharding:
         return [unit.bucket for unit in forwards]
 
     def _add_tables(self, layers: Sequence[nn.Layer]) -> list[Bucket]:
-        """An embedding's backward pass may run at different places on different ranks, so its
-        gradient is reduced at the end of the micro-batch; that of a head with its own weight is
-        reduced after its backward pass."""
+        """Add buckets of tables. A gradient of an embedding is reduced at the end of the
+        micro-batch, since ranks may run its backward at different times; that of an untied head
+        after its backward pass."""
         keeps, buckets = not self.options.reshard_after_forward, {}
         users = Counter(id(layer.weight) for layer in layers)
         for layer in layers:

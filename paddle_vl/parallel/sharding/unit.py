@@ -1,10 +1,9 @@
 """A sharding unit: a layer whose parameters are unsharded for its forward and for its backward.
 
-A unit's backward pass is one step, after which all its gradients exist. Left to Paddle's engine,
-operations of neighbouring layers interleave: a gradient that comes through a slice of a weight may
-arrive after the layer's input got its own. So the layer's graph is kept apart and run by a backward
-pass of its own, as recomputation does. Parameters have storage inside of it, and gradients are
-reduced after it, at the same places on every rank.
+In one backward pass of Paddle's engine the operations of neighbouring layers interleave: the
+gradient of a sliced weight may arrive after that of the layer's input. So the layer has a separate
+graph with its own backward pass, as in recomputation. Parameters have storage inside it, and all
+gradients exist and are reduced after it, in the same order on every rank.
 """
 
 import itertools
@@ -20,10 +19,10 @@ from paddle_vl.parallel.sharding.buckets import Bucket
 
 
 class UnshardedBuckets:
-    """The buckets of stage 3 that are unsharded now: those in use, kept ones, a prefetched one.
+    """The unsharded buckets of stage 3: those in use, kept ones, a prefetched one.
 
-    Beside kept ones at most two are unsharded at any time. Every rank uses the same buckets in the
-    same order, so the all-gathers that are started here are the same on every rank.
+    Besides kept ones at most two are unsharded at any time. Every rank uses the same buckets in the
+    same order, so all ranks start the same all-gathers.
     """
 
     def __init__(self):
@@ -33,10 +32,10 @@ class UnshardedBuckets:
 
     @contextmanager
     def use(self, bucket: Bucket, following: Bucket | None = None) -> Iterator[None]:
-        """Unshard a bucket while entered, and after it if it is kept.
+        """Unshard a bucket inside the block, and after it if it is kept.
 
         Args:
-            following: used next; its all-gather starts before anything is computed here.
+            following: the next bucket; its all-gather starts before any computation here.
         """
         if bucket not in self._unsharded:
             bucket.unshard()
@@ -81,8 +80,8 @@ class UnshardedBuckets:
 class UnitForward:
     """Wraps a layer's forward, with or without recomputation in it.
 
-    The layer takes tensors that need a gradient as positional arguments of their own, not nested in
-    others, and returns one tensor or a tuple of them.
+    Tensors that need a gradient must be positional arguments of the layer, not nested ones. It
+    returns one tensor or a tuple of tensors.
 
     Attributes:
         previous, following: neighbours in the chain. The following one runs next in a forward pass;
@@ -91,7 +90,8 @@ class UnitForward:
 
     Args:
         unsharded: unshards the bucket in forward and backward; None at stage 2.
-        keeps: a forward pass with a graph leaves the bucket unsharded until the end of the step.
+        keeps: whether a forward pass with gradients keeps the bucket unsharded until the end of the
+            step.
         after_backward: called after each backward pass.
     """
 
@@ -114,14 +114,14 @@ class UnitForward:
             with self.in_forward():
                 return forward(*inputs)
         self.num_open += 1
-        # Brings the backward pass here even if no input needs a gradient.
+        # Makes autograd call this backward even if no input needs a gradient.
         anchor = paddle.zeros([1])
         anchor.stop_gradient = False
         return _RunApart.apply(_Call(self, forward, inputs), anchor, *differentiable)
 
     def in_forward(self) -> AbstractContextManager:
         """The context of the layer's forward."""
-        # The last reduction of the micro-batch before is not held beside these activations.
+        # Frees the input of the previous micro-batch's last reduction before these activations.
         self.bucket.reductions.make_room()
         following = self.following.bucket if self.following else None
         return self._use(following)
@@ -168,7 +168,7 @@ class TableForward(UnitForward):
 
 
 class _Call:
-    """Hides a unit and its inputs from Paddle, which would look for tensors in a tuple."""
+    """Hides a unit and its inputs from Paddle, which would search a tuple for tensors."""
 
     def __init__(self, unit: UnitForward, forward: Callable[..., Any], inputs: tuple):
         self.unit, self.forward, self.inputs = unit, forward, inputs

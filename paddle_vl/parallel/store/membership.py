@@ -1,4 +1,4 @@
-"""A rank's connection to the store: it registers, reports its waits, and learns of other ranks.
+"""A rank's connection to the store, for registration, reports of waits, and news of other ranks.
 
 Gloo notices that a peer has ended, and the operation raises. NCCL does not: the main thread stays
 in the collective until Paddle's timeout. `PeerWatch` ends such a process. Does not load Paddle.
@@ -167,10 +167,10 @@ class Membership:
 
 
 class PeerWatch:
-    """While entered, ends this process if another rank has failed and this one waits on.
+    """Inside the block, ends this process if another rank has failed and this one keeps waiting.
 
-    A thread asks the store once per second, from the rendezvous of the ranks on. On exit it reports
-    success to the store, or the exception.
+    A thread polls the store once per second after the rendezvous. On exit it reports success or the
+    exception to the store.
 
     Args:
         grace_s: seconds for the main thread to return by itself after another rank has failed.
@@ -244,7 +244,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place_of_main_thread() -> str:
-    """The innermost place of this package that the main thread is in."""
+    """The main thread's innermost frame in this package."""
     frames = sys._current_frames()
     stack = traceback.extract_stack(frames[threading.main_thread().ident or 0])
     own = [entry for entry in stack if entry.filename.startswith(_PACKAGE)]

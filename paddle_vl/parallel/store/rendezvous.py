@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other, before Paddle makes any process group.
+"""Rendezvous of the ranks of a run, before Paddle creates any process group.
 
 Rank 0 starts the store, all ranks connect to it, and Paddle uses it as its own store on every rank,
 for groups of gloo and of NCCL alike. If all ranks are on this machine everything listens on
@@ -24,7 +24,7 @@ from paddle.base import core
 from paddle_vl.parallel.store import server
 from paddle_vl.parallel.store.membership import Membership
 
-# Seconds that a rank waits for others, unless `set_timeout` was given another number.
+# Seconds that a rank waits for others by default.
 DEFAULT_TIMEOUT_S = 1800.0
 LOOPBACK = "127.0.0.1"
 ENDPOINTS, CURRENT = "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"
@@ -237,7 +237,7 @@ def _start_store(addresses: Addresses, num_ranks: int) -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # Ctrl-C is for the ranks; the store must outlive them.
+        # Ctrl-C must not reach the store, which has to outlive the ranks.
         start_new_session=True,
     )
     print(addresses.host, addresses.port, num_ranks, timeout_s(), file=process.stdin, flush=True)
@@ -255,7 +255,7 @@ def _start_store(addresses: Addresses, num_ranks: int) -> subprocess.Popen:
 
 @contextmanager
 def _paddle_as_client_of(addresses: Addresses):
-    """Let Paddle make its store, which would be a server on rank 0, as a client on every rank."""
+    """Make Paddle create its store as a client on every rank, not as a server on rank 0."""
     given = {MASTER: f"{addresses.host}:{addresses.port}", _RANK: _NOT_THE_FIRST}
     kept = {name: os.environ.get(name) for name in given}
     os.environ.update(given)

@@ -21,7 +21,7 @@ from typing import Any
 ADD, GET, CHECK, SET, WAIT = range(5)
 ASK = 64
 STOP_WAIT, READY, NOT_READY = 1, 2, 3
-# Setting this key stores nothing: it puts all later keys of the connection into a namespace.
+# Setting this key stores nothing; it sets the namespace of all later keys of the connection.
 # Paddle's clients put a slash before every key.
 NAMESPACE = "/namespace"
 
@@ -43,10 +43,10 @@ class Store:
     def __init__(self, num_ranks: int, timeout: float):
         self.num_ranks, self.timeout = num_ranks, timeout
         self.values: dict[str, bytes] = {}
-        # In the order in which ranks joined, and ended.
+        # In order of time.
         self.joined: list[int] = []
         self.ended: list[int] = []
-        # Ranks that reported success, and the problem of those that failed or ended without it.
+        # Ranks that reported success, and the problem of each that failed or ended without.
         self.done: set[int] = set()
         self.failed: dict[int, str] = {}
         # The operation that a rank reported to wait in.
@@ -149,7 +149,7 @@ class _Connection:
     async def _answer(self, command: int) -> None:
         text = (await self._read_bytes(MAX_KEY_BYTES)).decode()
         if command == ASK:
-            # In a task of its own: meanwhile the end of the connection must be noticed.
+            # A separate task, since the end of the connection must be noticed meanwhile.
             answer = asyncio.create_task(self._answer_request(_parsed_request(text)))
             self._answers.add(answer)
             answer.add_done_callback(self._answers.discard)

@@ -1,4 +1,4 @@
-"""Feeds a training step: its micro-batches, counted, and on the device where there is one.
+"""Feeds a training step with its micro-batches: counted, and prefetched to a GPU.
 
 Also warns about long waits for data while they last (`WaitWatch`).
 """
@@ -178,7 +178,7 @@ class BatchFeed:
             batches = [next(self._data) for _ in range(self._num_micro_batches)]
         wait_s = time.perf_counter() - begin
         if is_ahead and copies is not None and not copies.is_idle():
-            # The device was busy all the time, so the data delayed nothing.
+            # The device was busy throughout, so the wait delayed nothing.
             wait_s = 0.0
         place = DataPlace.of(self._data)
         micro_batches = [

@@ -2,9 +2,9 @@
 
 Keys of a line, since the previous line or start unless it says "whole run":
     `step`; `epoch`: passes over the training data, whole run.
-    `loss`: mean cross entropy over target tokens, null if every update was skipped; of a policy the
-        weighted sum of `MSE` and `CE`, which are reported too. With the load-balancing loss
-        (`output_router_logits` of the model configuration) it includes that; `eval_loss` does not.
+    `loss`: mean cross entropy over target tokens, null if every update was skipped; for a policy
+        the weighted sum of `MSE` and `CE`, which are reported too. It includes a load-balancing
+        loss (`output_router_logits` of the model configuration); `eval_loss` does not.
     `learning_rate` and `grad_norm` (before clipping, null if not finite) of the last step;
         `learning_rate/PART` for each entry of train.part_learning_rates.
     `samples_per_second`, `tokens_per_second`: of training without evaluations and checkpoints, by
@@ -16,8 +16,8 @@ Keys of a line, since the previous line or start unless it says "whole run":
         data.packing: share of real tokens in packed rows. These and times restart on resume.
     `target_tokens`, `skipped_updates`, `skipped_samples`: whole run.
     `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.qwen3_vl.objective`.
-    `eval_loss`, of a policy with its terms: in steps that evaluate. An evaluation between two
-        reports has a line of its own.
+    `eval_loss`, for a policy also its terms: in steps that evaluate. An evaluation between two
+        reports has its own line.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: metrics.jsonl, VisualDL and TensorBoard, progress bar, loss curve.
+"""Writes the metrics of a run: metrics.jsonl, VisualDL and TensorBoard, progress bar, loss curve.
 
 A report is gathered over all ranks after its step, in one collective, and read while the next step
 runs, so that the host does not wait for the device in between.

@@ -102,7 +102,7 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
 
 
 def overrides_in(arguments: Sequence[str]) -> list[str]:
-    """Those of a command's arguments that are settings, `section.name=value`."""
+    """The `section.name=value` settings among a command's arguments."""
     sections = tuple(f"{name}." for run in settings_classes() for name in run.model_fields)
     return [text for text in arguments if text.startswith(sections) and "=" in text]
 

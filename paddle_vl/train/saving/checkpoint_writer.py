@@ -246,7 +246,7 @@ class CheckpointWriter:
 class Pruner:
     """Deletes checkpoints older than the newest `limit` good ones.
 
-    A checkpoint is good if its files are verified to be what the run wrote and it is not marked.
+    A checkpoint is good if its files match its manifest and no skipped updates mark it.
 
     Args:
         checksums: whether to verify checksums of checkpoints that this process did not write.

@@ -29,9 +29,9 @@ from paddle_vl.train.saving.snapshot import AbandonedError, Snapshot
 
 logger = logging.getLogger(__name__)
 _POLL_S = (0.02, 1.0)
-# How long a written file may stay invisible on a network file system.
+# Seconds that a written file may stay invisible on a network file system.
 VISIBLE_WITHIN_S = 300.0
-# How long rank 0 waits for other ranks after an error; one of them may have died.
+# Seconds that rank 0 waits for other ranks after an error; one of them may have died.
 _PATIENCE_S = 5.0
 
 
@@ -41,8 +41,8 @@ class RankFiles:
 
     Attributes:
         files: by path inside the folder.
-        doubts: files that read back differently, in words.
-        error: why the rank failed; its files do not count then.
+        doubts: messages about files that read back differently.
+        error: why the rank failed, if it did.
     """
 
     files: Mapping[str, FileSum] = field(default_factory=dict)
@@ -158,10 +158,10 @@ class FolderWrite:
     """The write of one folder on this rank, in a thread that is always joined.
 
     Attributes:
-        has_written: this rank's files are on disk, or failed.
-        all_have_written: those of all ranks are.
+        has_written: set once this rank's files are on disk, or have failed.
+        all_have_written: the same for all ranks.
         finish: further work on rank 0.
-        error: the failure, if any; is_told: whether it was raised already.
+        error, is_told: the failure, if any, and whether it was raised already.
     """
 
     def __init__(self, snapshot: Snapshot, target: Path, rank: int, begin: float):
@@ -190,7 +190,7 @@ class FolderWrite:
             self._is_given_up.set()
 
     def go_on(self) -> None:
-        """Raise AbandonedError if the other ranks are not to be waited for any longer."""
+        """Raise AbandonedError if this rank must not wait for others any longer."""
         late = self._deadline is not None and time.monotonic() > self._deadline
         if late or self._is_given_up.is_set():
             raise AbandonedError

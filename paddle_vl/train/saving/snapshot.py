@@ -1,9 +1,9 @@
-"""The files that one rank writes of a checkpoint, collected in the main thread.
+"""One rank's files of a checkpoint, collected in the main thread.
 
-A `Fill` writes small text files into a folder and passes files of tensors, whose arrays come from
-the device and from other ranks, to a `FileWriter`. Text goes into a temporary folder. Tensors are
-either copied to host memory, to be written during training (`HostSnapshot`), or written at once,
-one tensor in memory at a time (`NoSnapshot`).
+A `Fill` writes small text files into a temporary folder, and passes files of tensors, whose arrays
+come from the device and from other ranks, to a `FileWriter`. Tensors are either copied to host
+memory and written during training (`HostSnapshot`), or written at once, one tensor in memory at a
+time (`NoSnapshot`).
 """
 
 import tempfile
@@ -38,8 +38,8 @@ class AbandonedError(Exception):
 class HostMemory:
     """Host memory for copies of tensors, kept from one save to the next.
 
-    The first write to newly allocated pages costs several times the copy itself. So memory is kept,
-    and a thread touches the expected amount during training, before the first save.
+    The first write to newly allocated pages costs several times the copy itself. So memory is
+    reused, and a thread touches the expected amount before the first save, while training runs.
     """
 
     def __init__(self):

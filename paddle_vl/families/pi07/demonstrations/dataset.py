@@ -6,10 +6,10 @@ A line is one moment of an episode:
      "actions": [[0.0, 1.0], ...], "subgoal0": "0/9.png", "response": "grasp the cube", "speed": 50}
 
 Image paths are relative to the file. States and frames are in order of time, the current one last.
-Where the episode begins, a line may have fewer frames than the policy reads; where it ends, fewer
-actions than a chunk. Of more frames the newest are read, of more actions the first. An entry of one
-frame may omit the outer list. An entry that is missing or null is absent. The file decides the
-group of data, so a line has no `dataset_index`.
+A line may have fewer frames than the policy reads (at the start of an episode) or fewer actions
+than a chunk (at its end). The newest frames and the first actions are used. An entry of one frame
+may omit the outer list. A missing or null entry is absent. The file determines the group of data,
+so a line has no `dataset_index`.
 """
 
 import os
@@ -78,7 +78,7 @@ def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) 
     Raises:
         BadSampleError: names the fault.
     """
-    # Numbers that are not finite are refused below, with the name of their entry.
+    # Non-finite numbers are refused below, with the name of their entry.
     record = parse_object(line, "'state', images, 'actions' and 'prompt'", finite=False)
     record = {name: value for name, value in record.items() if value is not None}
     _check_names(record, shapes)

@@ -19,8 +19,8 @@ Optional (`OPTIONAL_FIELDS`), in all samples of a source or in none:
 Drawn for training, see `training_set.py`:
     `noise` `[C, max_action_dim]` float32; `time` float32; `delay` int64.
 
-Values are raw: the policy normalizes. The configuration decides which fields a source has, not its
-samples, so every rank and every batch has the same entries.
+Values are raw; the policy normalizes them. The configuration, not the samples, determines the
+fields of a source, so every rank and every batch has the same entries.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
-"""Synthetic demonstrations: an arm moves to a mark whose colour says where the mark is.
+"""Synthetic demonstrations: an arm moves to a mark whose position depends on its colour.
 
-The next states follow from the current one and the mark's place, and the place from the colour,
-which the images show and the response names. So a policy can learn the actions only if it uses the
-images or the response.
+The images show the colour and the response names it, so a policy can learn the actions only from
+the images or the response.
 """
 
 import zlib
@@ -28,14 +27,14 @@ _PROMPTS = ("move to the mark", "reach the mark", "go where the mark tells")
 # Samples of an episode, and how many of the last lack actions for a full chunk.
 EPISODE_LENGTH = 12
 _CUT_CHUNKS = 4
-# Fraction of the way that is left after each step.
+# Fraction of the distance that remains after each step.
 _LEFT = 0.8
 _BACKGROUND = 60
 
 
 @dataclass(frozen=True)
 class _Episode:
-    """What all moments of an episode share. Vectors have max(S, A) values."""
+    """Constants of an episode. Vectors have max(S, A) values."""
 
     colour: str
     start: np.ndarray
@@ -130,7 +129,7 @@ class SyntheticDemonstrations:
 
     @property
     def fingerprint(self) -> int:
-        """Checksum of everything that decides the samples."""
+        """Checksum of everything that determines the samples."""
         settings = (self.num_samples, self.seed, self.shapes, self.fields, self.group_names)
         return zlib.crc32(repr(settings).encode())
 

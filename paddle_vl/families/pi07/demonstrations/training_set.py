@@ -1,7 +1,7 @@
-"""Demonstrations as the loader takes them: optional fields dropped, noise and times drawn.
+"""Training samples for the loader: optional fields are dropped, noise and times drawn.
 
-A draw is a function of seed, epoch and sample number, whatever the batch, rank or worker. Every
-purpose has a stream of its own, so a setting of one does not change the draws of another.
+A draw is a function of seed, epoch and sample number, independent of batch, rank and worker. Every
+purpose has its own stream, so a setting of one does not change the draws of another.
 
 Source: the drops of OpenTau's dataset mixture. Its `subgoal_end_of_segment_prob`, which chooses the
 goal frame in an episode, is left to the source of the demonstrations.
@@ -95,8 +95,8 @@ class Drops(NamedTuple):
 def draw_drops(probabilities: DropProbabilities, rng: np.random.Generator) -> Drops:
     """Decide what to drop, before the images are read.
 
-    Every decision takes its random number, needed or not, so that changing one probability leaves
-    the other decisions as they were.
+    Every decision uses one random number, needed or not, so that changing one probability does not
+    change the other decisions.
     """
     subgoal, history, response, everything, *each = rng.random(4 + len(DROPPED_METADATA))
     drops_all = everything < probabilities.metadata_drop_all_prob

@@ -1,4 +1,4 @@
-"""Camera frames and subgoal images as the vision tower takes them.
+"""Preparation of camera frames and subgoal images for the vision tower.
 
 Shapes: B batch, F frames of an observation, H x W pixels.
 """

@@ -1,7 +1,7 @@
-"""The texts that the backbone reads, and their tokenizer.
+"""Texts of the prefix, and their tokenizer.
 
-A prompt is `Task: <prompt>, `, with a response and metadata in fixed words of their own. The labels
-between them ("State: " and the like) are blocks of the prefix, see `prefix_layout.py`.
+A prompt is `Task: <prompt>, `; response and metadata have fixed forms too. The labels between them
+("State: " and the like) are blocks of the prefix, see `prefix_layout.py`.
 
 Source: the prompt preparation of OpenTau's pi07 policies.
 """

@@ -39,10 +39,8 @@ class VLCollator:
     """Collates samples of `Qwen3VLProcessor.encode_sample`.
 
     Attributes:
-        pad_token_id, image_token_id, video_token_id: token ids.
         spatial_merge_size: patches per side of a visual token.
-        padding_side: where padding goes.
-        pad_to_multiple_of: the padded length is a multiple of it.
+        pad_to_multiple_of: divides the padded length.
         part: this model-parallel rank's shard of the token rows, for the visual indices.
     """
 
@@ -127,8 +125,8 @@ class VLCollator:
 class PackedCollator:
     """Collates rows of several concatenated samples.
 
-    Positions restart in each sample, attention stays within it, and its first token is no target,
-    because it would be predicted from the previous sample. Padding is a segment of its own.
+    Positions restart in each sample, attention stays within it, and its first token is not a
+    target, since the previous sample would predict it. Padding is a segment of its own.
 
     Attributes:
         collator: collator of the concatenated rows; pads at the right.

@@ -47,7 +47,7 @@ class MessagesDataset(SamplesOfLines):
         """Open the files and check every line.
 
         Args:
-            max_length: tokens of a sample at most, None for no limit; see `truncate_sample`.
+            max_length: longest sample in tokens, None for no limit; see `truncate_sample`.
             allow_outside: whether images and videos may lie outside their data file's folder.
             max_line_bytes: a longer line is a bad sample.
 
@@ -83,7 +83,7 @@ class MessagesDataset(SamplesOfLines):
         return ids.size, int(np.isin(ids, visual).sum())
 
     def length_settings(self) -> str:
-        """All that the lengths of samples depend on beside the files, as JSON."""
+        """The settings that affect the lengths of samples, as JSON."""
         return json.dumps([self.max_length, self.fingerprint, self._processor.fingerprint()])
 
     def _encoded(

@@ -4,8 +4,8 @@ Source: the PIL backend of HF transformers' Qwen2-VL image processor, bit-exact 
 backend differs by one 8-bit step when resizing), and `smart_resize` of the Qwen2-VL (images) and
 Qwen3-VL (videos) processors.
 
-Shapes: R frames, H and W pixels, C = 3 channels, P patches, n images. Over 350 lines because the
-settings and the arithmetic that they govern belong together.
+Shapes: R frames, H and W pixels, C = 3 channels, P patches, n images. Over 350 lines, to keep
+settings and arithmetic together.
 """
 
 import math
@@ -297,8 +297,8 @@ def _check_aspect_ratio(kind: str, height: int, width: int) -> None:
 def value_table(mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
     """`[C, 256]` float32: the normalized value of every 8-bit value, per channel.
 
-    As HF: rescaling in float64, a cast to float32, then normalizing in float32. Pixels are looked
-    up, so that the arithmetic runs once per value.
+    As in HF: rescaled in float64, cast to float32, normalized in float32. With a table the
+    arithmetic runs once per value, not once per pixel.
     """
     scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
     mean_C, std_C = (np.array(values, dtype=np.float32) for values in (mean, std))

@@ -15,14 +15,14 @@ NESTED_CONFIG_FILE = "processor_config.json"
 
 _REMEDY = "copy it from the checkpoint"
 _RANGES = {
-    # Smaller images are enlarged to it: at most 4096 x 4096 pixels.
+    # Smaller images are enlarged to this size: at most 4096 x 4096 pixels.
     "min_pixels": Range(1, 1 << 24),
     "max_pixels": Range(1, 1 << 40),
     "patch_size": Range(1, 256),
     "temporal_patch_size": Range(1, 64),
     "merge_size": Range(1, 64),
     "image_mean": Range(-10, 10),
-    # Pixels lie in [0, 1]; outside this range they would become one value, or overflow.
+    # For pixels in [0, 1]; beyond it they would collapse to one value, or overflow.
     "image_std": Range(1e-4, 1e4),
     "fps": Range(0, 1000, is_above=True),
     "min_frames": Range(1, 1 << 20),
@@ -36,7 +36,7 @@ _REQUIRED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "i
 def find_settings(
     directory: Path, file_name: str, processor: str
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The file that has the settings of a processor, and these settings; None if there is none.
+    """The file with a processor's settings, and the settings; None if there is none.
 
     Args:
         file_name: the processor's own file, which is preferred.
@@ -58,7 +58,7 @@ def find_settings(
 
 
 def common_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Pixel limits, patch sizes, mean and standard deviation under the names of our fields.
+    """Pixel limits, patch sizes, mean and standard deviation, under the names of the fields here.
 
     The limits are read in either dialect: `size` with `shortest_edge` and `longest_edge` (numbers
     of pixels, despite the names), or `min_pixels` and `max_pixels`, which take precedence as in HF.

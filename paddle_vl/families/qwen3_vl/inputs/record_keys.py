@@ -26,8 +26,8 @@ SOURCE_KEYS = {
 _PART_KEYS = {kind: ("type", *keys) for kind, keys in SOURCE_KEYS.items()} | {
     "text": ("type", "text")
 }
-# Settings of a single image or video that other readers honour. They are refused: ignoring them
-# would train on another size or number of frames than intended.
+# Settings of a single image or video in other formats. Ignoring them would train on another size
+# or number of frames than intended, so they are refused.
 _SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _PART_SETTINGS = {
     "image": _SIZES,
@@ -136,7 +136,7 @@ def check_part_keys(part: Mapping[str, Any], kind: str, where: str) -> None:
             f"{kind}; set {_SETTINGS_FOR_ALL[kind]} for all",
         )
     for key, value in part.items():
-        # Tables exported as JSON give every part the keys of all others, as null.
+        # Tables exported as JSON give every part the keys of all others as null.
         if key not in _PART_KEYS[kind] and value is not None:
             _refuse_unknown(key, f"a part of type {kind} of {where}", _PART_KEYS[kind])
 

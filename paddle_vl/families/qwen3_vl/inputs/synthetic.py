@@ -11,7 +11,7 @@ from PIL import Image
 from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer
 
 CONVERSATIONS_FILE = "conversations.jsonl"
-# Distinct image files; several, so that caching one does not hide the reading.
+# Distinct image files, so that reading is not hidden by the page cache of a single one.
 _NUM_IMAGES = 8
 _WORD = " word"
 
@@ -38,7 +38,7 @@ class ConversationShapes:
 def write_conversations(
     folder: Path, shapes: ConversationShapes, num_samples: int, tokenizer: TextTokenizer
 ) -> Path:
-    """Write images and a JSONL file, deterministically; several ranks may write the same ones.
+    """Write images and a JSONL file, deterministically; several ranks may do so at once.
 
     Returns:
         The JSONL file. Files are written atomically.
@@ -61,7 +61,7 @@ def write_conversations(
 
 
 def _answer(num_tokens: int, tokenizer: TextTokenizer) -> str:
-    """A text of that many tokens, or slightly fewer where words do not fit."""
+    """A text of that many tokens, or slightly fewer."""
     low, high = 1, num_tokens
     while low < high:
         middle = (low + high + 1) // 2

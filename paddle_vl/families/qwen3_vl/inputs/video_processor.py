@@ -131,7 +131,7 @@ class VideoProcessor:
 
     @classmethod
     def like_images(cls, images: ImageProcessor) -> "VideoProcessor":
-        """Patches as of an image processor, pixel limits of the published checkpoints."""
+        """Patch sizes of an image processor, pixel limits of the published checkpoints."""
         return cls(
             min_pixels=_MIN_PIXELS,
             max_pixels=_MAX_PIXELS,
