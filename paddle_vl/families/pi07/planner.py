@@ -4,8 +4,7 @@ Raw batches are those of `paddle_vl.families.pi07.policy` with one frame: `state
 `[B, 3, H, W]` in [0, 1] by camera name, `prompt`, `past_memory` and metadata; for training also
 `next_memory` and `response`.
 
-Shapes: B batch, L prefix tokens, D backbone width, V vocabulary; n tokens of a segment that the
-planner writes, its memory or its response.
+Shapes: B batch, L prefix tokens, D backbone width, V vocabulary, n tokens of memory or response.
 
 Source: PI07HighLevelPlannerPolicy and PI07HighLevelPlannerModel of OpenTau.
 """
