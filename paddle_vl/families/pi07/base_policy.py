@@ -9,6 +9,7 @@ Over 350 lines, since a policy and its files are one format.
 
 import fnmatch
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,7 @@ _DISCRETE_HEAD_KEY = "gemma3_with_expert.da_head.bias"
 Policy = TypeVar("Policy", bound="BasePolicy")
 
 
-class BasePolicy(nn.Layer):
+class BasePolicy(nn.Layer, ABC):
     """A policy and its model, which may be sharded.
 
     Attributes:
@@ -84,6 +85,7 @@ class BasePolicy(nn.Layer):
         super().__init__()
 
     @classmethod
+    @abstractmethod
     def from_pretrained(
         cls: type[Policy],
         path: str | Path,
@@ -92,7 +94,6 @@ class BasePolicy(nn.Layer):
         **settings: Any,
     ) -> Policy:
         """Load a policy's folder, see `PI07LowLevelPolicy.from_pretrained`."""
-        raise NotImplementedError
 
     @classmethod
     @renamed_argument("fills", "materialize")
@@ -146,17 +147,17 @@ class BasePolicy(nn.Layer):
         config.save_pretrained(folder)
         self.save_tokenizers(folder)
 
+    @abstractmethod
     def save_tokenizers(self, folder: Path) -> None:
         """Write the files of the tokenizers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_normalizers(self, num_groups: int) -> dict[str, Normalizer]:
         """Normalizers without statistics.
 
         Raises:
             ValueError: the configuration names another number of groups.
         """
-        raise NotImplementedError
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Unsharded shapes of all parameters by checkpoint key, without `model.`."""
