@@ -17,7 +17,7 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import ModelShape
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.data.worker_pool import Collator
+from paddle_vl.data.worker_pool import Collator, SampleSource
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
@@ -281,13 +281,42 @@ class Family(ABC):
             trained: checkpoint keys of all trained parameters of the full model.
         """
 
-    @abstractmethod
     def train_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
-        """Endless training batches of this rank."""
+        """Endless training batches of this rank, shuffled."""
+        train = self.config.train
+        size = train.per_device_train_batch_size
+        return self.loader(
+            self.train_data, collator, size, ranks, shuffle=True, drop_last=True, seed=train.seed
+        )
 
-    @abstractmethod
     def eval_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
         """This rank's batches of the evaluation data, every sample once."""
+        assert self.eval_data is not None, "asked for only where there is evaluation data"
+        size = self.config.train.per_device_eval_batch_size
+        return self.loader(
+            self.eval_data, collator, size, ranks, shuffle=False, drop_last=False, num_epochs=1
+        )
+
+    def loader(
+        self,
+        samples: SampleSource,
+        collator: Collator,
+        batch_size: int,
+        ranks: RankInfo,
+        **settings: Any,
+    ) -> PrefetchLoader:
+        """Batches of this rank's shard of the samples, with the run's workers; see
+        `PrefetchLoader` for the settings."""
+        return PrefetchLoader(
+            samples,
+            collator,
+            batch_size,
+            num_workers=self.config.data.num_workers,
+            prefetch_batches=self.config.data.prefetch_batches,
+            rank=ranks.data_rank,
+            size=ranks.data_size,
+            **settings,
+        )
 
     @classmethod
     @abstractmethod

@@ -22,7 +22,6 @@ from paddle_vl.families.base import (
     EvaluationOptions,
     Family,
     LayerCosts,
-    RankInfo,
     SyntheticData,
     losses_report,
 )
@@ -162,23 +161,6 @@ class PI07Recipe(Family):
     def flop_counter(self, model: nn.Layer, trained: Collection[str]) -> FlopCounter:
         return self.counter_class(model.config, model.label_ids, trained, self.loss.trained_terms)
 
-    def train_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
-        batch_size = self.config.train.per_device_train_batch_size
-        return self._loader(
-            self.train_data, collator, batch_size, ranks, shuffle=True, drop_last=True
-        )
-
-    def eval_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
-        return self._loader(
-            self.eval_data,
-            collator,
-            self.config.train.per_device_eval_batch_size,
-            ranks,
-            shuffle=False,
-            drop_last=False,
-            num_epochs=1,
-        )
-
     @classmethod
     def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
         """Losses over all samples; nothing is dropped, noise and times are the same every time."""
@@ -254,26 +236,6 @@ class PI07Recipe(Family):
                 "the policy has no tokenizer of discrete actions, which training needs: put its "
                 f"files into {ACTION_TOKENIZER_FOLDER}/ of data.processor"
             )
-
-    def _loader(
-        self,
-        samples: DrawnDemonstrations,
-        collator: Collator,
-        batch_size: int,
-        ranks: RankInfo,
-        **settings: Any,
-    ) -> PrefetchLoader:
-        return PrefetchLoader(
-            samples,
-            collator,
-            batch_size,
-            seed=self.config.train.seed,
-            num_workers=self.config.data.num_workers,
-            prefetch_batches=self.config.data.prefetch_batches,
-            rank=ranks.data_rank,
-            size=ranks.data_size,
-            **settings,
-        )
 
     def _source(self, files: Sequence[str]) -> DemonstrationSource:
         data, names = self.config.data, self.model_config.dataset_names

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from paddle import Tensor
 
@@ -115,7 +115,7 @@ class Qwen3VLRecipe(Family):
     def train_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
         packing = self._packing(ranks)
         train = self.config.train
-        return self._loader(
+        return self.loader(
             self.train_data,
             collator if packing is None else PackedCollator(cast(VLCollator, collator)),
             train.per_device_train_batch_size,
@@ -124,17 +124,6 @@ class Qwen3VLRecipe(Family):
             drop_last=packing is None,
             packing=packing,
             seed=train.seed,
-        )
-
-    def eval_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
-        return self._loader(
-            self.eval_data,
-            collator,
-            self.config.train.per_device_eval_batch_size,
-            ranks,
-            shuffle=False,
-            drop_last=False,
-            num_epochs=1,
         )
 
     @classmethod
@@ -207,25 +196,6 @@ class Qwen3VLRecipe(Family):
             data.on_bad_sample,
             allow_outside=data.allow_outside,
             max_line_bytes=data.max_line_bytes,
-        )
-
-    def _loader(
-        self,
-        samples: MessagesDataset,
-        collator: Collator,
-        batch_size: int,
-        ranks: RankInfo,
-        **settings: Any,
-    ) -> PrefetchLoader:
-        return PrefetchLoader(
-            samples,
-            collator,
-            batch_size,
-            num_workers=self.config.data.num_workers,
-            prefetch_batches=self.config.data.prefetch_batches,
-            rank=ranks.data_rank,
-            size=ranks.data_size,
-            **settings,
         )
 
     def _packing(self, ranks: RankInfo) -> Packing | None:

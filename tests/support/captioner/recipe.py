@@ -15,7 +15,6 @@ from paddle_vl.families.base import (
     Evaluation,
     EvaluationOptions,
     Family,
-    RankInfo,
     SyntheticData,
     losses_report,
 )
@@ -155,29 +154,6 @@ class CaptionerRecipe(Family):
 
     def flop_counter(self, model: Captioner, trained: Collection[str]) -> FlopCounter:
         return CaptionerFlops(model.config, trained)
-
-    def train_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
-        train = self.config.train
-        return PrefetchLoader(
-            self.train_data,
-            collator,
-            train.per_device_train_batch_size,
-            shuffle=True,
-            drop_last=True,
-            seed=train.seed,
-            num_workers=self.config.data.num_workers,
-            rank=ranks.data_rank,
-            size=ranks.data_size,
-        )
-
-    def eval_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
-        return _every_sample_once(
-            self.eval_data,
-            collator,
-            self.config.train.per_device_eval_batch_size,
-            rank=ranks.data_rank,
-            size=ranks.data_size,
-        )
 
     @classmethod
     def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
