@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import inspect
 import logging
-import os
 import sys
 import tempfile
 import threading
@@ -50,30 +49,29 @@ class PassedFiles:
         """Callback for `sys.setprofile`."""
         if event not in ("call", "return"):
             return
-        file = frame.f_code.co_filename
-        if not file.startswith(f"{PACKAGE}{os.sep}"):
+        name = _file_of(frame)
+        if name is None:
             return
         if event == "return" and frame.f_code.co_name == "train_step":
             self.is_updated = True
         if self.is_updated:
             return
-        name = _file_of(frame)
         if event == "call":
             self.calls[name] = self.calls.get(name, 0) + 1
-        caller = frame.f_back if event == "return" else None
-        is_called_here = caller is not None and caller.f_code.co_filename.startswith(str(PACKAGE))
-        files = {name, _file_of(caller)} if caller is not None and is_called_here else {name}
-        if not files <= self.first.keys() and _carries(_values(frame, event, value)):
-            for each, at in ((name, frame), *([(_file_of(caller), caller)] if caller else [])):
-                if each in files:
-                    # co_qualname needs Python 3.11.
-                    code = at.f_code
-                    self.first.setdefault(each, getattr(code, "co_qualname", code.co_name))
+        # A return value goes to the caller too.
+        frames = [frame] if event == "call" else [frame, frame.f_back]
+        places = {_file_of(each): each.f_code for each in frames if each is not None}
+        places.pop(None, None)
+        if not places.keys() <= self.first.keys() and _carries(_values(frame, event, value)):
+            for each, code in places.items():
+                # co_qualname needs Python 3.11.
+                self.first.setdefault(str(each), getattr(code, "co_qualname", code.co_name))
 
 
-def _file_of(frame: FrameType) -> str:
+def _file_of(frame: FrameType) -> str | None:
+    """The file of a frame's function within the package; None outside of it."""
     file = Path(frame.f_code.co_filename)
-    return file.relative_to(PACKAGE).as_posix() if file.is_relative_to(PACKAGE) else ""
+    return file.relative_to(PACKAGE).as_posix() if file.is_relative_to(PACKAGE) else None
 
 
 def _values(frame: FrameType, event: str, value: Any) -> list[Any]:

@@ -212,10 +212,10 @@ def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> No
 def _label(speed: Any, work: Any, memory: Any, cameras: int | None, limit_gb: float | None) -> None:
     if cameras is not None:
         speed.set_title(f"{cameras} camera(s)")
-    speed.set_ylabel("samples/s, all processes")
+    speed.set_ylabel("samples/s, all ranks")
     work.set_ylabel("CPU time for a sample, ms")
-    memory.set_ylabel("memory of the worst process, GB")
-    memory.set_xlabel("samples per micro-batch of a process")
+    memory.set_ylabel("memory of the largest rank, GB")
+    memory.set_xlabel("samples per micro-batch")
     if limit_gb is not None:
         memory.axhline(limit_gb, color="black", linewidth=0.8, linestyle=":")
     for axes in (speed, work, memory):
