@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.files.text_file import read_json_object
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -100,10 +102,23 @@ def family_of_run(config: Any, checkpoint: Path | None = None) -> FamilyEntry:
     Args:
         config: a `RunConfig`.
         checkpoint: to resume from; its config.json takes precedence.
+
+    Raises:
+        ValueError, RuntimeError: the settings are those of another family; or the model's
+            config.json cannot be read, so that only the settings say which family it is of.
     """
     model = config.model
     source = model.config if model.pretrained is None else model.pretrained
-    return family_of((checkpoint and model_values(checkpoint)) or model_values(source))
+    entry = family_of((checkpoint and model_values(checkpoint)) or model_values(source))
+    if not isinstance(config, entry.settings_class()):
+        if isinstance(source, str):
+            file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+            read_json_object(file, "a model's configuration")
+        raise ValueError(
+            f"the model is of the family {entry.name}, but the settings are those of "
+            f"{config.family}: check model.pretrained or model.config ({source!r:.200})"
+        )
+    return entry
 
 
 def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import yaml
 from pydantic import Field
 
 from paddle_vl.config import families as registered
-from paddle_vl.config.families import FamilyEntry, register_family
+from paddle_vl.config.families import FamilyEntry, family_of_run, register_family
 from paddle_vl.config.family_settings import settings_help
 from paddle_vl.config.load import flatten, load_run_config, save_run_config
 from paddle_vl.config.schema import DataConfig, RunConfig
@@ -84,6 +84,18 @@ def test_settings_decide_where_the_model_cannot_be_read(write, model):
     assert type(load_run_config(write(model))) is Qwen3VLRun
     assert type(load_run_config(write(model), ["data.statistics=s.json"])) is PI07Run
     assert type(load_run_config(write(model), ["data.max_length=64"])) is Qwen3VLRun
+
+
+def test_a_model_that_does_not_fit_the_settings_is_refused_with_its_file(write, folder):
+    file, model = write({"pretrained": str(folder)}, data={**RUN["data"], "fields": []}), folder
+    config = load_run_config(file)
+    assert family_of_run(config).name == "pi07 policy"
+    (model / "config.json").write_text(json.dumps(QWEN))
+    with pytest.raises(ValueError, match=r"family Qwen3-VL, but the settings are those of pi07"):
+        family_of_run(config)
+    (model / "config.json").write_text("{not json")
+    with pytest.raises(RuntimeError, match=r"model/config\.json is not valid JSON"):
+        family_of_run(config)
 
 
 def test_settings_of_another_family_are_refused_together_with_place_and_remedy(write):
