@@ -5,7 +5,6 @@ loads neither Paddle nor the other families. A family outside of the package reg
 one call of `register_family`.
 """
 
-import json
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -130,13 +129,16 @@ def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
     if isinstance(source, dict) or source is None:
         return source or {}
     file = Path(source)
-    if file.is_dir():
-        file = file / "config.json"
+    return config_json(file / "config.json" if file.is_dir() else file) or {}
+
+
+def config_json(file: Path) -> dict[str, Any] | None:
+    """The content of a config.json; None if it cannot be read."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
+        # Opening a pipe would block.
+        return read_json_object(file, "a config.json") if file.is_file() else None
+    except (OSError, RuntimeError):
+        return None
 
 
 def _loaded(path: str) -> Any:

@@ -11,10 +11,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from paddle_vl.config.families import families, family_of
+from paddle_vl.config.families import config_json, families, family_of
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import Section, section_of, setting_descriptions
-from paddle_vl.files.text_file import read_json_object
 
 Key = tuple[str | int, ...]
 Descriptions = dict[str, tuple[str, str]]
@@ -79,16 +78,16 @@ def _model_content(values: Mapping[str, Any]) -> dict[str, Any] | None:
     if pretrained is None and isinstance(config, dict):
         return config
     if isinstance(pretrained, str):
-        content = _json_object(Path(pretrained) / "config.json")
+        content = config_json(Path(pretrained) / "config.json")
     elif isinstance(config, str):
-        content = _json_object(Path(config))
+        content = config_json(Path(config))
         if content is None and not config.endswith(".json"):
             return {}
     else:
         return None
     checkpoint = train.get("resume_from_checkpoint")
     if content is None and isinstance(checkpoint, str):
-        content = _json_object(Path(checkpoint) / "config.json")
+        content = config_json(Path(checkpoint) / "config.json")
     return content
 
 
@@ -135,11 +134,3 @@ def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _json_object(file: Path) -> dict[str, Any] | None:
-    try:
-        # Opening a pipe would block.
-        return read_json_object(file, "a config.json") if file.is_file() else None
-    except (OSError, RuntimeError):
-        return None
