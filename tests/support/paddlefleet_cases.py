@@ -122,8 +122,12 @@ def run(model: Any, made: Batch) -> tuple[np.ndarray, dict[str, np.ndarray | Non
 
 def weighted_sum(hidden: Tensor) -> Tensor:
     """A loss whose gradient differs in every value of `[B, S, D]` hidden states."""
-    weights = np.random.default_rng(7).standard_normal([4, 8, WIDTH]).astype("float32")
-    return (hidden * paddle.to_tensor(weights[: hidden.shape[0]])).sum()
+    return (hidden * loss_weights()[: hidden.shape[0]]).sum()
+
+
+def loss_weights() -> Tensor:
+    drawn = np.random.default_rng(7).standard_normal([4, 8, WIDTH])
+    return paddle.to_tensor(drawn.astype("float32"))
 
 
 def gradients(model: Any, made: Batch) -> dict[str, np.ndarray | None]:
