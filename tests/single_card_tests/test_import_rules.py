@@ -27,6 +27,8 @@ ALLOWED = {
     # A family gets objects of the trainer and the parallel code as arguments.
     "families": {"nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"},
     "parallel": {"nn", "batch", "config", "compat"},
+    # For other frameworks, which it imports when asked; nothing here imports it.
+    "integrations": {"batch"},
     "train": {
         *("families", "data", "parallel", "checkpoint", "nn", "batch", "config"),
         *("compat", "files"),
@@ -42,7 +44,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 WITHOUT_PADDLE = ("files", "config", "batch", "data", "inputs", "demonstrations")
-FOREIGN = ("torch", "transformers", "lerobot", "paddlenlp", "paddleformers")
+FOREIGN = ("torch", "transformers", "lerobot", "paddlenlp", "paddleformers", "paddlefleet")
 
 
 def modules() -> list[str]:

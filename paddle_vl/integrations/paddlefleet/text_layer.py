@@ -84,20 +84,17 @@ def _add_level(config: Any, hidden: Tensor, level: Tensor, deepstack: dict[str, 
     if level.shape[0] != update.shape[0]:
         # All rows of the batch, as an embedding gives them that leaves the selection to the layers.
         level = paddle.index_select(level, deepstack["visual_gather_indices"])
-    # A pipeline stage frees the tensors that it has sent, also the index list, which the backward
-    # of this add needs: a view keeps the memory. Not scatter_nd_add, which fails on no rows.
-    rows_M = hidden_rows(config, update, hidden).reshape([-1])
+    rows_M = hidden_rows(config, update, hidden)
     rows_TD = hidden.reshape([-1, hidden.shape[-1]])
+    # Not scatter_nd_add, which fails on no rows; a rank without visual tokens adds as well, so that
+    # its backward takes part in the sum over the ranks.
     return paddle.index_add(rows_TD, rows_M, 0, level.astype(hidden.dtype)).reshape(hidden.shape)
 
 
 def _handed_on(levels: Sequence[Tensor], num_added: int) -> list[Tensor]:
     """The list for the next layer. Its places are the numbers of the levels, so none is taken out.
 
-    A stage sends back a gradient for every entry that needs one. Levels that were added need none.
-    A level that this stage received and passes on gets an operator of its own, for the gradient.
+    A stage sends back a gradient for every entry that needs one, and fails where there is none:
+    levels that were added must not need it.
     """
-    return [level.detach() for level in levels[:num_added]] + [
-        level.reshape(level.shape) if level.is_leaf and not level.stop_gradient else level
-        for level in levels[num_added:]
-    ]
+    return [level.detach() for level in levels[:num_added]] + list(levels[num_added:])

@@ -10,10 +10,12 @@ Guarantees, against stand-ins for PaddleFleet (tests/support/paddlefleet_standin
 - no value is read on the host, and the mask is searched once per step and modality, not per level;
 - wrong input is refused; nothing is imported or changed before it is asked for.
 
-The same tests run against PaddleFleet itself where it can be imported.
+The tests run against PaddleFleet itself as well where it can be imported, except those that use a
+mock group or look into a stand-in.
 """
 
 import importlib
+import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -30,12 +32,24 @@ from tests.support import paddlefleet_cases as cases
 from tests.support.paddlefleet_standin import stand_in
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _stand_in():
+@pytest.fixture(scope="module", autouse=True, params=["stand-in", "PaddleFleet"])
+def package(request):
+    if request.param == "PaddleFleet":
+        if importlib.util.find_spec("paddlefleet") is None:
+            pytest.skip("paddlefleet cannot be imported; its wheel needs a GPU build of Paddle")
+        yield request.param
+        return
     with stand_in(), pytest.MonkeyPatch.context() as patch:
-        # Paddle's CPU build has no number of a card, which `PipelineLayer` asks for.
-        patch.setattr(ParallelEnv, "_device_id", 0, raising=False)
-        yield
+        if not paddle.is_compiled_with_cuda():
+            # `PipelineLayer` asks for the number of the card.
+            patch.setattr(ParallelEnv, "_device_id", 0, raising=False)
+        yield request.param
+
+
+@pytest.fixture
+def _stand_in_only(package):
+    if package != "stand-in":
+        pytest.skip("looks into the stand-in")
 
 
 def set_group(rank: int, size: int) -> None:
@@ -45,7 +59,8 @@ def set_group(rank: int, size: int) -> None:
 
 
 @pytest.fixture
-def _no_group():
+def _mock_group(_stand_in_only):
+    """For tests that set groups."""
     yield
     importlib.import_module("paddlefleet.parallel_state").set_tensor_model_parallel_group(None)
 
@@ -76,7 +91,7 @@ def test_images_and_videos_together_crash_in_the_published_embedding():
         cases.build(cases.config(), False)(dict(cases.batch("images and videos").dict_args))
 
 
-@pytest.mark.usefixtures("_no_group")
+@pytest.mark.usefixtures("_mock_group")
 @pytest.mark.parametrize("name", cases.BATCHES)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_rows_of_every_sequence_parallel_rank_are_parts_of_the_whole(name, size):
@@ -89,7 +104,7 @@ def test_the_rows_of_every_sequence_parallel_rank_are_parts_of_the_whole(name, s
     np.testing.assert_array_equal(np.concatenate(parts).transpose(1, 0, 2), expected)
 
 
-@pytest.mark.usefixtures("_no_group")
+@pytest.mark.usefixtures("_mock_group")
 @pytest.mark.parametrize("name", ["images and videos", "a sample without", "all in one slice"])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (3, 4)])
 def test_the_embedding_adds_the_index_lists_of_the_batch_slices(name, rank, size):
@@ -142,6 +157,7 @@ def test_levels_keep_their_places_until_the_last_is_added():
             assert not set(DEEPSTACK_KEYS) & set(outputs)
 
 
+@pytest.mark.usefixtures("_stand_in_only")
 def test_a_layer_selects_the_rows_of_whole_levels():
     """As an embedding gives them that leaves the selection to the layers."""
     layer = cases.build(cases.config(), indexed=True).run_function[1]
@@ -160,6 +176,7 @@ def test_a_layer_selects_the_rows_of_whole_levels():
     assert float(outputs[0, ::2].abs().sum()) == 0
 
 
+@pytest.mark.usefixtures("_stand_in_only")
 def test_head_empty_layers_do_not_shift_the_levels():
     shifted = cases.config(num_empty_layers_add_in_head=2)
     hidden = cases.build(shifted, indexed=True)(dict(cases.batch("images").dict_args))
@@ -190,6 +207,7 @@ def test_install_replaces_the_classes_and_nothing_else():
     assert [layer.layer for layer in spec.sublayers_spec.transformer_layers] == layers
 
 
+@pytest.mark.usefixtures("_stand_in_only")
 def test_install_refuses_layers_whose_level_is_uncertain_or_never_added():
     spec = cases.make_spec(cases.config(num_empty_layers_add_in_head=1))
     for number, layer in enumerate(spec.sublayers_spec.transformer_layers):
@@ -217,14 +235,14 @@ def test_the_text_layer_can_be_chosen_by_the_configuration():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"image_embeds": [4, 8]}, "5 rows|4 rows"),
-        ({"image_embeds": [4, 8], "deepstack_image_embeds": None}, "5 image .* but 4 image"),
-        ({"deepstack_image_embeds": [[5, 8], [3, 8]]}, r"5 rows but .* \[5, 3\]"),
+        ({"image_embeds": [4, 64]}, r"has 4 rows but .* \[5, 5, 5\]"),
+        ({"image_embeds": [4, 64], "deepstack_image_embeds": None}, "5 image .* but 4 image"),
+        ({"deepstack_image_embeds": [[5, 64], [3, 64]]}, r"5 rows but .* \[5, 3\]"),
         ({"image_embeds": None}, "deepstack_image_embeds has 3 levels but image_embeds is missing"),
         ({"input_ids": None}, "image_embeds without input_ids"),
-        ({"video_embeds": [1, 8]}, "images have 3 deepstack levels and videos 0"),
+        ({"video_embeds": [1, 64]}, "images have 3 deepstack levels and videos 0"),
         (
-            {"video_embeds": [1, 8], "deepstack_video_embeds": [[1, 8]] * 3},
+            {"video_embeds": [1, 64], "deepstack_video_embeds": [[1, 64]] * 3},
             "0 video placeholder tokens in input_ids but 1 video",
         ),
     ],
@@ -240,7 +258,7 @@ def test_embeddings_that_do_not_fit_are_refused(change, message):
         cases.build(cases.config(), indexed=True)(dict_args)
 
 
-@pytest.mark.usefixtures("_no_group")
+@pytest.mark.usefixtures("_mock_group")
 def test_settings_that_do_not_fit_are_refused():
     made = cases.batch("images")
     with pytest.raises(ValueError, match="image_embeds with multimodal_embedding=False"):
