@@ -62,7 +62,8 @@ def indexed_embedding(parent: Any) -> type:
                 The parent's entries, and with images or videos: `visual_pos_masks` `[B, S]` bool;
                 `visual_update_indices` `[M_local]` int64, rows of the local `[B, S / mp]` token
                 rows, batch-major; `visual_gather_indices` `[M_local]` int64, number of their
-                embedding in reading order; `deepstack_visual_emb`, G tensors `[M_local, D]`.
+                embedding in reading order; `deepstack_visual_emb`, G tensors `[M, D]` in reading
+                order, as of the parent.
 
             Raises:
                 ValueError: embeddings do not fit the placeholders, the levels or each other; mp
@@ -71,10 +72,11 @@ def indexed_embedding(parent: Any) -> type:
             sources = _sources(self.config, dict_args)
             if not sources:
                 return super().forward(dict_args, decoder_input, packed_seq_params)
-            text_args = {k: v for k, v in dict_args.items() if k not in _VISUAL_INPUTS}
+            text_args = dict_args | dict.fromkeys(_VISUAL_INPUTS)
             outputs = super().forward(text_args, decoder_input, packed_seq_params)
             return outputs | _visual_outputs(self, dict_args["input_ids"], sources, outputs)
 
+    IndexedGPTEmbedding.__name__ = IndexedGPTEmbedding.__qualname__ = f"Indexed{parent.__name__}"
     return IndexedGPTEmbedding
 
 
@@ -84,6 +86,11 @@ def hidden_rows(config: Any, update: Tensor, hidden: Tensor) -> Tensor:
         return update
     length, batch = hidden.shape[:2]
     return update % length * batch + update // length
+
+
+def local_rows(whole: Tensor, update: Tensor, gather: Any) -> Tensor:
+    """This rank's rows of embeddings in reading order; all of them are in order already."""
+    return whole if whole.shape[0] == update.shape[0] else paddle.index_select(whole, gather)
 
 
 def _sources(config: Any, dict_args: dict[str, Any]) -> dict[str, list[Tensor]]:
@@ -137,6 +144,7 @@ def _visual_outputs(
 ) -> dict[str, Any]:
     """The entries that images and videos add to the embedding's output, or replace in it."""
     config, hidden = embedding.config, outputs["hidden_states"]
+    # Without sequence parallelism every rank has all rows, and whole gradients.
     group = _tensor_parallel_group(embedding) if config.sequence_parallel else None
     part = RowPart() if group is None else RowPart(group.rank, group.nranks)
     _check_layout(hidden, input_ids, config.sequence_parallel, part)
@@ -144,16 +152,19 @@ def _visual_outputs(
     indices = _indices(masks, sources, part)
     if not any(source[0].shape[0] for source in sources.values()):
         return {}
-    local = _local_rows(list(sources.values()), indices, part, group, hidden.dtype)
-    rows_TD = hidden.reshape([-1, hidden.shape[-1]])
-    rows_TD = paddle.scatter(rows_TD, hidden_rows(config, indices.update, hidden), local[0])
+    merged, *levels = _in_reading_order(list(sources.values()), indices, group, hidden.dtype)
+    rows_TD = paddle.scatter(
+        hidden.reshape([-1, hidden.shape[-1]]),
+        hidden_rows(config, indices.update, hidden),
+        local_rows(merged, indices.update, indices.gather),
+    )
     visual = {
         "hidden_states": rows_TD.reshape(hidden.shape),
         "visual_pos_masks": functools.reduce(paddle.logical_or, masks.values()),
         "visual_update_indices": indices.update,
         "visual_gather_indices": indices.gather,
     }
-    return visual | ({"deepstack_visual_emb": local[1:]} if local[1:] else {})
+    return visual | ({"deepstack_visual_emb": levels} if levels else {})
 
 
 def _tensor_parallel_group(embedding: Any) -> Any:
@@ -209,32 +220,25 @@ def _nonzero(mask: Tensor) -> Tensor:
     return paddle.nonzero(mask).reshape([-1])
 
 
-def _local_rows(
+def _in_reading_order(
     sources: Sequence[Sequence[Tensor]],
     indices: VisualIndices,
-    part: RowPart,
     group: Any,
     dtype: Any,
 ) -> list[Tensor]:
-    """The merged embeddings and then each level: this rank's rows, `[M_local, D]`.
+    """The merged embeddings and then each level, all rows of the batch `[M, D]`.
 
-    Ranks hold equal copies of the embeddings and use different rows of them, so the gradient of a
-    copy is only a part. One all-reduce sums it, for merged embeddings and levels together.
+    Ranks that share a sequence hold equal copies and use different rows, so the gradient of a copy
+    is only a part. One all-reduce sums it, for merged embeddings and levels together.
     """
-    pairs = list(zip(*sources, strict=True))
-    pairs = [[tensor.astype(dtype) for tensor in pair] for pair in pairs]
-    if part.size > 1:
+    pairs = [[tensor.astype(dtype) for tensor in pair] for pair in zip(*sources, strict=True)]
+    if group is not None and group.nranks > 1:
         packed = paddle.concat([tensor for pair in pairs for tensor in pair])
         mappings = published("paddlefleet.tensor_parallel.mappings")
         packed = mappings.copy_to_tensor_model_parallel_region(packed, group=group)
         whole = paddle.split(packed, len(pairs))
     else:
         whole = [pair[0] if len(pair) == 1 else paddle.concat(pair) for pair in pairs]
-    if indices.source is not None:
-        gather = paddle.index_select(indices.source, indices.gather)
-    elif part.size == 1:
-        # One modality in its reading order.
+    if indices.source is None:
         return whole
-    else:
-        gather = indices.gather
-    return [paddle.index_select(rows, gather) for rows in whole]
+    return [paddle.index_select(rows, indices.source) for rows in whole]

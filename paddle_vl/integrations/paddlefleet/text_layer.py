@@ -15,7 +15,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from paddle_vl.integrations.paddlefleet.embedding import hidden_rows
+from paddle_vl.integrations.paddlefleet.embedding import hidden_rows, local_rows
 
 # What text layers receive for deepstack and hide from their parent class.
 DEEPSTACK_KEYS = (
@@ -81,9 +81,13 @@ def _add_level(config: Any, hidden: Tensor, level: Tensor, deepstack: dict[str, 
             "the text layer got deepstack_visual_emb without visual_update_indices: the embedding "
             "is not IndexedGPTEmbedding; install(spec) replaces both"
         )
-    if level.shape[0] != update.shape[0]:
-        # All rows of the batch, as an embedding gives them that leaves the selection to the layers.
-        level = paddle.index_select(level, deepstack["visual_gather_indices"])
+    gather = deepstack.get("visual_gather_indices")
+    if gather is None and level.shape[0] != update.shape[0]:
+        raise ValueError(
+            f"a deepstack level has {level.shape[0]} rows for {update.shape[0]} places of this rank "
+            "and there are no visual_gather_indices to choose them by"
+        )
+    level = local_rows(level, update, gather)
     rows_M = hidden_rows(config, update, hidden)
     rows_TD = hidden.reshape([-1, hidden.shape[-1]])
     # Not scatter_nd_add, which fails on no rows; a rank without visual tokens adds as well, so that

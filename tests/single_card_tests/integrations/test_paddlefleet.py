@@ -17,6 +17,7 @@ mock group or look into a stand-in.
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +31,8 @@ from paddle_vl.integrations.paddlefleet import DEEPSTACK_KEYS, indexed_text_laye
 from step_counts import record_host_reads
 from tests.support import paddlefleet_cases as cases
 from tests.support.paddlefleet_standin import stand_in
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module", autouse=True, params=["stand-in", "PaddleFleet"])
@@ -124,7 +127,7 @@ def test_the_embedding_adds_the_index_lists_of_the_batch_slices(name, rank, size
     np.testing.assert_array_equal(outputs["visual_gather_indices"].numpy(), expected.gather)
     np.testing.assert_array_equal(outputs["visual_pos_masks"].numpy(), ids >= cases.IMAGE)
     assert [level.shape for level in outputs["deepstack_visual_emb"]] == [
-        [len(expected.update), cases.WIDTH]
+        [(ids >= cases.IMAGE).sum(), cases.WIDTH]
     ] * cases.LEVELS
 
 
@@ -153,27 +156,39 @@ def test_levels_keep_their_places_until_the_last_is_added():
         if number + 1 < cases.LEVELS:
             for one, other in zip(outputs["deepstack_visual_emb"], levels, strict=True):
                 np.testing.assert_array_equal(one.numpy(), other.numpy())
+            # A pipeline stage has no gradient to send for a level that was added before it.
+            added = [level.stop_gradient for level in outputs["deepstack_visual_emb"]]
+            assert added == [True] * (number + 1) + [False] * (cases.LEVELS - number - 1)
         else:
             assert not set(DEEPSTACK_KEYS) & set(outputs)
 
 
-@pytest.mark.usefixtures("_stand_in_only")
-def test_a_layer_selects_the_rows_of_whole_levels():
-    """As an embedding gives them that leaves the selection to the layers."""
+@pytest.mark.usefixtures("_mock_group")
+@pytest.mark.parametrize("name", cases.ONE_KIND)
+def test_the_embedding_alone_serves_the_published_text_layers(name):
+    set_group(1, 2)
+    config = cases.config(sequence_parallel=True)
+    outputs = []
+    for indexed in (False, True):
+        model = cases.build(config, indexed=False)
+        first = cases.build(config, indexed=indexed).run_function[0]
+        entries = first(dict(cases.batch(name).dict_args))
+        for layer in model.run_function[1:]:
+            entries = layer(entries)
+        outputs.append(entries.numpy())
+    np.testing.assert_array_equal(*outputs)
+
+
+def test_a_layer_refuses_a_level_that_it_cannot_choose_rows_of():
     layer = cases.build(cases.config(), indexed=True).run_function[1]
-    hidden = paddle.zeros([1, 4, cases.WIDTH])
-    level = paddle.arange(3 * cases.WIDTH, dtype="float32").reshape([3, cases.WIDTH])
-    outputs = layer(
-        {
-            "hidden_states": hidden,
-            "deepstack_visual_emb": [level],
-            "visual_update_indices": paddle.to_tensor([3, 1]),
-            "visual_gather_indices": paddle.to_tensor([0, 2]),
-        }
-    )["hidden_states"]
-    assert outputs[0, 3].tolist() == level[0].tolist()
-    assert outputs[0, 1].tolist() == level[2].tolist()
-    assert float(outputs[0, ::2].abs().sum()) == 0
+    level, update = paddle.zeros([3, cases.WIDTH]), paddle.to_tensor([1, 2])
+    embedded = cases.build(cases.config(), True).run_function[0](
+        cases.batch("one sample").dict_args
+    )
+    embedded |= {"deepstack_visual_emb": [level], "visual_update_indices": update}
+    del embedded["visual_gather_indices"]
+    with pytest.raises(ValueError, match="level has 3 rows for 2 places"):
+        layer(embedded)
 
 
 @pytest.mark.usefixtures("_stand_in_only")
@@ -205,6 +220,17 @@ def test_install_replaces_the_classes_and_nothing_else():
     assert [layer.extra_kwargs for layer in spec.sublayers_spec.transformer_layers] == options
     install(spec)
     assert [layer.layer for layer in spec.sublayers_spec.transformer_layers] == layers
+
+
+@pytest.mark.usefixtures("_stand_in_only")
+def test_the_lines_of_the_page_switch_it_on(monkeypatch):
+    page = (ROOT / "docs" / "paddlefleet.md").read_text(encoding="utf-8")
+    builders = importlib.import_module("paddlefleet.gpt_builders")
+    monkeypatch.setattr(builders, "get_gpt_spec", builders.get_gpt_spec)
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    embedding, *layers, _ = builders.gpt_builder(cases.config(), num_stages=1).run_function
+    assert type(embedding).__name__ == "IndexedGPTEmbedding"
+    assert {type(layer).__name__ for layer in layers} == {"IndexedQwen3VLTextTransformerLayer"}
 
 
 @pytest.mark.usefixtures("_stand_in_only")
