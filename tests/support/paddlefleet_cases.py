@@ -23,7 +23,7 @@ BATCHES = {
     "images": ["a##a#aa#", "aaaaaaa#"],
     "videos": ["%%aaa%%a", "a%aaaaaa", "aaaaaa%%"],
     "images and videos": ["a#%a##%a", "%%aaa#aa", "aaaaaaa#"],
-    "one kind per sample": ["a#a#aaaa", "aa%%%aa%"],
+    "one kind per sample": ["aa%%%aa%", "a#a#aaaa"],
     "a sample without": ["aaaaaaaa", "##aaaa##", "aaaaaaaa"],
     "one sample": ["a###aaaa"],
     "all in one slice": ["##aaaaaa", "#aaaaaaa"],

@@ -108,7 +108,7 @@ def main() -> int:
     cases = importlib.import_module("tests.support.paddlefleet_cases")
     stand_in = importlib.import_module("tests.support.paddlefleet_standin").stand_in
     install()
-    cases.BATCHES |= BATCHES
+    cases.BATCHES.update(BATCHES)
     found = {}
     with stand_in(), mock_collectives():
         for name in BATCHES:

@@ -84,8 +84,8 @@ def _add_level(config: Any, hidden: Tensor, level: Tensor, deepstack: dict[str, 
     gather = deepstack.get("visual_gather_indices")
     if gather is None and level.shape[0] != update.shape[0]:
         raise ValueError(
-            f"a deepstack level has {level.shape[0]} rows for {update.shape[0]} places of this rank "
-            "and there are no visual_gather_indices to choose them by"
+            f"a deepstack level has {level.shape[0]} rows for {update.shape[0]} places of this "
+            "rank and there are no visual_gather_indices to choose them by: add them"
         )
     level = local_rows(level, update, gather)
     rows_M = hidden_rows(config, update, hidden)
