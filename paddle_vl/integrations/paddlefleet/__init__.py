@@ -20,5 +20,5 @@ __all__ = ["DEEPSTACK_KEYS", "indexed_embedding", "indexed_text_layer", "install
 def __getattr__(name: str) -> Any:
     # Not in __all__, so that a star import works without PaddleFleet.
     if name == "IndexedGPTEmbedding":
-        return indexed_embedding(published("paddlefleet.models.gpt.gpt_embedding").GPTEmbedding)
+        return indexed_embedding(published("models.gpt.gpt_embedding").GPTEmbedding)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

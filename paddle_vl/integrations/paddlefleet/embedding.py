@@ -21,7 +21,7 @@ from paddle_vl.batch.visual_index import (
     check_visual_counts,
     compute_visual_indices,
 )
-from paddle_vl.integrations.paddlefleet.published import published
+from paddle_vl.integrations.paddlefleet.published import home_of, published
 
 _VISUAL_INPUTS = tuple(
     f"{prefix}{kind}_embeds" for prefix in ("", "deepstack_") for kind in ("image", "video")
@@ -152,7 +152,9 @@ def _visual_outputs(
     indices = _indices(masks, sources, part)
     if not any(source[0].shape[0] for source in sources.values()):
         return {}
-    merged, *levels = _in_reading_order(list(sources.values()), indices, group, hidden.dtype)
+    merged, *levels = _in_reading_order(
+        list(sources.values()), indices, group, home_of(type(embedding)), hidden.dtype
+    )
     rows_TD = paddle.scatter(
         hidden.reshape([-1, hidden.shape[-1]]),
         hidden_rows(config, indices.update, hidden),
@@ -171,7 +173,7 @@ def _tensor_parallel_group(embedding: Any) -> Any:
     """The group that shares a sequence, None without one."""
     group = getattr(getattr(embedding, "embedding", None), "tp_group", None)
     if group is None:
-        state = published("paddlefleet.parallel_state")
+        state = published("parallel_state", home_of(type(embedding)))
         group = state.get_tensor_model_parallel_group(check_initialized=False)
     return group
 
@@ -224,6 +226,7 @@ def _in_reading_order(
     sources: Sequence[Sequence[Tensor]],
     indices: VisualIndices,
     group: Any,
+    home: str,
     dtype: Any,
 ) -> list[Tensor]:
     """The merged embeddings and then each level, all rows of the batch `[M, D]`.
@@ -234,7 +237,7 @@ def _in_reading_order(
     pairs = [[tensor.astype(dtype) for tensor in pair] for pair in zip(*sources, strict=True)]
     if group is not None and group.nranks > 1:
         packed = paddle.concat([tensor for pair in pairs for tensor in pair])
-        mappings = published("paddlefleet.tensor_parallel.mappings")
+        mappings = published("tensor_parallel.mappings", home)
         packed = mappings.copy_to_tensor_model_parallel_region(packed, group=group)
         whole = paddle.split(packed, len(pairs))
     else:

@@ -3,10 +3,10 @@
 Source of the interface: `gpt_layer_specs.py` and `gpt_model.py` in `models/gpt` of PaddleFleet.
 """
 
+import importlib
 from typing import Any
 
 from paddle_vl.integrations.paddlefleet.embedding import indexed_embedding
-from paddle_vl.integrations.paddlefleet.published import published
 from paddle_vl.integrations.paddlefleet.text_layer import (
     indexed_text_layer,
     num_head_empty_layers,
@@ -48,7 +48,7 @@ def _layer_class(layer_spec: Any) -> type:
     """The class of a spec, which may be a pair of module and name."""
     layer = layer_spec.layer
     if isinstance(layer, tuple):
-        return getattr(published(layer[0]), layer[1])
+        return getattr(importlib.import_module(layer[0]), layer[1])
     return layer
 
 

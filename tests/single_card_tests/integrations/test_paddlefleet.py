@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import paddle
@@ -27,6 +27,7 @@ from paddle.distributed import ParallelEnv
 from paddle.distributed.fleet.meta_parallel import build_spec_layer
 
 from paddle_vl.batch.visual_index import RowPart, compute_visual_indices
+from paddle_vl.integrations import paddlefleet as integration
 from paddle_vl.integrations.paddlefleet import DEEPSTACK_KEYS, indexed_text_layer, install
 from step_counts import record_host_reads
 from tests.support import paddlefleet_cases as cases
@@ -209,7 +210,6 @@ def test_install_replaces_the_classes_and_nothing_else():
     options = [dict(layer.extra_kwargs) for layer in spec.sublayers_spec.transformer_layers]
     assert install(spec) is spec
     embedding = spec.sublayers_spec.embedding.layer
-    integration = importlib.import_module("paddle_vl.integrations.paddlefleet")
     assert embedding is integration.IndexedGPTEmbedding
     base = importlib.import_module("paddlefleet.models.gpt.gpt_embedding").GPTEmbedding
     assert issubclass(embedding, base)
@@ -311,9 +311,30 @@ def test_a_given_decoder_input_takes_the_place_of_the_embedded_text():
 
 def test_without_paddlefleet_the_classes_name_the_remedy(monkeypatch):
     """The module itself was imported at the top of this file, without any `paddlefleet`."""
-    integration = importlib.import_module("paddle_vl.integrations.paddlefleet")
     monkeypatch.setitem(sys.modules, "paddlefleet.models.gpt.gpt_embedding", None)
+    monkeypatch.setitem(sys.modules, "paddleformers", None)
     with pytest.raises(ImportError, match="needs PaddleFleet, .*install the paddlefleet wheel"):
-        importlib.import_module(integration.__name__).IndexedGPTEmbedding  # noqa: B018
+        integration.IndexedGPTEmbedding  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'Indexed'"):
         integration.Indexed  # noqa: B018
+
+
+@pytest.mark.usefixtures("_mock_group")
+def test_a_package_that_carries_the_same_modules_is_used_in_its_place(monkeypatch):
+    """As later PaddleFormers does, in `paddleformers.fleet`."""
+    monkeypatch.setitem(sys.modules, "elsewhere", ModuleType("elsewhere"))
+    state = importlib.import_module("paddlefleet.parallel_state")
+    monkeypatch.setitem(sys.modules, "elsewhere.parallel_state", state)
+    base = importlib.import_module("paddlefleet.models.gpt.gpt_embedding").GPTEmbedding
+    moved = type("GPTEmbedding", (base,), {"__module__": "elsewhere.models.gpt.gpt_embedding"})
+    asked = []
+    monkeypatch.setattr(
+        state, "get_tensor_model_parallel_group", lambda **_: asked.append(moved) or None
+    )
+    spec = cases.make_spec(cases.config(sequence_parallel=True))
+    spec.sublayers_spec.embedding.layer = moved
+    embedding = build_spec_layer(install(spec), num_stages=1).run_function[0]
+    embedding.embedding.tp_group = None
+    asked.clear()
+    embedding(dict(cases.batch("images").dict_args))
+    assert asked == [moved]
