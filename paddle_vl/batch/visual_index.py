@@ -246,7 +246,11 @@ def _source_rows(
 
 def _running_count(mask_BL: Array) -> Array:
     """Number of True entries up to and including each place, batch-major: int64 `[B, L]`."""
-    count_BL = mask_BL.astype("int64").cumsum(1)
+    count_BL = mask_BL.astype("int64")
+    if all(map(_is_known, mask_BL.shape)):
+        return count_BL.reshape([-1]).cumsum(0).reshape(list(mask_BL.shape))
+    # A traced program cannot restore a shape that it does not know.
+    count_BL = count_BL.cumsum(1)
     of_sample_B1 = count_BL[:, -1:]
     return count_BL + of_sample_B1.cumsum(0) - of_sample_B1
 

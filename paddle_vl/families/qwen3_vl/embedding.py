@@ -317,7 +317,9 @@ class GPTEmbedding(nn.Layer):
                 _count(video_mask_BL), embeds["video"].shape[0] if "video" in embeds else 0,
             )  # fmt: skip
         if mask_BL is not None or not embeds:
-            num_tokens = _count(self._visual_mask(dict_args))
+            visual_mask_BL = self._visual_mask(dict_args)
+            assert visual_mask_BL is not None, "a mask or ids are given"
+            num_tokens = _count(visual_mask_BL)
             if num_tokens != num_rows:
                 raise ValueError(
                     f"{num_tokens} visual tokens but {num_rows} visual embeddings: every visual "
