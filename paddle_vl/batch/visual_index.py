@@ -70,11 +70,11 @@ class RowPart(NamedTuple):
         return start, start + (num_rows + self.size - 1 - self.rank) // self.size
 
     def of_rows(self, rows: Array) -> Array:
-        """This shard of a 1-D array. A traced program checks the length when it runs."""
+        """This shard of the first axis. A traced program checks the length when it runs."""
         if self.size == 1:
             return rows
         if not _is_known(rows.shape[0]) and not self.uneven:
-            return rows.reshape([self.size, -1])[self.rank]
+            return rows.reshape([self.size, -1, *rows.shape[1:]])[self.rank]
         start, stop = self.bounds(_length(rows.shape[0], rows))
         return rows[start:stop]
 
@@ -135,6 +135,52 @@ def check_visual_counts(
         raise ValueError(
             "; ".join(wrong) + ": every placeholder takes exactly one visual embedding; check "
             "that no placeholder was truncated and that the grids belong to this batch"
+        )
+
+
+def check_visual_indices(
+    update: Array, gather: Array, source: Array | None, num_embeddings: int, covers_all: bool
+) -> None:
+    """Check the index arrays of a batch by their shapes; a traced program's unknown sizes pass.
+
+    Args:
+        source: None unless the batch has images and videos.
+        num_embeddings: those that the token rows of all ranks receive.
+        covers_all: whether the indices are of all token rows, not of a shard.
+
+    Raises:
+        ValueError: one is missing, is not 1-D int64, or has another length than the embeddings.
+    """
+    arrays = {"update": update, "gather": gather} | ({} if source is None else {"source": source})
+    for name, array in arrays.items():
+        if array is None:
+            other = "gather" if name == "update" else "update"
+            raise ValueError(
+                f"the batch has visual_{other}_indices without visual_{name}_indices: give both, "
+                "or neither to have them computed"
+            )
+        if len(array.shape) != 1 or not str(array.dtype).endswith("int64"):
+            raise ValueError(
+                f"visual_{name}_indices is {array.dtype} of shape {list(array.shape)}: it must be "
+                "1-D int64, as host_visual_indices makes it"
+            )
+    num_update, num_gather = update.shape[0], gather.shape[0]
+    if _is_known(num_update) and _is_known(num_gather) and num_update != num_gather:
+        raise ValueError(
+            f"visual_update_indices has {num_update} entries but visual_gather_indices "
+            f"{num_gather}: take both from one call"
+        )
+    if not (_is_known(num_update) and _is_known(num_embeddings)):
+        return
+    if num_update > num_embeddings or (covers_all and num_update != num_embeddings):
+        raise ValueError(
+            f"visual_update_indices has {num_update} token rows but the batch has {num_embeddings} "
+            "visual embeddings: the indices belong to another batch"
+        )
+    if source is not None and _is_known(source.shape[0]) and source.shape[0] != num_embeddings:
+        raise ValueError(
+            f"visual_source_indices has {source.shape[0]} entries but the batch has "
+            f"{num_embeddings} visual embeddings: the indices belong to another batch"
         )
 
 
@@ -200,7 +246,11 @@ def _source_rows(
 
 def _running_count(mask_BL: Array) -> Array:
     """Number of True entries up to and including each place, batch-major: int64 `[B, L]`."""
-    count_BL = mask_BL.astype("int64").cumsum(1)
+    count_BL = mask_BL.astype("int64")
+    if all(map(_is_known, mask_BL.shape)):
+        return count_BL.reshape([-1]).cumsum(0).reshape(list(mask_BL.shape))
+    # A traced program cannot restore a shape that it does not know.
+    count_BL = count_BL.cumsum(1)
     of_sample_B1 = count_BL[:, -1:]
     return count_BL + of_sample_B1.cumsum(0) - of_sample_B1
 
