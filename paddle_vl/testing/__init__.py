@@ -7,6 +7,12 @@ from paddle_vl.testing.filling import copy_parameters
 from paddle_vl.testing.gathering import gather_gradients, gather_parameters
 from paddle_vl.testing.host_reads import forbid_host_reads, record_host_reads
 from paddle_vl.testing.mocked_rows import MockedSequenceParallel
+from paddle_vl.testing.pi07 import (
+    tiny_pi07,
+    tiny_pi07_batch,
+    tiny_pi07_config,
+    tiny_pi07_planner_config,
+)
 from paddle_vl.testing.qwen3_vl import (
     Image,
     Video,
@@ -44,6 +50,10 @@ __all__ = [
     "record_host_reads",
     "run_ranks",
     "sum_partial_gradients",
+    "tiny_pi07",
+    "tiny_pi07_batch",
+    "tiny_pi07_config",
+    "tiny_pi07_planner_config",
     "tiny_qwen3_vl",
     "tiny_qwen3_vl_batch",
     "tiny_qwen3_vl_config",

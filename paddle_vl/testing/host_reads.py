@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor, _C_ops
@@ -47,10 +47,88 @@ _SHAPES = (
     "repeat_interleave_with_tensor_index",
 )
 _INDEXING = ("__getitem__", "__setitem__")
-# Replaced while at least one block is entered, by whichever simulated rank or thread.
-_lock, _replaced, _num_entered = threading.Lock(), [], 0
-# By simulated rank, None outside: the number of blocks, and of those that allow shapes.
-_forbidding: dict[SimulatedRank | None, list[bool]] = {}
+
+
+class _Read(NamedTuple):
+    """A host read that is about to happen.
+
+    Attributes:
+        what: the call, for messages.
+        tensor: the tensor read; None for an operator.
+        is_shape: whether a shape depends on the values.
+    """
+
+    what: str
+    tensor: Tensor | None = None
+    is_shape: bool = False
+
+
+_Notice = Callable[[_Read], None]
+
+
+class _Watched:
+    """Tensor's methods and the operators, replaced while at least one block is entered.
+
+    Blocks of several simulated ranks overlap, so the functions are replaced once for all of them.
+    """
+
+    def __init__(self):
+        self._lock, self._inside = threading.Lock(), threading.local()
+        self._replaced: list[tuple[Any, str, Any]] = []
+        # By simulated rank; None outside of a simulation.
+        self._notices: dict[SimulatedRank | None, list[_Notice]] = {}
+
+    @contextmanager
+    def noticed(self, notice: _Notice) -> Iterator[None]:
+        """Call `notice` before every read of this simulated rank, or of all code outside of one."""
+        rank = current_rank()
+        with self._lock:
+            if not self._notices:
+                self._replace()
+            self._notices.setdefault(rank, []).append(notice)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._notices[rank].remove(notice)
+                if not self._notices[rank]:
+                    del self._notices[rank]
+                while self._replaced and not self._notices:
+                    setattr(*self._replaced.pop())
+
+    def _replace(self) -> None:
+        for owner, names, describe in (
+            (Tensor, _READS, _described_read),
+            (Tensor, _INDEXING, _described_indexing),
+            (_C_ops, _SHAPES, _described_operator),
+        ):
+            for name in names:
+                own = getattr(owner, name, None)
+                if own is not None:
+                    self._replaced.append((owner, name, own))
+                    setattr(owner, name, self._watched(name, own, describe))
+
+    def _watched(self, name: str, own: Callable, describe: Callable) -> Callable:
+        @functools.wraps(own, assigned=("__name__", "__doc__"))
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            # A read that another one makes is not a second one.
+            if getattr(self._inside, "value", False):
+                return own(*args, **kwargs)
+            read = describe(name, *args)
+            if read is None:
+                return own(*args, **kwargs)
+            self._inside.value = True
+            try:
+                for notice in list(self._notices.get(current_rank(), ())):
+                    notice(read)
+                return own(*args, **kwargs)
+            finally:
+                self._inside.value = False
+
+        return watched
+
+
+_watched = _Watched()
 
 
 @contextmanager
@@ -65,12 +143,13 @@ def forbid_host_reads(shapes: bool = False) -> Iterator[None]:
     Raises:
         AssertionError: in the block, at the read; names it.
     """
-    rank = current_rank()
-    _enter(rank, shapes)
-    try:
+
+    def refuse(read: _Read) -> None:
+        if shapes or not read.is_shape:
+            raise AssertionError(f"host read: {read.what}")
+
+    with _watched.noticed(refuse):
         yield
-    finally:
-        _leave(rank, shapes)
 
 
 @contextmanager
@@ -81,32 +160,30 @@ def record_host_reads() -> Iterator[list[str]]:
     apart.
     """
     reads: list[str] = []
-    kept = {name: getattr(Tensor, name) for name in _READS if hasattr(Tensor, name)}
-    is_inside = False
 
-    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal is_inside
-            if is_inside:
-                return function(tensor, *args, **kwargs)
-            is_inside = True
-            try:
-                if tensor.place.is_gpu_place() or paddle.get_device().startswith("cpu"):
-                    reads.append(_place())
-                return function(tensor, *args, **kwargs)
-            finally:
-                is_inside = False
+    def record(read: _Read) -> None:
+        if read.tensor is None or read.is_shape:
+            return
+        if read.tensor.place.is_gpu_place() or paddle.get_device().startswith("cpu"):
+            reads.append(_place())
 
-        return read
-
-    try:
-        for name, function in kept.items():
-            setattr(Tensor, name, counting(function))
+    with _watched.noticed(record):
         yield reads
-    finally:
-        for name, function in kept.items():
-            setattr(Tensor, name, function)
+
+
+def _described_read(name: str, tensor: Tensor, *args: Any) -> _Read:
+    return _Read(f"Tensor.{name}()", tensor)
+
+
+def _described_operator(name: str, *args: Any) -> _Read:
+    return _Read(f"{name}, whose shape depends on values", is_shape=True)
+
+
+def _described_indexing(name: str, tensor: Tensor, index: Any, *value: Any) -> _Read | None:
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, Tensor) and part.dtype == paddle.bool for part in parts):
+        return _Read(f"Tensor.{name} by a bool tensor, whose shape depends on values", tensor, True)
+    return None
 
 
 def _place() -> str:
@@ -115,69 +192,3 @@ def _place() -> str:
     own = [frame for frame in frames if "paddle_vl" in frame.filename]
     frame = (own or frames)[-1]
     return f"{frame.filename.rpartition('paddle_vl/')[2]}:{frame.lineno}"
-
-
-def _enter(rank: SimulatedRank | None, shapes: bool) -> None:
-    global _num_entered
-    with _lock:
-        _forbidding.setdefault(rank, []).append(shapes)
-        _num_entered += 1
-        if _num_entered > 1:
-            return
-        for owner, names, guarded in (
-            (Tensor, _READS, _guarded_read),
-            (Tensor, _INDEXING, _guarded_indexing),
-            (_C_ops, _SHAPES, _guarded_operator),
-        ):
-            for name in names:
-                own = getattr(owner, name, None)
-                if own is not None:
-                    _replaced.append((owner, name, own))
-                    setattr(owner, name, guarded(name, own))
-
-
-def _leave(rank: SimulatedRank | None, shapes: bool) -> None:
-    global _num_entered
-    with _lock:
-        _forbidding[rank].remove(shapes)
-        if not _forbidding[rank]:
-            del _forbidding[rank]
-        _num_entered -= 1
-        if _num_entered == 0:
-            while _replaced:
-                setattr(*_replaced.pop())
-
-
-def _refuse(read: str, is_shape: bool = False) -> None:
-    blocks = _forbidding.get(current_rank(), [])
-    if any(blocks) if is_shape else blocks:
-        raise AssertionError(f"host read: {read}")
-
-
-def _guarded_read(name: str, own: Callable) -> Callable:
-    @functools.wraps(own, assigned=("__name__", "__doc__"))
-    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        _refuse(f"Tensor.{name}()")
-        return own(tensor, *args, **kwargs)
-
-    return read
-
-
-def _guarded_operator(name: str, own: Callable) -> Callable:
-    @functools.wraps(own, assigned=("__name__", "__doc__"))
-    def operator(*args: Any, **kwargs: Any) -> Any:
-        _refuse(f"{name}, whose shape depends on values", is_shape=True)
-        return own(*args, **kwargs)
-
-    return operator
-
-
-def _guarded_indexing(name: str, own: Callable) -> Callable:
-    @functools.wraps(own, assigned=("__name__", "__doc__"))
-    def indexed(tensor: Tensor, index: Any, *value: Any) -> Any:
-        parts = index if isinstance(index, tuple) else (index,)
-        if any(isinstance(part, Tensor) and part.dtype == paddle.bool for part in parts):
-            _refuse(f"Tensor.{name} by a bool tensor, whose shape depends on values", True)
-        return own(tensor, index, *value)
-
-    return indexed

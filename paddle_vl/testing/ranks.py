@@ -118,8 +118,8 @@ def one_rank(
     """Be a single rank of an mp group inside the block, in the calling thread.
 
     Shapes, divisibility and the order of collectives are those of a real rank. Without `traffic`
-    the other ranks contribute noise as large as this rank's tensors (integers: the same), so
-    numbers that depend on others mean nothing. With the `traffic` of a `run_ranks` numbers are
+    the other ranks contribute this rank's values in another order, so numbers that depend on them
+    are finite but mean nothing. With the `traffic` of a `run_ranks` numbers are
     those of that run, and it is an error if this rank now issues or contributes something else;
     contributions are compared at the end of the block.
 

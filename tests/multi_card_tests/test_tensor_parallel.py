@@ -22,8 +22,9 @@ from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
 from tests.support.launch import launch, outcome_of, run_checks
-from tests.support.tiny import IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+from tests.support.tiny import tiny_config, tiny_model
 from tests.support.tolerance import TOPOLOGY
 
 BATCHES = ("images", "mixed", "one_image", "text")

@@ -1,4 +1,5 @@
-"""What a single rank gets from ranks that do not run: noise, or what they sent before."""
+"""What a single rank gets from ranks that do not run: its own values in another order, or what they
+sent before."""
 
 from collections.abc import Sequence
 
@@ -12,7 +13,10 @@ from paddle_vl.parallel.simulated.process_group import Call
 
 
 class Peers:
-    """An `Exchange` in which the other ranks contribute noise, equal in every run."""
+    """An `Exchange` in which every other rank contributes this rank's values in another order.
+
+    Integers are contributed as they are. The orders are the same in every run.
+    """
 
     def __init__(self, rank: int):
         self.calls: list[Collective] = []
@@ -29,12 +33,12 @@ class Peers:
         """Called at the end of the block."""
 
     def _like(self, own: Tensor) -> Tensor:
-        if not own.is_floating_point() or not own.size:
+        if not own.is_floating_point() or own.size < 2:
             return own
-        draw = self._random.standard_normal(own.shape).astype(np.float32)
-        # On the device: the host must not read the rank's values.
-        size = own.astype("float32").square().mean().sqrt()
-        return (paddle.to_tensor(draw) * size).astype(own.dtype)
+        # Shuffled on the device: the host must not read the rank's values. Signs and sizes stay,
+        # so that sums of exponentials are positive.
+        order = paddle.to_tensor(self._random.permutation(int(own.size)))
+        return paddle.index_select(own.reshape([-1]), order).reshape(own.shape)
 
 
 class Replay:

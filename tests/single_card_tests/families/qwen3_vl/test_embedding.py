@@ -14,14 +14,9 @@ from paddle.static import InputSpec
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
 from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
 from paddle_vl.nn.placement import SingleDevicePlacement
-from tests.support.tiny import (
-    IMAGE,
-    VIDEO,
-    MockedSequenceParallel,
-    forbid_host_reads,
-    tiny_config,
-    token_rows,
-)
+from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
+from tests.support.tiny import tiny_config
 
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 WIDTH, LEVELS = 16, 2
