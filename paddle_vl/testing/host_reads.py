@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import paddle
@@ -188,7 +189,8 @@ def _described_indexing(name: str, tensor: Tensor, index: Any, *value: Any) -> _
 
 def _place() -> str:
     """`file:line` of the innermost frame in the package, else of the caller."""
-    frames = [f for f in traceback.extract_stack() if f.filename != __file__]
+    skipped = (__file__, str(Path(paddle.__file__).parent))
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(skipped)]
     own = [frame for frame in frames if "paddle_vl" in frame.filename]
     frame = (own or frames)[-1]
     return f"{frame.filename.rpartition('paddle_vl/')[2]}:{frame.lineno}"

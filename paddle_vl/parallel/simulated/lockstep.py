@@ -157,7 +157,7 @@ class Lockstep:
         }
         for other, post in waiting.items():
             if post.call.agreed != call.agreed:
-                self._fail(self._difference(other, rank))
+                self._fail(self._difference(*sorted((other, rank))))
         if len(waiting) == len(ranks):
             self._deliver([self._states[other] for other in ranks], call)
         else:
