@@ -1,10 +1,12 @@
 """The embedding of one sequence-parallel rank, without a group: full layers, and a rank's rows."""
 
+from collections.abc import Sequence
 from typing import NoReturn
 
-from paddle import Tensor
+from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import RowPart
+from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.parameter_table import ParameterTable
 from paddle_vl.nn.placement import CheckpointRanks, LayerFactory, Placement, RegionOps, StageLayers
 
@@ -44,6 +46,19 @@ class MockedRows(RegionOps):
         _refuse("enter_columns")
 
 
+class _Layers(LayerFactory):
+    """Full layers. Fused projections would take the rows of one rank without `enter_columns`."""
+
+    def projections(
+        self,
+        in_features: int,
+        columns: Sequence[Columns],
+        init_std: float = 0.02,
+        splits: bool = True,
+    ) -> nn.Layer:
+        return self.separate_projections(in_features, columns, init_std)
+
+
 class MockedSequenceParallel(Placement):
     """One rank of an mp group with full layers, for tests of an embedding.
 
@@ -57,7 +72,7 @@ class MockedSequenceParallel(Placement):
     def __init__(self, rank: int, size: int):
         ops, stage_layers = MockedRows(rank, size), StageLayers()
         ops.row_part.bounds(0)
-        layers = LayerFactory(ParameterTable(), ops, stage_layers)
+        layers = _Layers(ParameterTable(), ops, stage_layers)
         super().__init__(layers, ops, stage_layers, CheckpointRanks())
 
 

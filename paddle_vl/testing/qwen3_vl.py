@@ -137,12 +137,16 @@ def tiny_qwen3_vl_batch(
     Returns:
         `input_ids`, `attention_mask` and `labels` `[B, L]` (placeholders, each row's first token
         and padding are ignored), and pixels and grids of the modalities that occur.
+
+    Raises:
+        ValueError: a token id that is not text, or a side that is not even.
     """
     samples = samples or MIXED
     rows, grids = [], {"image": [], "video": []}
     for sample in samples:
         row: list[int] = []
         for item in sample:
+            _check(item)
             if isinstance(item, Image):
                 grids["image"].append((1, *item))
                 row += [IMAGE] * (item.height * item.width // 4)
@@ -154,7 +158,7 @@ def tiny_qwen3_vl_batch(
             else:
                 row.append(item)
         rows.append(row)
-    longest = max(1, *map(len, rows)) if len(rows) > 1 else max(1, len(rows[0]))
+    longest = max([1, *map(len, rows)])
     length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     mask = np.array([[1] * len(row) + [0] * (length - len(row)) for row in rows], dtype=np.int64)
     ids = token_rows(*rows, length=length)
@@ -167,3 +171,16 @@ def tiny_qwen3_vl_batch(
         if grids[kind]:
             batch[pixels], batch[f"{kind}_grid_thw"] = patches(grids[kind], 2 * seed + number)
     return batch
+
+
+def _check(item: Item) -> None:
+    if isinstance(item, Image | Video):
+        if min(item) < 1 or item.height % 2 or item.width % 2:
+            raise ValueError(
+                f"{item}: sizes are in patches and positive, height and width even, since 2 x 2 "
+                "patches make one token"
+            )
+    elif not 0 <= item < IMAGE:
+        raise ValueError(
+            f"token id {item}: ids of text are in [0, {IMAGE}); give pictures as Image and Video"
+        )

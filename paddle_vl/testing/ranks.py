@@ -81,8 +81,11 @@ def run_ranks(
     with fleet_session(mp_degree, fleet):
         generators = Generators(range(mp_degree))
         lockstep = Lockstep(mp_degree, timeout_s, keep_traffic, generators.switch)
+        device = paddle.get_device()
 
         def run(number: int) -> T:
+            # A new thread's current device is the first one.
+            paddle.set_device(device)
             rank = _rank(number, mp_degree, lockstep)
             with run_as(rank):
                 return step(FleetPlacement(rank.mp_group, sequence_parallel, vision))

@@ -177,6 +177,20 @@ def test_ranks_keep_their_own_gradients_until_these_are_summed():
         gather_gradients(models, partial_are_summed=True)
 
 
+def test_a_step_of_a_rank_reads_nothing_on_the_host():
+    def body(placement):
+        model = tiny_qwen3_vl(placement)
+        indices = {name: paddle.to_tensor(array) for name, array in carried(model).items()}
+        with forbid_host_reads(shapes=True):
+            loss = model(**BATCH, **indices).loss
+            loss.backward()
+            sum_partial_gradients(model)
+        return loss.item()
+
+    losses = run_ranks(body, 4).results
+    assert losses == losses[:1] * 4
+
+
 def test_every_rank_draws_alike_but_for_sharded_tensors():
     def draw(placement):
         same = paddle.rand([1]).item()
