@@ -262,6 +262,7 @@ class Lockstep:
 
 def _noted(error: BaseException, note: str) -> BaseException:
     # Python 3.10 has no notes.
-    if hasattr(error, "add_note"):
-        error.add_note(note)
+    add = getattr(error, "add_note", None)
+    if add is not None:
+        add(note)
     return error

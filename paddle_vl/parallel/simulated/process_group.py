@@ -170,7 +170,7 @@ class SimulatedProcessGroup:
         rows, me = self._everyones("alltoall_single", in_), self.rank()
         parts = []
         for source, (sizes_S, tensor) in enumerate(zip(sizes_SS, rows, strict=True)):
-            lengths = sizes_S.tolist()
+            lengths: list[int] = sizes_S.numpy().tolist()
             if lengths[me] != wanted[source]:
                 raise ValueError(
                     f"all_to_all: rank {self._ranks[source]} sends rank {self._rank} "
