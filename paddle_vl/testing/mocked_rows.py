@@ -32,8 +32,7 @@ class MockedRows(RegionOps):
         Raises:
             ValueError: the ranks do not divide the rows.
         """
-        start, stop = self._part.bounds(x_TD.shape[0])
-        return x_TD[start:stop]
+        return self._part.of_rows(x_TD)
 
     def leave_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
         if self._part.size == 1:

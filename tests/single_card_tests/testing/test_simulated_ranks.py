@@ -109,7 +109,7 @@ def carried(model, rank_of=lambda rank, size: rank, rows=0) -> dict:
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
     own = host_visual_indices(BATCH["input_ids"], **ids, **counts, part=part)
     other = host_visual_indices(
-        BATCH["input_ids"], **ids, **counts, part=RowPart(rank_of(*part), part.size)
+        BATCH["input_ids"], **ids, **counts, part=RowPart(rank_of(part.rank, part.size), part.size)
     )
     if part.size > 1:
         own["visual_gather_indices"] = (
