@@ -35,6 +35,8 @@ ALLOWED = {
     },
     "profile": {"train", "families", "data", "parallel", "nn", "batch", "config", "compat"},
     "report": {"train", "config", "files"},
+    # For tests of a user's parallel code; nothing else imports it.
+    "testing": {"families", "parallel", "checkpoint", "nn", "batch", "config"},
     "cli": {
         *("profile", "report", "train", "families", "generation", "checkpoint", "data"),
         *("parallel", "nn", "batch", "config", "compat", "files"),
@@ -108,8 +110,8 @@ def test_families_are_reached_through_the_registry_alone():
     """No family imports another, and no other folder imports one; they share `families.base`."""
     shared = {"base", "flops"}
     for module in modules():
-        if module == "__init__.py":
-            # The public names include models.
+        if module == "__init__.py" or part(module) == "testing":
+            # The public names include models, and a tiny one of each family is there for tests.
             continue
         own = module.split("/")[1] if part(module) == "families" else ""
         imported = {
@@ -118,6 +120,11 @@ def test_families_are_reached_through_the_registry_alone():
             if name.startswith("paddle_vl.families.")
         }
         assert imported <= shared | {own}, module
+
+
+def test_a_run_never_imports_the_testing_package():
+    assert "testing" in ALLOWED
+    assert not [own for own, allowed in ALLOWED.items() if "testing" in allowed]
 
 
 def loaded_by_importing(names: list[str]) -> set[str]:

@@ -29,7 +29,7 @@ from paddle_vl.batch.visual_index import (
     host_visual_indices,
 )
 from paddle_vl.compat import configure_cpu_runtime
-from step_counts import record_host_reads
+from paddle_vl.testing import record_host_reads
 
 IMAGE, VIDEO, LEVELS, MP = 500, 501, 3, 4
 SHAPES = ((32, 2048), (8, 32768))

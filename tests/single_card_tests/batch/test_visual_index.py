@@ -20,7 +20,7 @@ from paddle_vl.batch.visual_index import (
     compute_visual_indices,
     host_visual_indices,
 )
-from tests.support.tiny import IMAGE, VIDEO, token_rows
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 LAYOUTS = ["token_rows", "sequence_first", "batch_slices"]

@@ -19,7 +19,7 @@ from paddle_vl.nn.experts import (
     unpermute_rows,
 )
 from paddle_vl.nn.operations import use_kernels
-from tests.support.tiny import forbid_host_reads
+from paddle_vl.testing import forbid_host_reads
 
 KERNELS = ["cpu", "plain", "gpu"]
 NUM_EXPERTS, WIDTH, INNER, TOKENS = 5, 6, 4, 7

@@ -16,10 +16,11 @@ import pytest
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.qwen3_vl.objective import VLLoss, expert_counts
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
+from paddle_vl.testing.qwen3_vl import EXPERTS
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.batches import image_batch, split_batch, vl_runner
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
-from tests.support.tiny import EXPERTS, tiny_model
+from tests.support.tiny import tiny_model
 
 TEXTS, PROMPTS = [[1, 2, 3, 4, 5, 9, 9], [6, 7, 8], [3, 3, 3, 3]], [2, 1, 3]
 WEIGHT = 0.5

@@ -6,7 +6,8 @@ import paddle
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
 from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
 from paddle_vl.nn.placement import SingleDevicePlacement
-from tests.support.tiny import IMAGE, VIDEO, tiny_config, token_rows
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
+from tests.support.tiny import tiny_config
 
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 WIDTH, LEVELS = 16, 2

@@ -11,6 +11,8 @@ import paddle
 import pytest
 from paddle.static import InputSpec
 
+from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 from tests.single_card_tests.families.qwen3_vl.embedding_inputs import (
     IMAGES,
     LEVELS,
@@ -20,13 +22,6 @@ from tests.single_card_tests.families.qwen3_vl.embedding_inputs import (
     build,
     carried,
     visual_args,
-)
-from tests.support.tiny import (
-    IMAGE,
-    VIDEO,
-    MockedSequenceParallel,
-    forbid_host_reads,
-    token_rows,
 )
 
 

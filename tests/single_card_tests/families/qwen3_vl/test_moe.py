@@ -19,7 +19,8 @@ from paddle_vl.families.qwen3_vl.moe import LoadBalance, Router, SparseMoE, rout
 from paddle_vl.families.qwen3_vl.pipeline import layer_costs
 from paddle_vl.nn.linear import Linear
 from paddle_vl.parallel.recompute import recompute_layers
-from tests.support.tiny import EXPERTS, GOLDEN, IMAGE, patches, tiny_config, tiny_model, token_rows
+from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, patches, token_rows
+from tests.support.tiny import GOLDEN, tiny_config, tiny_model
 
 MODEL = GOLDEN / "qwen_vl" / "models" / "moe"
 

@@ -13,7 +13,8 @@ from paddle_vl.families.qwen3_vl.decoder import KeyValueCache
 from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage
 from paddle_vl.parallel.recompute import recompute_layers
-from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_model, token_rows
+from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, patches, token_rows
+from tests.support.tiny import tiny_model
 
 COLLATOR = VLCollator(0, IMAGE, VIDEO, pad_to_multiple_of=4)
 

@@ -11,6 +11,8 @@ import pytest
 
 from paddle_vl.families.qwen3_vl.decoder import DeepstackLayer
 from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 from tests.single_card_tests.families.qwen3_vl.embedding_inputs import (
     IMAGES,
     MIXED,
@@ -20,7 +22,6 @@ from tests.single_card_tests.families.qwen3_vl.embedding_inputs import (
     carried,
     visual_args,
 )
-from tests.support.tiny import IMAGE, VIDEO, MockedSequenceParallel, forbid_host_reads, token_rows
 
 
 def test_counts_that_differ_are_named_for_each_modality():
