@@ -28,10 +28,9 @@ def decoder_positions(config: Qwen3VLConfig, dict_args: dict[str, Any]) -> dict[
     position_ids = dict_args["position_ids"]
     cos_sin = mrope_cos_sin(position_ids, text.head_dim, text.rope_theta, text.mrope_section)
     outputs = {"position_ids": position_ids, "rotary_pos_emb": cos_sin}
-    if dict_args.get("attention_mask") is not None:
-        outputs["attention_mask"] = dict_args["attention_mask"]
-    if dict_args.get("packed") is not None:
-        outputs["packed"] = dict_args["packed"]
+    for name in ("attention_mask", "packed", "routed_rows"):
+        if dict_args.get(name) is not None:
+            outputs[name] = dict_args[name]
     return outputs
 
 
@@ -55,7 +54,8 @@ class GPTEmbedding(nn.Layer):
 
         Args:
             dict_args: `input_ids` `[B, L]` int64; `position_ids` `[3, B, L]` int64; optionally
-                `attention_mask` and `packed`, passed on; `image_embeds` / `video_embeds` `[M, D]`;
+                `attention_mask`, `packed` and `routed_rows`, passed on;
+                `image_embeds` / `video_embeds` `[M, D]`;
                 `deepstack_image_embeds` / `deepstack_video_embeds`, lists of G `[M, D]`;
                 `visual_update_indices`, `visual_gather_indices` and, with both modalities,
                 `visual_source_indices` (see `paddle_vl.batch.visual_index`);
@@ -64,7 +64,7 @@ class GPTEmbedding(nn.Layer):
 
         Returns:
             `hidden_states` `[T, D]`; `position_ids`; `rotary_pos_emb`, cosine and sine `[B, L, H]`;
-            `attention_mask` and `packed` if given; and, unless the batch is all text,
+            what is passed on, if given; and, unless the batch is all text,
             `visual_pos_masks` `[B, L]` bool, `deepstack_visual_emb` (G tensors `[M_local, D]`),
             `visual_update_indices` and `visual_gather_indices` `[M_local]`.
 
