@@ -8,20 +8,19 @@ An all-to-all of uneven sizes needs them on the host. They depend on the layer's
 the output of the layer before: the host reads them once per layer and micro-batch, in the forward
 pass. The backward pass and a recomputed forward use the same sizes (`RoutedRows.plan`).
 
-Shapes: N assignments of this rank's rows, sorted by expert; R received rows; S ranks of the group;
-E experts, H of them on this rank.
+Shapes: N assignments of this rank's rows, sorted by expert; R received rows and one of zeros; S
+ranks of the group; E experts, H of them on this rank.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.experts import Experts, reorder_rows
+from paddle_vl.nn.experts import Dispatch, Experts, reorder_rows, sort_by_expert
 from paddle_vl.parallel.collectives import all_gathered
 
 
@@ -54,16 +53,12 @@ class ExchangePlan(NamedTuple):
 
     Attributes:
         leaving, arriving: rows to and from each rank of the group.
-        order: `[R]` int64, the permutation of the arriving rows that sorts them by expert.
-        inverse: `[R]` int64, the inverse of `order`.
-        counts: `[H]` int64, rows of each of this rank's experts, one more of the last.
+        sorting: sorts the arriving rows, and one row of zeros behind them, by expert.
     """
 
     leaving: list[int]
     arriving: list[int]
-    order: Tensor
-    inverse: Tensor
-    counts: Tensor
+    sorting: Dispatch
 
 
 class RowExchange:
@@ -78,16 +73,20 @@ class RowExchange:
         Args:
             counts_E: int64, this rank's rows per expert.
         """
-        size, rank = self.group.nranks, self.group.rank
-        counts_SE = all_gathered(counts_E.unsqueeze(0), self.group).numpy()
-        counts_SSH = counts_SE.reshape([size, size, self.num_local])
-        leaving, arriving_SH = counts_SSH[rank].sum(axis=1), counts_SSH[:, rank]
-        order, inverse = _by_expert(arriving_SH)
-        counts_H = arriving_SH.sum(axis=0)
-        # Paddle's kernels fail on zero rows, so the last expert always gets one more row of zeros.
-        counts_H[-1] += 1
-        arriving = arriving_SH.sum(axis=1).tolist()
-        return ExchangePlan(leaving.tolist(), arriving, order, inverse, paddle.to_tensor(counts_H))
+        size, rank, num_local = self.group.nranks, self.group.rank, self.num_local
+        counts_SE = all_gathered(counts_E.unsqueeze(0), self.group)
+        counts_SS = counts_SE.reshape([size, size, num_local]).sum(axis=2).numpy()
+        leaving, arriving = counts_SS[rank].tolist(), counts_SS[:, rank].tolist()
+        # Rows arrive in the order (rank, expert). Paddle's kernels fail on zero rows, so the last
+        # expert always gets one more row of zeros.
+        own_SH = counts_SE[:, rank * num_local : (rank + 1) * num_local]
+        block_R = paddle.searchsorted(
+            own_SH.reshape([-1]).cumsum(),
+            paddle.arange(sum(arriving) + 1, dtype="int64"),
+            right=True,
+        )
+        expert_R = block_R.clip(max=size * num_local - 1) % num_local
+        return ExchangePlan(leaving, arriving, sort_by_expert(expert_R, num_local))
 
     def __call__(
         self, run: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, plan: ExchangePlan
@@ -99,21 +98,12 @@ class RowExchange:
             x_ND: this rank's rows, sorted by expert.
             plan: for the counts of these rows.
         """
-        leaving, arriving, order, inverse, counts_H = plan
+        leaving, arriving, (order_R, place_R, counts_H) = plan
         x_RD = _AllToAll.apply(x_ND, leaving, arriving, self.group)
-        x_RD = paddle.concat([reorder_rows(x_RD, order, inverse), paddle.zeros_like(x_ND[:1])])
-        y_RD = run(x_RD, counts_H)[:-1]
-        y_RD = reorder_rows(y_RD, inverse, order)
+        x_RD = paddle.concat([x_RD, paddle.zeros_like(x_ND[:1])])
+        y_RD = run(reorder_rows(x_RD, order_R, place_R), counts_H)
+        y_RD = reorder_rows(y_RD, place_R, order_R)[:-1]
         return _AllToAll.apply(y_RD, arriving, leaving, self.group)
-
-
-def _by_expert(arriving_SH: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The permutation from (rank, expert) order to expert order, and its inverse: `[R]` int64."""
-    expert_R = np.tile(np.arange(arriving_SH.shape[1]), len(arriving_SH)).repeat(
-        arriving_SH.reshape(-1)
-    )
-    order_R = np.argsort(expert_R, kind="stable")
-    return paddle.to_tensor(order_R), paddle.to_tensor(np.argsort(order_R, kind="stable"))
 
 
 class _AllToAll(PyLayer):
