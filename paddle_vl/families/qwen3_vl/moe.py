@@ -53,13 +53,14 @@ class Router(nn.Layer):
         probabilities_RE = F.softmax(logits_RE.astype("float32"), axis=-1)
         if indices_RK is None:
             weights_RK, chosen_RK = probabilities_RE.topk(self.num_experts_per_tok, axis=-1)
-            # Paddle treats the indices as differentiable, which fails if the router is the first
-            # trained layer.
-            indices_RK = chosen_RK.detach()
         else:
-            weights_RK = paddle.take_along_axis(probabilities_RE, indices_RK, axis=-1)
+            chosen_RK = indices_RK
+            weights_RK = paddle.take_along_axis(probabilities_RE, chosen_RK, axis=-1)
         weights_RK = weights_RK / weights_RK.sum(axis=-1, keepdim=True)
-        return Routing(logits_RE, probabilities_RE, weights_RK.astype(x_RD.dtype), indices_RK)
+        # Paddle treats the indices as differentiable, which fails if the router is the first
+        # trained layer.
+        chosen_RK = chosen_RK.detach()
+        return Routing(logits_RE, probabilities_RE, weights_RK.astype(x_RD.dtype), chosen_RK)
 
 
 class SparseMoE(nn.Layer):
