@@ -162,8 +162,39 @@ class DeepstackLayer(nn.Layer):
             x_TD: this rank's token rows.
             level_MD: rows of the level for this rank, `[M_local, D]`.
             update_M: int64 token row in `[0, T)` of each of them.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit each other.
         """
+        _check_level(x_TD, level_MD, update_M)
         return paddle.index_add(x_TD, update_M, 0, level_MD)
+
+
+@paddle.jit.not_to_static
+def _check_level(x_TD: Tensor, level_MD: Tensor, update_M: Tensor) -> None:
+    """Compare shapes and dtypes, see `DeepstackLayer.forward`."""
+    num_rows, num_places = level_MD.shape[0], update_M.shape[0]
+    if (
+        len(x_TD.shape) != 2
+        or len(level_MD.shape) != 2
+        or level_MD.shape[1] != x_TD.shape[1]
+        or level_MD.dtype != x_TD.dtype
+    ):
+        raise ValueError(
+            f"a deepstack level is {level_MD.dtype} {list(level_MD.shape)} but the hidden states "
+            f"are {x_TD.dtype} {list(x_TD.shape)}: cast the level, pass rows of one width"
+        )
+    if len(update_M.shape) != 1 or not str(update_M.dtype).endswith("int64"):
+        raise ValueError(
+            f"visual_update_indices is {update_M.dtype} of shape {list(update_M.shape)}: it "
+            "must be 1-D int64, as GPTEmbedding returns it"
+        )
+    # A traced program may not know them.
+    if -1 not in (num_rows, num_places) and num_rows != num_places:
+        raise ValueError(
+            f"a deepstack level has {num_rows} rows for {num_places} visual token rows: take "
+            "levels and visual_update_indices from one call of GPTEmbedding"
+        )
 
 
 class DecoderLayer(nn.Layer):
