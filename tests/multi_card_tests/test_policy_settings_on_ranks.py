@@ -1,10 +1,11 @@
 """`model.policy` on several ranks, given on the command line of `fleetrun tools/train.py`.
 
 Guarantee: a checkpoint with a frozen tower, unfrozen by one override on two ranks that shard the
-parameters (stage 3), gives one device's metrics, parameters and moments; the tower's gradients are
-not zero and its parameters move.
+parameters (stage 3), gives one device's metrics, parameters and moments, on samples of which some
+lack a camera; the tower's gradients are not zero and its parameters move.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,15 @@ TOWER = "model.gemma3_with_expert.gemma3.model.vision_tower."
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
-    return write_tiny_policy_run(tmp_path_factory.mktemp("run"), 40, freeze_vision_encoder=True)
+    folder = tmp_path_factory.mktemp("run")
+    run_file = write_tiny_policy_run(folder, 40, freeze_vision_encoder=True, empty_cameras=1)
+    file = folder / "arm-joint.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        if number % 3:
+            del line[f"camera{number % 3 - 1}"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return run_file
 
 
 @pytest.fixture(scope="module")
