@@ -1,6 +1,7 @@
 """`paddle-vl profile`: time and memory of a training step, for one configuration or a matrix."""
 
 import argparse
+import logging
 import signal
 import sys
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from paddle_vl.cli.commands import add_run, configure_runtime, positive
 from paddle_vl.cli.opentau_words import WORDS_HELP, Variables
 from paddle_vl.parallel.launcher import launch
 
+logger = logging.getLogger(__name__)
 _STEPS, _REPEATS = 20, 3
 _ATTENTION = ("eager", "sdpa")
 _SHARDING = ("none", "dp", "stage1", "stage2", "stage3")
@@ -182,6 +184,8 @@ def profile(options: argparse.Namespace) -> int:
     out = Path(options.out or Path(config.train.output_dir) / "profile")
     if options.warmup < 0:
         raise ValueError(f"--warmup {options.warmup}: it must be 0 or more")
+    if options.json and not Path(options.json).resolve().parent.is_dir():
+        raise ValueError(f"--json or PROFILE_STEP_JSON {options.json}: its folder does not exist")
     _check_options(options)
     if options.matrix:
         configure_runtime()
@@ -224,7 +228,9 @@ def _take_variables(options: argparse.Namespace, config: Any, variables: Variabl
 
 def _profile_here(options: argparse.Namespace, config: Any, out: Path) -> None:
     from paddle_vl.profile.run import ProfileSettings, run_profile
+    from paddle_vl.train.allocator import configure_allocator
 
+    logger.info("%s", configure_allocator())
     settings = ProfileSettings(
         out,
         _workload(options),

@@ -69,17 +69,17 @@ def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> No
     grid = figure.subplots(3, len(cameras), squeeze=False, sharex="col")
     found = looks(list(dict.fromkeys(cell.choice for cell in cells)))
     for column, number in enumerate(cameras):
-        panels = tuple(row[column] for row in grid)
+        panels = speed, _, memory = grid[0][column], grid[1][column], grid[2][column]
         own = [cell for cell in cells if cell.choice.cameras == number]
         for choice in dict.fromkeys(cell.choice for cell in own):
             of_choice = [cell for cell in own if cell.choice == choice]
             _draw_choice(panels, of_choice, found[choice], limit_gb)
-        _label(*panels, number, limit_gb)
+        _label(panels, number, limit_gb)
         # A logarithmic axis needs a size.
         if sizes := sorted({cell.batch_size for cell in own if cell.status in ("ok", "oom")}):
-            panels[0].set_xscale("log", base=2)
-            panels[2].set_xticks(sizes, [str(size) for size in sizes])
-            panels[2].minorticks_off()
+            speed.set_xscale("log", base=2)
+            memory.set_xticks(sizes, [str(size) for size in sizes])
+            memory.minorticks_off()
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
@@ -106,7 +106,8 @@ def _draw_choice(
         memory.plot(too_large, [limit_gb] * len(too_large), "x", **drawn)
 
 
-def _label(speed: Any, work: Any, memory: Any, cameras: int | None, limit_gb: float | None) -> None:
+def _label(panels: tuple[Any, ...], cameras: int | None, limit_gb: float | None) -> None:
+    speed, work, memory = panels
     if cameras is not None:
         speed.set_title(f"{cameras} camera(s)")
     speed.set_ylabel("samples/s, all ranks")
@@ -115,6 +116,6 @@ def _label(speed: Any, work: Any, memory: Any, cameras: int | None, limit_gb: fl
     memory.set_xlabel("samples per micro-batch")
     if limit_gb is not None:
         memory.axhline(limit_gb, color="black", linewidth=0.8, linestyle=":")
-    for axes in (speed, work, memory):
+    for axes in panels:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

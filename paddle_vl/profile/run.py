@@ -13,13 +13,13 @@ import paddle
 
 from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.profile.cells import RESULT_FILE
 from paddle_vl.profile.memory import GB, MemoryMeter, device_memory_limit, memory_meter
 from paddle_vl.profile.summary import RankMeasure, profile_table, summarize
 from paddle_vl.profile.supervise import MemoryLimitError, leaving_status
 from paddle_vl.profile.workload import Workload, with_workload
+from paddle_vl.train.allocator import allocator_flags
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import PhaseClock
 from paddle_vl.train.trainer import Trainer
@@ -89,7 +89,7 @@ def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
         if trainer.ranks.is_main:
             print(profile_table(result))
             for file in filter(None, (settings.out / RESULT_FILE, settings.copy)):
-                write_text(file, json.dumps(result, indent=1) + "\n")
+                file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
                 print(f"written to {file}", flush=True)
     return result
 
@@ -207,6 +207,7 @@ def _facts(config: RunConfig, settings: ProfileSettings, trainer: Trainer) -> di
         "data_source": settings.workload.source,
         "device": paddle.get_device(),
         "paddle": paddle.__version__,
+        "allocator_flags": allocator_flags(),
         "warmup": settings.warmup_steps,
         "memory_limit_gb": limit,
         "config": config.model_dump(),
