@@ -5,41 +5,29 @@ but cells that failed, that ran out of time (if there is now more), or whose set
 configuration changed are; a cell that fails for another reason ends only its row and is reported
 with its error, never as out of memory; choices that do not fit the number of ranks are refused
 before any cell; the command of a cell contains all its settings; the report has a row for every
-cell, the recommendation, the comparison and a plot; every cell runs as often as asked for and is
-shown with its median and range, and a run that does not fit decides; a policy's attention is a
-choice like the others; lines of one sharding differ in colour.
+cell, the recommendation, the comparison and a plot.
 """
 
 import json
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from paddle_vl.cli.main import build_parser
 from paddle_vl.config.load import load_run_config
 from paddle_vl.profile import matrix
 from paddle_vl.profile.cells import (
-    RESULT_FILE,
     Cell,
     Choice,
-    Doubling,
     Steps,
-    of_several_runs,
 )
-from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
-from paddle_vl.profile.matrix_plot import looks
+from paddle_vl.profile.matrix import all_choices, run_matrix
 from paddle_vl.profile.matrix_report import write_report
 from paddle_vl.profile.supervise import Limits, Outcome
 from paddle_vl.profile.workload import Workload
 from tests.single_card_tests.profile.measures import cell
-from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
+from tests.single_card_tests.profile.pretended_cells import Pretended, matrix_settings
 from tests.single_card_tests.train.tiny_run import write_tiny_run
-
-# Largest batch that fits, and samples per second of one sample, by sharding choice.
-CAPACITY = {"dp": 3, "stage2": 6, "stage3": 5}
-SPEED = {"dp": 6.0, "stage2": 5.0, "stage3": 4.0}
 
 
 @pytest.fixture
@@ -49,49 +37,7 @@ def run_file(tmp_path):
 
 @pytest.fixture
 def settings(tmp_path):
-    return MatrixSettings(
-        out=tmp_path / "matrix",
-        num_processes=2,
-        choices=all_choices(["dp", "stage2"], ["none"], [1]),
-        growth=Doubling(largest=8, resolution=0),
-        seconds=30.0,
-        memory_limit_gb=2.0,
-        warmup_steps=1,
-        steps=2,
-        workload=Workload(is_synthetic=True),
-    )
-
-
-class Pretended:
-    """Runs cells by their command line alone; `broken` gives the outcome for a sharding choice."""
-
-    def __init__(self, broken: dict[str, Outcome] | None = None):
-        self.ran: list[tuple[str, int]] = []
-        self.limits: set[Limits] = set()
-        self.broken = broken or {}
-
-    def __call__(self, command: list[str], folder: Path, limits: Limits) -> Outcome:
-        options, given = self.parsed(command)
-        stage = f"stage{given['parallel.sharding_stage']}"
-        sharding = "dp" if given["parallel.sharding_degree"] == "1" else stage
-        size = int(given["train.per_device_train_batch_size"])
-        self.limits.add(limits)
-        assert Path(options.out) == folder
-        self.ran.append((sharding, size))
-        if sharding in self.broken:
-            return self.broken[sharding]
-        if size > CAPACITY[sharding]:
-            return Outcome("oom", "rank 0 uses too much")
-        speed = SPEED[sharding] * size
-        profile = cell(sharding, size, speed, memory=size / 4).profile
-        (folder / RESULT_FILE).write_text(json.dumps({**profile, "config": "not kept"}))
-        return Outcome("ok")
-
-    @staticmethod
-    def parsed(command: list[str]):
-        options = build_parser().parse_args(command[2:])
-        given = dict(override.split("=", 1) for override in options.overrides)
-        return options, {"parallel.sharding_stage": "none", **given}
+    return matrix_settings(tmp_path / "matrix")
 
 
 def test_every_choice_is_walked_to_what_fits(run_file, settings):
@@ -107,131 +53,6 @@ def test_every_choice_is_walked_to_what_fits(run_file, settings):
     ]  # fmt: skip
     assert cells[3].detail == "rank 0 uses too much"
     assert "config" not in cells[0].profile
-
-
-def varied(out: Path, speeds: dict[str, list[float | None]]):
-    """Runs cells with these samples per second by run, None for out of memory."""
-    counts: dict[str, int] = {}
-    ran = []
-
-    def run(command, folder, limits):
-        _, given = Pretended.parsed(command)
-        sharding = "dp" if given["parallel.sharding_degree"] == "1" else "stage2"
-        ran.append(folder.relative_to(out / "cells").as_posix())
-        number = counts[sharding] = counts.get(sharding, 0) + 1
-        speed = speeds[sharding][number - 1]
-        if speed is None:
-            return Outcome("oom", "rank 1 uses too much")
-        profile = cell(sharding, 4, speed).profile
-        (folder / RESULT_FILE).write_text(json.dumps(profile))
-        return Outcome("ok")
-
-    run.ran = ran
-    return run
-
-
-def test_every_cell_runs_several_times_and_its_median_counts(run_file, settings):
-    one = replace(settings, growth=Steps([4]), repeats=3)
-    run = varied(settings.out, {"dp": [20.0, 30.0, 26.0], "stage2": [25.0, 31.0, 29.0]})
-    dp, stage2 = run_matrix(run_file, [], one, run)
-    name = "dp-recompute_none-cameras_1-batch_4"
-    assert run.ran[:3] == [name, f"{name}/run_2", f"{name}/run_3"]
-    assert (dp.samples_per_sec, dp.speed_range) == (26.0, (20.0, 30.0))
-    assert (stage2.samples_per_sec, stage2.speed_range) == (29.0, (25.0, 31.0))
-    text = write_report([dp, stage2], one, memory_share=0.8)
-    assert "| samples/s | of runs |" in text
-    assert "| 26.00 | 20.00 to 30.00 |" in text
-    assert "29.00 samples/s (25.00 to 31.00 in 3 runs) with" in text
-    values = json.loads((settings.out / "matrix.json").read_text())
-    assert values["repeats"] == 3
-    speeds = [run["global_samples_per_sec"] for run in values["cells"][0]["runs"]]
-    assert speeds == [20.0, 30.0, 26.0]
-
-
-def test_a_run_that_does_not_fit_decides_for_its_cell(run_file, settings):
-    one = replace(settings, growth=Steps([4]), repeats=3, choices=settings.choices[:1])
-    run = varied(settings.out, {"dp": [20.0, None]})
-    (found,) = run_matrix(run_file, [], one, run)
-    assert (found.status, found.detail) == ("oom", "run 2: rank 1 uses too much")
-    assert len(run.ran) == 2
-
-
-def test_more_runs_of_known_cells_run_only_those(run_file, settings):
-    one = replace(settings, growth=Steps([4]), choices=settings.choices[:1])
-    run_matrix(run_file, [], one, varied(settings.out, {"dp": [20.0]}))
-    again = varied(settings.out, {"dp": [24.0]})
-    (found,) = run_matrix(run_file, [], replace(one, repeats=2), again)
-    assert again.ran == ["dp-recompute_none-cameras_1-batch_4/run_2"]
-    assert (found.speed_range, found.samples_per_sec) == ((20.0, 24.0), 20.0)
-
-
-def test_ranges_that_overlap_are_told_in_a_comparison(run_file, settings):
-    def runs(sharding: str, *speeds: float) -> Cell:
-        return of_several_runs([cell(sharding, 4, speed) for speed in speeds])
-
-    near = [runs("stage2", 10.0, 13.0, 11.0), runs("stage3", 9.0, 10.5, 9.5)]
-    far = [runs("stage2", 12.0, 13.0), runs("stage3", 9.0, 10.5)]
-    assert "1.16x (ranges overlap) |" in write_into(settings, near)
-    assert "ranges overlap" not in write_into(settings, far)
-    # One run has no range.
-    assert "ranges overlap" not in write_into(settings, [near[0], cell("stage3", 4, 10.5)])
-
-
-def write_into(settings: MatrixSettings, cells: list[Cell]) -> str:
-    settings.out.mkdir(exist_ok=True)
-    return write_report(cells, settings, memory_share=0.8)
-
-
-def test_a_policys_attention_is_a_choice(settings, tmp_path):
-    commands = []
-
-    def keep(command, folder, limits):
-        commands.append((folder.name, Pretended.parsed(command)[1]))
-        return Outcome("failed", "")
-
-    choices = all_choices(["dp"], ["none", "full"], [1], ["eager", "sdpa"])
-    run_file = str(write_tiny_policy_run(tmp_path / "policy"))
-    cells = run_matrix(run_file, [], replace(settings, choices=choices, growth=Steps([2])), keep)
-    assert [name for name, _ in commands] == [
-        f"dp-recompute_{recompute}-attention_{attention}-cameras_1-batch_2"
-        for recompute in ("none", "full")
-        for attention in ("eager", "sdpa")
-    ]
-    chosen = [
-        (given["model.policy.attention_implementation"], given["train.recompute"],
-         given["model.policy.gradient_checkpointing"])
-        for _, given in commands
-    ]  # fmt: skip
-    assert chosen[1:3] == [("sdpa", "none", "false"), ("eager", "full", "true")]
-    text = write_into(settings, cells)
-    assert "| sharding | attention | recompute |" in text
-    assert "| dp | sdpa | full | 1 | 2 | failed |" in text
-
-
-def test_lines_of_one_sharding_differ_in_colour():
-    found = looks(all_choices(["none"], ["none", "full"], [1, 2], ["eager", "sdpa"]))
-    by_line = {(look.colour, look.style, look.marker) for look in found.values()}
-    assert len(by_line) == 4
-    assert len({look.colour for look in found.values()}) == 2
-    assert {look.label for look in found.values()} == {
-        f"{attention} attention, recompute {recompute}"
-        for attention in ("eager", "sdpa")
-        for recompute in ("none", "full")
-    }
-    # Colours of shardings are the same in every plot.
-    both = looks(all_choices(["stage3", "stage2"], ["none"], [1]))
-    assert [look.colour for look in both.values()] == ["C3", "C1"]
-    (alone,) = looks([Choice("dp", "full")]).values()
-    assert alone.label == "dp"
-
-
-def test_a_cell_of_before_attention_was_a_choice_is_read(tmp_path):
-    written = cell("stage2", 4, 20.0)
-    written.write(tmp_path)
-    values = json.loads((tmp_path / "cell.json").read_text())
-    del values["choice"]["attention"], values["runs"]
-    (tmp_path / "cell.json").write_text(json.dumps(values))
-    assert Cell.read(tmp_path) == written
 
 
 def test_cells_that_ended_are_not_run_again(run_file, settings):
