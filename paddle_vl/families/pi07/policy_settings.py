@@ -17,7 +17,7 @@ from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.policy_config import ONLY_VALUES, UNUSED_SETTINGS
 from paddle_vl.files.text_file import shown
 
-Config = TypeVar("Config", PI07Config, PI07PlannerConfig)
+Config = TypeVar("Config", bound=PI07Config | PI07PlannerConfig)
 _Count = Annotated[int, Field(ge=1)]
 
 # Settings of OpenTau that nothing here reads in a run, and what does their work.

@@ -98,6 +98,8 @@ class PI07Recipe(Family):
         self.model_config = self._model_config()
         self.loss = self.loss_class.weighted(config.train.loss_weighting)
         self.source = self._source(config.data.train)
+        if isinstance(self.source, DemonstrationsDataset):
+            self.source.check_history()
         eval_source = self._source(config.data.eval) if config.data.eval else None
         flow, seed = self.flow_draws(self.model_config), config.train.seed
         self.train_data = DrawnDemonstrations(self.source, config.data.drops, flow, seed)
@@ -231,6 +233,8 @@ class PI07Recipe(Family):
             n_obs_steps=config.n_obs_steps,
             chunk_size=config.chunk_size,
             action_dim=feature_dims(config.output_features, "actions", "output_features"),
+            history_interval=config.history_interval,
+            empty_cameras=config.empty_cameras,
         )
 
     @classmethod
@@ -353,6 +357,7 @@ class PI07PlannerRecipe(PI07Recipe):
             cameras=tuple(cameras_of(config.input_features)),
             image_size=config.resize_imgs_with_padding,
             state_dim=feature_dims(config.input_features, "state", "input_features"),
+            empty_cameras=config.empty_cameras,
         )
 
     @classmethod
