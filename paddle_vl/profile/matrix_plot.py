@@ -54,7 +54,12 @@ def looks(choices: Sequence[Choice]) -> dict[Choice, Look]:
 
 
 def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> None:
-    """Plot a matrix.
+    """Write the plot of a matrix as PNG."""
+    matrix_figure(cells, limit_gb).savefig(path, dpi=90)
+
+
+def matrix_figure(cells: Sequence[Cell], limit_gb: float | None) -> Any:
+    """The plot of a matrix, a matplotlib Figure.
 
     One column for each number of cameras; bars are the range of a cell's runs, a cross marks a
     batch that did not fit.
@@ -82,8 +87,11 @@ def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> No
             memory.minorticks_off()
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
-    figure.savefig(path, dpi=90)
+        # Inches of an entry: its line, and its letters at this size.
+        entry = 0.6 + 0.065 * max(map(len, labels))
+        columns = max(1, min(4, int(figure.get_figwidth() / entry)))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=7)
+    return figure
 
 
 def _draw_choice(

@@ -14,7 +14,7 @@ import pytest
 
 from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, Steps, of_several_runs
 from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
-from paddle_vl.profile.matrix_plot import looks
+from paddle_vl.profile.matrix_plot import looks, matrix_figure
 from paddle_vl.profile.matrix_report import write_report
 from paddle_vl.profile.supervise import Outcome
 from tests.single_card_tests.profile.measures import cell
@@ -147,6 +147,20 @@ def test_lines_of_one_sharding_differ_in_colour():
     assert [look.colour for look in both.values()] == ["C3", "C1"]
     (alone,) = looks([Choice("dp", "full")]).values()
     assert alone.label == "dp"
+
+
+@pytest.mark.parametrize("shardings", [["none"], ["dp", "stage1", "stage2", "stage3"]])
+@pytest.mark.parametrize("cameras", [[1], [1, 2]])
+def test_the_legend_has_room(shardings, cameras):
+    choices = all_choices(shardings, ["none", "full"], cameras, ["eager", "sdpa"])
+    cells = [replace(cell("dp", 4, 20.0), choice=choice) for choice in choices]
+    figure = matrix_figure(cells, 2.0)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box, room = legend.get_window_extent(), figure.bbox
+    assert room.x0 <= box.x0
+    assert box.x1 <= room.x1
+    assert len(legend.get_texts()) == 4 * len(shardings)
 
 
 def test_a_cell_of_before_attention_was_a_choice_is_read(tmp_path):
