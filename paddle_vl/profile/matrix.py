@@ -8,6 +8,7 @@ configuration only the affected cells run again.
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -196,6 +197,8 @@ def cell_settings(
         "steps": settings.steps,
         "synthetic": workload.is_synthetic,
         **({} if settings.updates else {"updates": False}),
+        # Flags of Paddle, the allocator's among them.
+        **{name: value for name, value in os.environ.items() if name.startswith("FLAGS_")},
         "image_side": workload.image_side,
         "answer_tokens": workload.answer_tokens,
         "paddle": paddle.__version__,

@@ -108,6 +108,15 @@ def test_a_changed_model_file_is_noticed(run_file, settings, tmp_path):
     assert changed.ran == [("dp", 1)]
 
 
+def test_changed_flags_of_paddle_are_noticed(run_file, settings, monkeypatch):
+    one = replace(settings, choices=[Choice("dp", "none", 1)], growth=Steps([1]))
+    run_matrix(run_file, [], one, Pretended())
+    monkeypatch.setenv("FLAGS_use_virtual_memory_auto_growth", "0")
+    changed = Pretended()
+    run_matrix(run_file, [], one, changed)
+    assert changed.ran == [("dp", 1)]
+
+
 def test_a_failure_ends_its_line_only_and_is_tried_again(run_file, settings):
     failure = Outcome("failed", "rank 1: ValueError: no kernel")
     cells = run_matrix(run_file, [], settings, Pretended({"dp": failure}))
