@@ -128,7 +128,8 @@ def _build(
         )
     )
     parameters = freeze_parameters(family.named_parameters(model), trained, full_shapes)
-    check_memory(NeededMemory.of(model.parameters(), config.parallel, updates))
+    if updates:  # Without them it counts moments that nobody has.
+        check_memory(NeededMemory.of(model.parameters(), config.parallel))
     store = layout.parameter_store(model)
     optimizer = Optimizer(
         parameters,

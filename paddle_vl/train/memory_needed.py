@@ -30,14 +30,8 @@ class NeededMemory:
     optimizer: float
 
     @classmethod
-    def of(
-        cls, parameters: Iterable[Tensor], parallel: ParallelConfig, updates: bool = True
-    ) -> "NeededMemory":
-        """For a rank's parameters before ZeRO sharding, with storage or without.
-
-        Args:
-            updates: whether they are updated, which needs moments.
-        """
+    def of(cls, parameters: Iterable[Tensor], parallel: ParallelConfig) -> "NeededMemory":
+        """For a rank's parameters before ZeRO sharding, with storage or without."""
         ranks, stage = parallel.sharding_degree, parallel.sharding_stage
         count = weights = gradients = optimizer = 0
         for parameter in parameters:
@@ -47,8 +41,7 @@ class NeededMemory:
             if not parameter.stop_gradient:
                 # Gradients of fleet's sharding are float32.
                 gradients += size * (4 if ranks > 1 and stage == 1 else width)
-                moments, master = _MOMENTS if updates else 0, _MASTER if width < 4 else 0
-                optimizer += size * (moments + master)
+                optimizer += size * (_MOMENTS + (_MASTER if width < 4 else 0))
         return cls(
             count,
             weights / (ranks if stage == 3 and parallel.reshard_after_forward else 1),
