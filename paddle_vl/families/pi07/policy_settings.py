@@ -113,7 +113,7 @@ class PolicySettings(Section):
 
         Settings that are accepted at both levels have the name of the policy's level.
         """
-        return {name: found[0] for name, found in self._found().items()}
+        return {name: found[0] for name, found in self._found().items() if found[0] is not None}
 
     def problems(self) -> Iterator[str]:
         """Messages about settings that are unknown, without effect, or given twice."""
@@ -134,17 +134,20 @@ class PolicySettings(Section):
 
     def _found(self) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {}
-        own = {name: value for name, value in self if name != "vlm_config" and value is not None}
+        own = {name: value for name, value in self if name != "vlm_config"}
         at_both = {*PI07Config.shared_settings, *_ENGINE_ONLY}
         engine = {
             name if name in at_both else f"vlm_config.{name}": value
             for name, value in _leaves(self.vlm_config or {})
-            if value is not None
         }
         for level in (own, engine):
             for name, value in level.items():
                 found.setdefault(name, []).append(value)
-        return found
+        # A level that is null says nothing.
+        return {
+            name: [value for value in values if value is not None] or [None]
+            for name, values in found.items()
+        }
 
 
 def with_settings(

@@ -94,13 +94,12 @@ def file_sizes(moment: Moment, with_goals: bool) -> list[int]:
 
 
 def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None:
-    needed = ["state", "prompt"]
-    if shapes.chunk_size is not None:
-        needed.append("actions")
     lacking = [name for name in shapes.cameras if name not in record]
     too_many = len(lacking) > min(shapes.empty_cameras, len(shapes.cameras) - 1)
-    missing = [name for name in needed if name not in record]
-    if missing := [*missing, *lacking] if too_many else missing:
+    needed = ["state", *(lacking if too_many else ()), "prompt"]
+    if shapes.chunk_size is not None:
+        needed.append("actions")
+    if missing := [name for name in needed if name not in record]:
         reason = f"the line has no {', '.join(map(repr, missing))}; it has {sorted(record)}"
         if too_many:
             reason += (

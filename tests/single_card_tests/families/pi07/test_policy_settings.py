@@ -53,6 +53,7 @@ def checkpoint(folder: Path, config: PI07Config | PI07PlannerConfig = FROZEN) ->
 
 def test_without_settings_the_configuration_stays():
     assert changed({}) is FROZEN
+    assert changed({"dropout": None, "max_action_dim": None, "vlm_config": None}) is FROZEN
 
 
 @pytest.mark.parametrize(
@@ -185,6 +186,7 @@ def test_over_random_weights_every_field_may_change():
         ("use_torch_compile=true", "use_torch_compile has no effect"),
         ("vlm_config.load_pretrained_gemma3=true", r"vlm_config\.load_pretrained_gemma3 has no"),
         ("freeze_vision_encodr=false", r"did you mean model\.policy\.freeze_vision_encoder\?"),
+        ("nothing=null", r"nothing is not a setting; did you mean"),
         ("dropout=2", "command line: model.policy.dropout is 2; it should be less than 1"),
         ("attention_implementation=fa2", "command line: .*it should be 'eager' or 'sdpa'"),
         ("freeze_vision_encoder=0", "command line: .*freeze_vision_encoder is 0; .*boolean"),
