@@ -138,7 +138,8 @@ class PI07Recipe(Family):
         collator = self.make_collator(policy)
         samples = self.train_data if self.eval_data is None else self.eval_data
         agrees = self.config.parallel.branch_sync == "all_reduce"
-        adapter = self.adapter_class(partial(first_batch, samples, collator), agrees)
+        make_example = partial(first_batch, samples, collator)
+        adapter = self.adapter_class(make_example, agrees, policy.model.tokens)
         return BuiltModel(policy.model, adapter, collator, policy.save_pretrained)
 
     def named_parameters(self, model: nn.Layer) -> list[tuple[str, Tensor]]:
