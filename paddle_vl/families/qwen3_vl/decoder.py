@@ -7,6 +7,7 @@ M_local visual tokens of this rank.
 Source: Qwen3VLTextModel of HF transformers.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
@@ -16,7 +17,13 @@ from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
 from paddle_vl.families.qwen3_vl.moe import LoadBalance, SparseMoE
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
-from paddle_vl.nn.attention import MASKED_SCORE, PackedSamples, apply_rotary, causal_attention
+from paddle_vl.nn.attention import (
+    MASKED_SCORE,
+    PackedSamples,
+    apply_rotary,
+    biased_attention,
+    causal_attention,
+)
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.norm import RMSNorm
 from paddle_vl.nn.operations import swiglu
@@ -107,7 +114,12 @@ class LanguageModel(nn.Layer):
             caches: one per layer when generating; attention then sees their keys too.
             balance: collects the routing of layers with experts.
         """
-        inputs = self.embedding(dict_args)
+        return self.run(self.embedding(dict_args), caches, balance)
+
+    def run(
+        self, inputs: dict[str, Any], caches: Sequence[Any] | None = None, balance: Any = None
+    ) -> Tensor:
+        """All layers and the final norm on the embedding's output, `[T, D]`."""
         levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         every_layer = range(len(self.layers))
         return self.norm(
@@ -134,19 +146,19 @@ class LanguageModel(nn.Layer):
             caches, balance: as of `forward`.
         """
         cos_BLH, sin_BLH = inputs["rotary_pos_emb"]
-        key_bias_BS = None
+        key_bias = inputs.get("score_bias")
         if inputs.get("attention_mask") is not None:
-            key_bias_BS = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
+            key_bias = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
         packed = inputs.get("packed")
         for i in layers:
             cache = None if caches is None else caches[i]
             if balance is not None and self.layers[i].has_experts:
                 x_TD, sums_2E = self.layers[i](
-                    x_TD, cos_BLH, sin_BLH, key_bias_BS, cache, packed, balance.real_T
+                    x_TD, cos_BLH, sin_BLH, key_bias, cache, packed, balance.real_T
                 )
                 balance.add(sums_2E)
             else:
-                x_TD = self.layers[i](x_TD, cos_BLH, sin_BLH, key_bias_BS, cache, packed)
+                x_TD = self.layers[i](x_TD, cos_BLH, sin_BLH, key_bias, cache, packed)
             if i in levels:
                 x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
         return x_TD
@@ -217,14 +229,14 @@ class DecoderLayer(nn.Layer):
         x_TD: Tensor,
         cos_BLH: Tensor,
         sin_BLH: Tensor,
-        key_bias_BS: Tensor | None = None,
+        key_bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
         real_T: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The token rows; with experts and `real_T` also the layer's `routing_sums`."""
         x_TD = x_TD + self.self_attn(
-            self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias_BS, cache, packed
+            self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias, cache, packed
         )
         rows_TD = self.post_attention_layernorm(x_TD)
         if not self.has_experts:
@@ -257,21 +269,30 @@ class SelfAttention(nn.Layer):
         x_TD: Tensor,
         cos_BLH: Tensor,
         sin_BLH: Tensor,
-        key_bias_BS: Tensor | None = None,
+        key_bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
     ) -> Tensor:
         batch, length, _ = cos_BLH.shape
         cos_BLH, sin_BLH = cos_BLH.astype(x_TD.dtype), sin_BLH.astype(x_TD.dtype)
-        heads = [batch, length, -1, self.head_dim]
-        q_BLNH, k_BLKH, v_BLKH = (rows.reshape(heads) for rows in self.qkv_proj(x_TD))
+        q_BLNH, k_BLKH, v_BLKH = [
+            rows.reshape([batch, length, rows.shape[-1] // self.head_dim, self.head_dim])
+            for rows in self.qkv_proj(x_TD)
+        ]
         q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         q_BLNH = apply_rotary(q_BLNH, cos_BLH, sin_BLH)
         k_BLKH = apply_rotary(k_BLKH, cos_BLH, sin_BLH)
-        if cache is not None:
-            k_BLKH, v_BLKH = cache.append(k_BLKH, v_BLKH)
-        out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias_BS, packed)
-        return self.o_proj(out_BLNH.reshape([batch * length, -1]))
+        if key_bias is not None and len(key_bias.shape) == 4:
+            # A traced program: its cache has heads first, like the buffers that it writes.
+            key, value = k_BLKH.transpose([0, 2, 1, 3]), v_BLKH.transpose([0, 2, 1, 3])
+            if cache is not None:
+                key, value = cache.append(key, value)
+            out_BLNH = biased_attention(q_BLNH, key, value, key_bias)
+        else:
+            if cache is not None:
+                k_BLKH, v_BLKH = cache.append(k_BLKH, v_BLKH)
+            out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
+        return self.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * self.head_dim]))
 
 
 class SwiGLUMLP(nn.Layer):
