@@ -8,17 +8,23 @@ segments of attention in the tower and Q their longest length, M visual embeddin
 heads, H head width, V vocabulary, G deepstack levels, N decoder layers.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
 import paddle
 from paddle import Tensor, nn
 from paddle.static import InputSpec
 
+from paddle_vl.batch.positions import padded_segments, vision_layout
+from paddle_vl.export.writing import ModelToExport, ProgramToExport
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments
 
 
 def spec(name: str, shape: list[int | None], dtype: str) -> InputSpec:
-    """An input of a program; without a gradient, or the program would keep what a backward needs."""
+    """An input of a program, without a gradient: a program keeps what a backward pass needs."""
     return InputSpec(shape, dtype, name, stop_gradient=True)
 
 
@@ -80,7 +86,7 @@ class Buffers:
 
 
 class PrefillProgram(nn.Layer):
-    """Prompts to the logits after them `[B, V]`, and each layer's keys and values `[B, K, L, H]`."""
+    """Prompts to the logits after them `[B, V]`; each layer's keys and values `[B, K, L, H]`."""
 
     def __init__(self, model: Qwen3VLForConditionalGeneration):
         super().__init__()
@@ -133,7 +139,7 @@ class PrefillProgram(nn.Layer):
 
 
 class DecodeProgram(nn.Layer):
-    """One more token per prompt: its logits `[B, V]`; keys and values are written into the buffers."""
+    """One more token per prompt: logits `[B, V]`; keys and values are written into the buffers."""
 
     def __init__(self, model: Qwen3VLForConditionalGeneration):
         super().__init__()
@@ -175,3 +181,94 @@ class DecodeProgram(nn.Layer):
                 for kind in ("key", "value")
             ],
         ]
+
+
+def model_to_export(
+    model: Qwen3VLForConditionalGeneration, save_files: Callable[[Path], None]
+) -> ModelToExport:
+    """The three programs of a full model, with inputs to check them."""
+    config, text = model.config, model.config.text_config
+    vision, rng = config.vision_config, np.random.default_rng(0)
+    return ModelToExport(
+        "qwen3_vl",
+        {
+            "image_token_id": config.image_token_id,
+            "video_token_id": config.video_token_id,
+            "vocab_size": text.vocab_size,
+            "table_side": vision.table_side,
+            "merge": vision.spatial_merge_size,
+        },
+        {
+            "tower": ProgramToExport(TowerProgram(model), "tower", _tower_example(model, rng)),
+            "prefill": ProgramToExport(PrefillProgram(model), "decoder", _prompt(model, rng)),
+            "decode": ProgramToExport(DecodeProgram(model), "decoder", _step(model, rng)),
+        },
+        save_files,
+    )
+
+
+def _tower_example(
+    model: Qwen3VLForConditionalGeneration, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """An image and a video of other sizes."""
+    vision = model.config.vision_config
+    side = vision.spatial_merge_size
+    layout = vision_layout(
+        np.array([[1, side, 2 * side], [2, 2 * side, 3 * side]]),
+        table_side=vision.table_side,
+        merge=side,
+    )
+    rows_SQ, bias_SQ, place_P = padded_segments(layout.segments)
+    return {
+        "pixel_values": _normal(rng, len(place_P), vision.patch_dim),
+        "coordinates": layout.coordinates,
+        "tap_rows": layout.tap_rows,
+        "tap_weights": layout.tap_weights,
+        "segment_rows": rows_SQ,
+        "segment_bias": bias_SQ,
+        "segment_place": place_P,
+    }
+
+
+def _prompt(
+    model: Qwen3VLForConditionalGeneration, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Two prompts, one padded on the left, with six visual tokens."""
+    config = model.config
+    ids_BL = np.full((2, 9), config.vision_start_token_id, dtype=np.int64)
+    ids_BL[0, 2:6], ids_BL[1, 5:7] = config.image_token_id, config.video_token_id
+    mask_BL = np.ones_like(ids_BL)
+    mask_BL[1, :3] = 0
+    places_BL = np.maximum(mask_BL.cumsum(axis=1) - 1, 0)
+    width, num_levels = config.text_config.hidden_size, len(model.language_model.deepstack_layers)
+    return {
+        "input_ids": ids_BL,
+        "attention_mask": mask_BL,
+        "position_ids": np.stack([places_BL] * 3),
+        "visual_embeds": _normal(rng, 6, width),
+        **{f"level_{g}": _normal(rng, 6, width) for g in range(num_levels)},
+    }
+
+
+def _step(
+    model: Qwen3VLForConditionalGeneration, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """One token after five, in buffers of eight."""
+    config, text = model.config, model.config.text_config
+    mask_BC = (np.arange(8) < 6).astype(np.int64)[None].repeat(2, axis=0)
+    shape = (2, text.num_key_value_heads, 8, text.head_dim)
+    return {
+        "input_ids": np.full((2, 1), config.vision_start_token_id, dtype=np.int64),
+        "attention_mask": mask_BC,
+        "position_ids": np.full((3, 2, 1), 5, dtype=np.int64),
+        "place": np.array([5], dtype=np.int64),
+        **{
+            f"{kind}_{i}": _normal(rng, *shape)
+            for i in range(text.num_hidden_layers)
+            for kind in ("key", "value")
+        },
+    }
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(size=shape).astype(np.float32)
