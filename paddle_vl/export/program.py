@@ -35,8 +35,8 @@ class Program:
         order = self._predictor.get_input_names()
         if set(order) != set(inputs):
             raise RuntimeError(
-                f"{file.name} takes {sorted(order)}, the manifest says {sorted(inputs)}: export the "
-                "checkpoint again (paddle-vl export)"
+                f"{file.name} takes {sorted(order)}, the manifest says {sorted(inputs)}: export "
+                "the checkpoint again (paddle-vl export)"
             )
         self._order = order
         self._inputs = inputs

@@ -70,8 +70,7 @@ def export_model(model: ModelToExport, source: Path, out: Path) -> ExportManifes
         ValueError: `out` exists and is not an empty folder.
         RuntimeError: the predictor's answer differs from the model's.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder: name a new one")
+    check_output(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
     try:
@@ -86,6 +85,15 @@ def export_model(model: ModelToExport, source: Path, out: Path) -> ExportManifes
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return manifest
+
+
+def check_output(out: Path) -> None:
+    """
+    Raises:
+        ValueError: `out` exists and is not an empty folder.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder: name a new one")
 
 
 def _write(model: ModelToExport, source: Path, folder: Path) -> ExportManifest:

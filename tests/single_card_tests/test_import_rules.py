@@ -25,7 +25,12 @@ ALLOWED = {
     "generation": {"files"},
     "data": {"batch", "config", "files"},
     # A family gets objects of the trainer and the parallel code as arguments.
-    "families": {"nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"},
+    "families": {
+        *("nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"),
+        "export",
+    },
+    # `writing` and the programs of families are for exporting; `load` imports no model code.
+    "export": {"checkpoint", "config", "files", "__init__"},
     "parallel": {"nn", "batch", "config", "compat"},
     "train": {
         *("families", "data", "parallel", "checkpoint", "nn", "batch", "config"),
@@ -34,7 +39,7 @@ ALLOWED = {
     "profile": {"train", "families", "data", "parallel", "nn", "batch", "config", "compat"},
     "report": {"train", "config", "files"},
     "cli": {
-        *("profile", "report", "train", "families", "generation", "checkpoint", "data"),
+        *("profile", "report", "train", "families", "generation", "checkpoint", "data", "export"),
         *("parallel", "nn", "batch", "config", "compat", "files"),
     },
     # Lazy imports of public names (and for type checkers); the command.
