@@ -164,24 +164,24 @@ def _keep_once(written: Path, shared: Path) -> None:
     if not shared.exists():
         os.replace(written, shared)
         return
-    if _sum(written) != _sum(shared):
+    if file_sum(written) != file_sum(shared):
         raise AssertionError(f"{written.name} has other weights than {shared.name}")
     written.unlink()
 
 
 def _file_sums(folder: Path) -> dict[str, FileSum]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): _sum(path) for path in files}
+    return {path.relative_to(folder).as_posix(): file_sum(path) for path in files}
 
 
 def _sums(source: Path) -> dict[str, str]:
     """Checksums of the weights and the configuration of a checkpoint."""
     names = ("*.safetensors", "config.json")
     files = sorted(path for name in names for path in source.glob(name))
-    return {path.name: _sum(path).checksum for path in files}
+    return {path.name: file_sum(path).checksum for path in files}
 
 
-def _sum(path: Path) -> FileSum:
+def file_sum(path: Path) -> FileSum:
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 23):
