@@ -7,7 +7,6 @@ M_local visual tokens of this rank.
 Source: Qwen3VLTextModel of HF transformers.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import paddle
@@ -117,9 +116,16 @@ class LanguageModel(nn.Layer):
         return self.run(self.embedding(dict_args), caches, balance)
 
     def run(
-        self, inputs: dict[str, Any], caches: Sequence[Any] | None = None, balance: Any = None
+        self,
+        inputs: dict[str, Any],
+        caches: Any = None,
+        balance: LoadBalance | None = None,
     ) -> Tensor:
-        """All layers and the final norm on the embedding's output, `[T, D]`."""
+        """All layers and the final norm on the embedding's output, `[T, D]`.
+
+        Args:
+            caches: one per layer, or None; objects with `append`, see `KeyValueCache`.
+        """
         levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         every_layer = range(len(self.layers))
         return self.norm(

@@ -116,7 +116,8 @@ class ExportedQwen3VL:
         if config.eos_token_id is None:
             config = config.updated(eos_token_id=self.processor.eos_token_ids)
         inputs = self.processor(messages=messages, images=images, videos=videos)
-        steps = self.stream(**inputs, generation_config=config)
+        given: dict[str, Any] = dict(inputs)
+        steps = self.stream(**given, generation_config=config)
         return text_pieces((int(token_id) for (token_id,) in steps), self.processor.decode)
 
     def visual_rows(
@@ -129,7 +130,7 @@ class ExportedQwen3VL:
         )
         num_images, num_videos = (items.num_rows(sizes.merge) for items in (images, videos))
         check_visual_counts(int(is_image_BL.sum()), num_images, int(is_video_BL.sum()), num_videos)
-        given = [items for items in (images, videos) if items.grid is not None]
+        given = [items for items in (images, videos) if items.is_given]
         if not given:
             # The smallest picture: without any, the tower has no rows to attend to.
             given = [_Items.empty(sizes.merge, self._tower.input_width("pixel_values"))]
@@ -147,11 +148,11 @@ class ExportedQwen3VL:
                 "segment_place": place_P,
             }
         )
-        if images.grid is None and videos.grid is None:
+        if not images.is_given and not videos.is_given:
             return [output[:0] for output in outputs]
-        if images.grid is not None and videos.grid is not None:
+        if images.is_given and videos.is_given:
             indices = compute_visual_indices(is_image_BL, is_video_BL, nonzero=np.flatnonzero)
-            source = paddle.to_tensor(indices.source)
+            source: Any = paddle.to_tensor(np.asarray(indices.source))
             outputs = [paddle.index_select(output, source) for output in outputs]
         return outputs
 
@@ -160,11 +161,11 @@ class _Items:
     """Pixels and grids of the images or the videos of a batch."""
 
     def __init__(self, kind: str, pixels: np.ndarray | None, grid: np.ndarray | None):
-        self.pixels = None if pixels is None else np.asarray(pixels, dtype=np.float32)
-        self.grid = None
-        if pixels is not None or grid is not None:
-            num_patches = None if self.pixels is None else len(self.pixels)
-            self.grid = checked_grid(kind, num_patches, grid)
+        self.is_given = pixels is not None or grid is not None
+        self.pixels, self.grid = np.zeros((0, 0), np.float32), np.zeros((0, 3), np.int64)
+        if self.is_given:
+            self.grid = checked_grid(kind, None if pixels is None else len(pixels), grid)
+            self.pixels = np.asarray(pixels, dtype=np.float32)
 
     @classmethod
     def empty(cls, merge: int, width: int) -> "_Items":
@@ -174,7 +175,11 @@ class _Items:
 
     def num_rows(self, merge: int) -> int:
         """Visual embeddings."""
-        return 0 if self.grid is None else int(self.grid.prod(axis=1).sum()) // merge**2
+        return int(self.grid.prod(axis=1).sum()) // merge**2
+
+    @property
+    def given_grid(self) -> np.ndarray | None:
+        return self.grid if self.is_given else None
 
 
 class _Decoder:
@@ -195,8 +200,8 @@ class _Decoder:
         self._position_ids, rope_deltas_B = mrope_position_ids(
             prompt_BL,
             mask_BL,
-            images.grid,
-            videos.grid,
+            images.given_grid,
+            videos.given_grid,
             image_token_id=sizes.image_token_id,
             video_token_id=sizes.video_token_id,
             spatial_merge_size=sizes.merge,

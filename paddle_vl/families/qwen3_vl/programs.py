@@ -10,6 +10,7 @@ heads, H head width, V vocabulary, G deepstack levels, N decoder layers.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
@@ -23,7 +24,7 @@ from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments
 
 
-def spec(name: str, shape: list[int | None], dtype: str) -> InputSpec:
+def spec(name: str, shape: Any, dtype: Any) -> InputSpec:
     """An input of a program, without a gradient: a program keeps what a backward pass needs."""
     return InputSpec(shape, dtype, name, stop_gradient=True)
 
