@@ -3,10 +3,8 @@
 import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +18,7 @@ from paddle_vl.data.corpus.open_shard import ShardOpener
 from paddle_vl.data.corpus.order import DocumentOrder
 from paddle_vl.data.corpus.shard import Row, Shard
 from paddle_vl.data.jsonl import BadSampleError, sample_at
+from paddle_vl.data.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 # Fewer shards are opened in this process.
@@ -148,11 +147,19 @@ def _opened(files: Sequence[str], opener: ShardOpener, num_processes: int) -> li
     workers = min(num_processes, len(missing))
     if workers > 1 and len(missing) >= _WORTH_A_POOL:
         logger.info("building the index of %d data files in %d processes", len(missing), workers)
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            # Largest first, so that no process is left with a large one at the end.
-            by_size = sorted(missing, key=lambda file: -os.path.getsize(file))
-            list(pool.map(opener, map(Path, by_size)))
+        # Largest first, so that no process is left with a large one at the end.
+        by_size = sorted(missing, key=lambda file: -os.path.getsize(file))
+        pool = WorkerPool(opener, None, workers)
+        try:
+            for future in [pool.submit(_open, Path(file)) for file in by_size]:
+                future.result()
+        finally:
+            pool.close()
     return [opener(Path(file)) for file in files]
+
+
+def _open(opener: ShardOpener, collator: None, path: Path) -> None:
+    opener(path)
 
 
 def mix_of(
