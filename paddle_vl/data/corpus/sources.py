@@ -127,7 +127,7 @@ def open_sources(
     for source, found in zip(configs, files, strict=True):
         if not found:
             raise ValueError(f"source {source.label} has no file: {source.path}")
-    shards = iter(_opened([file for found in files for file in found], opener, num_processes))
+    shards = iter(open_shards([file for found in files for file in found], opener, num_processes))
     opened = []
     for source, found in zip(configs, files, strict=True):
         own = tuple(next(shards) for _ in found)
@@ -142,7 +142,12 @@ def open_sources(
     return opened
 
 
-def _opened(files: Sequence[str], opener: ShardOpener, num_processes: int) -> list[Shard]:
+def open_shards(files: Sequence[str], opener: ShardOpener, num_processes: int) -> list[Shard]:
+    """Open data files; missing indexes are built by several processes.
+
+    Raises:
+        RuntimeError: a file cannot be read, or is of no known kind.
+    """
     missing = [file for file in files if not opener.has_index(Path(file))]
     workers = min(num_processes, len(missing))
     if workers > 1 and len(missing) >= _WORTH_A_POOL:

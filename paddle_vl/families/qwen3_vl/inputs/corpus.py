@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from paddle_vl.data.corpus.local_copies import LocalCopies
 from paddle_vl.data.corpus.offset_index import CacheFolders
 from paddle_vl.data.corpus.open_shard import ShardOpener
 from paddle_vl.data.corpus.sources import Source, mix_of, open_sources
+from paddle_vl.data.corpus.tokenize import check_same_tokenizer
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
@@ -75,6 +77,9 @@ class Corpus:
             groups_at_once=data.shuffle_shards if by_shards else None,
             num_processes=max(1, data.num_workers),
         )
+        for shard in (shard for source in sources for shard in source.shards):
+            if shard.path.endswith(".idx"):
+                check_same_tokenizer(Path(shard.path), processor.tokenizer.to_json())
         return cls(data, tuple(configs), tuple(sources), seed)
 
     def __len__(self) -> int:
