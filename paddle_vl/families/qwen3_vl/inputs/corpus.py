@@ -102,6 +102,7 @@ class Corpus:
         data = self.data
         mix = mix_of(self.configs, self.sources, data.temperature, self.seed)
         budget = row_budget(data)
+        weights = tuple(config.loss_weight for config in self.configs)
         maker = RowMaker(
             self.sources,
             mix,
@@ -122,7 +123,7 @@ class Corpus:
         }
         return CorpusLoader(
             maker,
-            PieceCollator(collator, data.packing),
+            PieceCollator(collator, data.packing, weights),
             batch_size,
             names=self.names,
             num_documents=len(self),
@@ -159,16 +160,32 @@ class PieceCollator:
 
     Attributes:
         is_packed: whether a row may have several pieces.
+        loss_weights: of each source.
     """
 
     collator: VLCollator
     is_packed: bool
+    loss_weights: tuple[float, ...]
 
     def __call__(self, rows: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         samples = [[piece.sample for piece in row] for row in rows]
         if self.is_packed:
-            return dict(PackedCollator(self.collator)(samples))
-        return dict(self.collator([row[0] for row in samples]))
+            batch = dict(PackedCollator(self.collator)(samples))
+        else:
+            batch = dict(self.collator([row[0] for row in samples]))
+        if set(self.loss_weights) != {1.0}:
+            batch["loss_weights"] = self._weights(rows, batch["attention_mask"])
+        return batch
+
+    def _weights(self, rows: Sequence[Sequence[Piece]], mask_BL: np.ndarray) -> np.ndarray:
+        weights_BL = np.ones(mask_BL.shape, dtype=np.float32)
+        for row, weights_L, mask_L in zip(rows, weights_BL, mask_BL, strict=True):
+            pieces = [
+                np.full(len(piece.sample["input_ids"]), self.loss_weights[piece.source])
+                for piece in row
+            ]
+            weights_L[mask_L == 1] = np.concatenate(pieces)
+        return weights_BL
 
 
 class CorpusSamples:
