@@ -169,10 +169,11 @@ class PieceCollator:
 
     def __call__(self, rows: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         samples = [[piece.sample for piece in row] for row in rows]
+        batch: dict[str, Any] = {}
         if self.is_packed:
-            batch = dict(PackedCollator(self.collator)(samples))
+            batch.update(PackedCollator(self.collator)(samples))
         else:
-            batch = dict(self.collator([row[0] for row in samples]))
+            batch.update(self.collator([row[0] for row in samples]))
         if set(self.loss_weights) != {1.0}:
             batch["loss_weights"] = self._weights(rows, batch["attention_mask"])
         return batch
