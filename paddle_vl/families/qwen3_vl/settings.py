@@ -97,6 +97,7 @@ class Qwen3VLRun(RunConfig):
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_settings,
         *("model.lora", "data.max_length", "data.min_pixels", "data.max_pixels"),
+        *("data.temperature", "data.shuffle", "data.shuffle_shards"),
         *("data.packing", "data.packing_length", "data.max_vision_tokens_per_row"),
     )
 

@@ -59,8 +59,9 @@ class Corpus:
         """
         folders = CacheFolders(data.cache)
         by_shards = data.shuffle == "shards"
-        copies = data.shuffle_shards + _SPARE_COPIES if by_shards else None
         configs = as_sources(entries)
+        # Shards in use and those of the next block, of every source, as they share folders.
+        copies = (2 * data.shuffle_shards + _SPARE_COPIES) * len(configs) if by_shards else None
         opener = ShardOpener(
             folders,
             LocalCopies(folders, copies),
