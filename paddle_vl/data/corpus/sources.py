@@ -82,9 +82,9 @@ class Source:
             self._fetch_ahead(number)
         return self.document(self.order.document(number))
 
-    def located(self, number: int, error: BadSampleError) -> BadSampleError:
+    def where(self, number: int) -> str:
         """See `paddle_vl.data.corpus.lanes.Documents`."""
-        return BadSampleError(error.kind, error.reason, self.place(self.order.document(number)))
+        return self.place(self.order.document(number))
 
     def document(self, document: int) -> EncodedDocument:
         """A document by its number in the order of the files.

@@ -29,8 +29,7 @@ class Qwen3VLDataConfig(DataConfig):
     """Conversations or a mix of sources, and how samples become batches."""
 
     train: DataEntries = Field(default=[])
-    """JSONL files of conversations, or the sources of a pretraining mix: {path, format, weight,
-    name, targets, loss_weight, columns}, see docs/pretraining_data.md"""
+    """JSONL files of conversations, or the sources of a pretraining mix"""
     eval: DataEntries = Field(default=[])
     """data for the evaluation loss; entries as in data.train"""
     temperature: Annotated[float | None, Field(ge=1, le=1000)] = None
