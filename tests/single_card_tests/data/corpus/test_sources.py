@@ -6,6 +6,7 @@ sources are refused.
 """
 
 import gzip
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -102,6 +103,25 @@ def test_by_shards_every_document_comes_once_an_epoch(tmp_path, processor, suffi
         assert 0 < most <= 8
     # A place of the stream is the same whatever was read before.
     assert texts(opened(processor, source, **settings), [57, 130]) == texts(corpus, [57, 130])
+
+
+def test_shards_of_the_next_block_are_copied_ahead(tmp_path, processor):
+    for shard in range(6):
+        (tmp_path / f"{shard}.jsonl").write_bytes(lines(ROWS[shard * 10 : shard * 10 + 10]))
+    source = SourceConfig(path=str(tmp_path / "*.jsonl"), format="text")
+    cache = tmp_path / "cache"
+    settings = {"shuffle": "shards", "shuffle_shards": 1, "cache": str(cache)}
+    corpus = opened(processor, source, **settings)
+    order = corpus.sources[0].order
+    # Opening made copies to index them.
+    for copy in cache.glob("*.copy"):
+        copy.unlink()
+    texts(corpus, [0])
+    wanted = {order.document(place) // 10 for place in (0, 10)}
+    deadline = time.monotonic() + 60
+    while (found := {int(copy.name.split("-")[1][0]) for copy in cache.glob("*.copy")}) != wanted:
+        assert time.monotonic() < deadline, (found, wanted)
+        time.sleep(0.01)
 
 
 def test_missing_and_empty_sources_are_refused(tmp_path, processor):
