@@ -99,8 +99,8 @@ def test_by_shards_every_document_comes_once_an_epoch(tmp_path, processor, suffi
             found += texts(corpus, [epoch * 120 + number])
             most = max(most, len(list(cache.glob("*.copy"))))
         assert sorted(found) == sorted(row["text"] for row in ROWS)
-        # Two in use, two of the next block, and four to spare.
-        assert 0 < most <= 8
+        # Two in use, two of the next block, four to spare, and those just made by two threads.
+        assert 0 < most <= 10
     # A place of the stream is the same whatever was read before.
     assert texts(opened(processor, source, **settings), [57, 130]) == texts(corpus, [57, 130])
 
