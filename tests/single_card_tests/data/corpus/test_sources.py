@@ -16,6 +16,7 @@ from pyarrow import parquet
 
 from faults.tiny_run import write_processor
 from paddle_vl.config.data_sources import SourceConfig, as_sources
+from paddle_vl.data.corpus import local_copies
 from paddle_vl.families.qwen3_vl.inputs.corpus import Corpus
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.settings import Qwen3VLDataConfig
@@ -84,7 +85,10 @@ def test_every_container_gives_the_same_documents(tmp_path, processor):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_by_shards_every_document_comes_once_an_epoch(tmp_path, processor, suffix):
+def test_by_shards_every_document_comes_once_an_epoch(tmp_path, processor, suffix, monkeypatch):
+    copied = []
+    copy = local_copies._copy
+    monkeypatch.setattr(local_copies, "_copy", lambda *paths: (copied.append(paths), copy(*paths)))
     pack = gzip.compress if suffix else bytes
     for shard in range(12):
         own = lines(ROWS[shard * 10 : shard * 10 + 10])
@@ -101,6 +105,8 @@ def test_by_shards_every_document_comes_once_an_epoch(tmp_path, processor, suffi
         assert sorted(found) == sorted(row["text"] for row in ROWS)
         # Two in use, two of the next block, four to spare, and those just made by two threads.
         assert 0 < most <= 10
+    # Once for the index, and once an epoch.
+    assert 12 < len(copied) <= 36
     # A place of the stream is the same whatever was read before.
     assert texts(opened(processor, source, **settings), [57, 130]) == texts(corpus, [57, 130])
 
