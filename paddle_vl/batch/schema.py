@@ -15,6 +15,9 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 Array = Any
 # A batch of any family.
 Batch = Mapping[str, Any]
+# Fields that a loader of a mix of sources adds: tokens, and documents that begin, of each source;
+# int64, one number per source. They stay on the host and are taken out before the model.
+SOURCE_COUNTS = ("source_tokens", "source_documents")
 
 
 class Axes(NamedTuple):
@@ -59,6 +62,8 @@ class VLBatch(TextFields, total=False):
     visual_source_indices: Annotated[Array, Axes("M", "int64")]
     # Offsets of packed samples, see `paddle_vl.batch.positions`. For attention; read on the host.
     cu_seqlens: Annotated[Array, Axes("S", "int32")]
+    # Factors of the labels' cross entropies, where sources have a loss_weight. For the loss.
+    loss_weights: Annotated[Array, Axes("B L", "float32")]
     # Token rows that are not padding, of models with experts. For the experts.
     real_row_indices: Annotated[Array, Axes("R", "int64")]
     # Visual rows that no token takes. From `VLBatchAdapter.synchronized`; read on the host.

@@ -17,6 +17,7 @@ from typing import NoReturn
 from paddle_vl.cli import commands
 from paddle_vl.cli.opentau_words import translated
 from paddle_vl.cli.profile import add_profile
+from paddle_vl.cli.tokenize import add_tokenize
 from paddle_vl.cli.train import add_report, add_train
 from paddle_vl.parallel.launcher import RANK_LOG_VARIABLE
 
@@ -139,4 +140,5 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_export(subparsers)
     add_profile(subparsers)
     add_report(subparsers)
+    add_tokenize(subparsers)
     return parser
