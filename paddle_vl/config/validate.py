@@ -141,6 +141,21 @@ def sharding_settings_have_an_effect(config: RunConfig) -> Problems:
             )
 
 
+def colocated_has_an_encoder(config: RunConfig) -> Problems:
+    parallel = config.parallel
+    if parallel.schedule == "colocated" and not config.has_colocated:
+        yield (
+            f"parallel.schedule is colocated, which {config.family} does not support yet: set "
+            "parallel.schedule=plain"
+        )
+    if parallel.schedule == "plain" and (given := parallel.encoder.model_fields_set):
+        names = ", ".join(f"parallel.encoder.{name}" for name in sorted(given))
+        yield (
+            f"{names} has no effect while parallel.schedule is plain, where the encoder is part of "
+            "the first pipeline stage: set parallel.schedule=colocated, or remove it"
+        )
+
+
 def dtype_runs_on_device(config: RunConfig, device: str) -> Problems:
     if config.model.compute_dtype == "bfloat16" and device.startswith("cpu"):
         yield (
@@ -229,6 +244,7 @@ CONFIG_RULES = (
     evaluation_has_data,
     part_rates_have_a_schedule,
     sharding_settings_have_an_effect,
+    colocated_has_an_encoder,
 )
 LAUNCH_RULES = (
     dtype_runs_on_device,

@@ -20,7 +20,7 @@ from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.adamw import STATES, AdamW, gradient_of
 from paddle_vl.nn.linear import fused_columns, names_by_parameter, whole_slices
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
-from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Tie
+from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved, Tie
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.train.freeze import NamedParameters
@@ -111,13 +111,18 @@ class Optimizer:
         if self.masks_updates:
             self._keep_powers_on_device()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any updated tensor of this rank has a gradient."""
+        return bool(self._gradients())
+
     @paddle.no_grad()
     def squared_norm(self, ranks: SingleRank = ONE_RANK) -> Tensor:
         """Float32 sum of squares of this rank's gradients before clipping.
 
         In the sum over all ranks each element of a parameter counts once, sharded or replicated.
         """
-        if self.parameters and not self._gradients():
+        if self.parameters and not self.has_gradients:
             raise RuntimeError(
                 "no trained parameter has a gradient: the loss does not depend on any of them; "
                 "check model.freeze against what the batches contain"
@@ -195,13 +200,14 @@ class Optimizer:
 
     def state_to_write(self) -> list[TensorToWrite]:
         """All state, unsharded; producing the arrays is collective where they are sharded."""
-        states = [state for state in self._states() if self._table[state[2]].tie is not Tie.COPY]
+        states = [state for state in self._states() if _is_written(self._table[state[2]])]
         powers = {(id(p), state): t for _, state, p, t in states if not _has_layout(state)}
         power: Callable[[_PowerKey], Tensor | None] = powers.__getitem__
         if self._fleet is not None:
             power = self._fleet.numbers_of_all(powers)
         tensors = []
         for names, state, parameter, tensor in states:
+            is_joined = self._table[parameter].saved is Saved.JOINED
             if _has_layout(state):
                 shapes = self._shapes(parameter, names)
                 # None where other ranks have all of the parameter.
@@ -215,17 +221,18 @@ class Optimizer:
                 key = id(parameter), state
                 produce = [partial(_number, power, key)] * len(names)
             tensors += [
-                TensorToWrite(f"{name}/{state}", shape, "F32", make)
+                TensorToWrite(f"{name}/{state}", shape, "F32", make, is_joined=is_joined)
                 for name, shape, make in zip(names, shapes, produce, strict=True)
             ]
         return tensors
 
     def bytes_to_write(self) -> int:
         """Bytes of all state and its parameters, unsharded."""
-        states = sum(tensor.num_bytes for tensor in self.state_to_write())
+        states = sum(t.num_bytes for t in self.state_to_write() if not t.is_joined)
         return states + sum(
             math.prod(self._table.full_shape(parameter)) * parameter.element_size()
             for parameter, _ in self._named
+            if self._table[parameter].saved is Saved.HERE
         )
 
     def _keep_powers_on_device(self) -> None:
@@ -321,6 +328,11 @@ def _number(numbers: Callable[[_PowerKey], Tensor | None], key: _PowerKey) -> np
     number = numbers(key)
     assert number is not None, "the all-reduce gives every rank all of them"
     return number.numpy()
+
+
+def _is_written(spec: ParamSpec) -> bool:
+    """Whether this rank writes the parameter's state, or takes part in its all-gathers."""
+    return spec.tie is not Tie.COPY and spec.saved is not Saved.ELSEWHERE
 
 
 def _has_layout(state: str) -> bool:
