@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from paddle_vl.config.parallel_settings import EncoderConfig
 from paddle_vl.config.schema import RunConfig
 
 Problems = Iterator[str]
@@ -148,11 +149,17 @@ def colocated_has_an_encoder(config: RunConfig) -> Problems:
             f"parallel.schedule is colocated, which {config.family} does not support yet: set "
             "parallel.schedule=plain"
         )
-    if parallel.schedule == "plain" and (given := parallel.encoder.model_fields_set):
-        names = ", ".join(f"parallel.encoder.{name}" for name in sorted(given))
+    defaults = EncoderConfig()
+    given = [
+        f"parallel.encoder.{name} {value}"
+        for name, value in parallel.encoder
+        if value != getattr(defaults, name)
+    ]
+    if parallel.schedule == "plain" and given:
         yield (
-            f"{names} has no effect while parallel.schedule is plain, where the encoder is part of "
-            "the first pipeline stage: set parallel.schedule=colocated, or remove it"
+            f"{', '.join(given)}: without effect while parallel.schedule is plain, where the "
+            "encoder is part of the first pipeline stage; set parallel.schedule=colocated, or "
+            "remove it"
         )
 
 

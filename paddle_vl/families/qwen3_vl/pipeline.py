@@ -158,7 +158,6 @@ class Qwen3VLStage:
             x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch), balance)
         if self.is_colocated:
             levels = _own_levels(batch, dict_args)
-            inputs["visual_update_indices"] = dict_args["visual_update_indices"]
         x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, balance=balance)
         if self.is_last:
             hidden_TD = model.language_model.norm(x_TD)

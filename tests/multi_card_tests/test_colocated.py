@@ -1,0 +1,193 @@
+"""Full training runs of Qwen3-VL under the colocated schedule, against the same run on one device.
+
+Guarantees, with more, as many and fewer encoder lanes than data lanes, on samples with two images,
+one and none:
+
+- loss, gradient norm, evaluation loss, every parameter and every moment after four optimizer steps
+  are equal, with micro-batches fewer than, equal to and more than the stages;
+- a resumed run is bit-identical, also where encoder and optimizer state are divided over all ranks;
+- a plain run continues colocated, and a colocated one plain.
+
+Adam divides a gradient by its size, which turns rounding noise of entries near zero into full
+updates; a large epsilon damps them. `test_colocated_schedule` compares gradients themselves.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import paddle.distributed as dist
+import paddle.distributed.fleet.base.topology as fleet_topology
+import pytest
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.train.build import build_trainer
+from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
+from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
+from tests.support.finished_runs import arrays_of, assert_close, assert_equal_runs
+from tests.support.launch import launch
+
+COLOCATED = "parallel.schedule=colocated"
+PP2, PP4 = "parallel.pp_degree=2", "parallel.pp_degree=4"
+DP2, SHARDING2 = "parallel.dp_degree=2", "parallel.sharding_degree=2"
+SP = ("parallel.mp_degree=2", "parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
+STATE, RECOMPUTE = "parallel.encoder.sharding_stage=1", "train.recompute=full"
+VIRTUAL = "parallel.num_virtual_stages=2"
+
+
+def encoder_mp(degree: int) -> str:
+    return f"parallel.encoder.mp_degree={degree}"
+
+
+def micro_batches(count: int) -> list[str]:
+    """The same 16 samples of a step in another number of micro-batches."""
+    return [
+        f"train.gradient_accumulation_steps={count}",
+        f"train.per_device_train_batch_size={16 // count}",
+    ]
+
+
+# Name -> overrides; one launch runs all layouts of a world size.
+LAYOUTS = {
+    2: {
+        "pp2, encoder mp2": [PP2, encoder_mp(2), "parallel.encoder.offload_rows=true", RECOMPUTE],
+        "pp2": [PP2, STATE, RECOMPUTE, *micro_batches(1)],
+    },
+    4: {
+        "pp2 dp2": [PP2, DP2],
+        "pp2 sharding2, encoder mp4": [PP2, SHARDING2, encoder_mp(4)],
+        "pp2 mp2 with sequence parallelism, encoder mp2": [PP2, *SP, encoder_mp(2), STATE],
+        "pp4 interleaved": [PP4, VIRTUAL, *micro_batches(8)],
+    },
+}
+HEAVY = {
+    2: {
+        "pp2 dualpipev": [PP2, "parallel.pp_schedule=dualpipev", "parallel.pp_split=cost"],
+        "pp2 dynamic": [PP2, "parallel.pp_shapes=dynamic"],
+        "pp2 reserved": [PP2, "parallel.pp_visual_rows=64"],
+    },
+    4: {
+        "pp2 dp2, encoder mp2": [PP2, DP2, encoder_mp(2), STATE],
+        "pp2 dp2, encoder mp4": [PP2, DP2, encoder_mp(4), RECOMPUTE],
+        "pp2 sharding2": [PP2, SHARDING2, STATE],
+        "pp2 mp2": [PP2, "parallel.mp_degree=2"],
+        "pp4, fewer micro-batches": [PP4, *micro_batches(2)],
+        "pp4, encoder mp4": [PP4, encoder_mp(4)],
+        "pp4 fthenb": [PP4, VIRTUAL, "parallel.pp_schedule=fthenb"],
+    },
+    8: {
+        f"pp2 mp2 dp2, encoder mp{degree}": [PP2, *SP, DP2, encoder_mp(degree)]
+        for degree in (1, 2, 4, 8)
+    },
+}
+MODEL = TINY_MODEL | {
+    "text_config": TINY_MODEL["text_config"] | {"num_hidden_layers": 8},
+    "vision_config": TINY_MODEL["vision_config"]
+    | {"hidden_size": 32, "num_heads": 8, "depth": 3, "deepstack_visual_indexes": [0, 1, 2]},
+}
+
+
+def train(run_file: str, output_dir: Path, overrides: list[str]) -> None:
+    # One launch runs several layouts; without this, fleet keeps the first one's strategy.
+    fleet_topology._HYBRID_PARALLEL_GROUP = None
+    config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
+    assert build_trainer(config).run() is None
+
+
+def continue_run(run_file: str, start: Path, output_dir: Path, overrides: list[str]) -> None:
+    """Continue a checkpoint of step 2 in another folder."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.copytree(start / "checkpoint-2", output_dir / "checkpoint-2")
+    if dist.is_initialized():
+        dist.barrier()
+    train(run_file, output_dir, [*overrides, "train.resume_from_checkpoint=auto"])
+
+
+def worker(run_file: str, folder: str, one_device: str, layouts: dict[str, list[str]]) -> None:
+    """Every layout from the start and from its own checkpoint, the first from one device's too."""
+    for name, overrides in layouts.items():
+        out = Path(folder) / name
+        train(run_file, out, overrides)
+        dist.barrier()
+        continue_run(run_file, out, Path(f"{out}-resumed"), overrides)
+    name, overrides = next(iter(layouts.items()))
+    continue_run(run_file, Path(one_device), Path(folder) / f"{name}-continued", overrides)
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    """A run whose samples have two images, one or none, and different lengths."""
+    path = write_tiny_run(tmp_path_factory.mktemp("run"), num_samples=64, model=MODEL)
+    records = [json.loads(line) for line in path.with_name("train.jsonl").read_text().splitlines()]
+    for number, record in enumerate(records):
+        question = record["messages"][0]
+        if number % 3 == 0:
+            question["content"] = question["content"].replace("<image>", "Guess: ")
+            record["images"] = []
+        elif number % 3 == 1:
+            question["content"] = "<image> and " + question["content"]
+            record["images"] *= 2
+    write_records(path.with_name("train.jsonl"), records)
+    return path
+
+
+def common(run_file: Path) -> list[str]:
+    return [
+        f"data.eval=[{run_file.with_name('test.jsonl')}]",
+        *("train.save_steps=2", "train.eval_steps=2", "train.adam_epsilon=1e-2"),
+        *("train.weight_decay=0.1", "train.per_device_eval_batch_size=1"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def one_device(run_file, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("one") / "out"
+    train(str(run_file), output_dir, [*common(run_file), *micro_batches(4)])
+    return output_dir
+
+
+def full_overrides(run_file: Path, layout: list[str]) -> list[str]:
+    parts = 2 if {DP2, SHARDING2} & set(layout) else 1
+    halves = [f"train.per_device_train_batch_size={4 // parts}"]
+    return [*common(run_file), *micro_batches(4), *halves, COLOCATED, *layout]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param((size, LAYOUTS), id=f"{size} ranks") for size in LAYOUTS),
+        *(
+            pytest.param((size, HEAVY), id=f"more on {size} ranks", marks=pytest.mark.heavy)
+            for size in HEAVY
+        ),
+    ],
+)
+def runs(request, run_file, one_device, tmp_path_factory) -> dict[str, Path]:
+    """Output folders of all layouts of a launch, by name."""
+    (size, layouts), folder = request.param, tmp_path_factory.mktemp("several")
+    every = {name: full_overrides(run_file, layout) for name, layout in layouts[size].items()}
+    arguments = (str(run_file), str(folder), str(one_device), every)
+    launch(worker, size, arguments=arguments, timeout=400)
+    return {name: folder / name for name in every}
+
+
+def test_every_step_and_every_parameter_equal_one_device(runs, one_device):
+    for output_dir in runs.values():
+        assert_equal_runs(output_dir, one_device)
+
+
+def test_a_resumed_run_is_bit_identical(runs):
+    for output_dir in runs.values():
+        found = arrays_of(Path(f"{output_dir}-resumed") / "checkpoint-4")
+        for key, array in arrays_of(output_dir / "checkpoint-4").items():
+            np.testing.assert_array_equal(found[key], array, err_msg=f"{output_dir.name}: {key}")
+
+
+def test_a_plain_run_continues_colocated_and_back(runs, run_file, one_device, tmp_path):
+    expected = arrays_of(one_device / "checkpoint-4")
+    first = next(iter(runs.values()))
+    assert_close(arrays_of(Path(f"{first}-continued") / "checkpoint-4"), expected)
+    overrides = [*common(run_file), *micro_batches(4)]
+    continue_run(str(run_file), first, tmp_path / "plain", overrides)
+    assert_close(arrays_of(tmp_path / "plain" / "checkpoint-4"), expected)
