@@ -18,7 +18,7 @@ from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_paramete
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.parameter_table import Saved, Tie
+from paddle_vl.nn.parameter_table import Saved
 from paddle_vl.nn.placement import CheckpointRanks
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -56,7 +56,7 @@ def parameters_to_write(
     for items in by_parameter(parameters):
         first = items[0]
         spec = first.table[first.parameter]
-        if spec.tie is Tie.COPY or spec.saved is Saved.ELSEWHERE:
+        if not spec.joins_saving:
             continue
         produce = [partial(_full_value, first, store, copy=False)]
         if first.block is not None:

@@ -19,7 +19,7 @@ class FleetConfig(Section):
 
 
 class EncoderConfig(Section):
-    """The encoder's own mesh under `schedule: colocated`, over the same ranks, without a pipeline."""
+    """The encoder's own mesh under `schedule: colocated`, over the same ranks."""
 
     dp_degree: Annotated[int | None, Field(ge=1, le=1 << 20)] = None
     """encoder lanes: groups of mp_degree ranks that encode different items; default: all ranks

@@ -60,6 +60,11 @@ class ParamSpec:
     is_encoder: bool = False
     saved: Saved = Saved.HERE
 
+    @property
+    def joins_saving(self) -> bool:
+        """Whether this rank takes part in saving it, as the writer or in its all-gathers."""
+        return self.tie is not Tie.COPY and self.saved is not Saved.ELSEWHERE
+
 
 REPLICATED = ParamSpec()
 

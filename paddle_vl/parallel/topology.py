@@ -77,7 +77,7 @@ class Topology:
     @classmethod
     def single(cls, degrees: ParallelDegrees | None = None) -> "Topology":
         """The mesh of one rank, without fleet."""
-        groups = {f"{axis}_group": _group_of_one(0) for axis in (*AXES, "ep")}
+        groups: dict[str, Any] = {f"{axis}_group": _group_of_one(0) for axis in (*AXES, "ep")}
         return cls(degrees or ParallelDegrees(), rank=0, **groups)
 
     @property

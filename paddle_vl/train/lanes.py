@@ -59,7 +59,7 @@ class LanesLoader:
         self.own, self.others = own, others
         # Returned for an ended lane of an evaluation, see `with_idle`.
         self._idle: Callable[[], Batch] | None = None
-        self._iterators: list[Iterator[Batch]] = [iter(own), *map(iter, others)]
+        self._iterators: list[Iterator[Any]] = [iter(own), *map(iter, others)]
 
     def with_idle(self, idle: Callable[[], Batch]) -> "LanesLoader":
         """Go on with idle batches until all lanes have ended."""

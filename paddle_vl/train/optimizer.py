@@ -20,7 +20,7 @@ from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.adamw import STATES, AdamW, gradient_of
 from paddle_vl.nn.linear import fused_columns, names_by_parameter, whole_slices
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
-from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved, Tie
+from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.train.freeze import NamedParameters
@@ -200,7 +200,7 @@ class Optimizer:
 
     def state_to_write(self) -> list[TensorToWrite]:
         """All state, unsharded; producing the arrays is collective where they are sharded."""
-        states = [state for state in self._states() if _is_written(self._table[state[2]])]
+        states = [state for state in self._states() if self._table[state[2]].joins_saving]
         powers = {(id(p), state): t for _, state, p, t in states if not _has_layout(state)}
         power: Callable[[_PowerKey], Tensor | None] = powers.__getitem__
         if self._fleet is not None:
@@ -328,11 +328,6 @@ def _number(numbers: Callable[[_PowerKey], Tensor | None], key: _PowerKey) -> np
     number = numbers(key)
     assert number is not None, "the all-reduce gives every rank all of them"
     return number.numpy()
-
-
-def _is_written(spec: ParamSpec) -> bool:
-    """Whether this rank writes the parameter's state, or takes part in its all-gathers."""
-    return spec.tie is not Tie.COPY and spec.saved is not Saved.ELSEWHERE
 
 
 def _has_layout(state: str) -> bool:

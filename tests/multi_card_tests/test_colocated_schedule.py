@@ -1,16 +1,16 @@
 """The three phases of the colocated schedule against one process, in float64, on a small model.
 
-Guarantees, with more, as many and fewer encoder lanes than data lanes, for micro-batches fewer than,
-equal to and more than the stages, virtual stages, ranks with other token rows, missing items, frozen
-parts and offloaded rows:
+Guarantees, with more, as many and fewer encoder lanes than data lanes, for micro-batches fewer
+than, equal to and more than the stages, virtual stages, ranks with other token rows, missing items,
+frozen parts and offloaded rows:
 
-- every gradient, the norm and every parameter after three SGD steps are within 1e-10 of one process,
-  although the counts differ from step to step; every trained parameter moves;
+- every gradient, the norm and every parameter after three SGD steps are within 1e-10 of one
+  process, although the counts differ from step to step; every trained parameter moves;
 - each item is encoded once in the world (once per rank of its encoder lane);
 - an evaluation between steps gives the same sums and leaves nothing behind;
 - a step that raises in any phase leaves nothing behind either;
-- the test sees the errors that such a schedule may have: the encoder's gradients summed before phase
-  3, divisors that are not the global count, and rows under sequence parallelism without their sum.
+- the errors that such a schedule may have are seen: the encoder's gradients summed before phase 3,
+  divisors that are not the global count, rows under sequence parallelism without their sum.
 """
 
 import numpy as np
@@ -76,7 +76,8 @@ def check(case: Case) -> dict:
         }
         if items:
             trained = {n for n, p in reference.model.named_parameters() if not p.stop_gradient}
-            assert gradients.keys() == trained and all(g.any() for g in gradients.values())
+            assert gradients.keys() == trained
+            assert all(g.any() for g in gradients.values())
         sgd(ranks.own_parameters().values(), ranks.norm())
         sgd(reference.model.parameters(), norm)
         found["parameters"] = ranks.error(values_of(reference), of_gradients=False)

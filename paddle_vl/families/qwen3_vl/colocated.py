@@ -27,10 +27,15 @@ KINDS = {
 
 
 class VisualItems(NamedTuple):
-    """Rows and relative costs `[I]` of a batch's items."""
+    """The items of a batch, `[I]` each.
 
-    rows_I: np.ndarray
-    costs_I: np.ndarray
+    Attributes:
+        rows: rows of each.
+        costs: relative cost of encoding each.
+    """
+
+    rows: np.ndarray
+    costs: np.ndarray
 
 
 class Qwen3VLEncoder:

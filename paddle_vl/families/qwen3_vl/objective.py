@@ -17,7 +17,7 @@ from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.qwen3_vl.model import Qwen3VLOutput
 from paddle_vl.nn.objective import BatchAdapter, Loss
 
-# Under the colocated schedule: how many data-parallel ranks have images or videos in this micro-batch.
+# Entry under the colocated schedule: data-parallel ranks with images or videos in this micro-batch.
 RANKS_WITH_VISUAL = "num_ranks_with_visual"
 _HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})
 

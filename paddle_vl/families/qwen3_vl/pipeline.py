@@ -1,7 +1,7 @@
 """Pipeline stage of Qwen3-VL: consecutive layers as one function of a micro-batch.
 
-Under the colocated schedule a batch comes with the tower's rows: the merged ones on the first stage,
-each deepstack level on the stage that adds it, and no level is sent.
+Under the colocated schedule a batch comes with the tower's rows: the merged ones on the first
+stage, each deepstack level on the stage that adds it, and no level is sent.
 
 A stage sends one tensor: the token rows, the rows of the deepstack levels that later layers add,
 and, with the load-balancing loss, the routing sums so far. Every rank has the batch, so positions

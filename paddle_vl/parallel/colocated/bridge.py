@@ -30,14 +30,14 @@ class Encoded:
         output: rows of this encoder lane's items `[M, C]`, in the graph; None without items.
         own_rows: their numbers among all rows of the served lanes (of the data lane in fan-in).
         rows_of_lanes: number of rows of each served data lane, in their order.
-        full_RC: rows of this data lane, detached.
+        rows: `[R, C]`, rows of this data lane, detached.
         rows_of_batch: rows of each micro-batch of this data lane.
     """
 
     output: Tensor | None
     own_rows: np.ndarray
     rows_of_lanes: list[int]
-    full_RC: Tensor
+    rows: Tensor
     rows_of_batch: list[int]
 
 
@@ -45,8 +45,9 @@ class Bridge:
     """Runs the encoder and exchanges its rows. All methods are called by all ranks.
 
     Args:
-        gradient_group: ranks that have parts of the gradients of this data lane's rows: its pipeline
-            stages, or all of its ranks if mp ranks use different rows (sequence parallelism).
+        gradient_group: ranks that have parts of the gradients of this data lane's rows: its
+            pipeline stages, or all of its ranks if mp ranks use different rows (sequence
+            parallelism).
     """
 
     def __init__(self, encoder: ItemEncoder, groups: EncoderGroups, gradient_group: Any):
@@ -63,19 +64,19 @@ class Bridge:
         """
         grid, role = self.groups.grid, self.groups.role
         batches = [batch for lane in lanes for batch in lane]
-        items_of_batch = [self.encoder.items(batch) for batch in batches]
+        items_of_batch = [Items(*self.encoder.items(batch)) for batch in batches]
         items = Items(*(np.concatenate(parts) for parts in zip(*items_of_batch, strict=True)))
-        counts = [int(one.rows_I.sum()) for one in items_of_batch]
+        counts = [int(one.rows.sum()) for one in items_of_batch]
         num_batches = len(batches) // len(lanes)
         rows_of_lanes = [
             sum(counts[i * num_batches : (i + 1) * num_batches]) for i in range(len(lanes))
         ]
-        assigned = assign_items(items.costs_I, grid.lanes_in)
-        rows_of_share = [_rows_of(share, items.rows_I) for share in assigned]
+        assigned = assign_items(items.costs, grid.lanes_in)
+        rows_of_share = [_rows_of(share, items.rows) for share in assigned]
         own_share = role.encoder_lane % grid.lanes_in
         output = None
         if assigned[own_share].size:
-            sizes = [len(one.rows_I) for one in items_of_batch]
+            sizes = [len(one.rows) for one in items_of_batch]
             output = self._encode(batches, _by_batch(assigned[own_share], sizes), trains)
         own_lane = role.served_lanes.index(role.place.lane)
         return Encoded(
@@ -165,7 +166,7 @@ def _gathered(own: Tensor, counts: Sequence[int], group: Any) -> list[Tensor]:
 def _rows_of(items: np.ndarray, rows_I: np.ndarray) -> np.ndarray:
     """Row numbers of some items, in their order."""
     ends_I = rows_I.cumsum()
-    ranges = [np.arange(ends_I[i] - rows_I[i], ends_I[i]) for i in items]
+    ranges = [np.arange(rows_I[i]) + ends_I[i] - rows_I[i] for i in items]
     return np.concatenate([np.zeros(0, dtype=np.int64), *ranges])
 
 

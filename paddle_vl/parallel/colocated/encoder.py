@@ -15,15 +15,15 @@ OTHER_LANES = "other_lanes"
 
 
 class Items(NamedTuple):
-    """The items of a batch, in the order of their rows.
+    """The items of a batch in the order of their rows, `[I]` each.
 
     Attributes:
-        rows_I: rows of each.
-        costs_I: relative cost of encoding each.
+        rows: rows of each.
+        costs: relative cost of encoding each.
     """
 
-    rows_I: np.ndarray
-    costs_I: np.ndarray
+    rows: np.ndarray
+    costs: np.ndarray
 
 
 class ItemEncoder(Protocol):
@@ -36,8 +36,8 @@ class ItemEncoder(Protocol):
         """Of the encoder, trained and frozen."""
         ...
 
-    def items(self, batch: Any) -> Items:
-        """The items of a batch; from its host arrays alone."""
+    def items(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The items of a batch as `Items`; from its host arrays alone."""
         ...
 
     def has_items_anywhere(self, batch: Any) -> bool:

@@ -6,6 +6,7 @@ by input features. Everything else is replicated. The rows are replicated betwee
 gradients of replicated parameters are equal on all ranks of the group.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -27,7 +28,7 @@ from paddle_vl.parallel.colocated.groups import EncoderGroups
 from paddle_vl.parallel.random_state import encoder_split_random
 
 Layer = TypeVar("Layer", bound=nn.Layer)
-# Fleet's layers draw initial values from this state, which it adds only if its mp_degree is above 1.
+# Fleet's layers draw initial values from this state, which it adds only for an mp_degree above 1.
 _FLEETS_STATE = "model_parallel_rng"
 
 
@@ -114,10 +115,11 @@ class EncoderRow(AdaptableLinear, RowParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         terms = self.adapted(linear(x, self.weight), x)
-        return fleet_ops._mp_allreduce(terms, group=self.model_parallel_group) + self.bias
+        total = cast(Tensor, fleet_ops._mp_allreduce(terms, group=self.model_parallel_group))
+        return total + cast(Tensor, self.bias)
 
 
-def _built(kind: type[nn.Layer], whole: Linear, **settings: Any) -> Any:
+def _built(kind: Callable[..., nn.Layer], whole: Linear, **settings: Any) -> Any:
     """A divided layer in place of a whole one, without values under `paddle.LazyGuard`."""
     tracker = get_rng_state_tracker()
     if _FLEETS_STATE not in tracker.states_:

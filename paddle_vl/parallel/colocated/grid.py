@@ -2,16 +2,17 @@
 
 Without Paddle and without process groups, so that rules and messages can use it.
 
-A *data lane* is a group of ranks that load the same samples: all pipeline stages and mp ranks of one
-index along dp and sharding. An *encoder lane* is a group of `mp_degree` ranks that encode the same
-items. Ranks are numbered by *position*: data lane by data lane, within a lane by stage and mp rank.
-Encoder lanes are consecutive positions.
+A *data lane* is a group of ranks that load the same samples: all pipeline stages and mp ranks of
+one index along dp and sharding. An *encoder lane* is a group of `mp_degree` ranks that encode the
+same items. Ranks are numbered by *position*: data lane by data lane, within a lane by stage and mp
+rank. Encoder lanes are consecutive positions.
 
 | encoder lanes and data lanes | forward bridge | backward bridge |
 | --- | --- | --- |
 | more: *fan-in* | all-gather within a data lane | sum within a data lane |
-| as many: *equal* | nothing | the same |
-| fewer: *fan-out* | nothing, a rank keeps the rows of its own data lane | that sum, then an all-gather between data lanes |
+| as many: *equal* | nothing | the same sum |
+| fewer: *fan-out* | nothing, a rank keeps its data lane's rows | that sum, then an all-gather \
+between data lanes |
 """
 
 from collections.abc import Sequence

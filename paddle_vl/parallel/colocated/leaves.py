@@ -1,7 +1,7 @@
 """Detached rows of the encoder as leaves of the language model's graphs, one per micro-batch.
 
-A leaf per micro-batch and section: slices of one leaf inside the graph would cost twice its bytes in
-the backward pass. Only the sections that this stage uses are kept.
+A leaf per micro-batch and section: slices of one leaf inside the graph would cost twice its bytes
+in the backward pass. Only the sections that this stage uses are kept.
 
 Shapes: M rows of a micro-batch, R rows of the step in this data lane, C the width of all sections.
 """

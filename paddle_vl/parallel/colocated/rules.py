@@ -32,9 +32,9 @@ def encoder_has_dp_and_mp_only(plan: "Plan") -> Problems:
         )
     if encoder.cp_degree > 1:
         yield (
-            f"parallel.encoder.cp_degree is {encoder.cp_degree}: the encoder's sequences are single "
-            "images and are not divided; set it to 1, and divide the encoder by "
-            "parallel.encoder.mp_degree"
+            f"parallel.encoder.cp_degree is {encoder.cp_degree}: a context-parallel encoder is not "
+            "supported, an image is one sequence of its own; set it to 1, and divide the encoder "
+            "by parallel.encoder.mp_degree"
         )
 
 
@@ -45,8 +45,8 @@ def encoder_covers_ranks(plan: "Plan") -> Problems:
     dp, mp, world = degrees.encoder.dp_degree, degrees.encoder.mp_degree, degrees.num_processes
     if world % mp:
         yield (
-            f"parallel.encoder.mp_degree {mp} does not divide the {world} ranks of the run: encoder "
-            "lanes have equally many ranks and leave none out; choose a divisor"
+            f"parallel.encoder.mp_degree {mp} does not divide the {world} ranks of the run: "
+            "encoder lanes have equally many ranks and leave none out; choose a divisor"
         )
     elif dp is not None and dp * mp != world:
         yield (
@@ -92,8 +92,8 @@ def encoder_widths_divide(plan: "Plan") -> Problems:
         if width % mp:
             yield (
                 f"{name} {width} does not divide by parallel.encoder.mp_degree {mp} "
-                f"({width} = {width // mp} x {mp} + {width % mp}): choose an encoder.mp_degree that "
-                f"divides {width}"
+                f"({width} = {width // mp} x {mp} + {width % mp}): choose an encoder.mp_degree "
+                f"that divides {width}"
             )
 
 

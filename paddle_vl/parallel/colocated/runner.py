@@ -3,7 +3,8 @@
 1. Every rank encodes its share of the items of all micro-batches, and the bridge brings the rows to
    the data lanes that use them.
 2. The language model runs its pipeline over detached rows.
-3. The bridge brings the gradients of the rows back, and every rank runs the encoder's backward pass.
+3. The bridge brings the gradients of the rows back, and every rank runs the encoder's backward
+   pass.
 
 Gradients of the encoder are summed over its lanes after phase 3, with those of the language model
 over theirs; both are sums of losses that are divided by the counts of the full step.
@@ -89,7 +90,7 @@ class ColocatedRunner(PipelineRunner):
         encoded = self.bridge.forward(self._lanes(batches), trains)
         used = frozenset().union(*(self._sections[number] for number in self.own_chunks))
         self._leaves = Leaves(
-            encoded.full_RC,
+            encoded.rows,
             encoded.rows_of_batch,
             self.encoder.section_widths,
             used,
@@ -97,7 +98,7 @@ class ColocatedRunner(PipelineRunner):
             self.offloads_rows,
         )
         # The leaves are copies: keep one set of rows during the pipeline.
-        encoded.full_RC = encoded.full_RC[:0]
+        encoded.rows = encoded.rows[:0]
         return encoded
 
     def _backward(
