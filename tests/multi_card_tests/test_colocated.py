@@ -5,6 +5,8 @@ one and none:
 
 - loss, gradient norm, evaluation loss, every parameter and every moment after four optimizer steps
   are equal, with micro-batches fewer than, equal to and more than the stages;
+- so they are with frozen parts, adapters, packed rows, experts with their balance loss, and steps
+  without images;
 - a resumed run is bit-identical, also where encoder and optimizer state are divided over all ranks;
 - a plain run continues colocated, and a colocated one plain.
 
@@ -21,6 +23,7 @@ import paddle.distributed as dist
 import paddle.distributed.fleet.base.topology as fleet_topology
 import pytest
 
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
@@ -48,6 +51,7 @@ def micro_batches(count: int) -> list[str]:
     ]
 
 
+TWO_ROWS = ["train.gradient_accumulation_steps=2", "train.per_device_train_batch_size=2"]
 # Name -> overrides; one launch runs all layouts of a world size.
 LAYOUTS = {
     2: {
@@ -80,6 +84,25 @@ HEAVY = {
         f"pp2 mp2 dp2, encoder mp{degree}": [PP2, *SP, DP2, encoder_mp(degree)]
         for degree in (1, 2, 4, 8)
     },
+}
+# Other runs, each compared with one device: name -> overrides, layout on two ranks.
+VARIANTS = {
+    "frozen tower": (["model.freeze=[vision, mergers]"], [PP2, encoder_mp(2)]),
+    "frozen decoder": (["model.freeze=[language]"], [PP2, STATE]),
+    "frozen blocks, rate of the mergers": (
+        ["model.freeze=['model.visual.blocks.*']", "train.part_learning_rates={mergers: 1e-3}"],
+        [PP2, encoder_mp(2)],
+    ),
+    "packing": (["data.packing=true", "data.max_length=128", *TWO_ROWS], [PP2, STATE]),
+    "adapters in the decoder and the divided tower": (
+        [
+            "model={pretrained: BASE, lora: {r: 2, target_modules: "
+            "[q_proj, 'model.visual.blocks.*', 'model.visual.merger.*']}}"
+        ],
+        [PP2, encoder_mp(2)],
+    ),
+    "text only": (["data.train=[TEXT]"], [PP2, encoder_mp(2)]),
+    "few images": (["data.train=[FEW]"], [PP2]),
 }
 MODEL = TINY_MODEL | {
     "text_config": TINY_MODEL["text_config"] | {"num_hidden_layers": 8},
@@ -129,6 +152,10 @@ def run_file(tmp_path_factory) -> Path:
             question["content"] = "<image> and " + question["content"]
             record["images"] *= 2
     write_records(path.with_name("train.jsonl"), records)
+    without = [record for record in records if not record["images"]]
+    write_records(path.with_name("text.jsonl"), [*without, *without, *without])
+    # The order of samples puts the only images into some of the steps.
+    write_records(path.with_name("few.jsonl"), [*without, *without, *without, records[1]])
     return path
 
 
@@ -191,3 +218,42 @@ def test_a_plain_run_continues_colocated_and_back(runs, run_file, one_device, tm
     overrides = [*common(run_file), *micro_batches(4)]
     continue_run(str(run_file), first, tmp_path / "plain", overrides)
     assert_close(arrays_of(tmp_path / "plain" / "checkpoint-4"), expected)
+
+
+def worker_of_variants(run_file: str, folder: str, variants: dict[str, list[str]]) -> None:
+    for name, overrides in variants.items():
+        train(run_file, Path(folder) / name, overrides)
+
+
+@pytest.fixture(scope="module")
+def variants(run_file, one_device, tmp_path_factory) -> tuple[Path, Path]:
+    """Folders of the variants' runs, on one device and on two ranks."""
+    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    files = {"TEXT": run_file.with_name("text.jsonl"), "FEW": run_file.with_name("few.jsonl")}
+    files["BASE"] = one_device / "final"
+    every = {}
+    for name, (settings, layout) in VARIANTS.items():
+        for word, file in files.items():
+            settings = [setting.replace(word, str(file)) for setting in settings]
+        settings = [*common(run_file), *micro_batches(4), *settings]
+        train(str(run_file), one / name, settings)
+        every[name] = [*settings, COLOCATED, *layout]
+    launch(worker_of_variants, 2, arguments=(str(run_file), str(two), every), timeout=300)
+    return one, two
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_runs_equal_one_device(variants, name):
+    found, wanted = (folder / name for folder in variants)
+    if not name.startswith("adapters"):
+        assert_equal_runs(found, wanted)
+        return
+    for stem in ("adapter_model", "optimizer"):
+        ours, theirs = (
+            {
+                key: tensor.read()
+                for key, tensor in read_checkpoint_headers(run / "checkpoint-4", stem).items()
+            }
+            for run in (found, wanted)
+        )
+        assert_close(ours, theirs)

@@ -166,7 +166,7 @@ def _gathered(own: Tensor, counts: Sequence[int], group: Any) -> list[Tensor]:
 def _rows_of(items: np.ndarray, rows_I: np.ndarray) -> np.ndarray:
     """Row numbers of some items, in their order."""
     ends_I = rows_I.cumsum()
-    ranges = [np.arange(rows_I[i]) + ends_I[i] - rows_I[i] for i in items]
+    ranges = [np.arange(int(rows_I[i])) + ends_I[i] - rows_I[i] for i in items]
     return np.concatenate([np.zeros(0, dtype=np.int64), *ranges])
 
 
