@@ -7,6 +7,8 @@ frozen parts and offloaded rows:
 - every gradient, the norm and every parameter after three SGD steps are within 1e-10 of one
   process, although the counts differ from step to step; every trained parameter moves;
 - each item is encoded once in the world (once per rank of its encoder lane);
+- the bridge sends what theory says: rows once to the data lane that uses them, and each gradient
+  once to the rank that needs it where that is one rank;
 - an evaluation between steps gives the same sums and leaves nothing behind;
 - a step that raises in any phase leaves nothing behind either;
 - the errors that such a schedule may have are seen: the encoder's gradients summed before phase 3,
@@ -17,6 +19,8 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_vl.parallel.recorder import record_collectives
+from paddle_vl.parallel.region_ops import assign_items
 from tests.multi_card_tests.colocated_toy import (
     Case,
     Ranks,
@@ -202,6 +206,34 @@ def left_behind_by_a_failed_step() -> dict[str, float]:
     return errors
 
 
+def bytes_of_a_step(encoder_mp: int) -> dict:
+    """Bridge collectives of a step, and their theoretical bytes."""
+    case = Case(PP2_DP2, encoder_mp, 3)
+    ranks = Ranks.of(case)
+    data = world_batches(0, ranks.topology.data_size, case)
+    with record_collectives() as recording:
+        ranks.runner.accumulate_gradients(ranks.batches(data), [total_weight(data)])
+    width = sum(ranks.runner.encoder.section_widths)
+    calls = [
+        (call.kind, call.num_bytes)
+        for call in recording.calls
+        if not call.is_message and call.shape[-1:] == (width,)
+    ]
+    rows = [sum(sum(batch["rows"]) for batch in lane) for lane in data]
+    own, row = rows[ranks.topology.data_rank], 8 * width
+    if encoder_mp > 1:
+        wanted = [("all_reduce", own * row)]
+        if encoder_mp == 4:
+            wanted.append(("all_gather", max(rows) * row))
+        return {"calls": calls, "wanted": wanted}
+    counts = [count for batch in data[ranks.topology.data_rank] for count in batch["rows"]]
+    shares = assign_items(np.array(counts), 2)
+    longest = max(sum(counts[item] for item in share) for share in shares)
+    # Padded to the longest share.
+    wanted = [("all_gather", longest * row), ("reduce_scatter", 2 * longest * row)]
+    return {"calls": calls, "wanted": wanted}
+
+
 def worker():
     paddle.set_default_dtype("float64")
     checks = {name: lambda case=case: check(case) for name, case in CASES.items()}
@@ -209,6 +241,7 @@ def worker():
         "summed before phase 3": summed_before_phase_3,
         "a lane's count": divided_by_a_lanes_count,
         "rows without their sum": rows_without_their_sum,
+        **{f"bytes {mp}": lambda mp=mp: bytes_of_a_step(mp) for mp in (1, 2, 4)},
         "failed step": left_behind_by_a_failed_step,
     }
     return run_checks(checks)
@@ -237,6 +270,12 @@ def test_gradients_norm_and_parameters_equal_one_process(outcomes, name):
 def test_a_broken_schedule_is_seen(outcomes, name):
     for error in outcome_of(outcomes, name):
         assert error > 1e-2
+
+
+@pytest.mark.parametrize("encoder_mp", [1, 2, 4])
+def test_the_bridge_sends_what_theory_says(outcomes, encoder_mp):
+    for found in outcome_of(outcomes, f"bytes {encoder_mp}"):
+        assert found["calls"] == found["wanted"]
 
 
 def test_a_failed_step_leaves_nothing_behind(outcomes):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 from paddle import Tensor
 
 from paddle_vl.parallel.collectives import all_gathered, all_reduced
@@ -28,14 +29,14 @@ class Encoded:
 
     Attributes:
         output: rows of this encoder lane's items `[M, C]`, in the graph; None without items.
-        own_rows: their numbers among all rows of the served lanes (of the data lane in fan-in).
+        rows_of_share: in fan-in, row numbers of each encoder lane of this data lane.
         rows_of_lanes: number of rows of each served data lane, in their order.
         rows: `[R, C]`, rows of this data lane, detached.
         rows_of_batch: rows of each micro-batch of this data lane.
     """
 
     output: Tensor | None
-    own_rows: np.ndarray
+    rows_of_share: list[np.ndarray]
     rows_of_lanes: list[int]
     rows: Tensor
     rows_of_batch: list[int]
@@ -54,6 +55,9 @@ class Bridge:
         self.encoder, self.groups, self.gradient_group = encoder, groups, gradient_group
         self._width = sum(encoder.section_widths)
         self._dtype = encoder.parameters()[0].dtype
+        # Index of each rank's encoder lane among those of its data lane.
+        grid, members = groups.grid, {groups.role.rank, *groups.lane_group.ranks}
+        self._share = {rank: grid.role(rank).encoder_lane % grid.lanes_in for rank in members}
 
     def forward(self, lanes: Sequence[Sequence[Any]], trains: bool) -> Encoded:
         """Encode this rank's items, and exchange the rows.
@@ -73,7 +77,7 @@ class Bridge:
         ]
         assigned = assign_items(items.costs, grid.lanes_in)
         rows_of_share = [_rows_of(share, items.rows) for share in assigned]
-        own_share = role.encoder_lane % grid.lanes_in
+        own_share = self._share[role.rank]
         output = None
         if assigned[own_share].size:
             sizes = [len(one.rows) for one in items_of_batch]
@@ -81,7 +85,7 @@ class Bridge:
         own_lane = role.served_lanes.index(role.place.lane)
         return Encoded(
             output,
-            rows_of_share[own_share],
+            rows_of_share,
             rows_of_lanes,
             self._rows_of_own_lane(output, rows_of_share, rows_of_lanes, own_lane),
             counts[own_lane * num_batches : (own_lane + 1) * num_batches],
@@ -96,10 +100,7 @@ class Bridge:
         total = sum(encoded.rows_of_lanes)
         if not total:
             return
-        with paddle.no_grad():
-            if gradient_RC.shape[0]:
-                gradient_RC = all_reduced(gradient_RC, self.gradient_group)
-            gradient = self._own_gradient(encoded, gradient_RC)
+        gradient = self._own_gradient(encoded, gradient_RC)
         if encoded.output is not None:
             output, encoded.output = encoded.output, None
             paddle.autograd.backward([output], [gradient])
@@ -124,23 +125,31 @@ class Bridge:
             start = sum(rows_of_lanes[:own_lane])
             return sent[start : start + rows_of_lanes[own_lane]]
         group = self.groups.bridge_group
-        shares = [grid.role(rank).encoder_lane % grid.lanes_in for rank in group.ranks]
-        numbers = [rows_of_share[share] for share in shares]
+        numbers = [rows_of_share[self._share[rank]] for rank in group.ranks]
         parts = _gathered(sent, [len(rows) for rows in numbers], group)
         order = np.argsort(np.concatenate(numbers))
         if not order.size:
             return self._nothing()
         return paddle.index_select(paddle.concat(parts), paddle.to_tensor(order))
 
+    @paddle.no_grad()
     def _own_gradient(self, encoded: Encoded, gradient_RC: Tensor) -> Tensor:
-        """Gradient of this encoder lane's rows."""
-        grid = self.groups.grid
+        """Gradient of this encoder lane's rows, summed over the ranks that have parts of it."""
+        grid, rows_of_share = self.groups.grid, encoded.rows_of_share
+        if grid.kind == "fan-in" and gradient_RC.shape[0]:
+            group = self.gradient_group
+            needed = [rows_of_share[self._share[rank]] for rank in group.ranks]
+            padded = group.nranks * max(len(rows) for rows in needed)
+            # An all-reduce sends each row twice.
+            if padded <= 2 * gradient_RC.shape[0]:
+                return _scattered(gradient_RC, needed, group)
+        if gradient_RC.shape[0]:
+            gradient_RC = all_reduced(gradient_RC, self.gradient_group)
         if grid.kind == "equal":
             return gradient_RC
         if grid.kind == "fan-in":
-            if not encoded.own_rows.size:
-                return self._nothing()
-            return paddle.index_select(gradient_RC, paddle.to_tensor(encoded.own_rows))
+            own = rows_of_share[self._share[self.groups.role.rank]]
+            return _selected(gradient_RC, own)
         group, lanes = self.groups.bridge_group, self.groups.role.served_lanes
         lane_of_rank = [grid.places[rank].lane for rank in group.ranks]
         counts = [encoded.rows_of_lanes[lanes.index(lane)] for lane in lane_of_rank]
@@ -161,6 +170,22 @@ def _gathered(own: Tensor, counts: Sequence[int], group: Any) -> list[Tensor]:
         own = paddle.concat([own, padding])
     everyone = all_gathered(own, group)
     return [everyone[i * longest : i * longest + count] for i, count in enumerate(counts)]
+
+
+def _scattered(gradient_RC: Tensor, needed: Sequence[np.ndarray], group: Any) -> Tensor:
+    """The rows that this rank of the group needs, summed over its ranks: one reduce-scatter."""
+    longest, width = max(len(rows) for rows in needed), gradient_RC.shape[1]
+    parts = []
+    for rows in needed:
+        padding = paddle.zeros([longest - len(rows), width], dtype=gradient_RC.dtype)
+        parts += [_selected(gradient_RC, rows), padding]
+    own = paddle.empty([longest, width], dtype=gradient_RC.dtype)
+    dist.stream.reduce_scatter(own, paddle.concat(parts), group=group)
+    return own[: len(needed[group.rank])]
+
+
+def _selected(rows_RC: Tensor, rows: np.ndarray) -> Tensor:
+    return paddle.index_select(rows_RC, paddle.to_tensor(rows)) if rows.size else rows_RC[:0]
 
 
 def _rows_of(items: np.ndarray, rows_I: np.ndarray) -> np.ndarray:

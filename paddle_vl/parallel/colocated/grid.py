@@ -17,6 +17,7 @@ between data lanes |
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 Kind = Literal["fan-in", "equal", "fan-out"]
@@ -89,7 +90,7 @@ class ColocatedGrid:
         """Data lanes whose items one encoder lane encodes."""
         return max(self.data_lanes // self.encoder_dp, 1)
 
-    @property
+    @cached_property
     def ordered_ranks(self) -> list[int]:
         """Global ranks by position."""
         return sorted(range(self.world_size), key=lambda rank: self.places[rank])
