@@ -19,6 +19,7 @@ from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
+from paddle_vl.parallel.colocated.runner import ColocatedRunner
 from paddle_vl.parallel.colocated.store import PartsStore
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
@@ -193,6 +194,8 @@ def _build(
         lock,
     )
     loader.while_waiting = trainer.check_data_wait
+    if isinstance(runner, ColocatedRunner):
+        runner.upcoming = trainer.feed.upcoming
     if checkpoint is not None:
         trainer.restore(checkpoint)
     logger.info(

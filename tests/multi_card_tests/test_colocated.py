@@ -87,7 +87,8 @@ HEAVY = {
 }
 # Other runs, each compared with one device: name -> overrides, layout on two ranks.
 VARIANTS = {
-    "frozen tower": (["model.freeze=[vision, mergers]"], [PP2, encoder_mp(2)]),
+    # The next step's images are encoded ahead.
+    "frozen tower": (["model.freeze=[vision, mergers]"], [PP2]),
     "frozen decoder": (["model.freeze=[language]"], [PP2, STATE]),
     "frozen blocks, rate of the mergers": (
         ["model.freeze=['model.visual.blocks.*']", "train.part_learning_rates={mergers: 1e-3}"],

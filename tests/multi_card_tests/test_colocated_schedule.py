@@ -9,6 +9,8 @@ frozen parts and offloaded rows:
 - each item is encoded once in the world (once per rank of its encoder lane);
 - the bridge sends what theory says: rows once to the data lane that uses them, and each gradient
   once to the rank that needs it where that is one rank;
+- a frozen encoder encodes the next step's items at the end of a step, once, and the next step is
+  the same;
 - an evaluation between steps gives the same sums and leaves nothing behind;
 - a step that raises in any phase leaves nothing behind either;
 - the errors that such a schedule may have are seen: the encoder's gradients summed before phase 3,
@@ -181,7 +183,7 @@ def left_behind_by_a_failed_step() -> dict[str, float]:
     ranks = Ranks.of(case)
     runner, data = ranks.runner, world_batches(0, ranks.topology.data_size, case)
     for owner, name in (
-        (runner.encoder, "encode"),
+        (runner.bridge, "encode"),
         (runner.engine, "train"),
         (runner.bridge, "backward"),
     ):
@@ -234,6 +236,30 @@ def bytes_of_a_step(encoder_mp: int) -> dict:
     return {"calls": calls, "wanted": wanted}
 
 
+def read_ahead() -> float:
+    """Error of a step whose items were encoded in the step before, after an evaluation."""
+    case = Case(PP2_DP2, frozen=("encoder",))
+    ranks = Ranks.of(case)
+    reference, runner = Reference(len(ranks.model.chunks), case), ranks.runner
+    data = [world_batches(step, ranks.topology.data_size, case) for step in range(2)]
+    batches = [ranks.batches(of_step) for of_step in data]
+    left = [batches[1], []]
+    runner.upcoming = lambda: left.pop(0)
+    runner.accumulate_gradients(batches[0], [total_weight(data[0])])
+    for parameter in ranks.model.parameters():
+        parameter.clear_gradient(False)
+    runner.loss_sums(batches[0])
+    runner.encoder.num_encoded = 0
+    # The trainer adds entries to the batches.
+    later = [{**batch, "needed": 1} for batch in batches[1]]
+    runner.accumulate_gradients(later, [total_weight(data[1])])
+    assert runner.encoder.num_encoded == 0
+    assert not left
+    ranks.ranks.sum_gradients(ranks.trained())
+    reference.backward(data[1])
+    return ranks.error(reference.gradients(), of_gradients=True)
+
+
 def worker():
     paddle.set_default_dtype("float64")
     checks = {name: lambda case=case: check(case) for name, case in CASES.items()}
@@ -242,6 +268,7 @@ def worker():
         "a lane's count": divided_by_a_lanes_count,
         "rows without their sum": rows_without_their_sum,
         **{f"bytes {mp}": lambda mp=mp: bytes_of_a_step(mp) for mp in (1, 2, 4)},
+        "read ahead": read_ahead,
         "failed step": left_behind_by_a_failed_step,
     }
     return run_checks(checks)
@@ -276,6 +303,11 @@ def test_a_broken_schedule_is_seen(outcomes, name):
 def test_the_bridge_sends_what_theory_says(outcomes, encoder_mp):
     for found in outcome_of(outcomes, f"bytes {encoder_mp}"):
         assert found["calls"] == found["wanted"]
+
+
+def test_the_next_steps_items_are_encoded_ahead(outcomes):
+    for error in outcome_of(outcomes, "read ahead"):
+        assert error < TOLERANCE
 
 
 def test_a_failed_step_leaves_nothing_behind(outcomes):

@@ -28,17 +28,15 @@ class Encoded:
     """This rank's part of an encoder forward pass.
 
     Attributes:
-        output: rows of this encoder lane's items `[M, C]`, in the graph; None without items.
+        output: rows of this rank's items `[M, C]`, in the graph; None without items.
         rows_of_share: in fan-in, row numbers of each encoder lane of this data lane.
         rows_of_lanes: number of rows of each served data lane, in their order.
-        rows: `[R, C]`, rows of this data lane, detached.
         rows_of_batch: rows of each micro-batch of this data lane.
     """
 
     output: Tensor | None
     rows_of_share: list[np.ndarray]
     rows_of_lanes: list[int]
-    rows: Tensor
     rows_of_batch: list[int]
 
 
@@ -59,8 +57,8 @@ class Bridge:
         grid, members = groups.grid, {groups.role.rank, *groups.lane_group.ranks}
         self._share = {rank: grid.role(rank).encoder_lane % grid.lanes_in for rank in members}
 
-    def forward(self, lanes: Sequence[Sequence[Any]], trains: bool) -> Encoded:
-        """Encode this rank's items, and exchange the rows.
+    def encode(self, lanes: Sequence[Sequence[Any]], trains: bool) -> Encoded:
+        """Encode this rank's items; collective over the encoder's mp group alone.
 
         Args:
             lanes: the micro-batches of each served data lane.
@@ -87,9 +85,27 @@ class Bridge:
             output,
             rows_of_share,
             rows_of_lanes,
-            self._rows_of_own_lane(output, rows_of_share, rows_of_lanes, own_lane),
             counts[own_lane * num_batches : (own_lane + 1) * num_batches],
         )
+
+    @paddle.no_grad()
+    def exchange(self, encoded: Encoded) -> Tensor:
+        """`[R, C]`: the rows of this data lane, detached."""
+        grid, role = self.groups.grid, self.groups.role
+        sent = self._nothing() if encoded.output is None else encoded.output.detach()
+        if grid.kind == "equal":
+            return sent
+        if grid.kind == "fan-out":
+            own_lane = role.served_lanes.index(role.place.lane)
+            start = sum(encoded.rows_of_lanes[:own_lane])
+            return sent[start : start + encoded.rows_of_lanes[own_lane]]
+        group = self.groups.bridge_group
+        numbers = [encoded.rows_of_share[self._share[rank]] for rank in group.ranks]
+        parts = _gathered(sent, [len(rows) for rows in numbers], group)
+        order = np.argsort(np.concatenate(numbers))
+        if not order.size:
+            return self._nothing()
+        return paddle.index_select(paddle.concat(parts), paddle.to_tensor(order))
 
     def backward(self, encoded: Encoded, gradient_RC: Tensor) -> None:
         """Sum the gradients of this data lane's rows, and run the encoder's backward pass.
@@ -108,29 +124,6 @@ class Bridge:
     def _encode(self, batches: Sequence[Any], own: list[np.ndarray], trains: bool) -> Tensor:
         with paddle.set_grad_enabled(trains), encoder_random():
             return self.encoder.encode(batches, own)
-
-    @paddle.no_grad()
-    def _rows_of_own_lane(
-        self,
-        output: Tensor | None,
-        rows_of_share: list[np.ndarray],
-        rows_of_lanes: list[int],
-        own_lane: int,
-    ) -> Tensor:
-        grid = self.groups.grid
-        sent = self._nothing() if output is None else output.detach()
-        if grid.kind == "equal":
-            return sent
-        if grid.kind == "fan-out":
-            start = sum(rows_of_lanes[:own_lane])
-            return sent[start : start + rows_of_lanes[own_lane]]
-        group = self.groups.bridge_group
-        numbers = [rows_of_share[self._share[rank]] for rank in group.ranks]
-        parts = _gathered(sent, [len(rows) for rows in numbers], group)
-        order = np.argsort(np.concatenate(numbers))
-        if not order.size:
-            return self._nothing()
-        return paddle.index_select(paddle.concat(parts), paddle.to_tensor(order))
 
     @paddle.no_grad()
     def _own_gradient(self, encoded: Encoded, gradient_RC: Tensor) -> Tensor:

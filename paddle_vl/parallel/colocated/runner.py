@@ -7,10 +7,11 @@
    pass.
 
 Gradients of the encoder are summed over its lanes after phase 3, with those of the language model
-over theirs; both are sums of losses that are divided by the counts of the full step.
+over theirs; both are sums of losses that are divided by the counts of the full step. A frozen
+encoder has no phase 3, and encodes the items of the next step there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -55,6 +56,9 @@ class ColocatedRunner(PipelineRunner):
         self.bridge = Bridge(encoder, groups, gradient_group)
         self._sections = [frozenset(encoder.sections_of(chunk)) for chunk in self.chunks]
         self._leaves: Leaves | None = None
+        # The next step's batches, for a frozen encoder; set by the trainer.
+        self.upcoming: Callable[[], Sequence[Batch]] | None = None
+        self._ahead: tuple[Sequence[Batch], Encoded] | None = None
 
     def accumulate_gradients(
         self,
@@ -68,9 +72,11 @@ class ColocatedRunner(PipelineRunner):
             with self.marked():
                 encoded = self._encode(batches, bool(trained))
             terms = super().accumulate_gradients(batches, totals, store)
-            if trained:
-                with self.marked():
+            with self.marked():
+                if trained:
                     self._backward(encoded, batches, trained)
+                else:
+                    self._read_ahead()
             return terms
         except BaseException:
             self._drop_gradients(store)
@@ -87,18 +93,43 @@ class ColocatedRunner(PipelineRunner):
             self._leaves = None
 
     def _encode(self, batches: Sequence[Batch], trains: bool) -> Encoded:
-        encoded = self.bridge.forward(self._lanes(batches), trains)
+        encoded = self._encoded_ahead(batches)
+        if encoded is None:
+            encoded = self.bridge.encode(self._lanes(batches), trains)
         used = frozenset().union(*(self._sections[number] for number in self.own_chunks))
         self._leaves = Leaves(
-            encoded.rows,
+            self.bridge.exchange(encoded),
             encoded.rows_of_batch,
             self.encoder.section_widths,
             used,
             trains,
             self.offloads_rows,
         )
-        # The leaves are copies: keep one set of rows during the pipeline.
-        encoded.rows = encoded.rows[:0]
+        if not trains:
+            # The leaves are copies.
+            encoded.output = None
+        return encoded
+
+    def _read_ahead(self) -> None:
+        """Encode this rank's items of the next step while other stages still run this one.
+
+        Without collectives: a rank whose data fails would leave the others waiting. So not with a
+        divided encoder, and the rows are exchanged in the next step.
+        """
+        if self.upcoming is None or self.groups.mp_group.nranks > 1:
+            return
+        batches = self.upcoming()
+        if batches:
+            self._ahead = batches, self.bridge.encode(self._lanes(batches), trains=False)
+
+    def _encoded_ahead(self, batches: Sequence[Batch]) -> Encoded | None:
+        """What `_read_ahead` has encoded, if it is of these batches."""
+        if self._ahead is None:
+            return None
+        ahead, encoded = self._ahead
+        if len(ahead) != len(batches) or not all(map(_is_same, ahead, batches)):
+            return None
+        self._ahead = None
         return encoded
 
     def _backward(
@@ -150,3 +181,8 @@ class ColocatedRunner(PipelineRunner):
         if store is not None:
             for total in store.gradient_sums():
                 total.zero_()
+
+
+def _is_same(batch: Mapping[str, Any], later: Mapping[str, Any]) -> bool:
+    """Whether a batch has become another one by added entries alone."""
+    return all(later.get(name) is value for name, value in batch.items())
