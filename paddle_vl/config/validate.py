@@ -149,6 +149,11 @@ def colocated_has_an_encoder(config: RunConfig) -> Problems:
             f"parallel.schedule is colocated, which {config.family} does not support yet: set "
             "parallel.schedule=plain"
         )
+    if parallel.schedule == "colocated" and parallel.vision == "replicate":
+        yield (
+            "parallel.vision is replicate but parallel.schedule is colocated, where "
+            "parallel.encoder divides the encoder's work: remove parallel.vision"
+        )
     defaults = EncoderConfig()
     given = [
         f"parallel.encoder.{name} {value}"

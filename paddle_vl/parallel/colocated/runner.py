@@ -175,6 +175,7 @@ class ColocatedRunner(PipelineRunner):
 
     def _drop_gradients(self, store: ParameterStore | None) -> None:
         """Forget what the micro-batches of a failed step have left."""
+        self._store = None
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.clear_gradient(False)

@@ -153,6 +153,8 @@ def test_settings_of_the_encoder_need_the_schedule(tmp_path):
     file = write_tiny_run(tmp_path)
     with pytest.raises(ValueError, match=r"parallel.encoder.mp_degree 2: without effect while"):
         load_run_config(file, ["parallel.encoder.mp_degree=2"])
+    with pytest.raises(ValueError, match=r"parallel.vision is replicate but parallel.schedule is"):
+        load_run_config(file, ["parallel.schedule=colocated", "parallel.vision=replicate"])
     config = load_run_config(
         file, ["parallel.schedule=colocated", "parallel.encoder={mp_degree: 2}"]
     )
