@@ -179,10 +179,12 @@ class Layout:
         if self.topology.encoder is not None:
             assert item_encoder is not None, "the colocated schedule needs the family's encoder"
             make = ColocatedRunner
+            encoder = item_encoder(model)
+            splits_rows = self.config.parallel.sequence_parallel and encoder.splits_rows
             settings = {
-                "encoder": item_encoder(model),
+                "encoder": encoder,
                 "topology": self.topology,
-                "ranks_use_other_rows": self.config.parallel.sequence_parallel,
+                "ranks_use_other_rows": splits_rows,
                 "offloads_rows": self.config.parallel.encoder.offload_rows,
             }
         return make(

@@ -27,10 +27,21 @@ class Items(NamedTuple):
 
 
 class ItemEncoder(Protocol):
-    """A family's encoder. M rows, C the sum of `section_widths`."""
+    """A family's encoder. M rows, C the sum of `section_widths`.
+
+    Attributes:
+        splits_rows: whether mp ranks use different rows of a batch under sequence parallelism.
+        is_known_early: whether the items of a batch are known before ranks agree on a step.
+    """
 
     @property
     def section_widths(self) -> Sequence[int]: ...
+
+    @property
+    def splits_rows(self) -> bool: ...
+
+    @property
+    def is_known_early(self) -> bool: ...
 
     def parameters(self) -> list[Tensor]:
         """Of the encoder, trained and frozen."""
@@ -42,6 +53,14 @@ class ItemEncoder(Protocol):
 
     def has_items_anywhere(self, batch: Any) -> bool:
         """Whether any rank's micro-batch at this position has items; the same on every rank."""
+        ...
+
+    def in_lane(self, other: Any, own: Any) -> Any:
+        """Another data lane's batch as that lane's ranks have it, once they have agreed.
+
+        Args:
+            own: this lane's batch at the same position.
+        """
         ...
 
     def encode(self, batches: Sequence[Any], own: Sequence[np.ndarray]) -> Tensor:
