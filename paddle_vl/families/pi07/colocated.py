@@ -150,6 +150,6 @@ def _stacked(arrays: Sequence[Any]) -> Any:
     """Arrays or tensors as one tensor; None for none."""
     if not arrays:
         return None
-    if isinstance(arrays[0], np.ndarray):
+    if all(isinstance(array, np.ndarray) for array in arrays):
         return paddle.to_tensor(np.stack(arrays))
     return paddle.stack([paddle.to_tensor(array) for array in arrays])

@@ -186,7 +186,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
     """
 
     config: PI07Config
-    prefix: PrefixEmbedding | None
+    prefix: Any
 
     def __init__(
         self,
@@ -207,8 +207,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         width = vlm.gemma3_config.text_config.hidden_size
         camera_tokens = vlm.gemma3_config.mm_tokens_per_image
         self.tokens = PrefixTokens(PREFIX_BLOCKS, label_ids, camera_tokens)
-        self.prefix: Any = None
-        self.suffix, self.da_head, self.action_out_proj = None, None, None
+        self.prefix, self.suffix, self.da_head, self.action_out_proj = None, None, None, None
         if self.placement.stage_layers.embedding:
             self.prefix = PrefixEmbedding(config, self.tokens, num_groups, self.placement)
             self.suffix = SuffixEmbedding(config, num_groups)
