@@ -256,6 +256,8 @@ class TensorToWrite(NamedTuple):
         produce: makes the array, which may be memory that changes later, such as a parameter's.
         arrange: converts it to the layout of the file, without collectives or the device, so it may
             run later in another thread.
+        is_joined: another pipeline stage writes it; this rank only takes part in the collectives of
+            `produce`. Such tensors come first.
     """
 
     name: str
@@ -263,6 +265,7 @@ class TensorToWrite(NamedTuple):
     dtype: str
     produce: Callable[[], np.ndarray]
     arrange: Callable[[np.ndarray], np.ndarray] = _as_it_is
+    is_joined: bool = False
 
     @property
     def num_bytes(self) -> int:

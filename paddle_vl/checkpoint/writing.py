@@ -18,7 +18,7 @@ from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_paramete
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.parameter_table import Tie
+from paddle_vl.nn.parameter_table import Saved
 from paddle_vl.nn.placement import CheckpointRanks
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -55,14 +55,22 @@ def parameters_to_write(
     tensors = []
     for items in by_parameter(parameters):
         first = items[0]
-        if first.table[first.parameter].tie is Tie.COPY:
+        spec = first.table[first.parameter]
+        if not spec.joins_saving:
             continue
         produce = [partial(_full_value, first, store, copy=False)]
         if first.block is not None:
             produce = SharedArray(produce[0], whole_slices(first.parameter)).slices()
         dtype = STORED_DTYPES[first.parameter.dtype]
         tensors += [
-            TensorToWrite(prefix + i.key, i.stored_shape, dtype, make, i.layout.to_stored)
+            TensorToWrite(
+                prefix + i.key,
+                i.stored_shape,
+                dtype,
+                make,
+                i.layout.to_stored,
+                spec.saved is Saved.JOINED,
+            )
             for i, make in zip(items, produce, strict=True)
         ]
     return tensors
@@ -101,6 +109,8 @@ def write_tensors(
         write: writes a file of tensors; it produces their arrays before it returns.
     """
     ranks, tensors = ranks or CheckpointRanks(), list(tensors)
+    skipped = [tensor.produce for tensor in tensors if tensor.is_joined]
+    tensors = [tensor for tensor in tensors if not tensor.is_joined]
     total = sum(tensor.num_bytes for tensor in tensors)
     share = max(-(-total // ranks.size), MIN_SHARD_BYTES)
     shards = _cut(tensors, share, max_shard_bytes)
@@ -112,7 +122,6 @@ def write_tensors(
         count = f"{len(every_shard):05d}"
         names = [f"{stem}-{i + 1:05d}-of-{count}.safetensors" for i in range(len(every_shard))]
     first = sum(len(shards_of_stage) for shards_of_stage in sizes[: ranks.stage])
-    skipped: list[Callable[[], np.ndarray]] = []
     for number, shard in enumerate(shards):
         if number % ranks.size == ranks.rank:
             write(folder / names[first + number], _after(shard, skipped))

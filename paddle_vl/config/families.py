@@ -32,6 +32,17 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class EncoderShape:
+    """Sizes of an encoder that tensor parallelism divides, under `schedule: colocated`.
+
+    Attributes:
+        widths: by the name of the setting in the model's configuration.
+    """
+
+    widths: dict[str, int]
+
+
+@dataclass(frozen=True)
 class FamilyEntry:
     """A registered model family.
 

@@ -18,6 +18,24 @@ class FleetConfig(Section):
     """options of sharding at stage 1, e.g. {comm_overlap: true}"""
 
 
+class EncoderConfig(Section):
+    """The encoder's own mesh under `schedule: colocated`, over the same ranks."""
+
+    dp_degree: Annotated[int | None, Field(ge=1, le=1 << 20)] = None
+    """encoder lanes: groups of mp_degree ranks that encode different items; default: all ranks
+    divided by encoder.mp_degree, and another number is refused"""
+    mp_degree: Annotated[int, Field(ge=1, le=1 << 20)] = 1
+    """tensor-parallel degree of the encoder: ranks that share its attention heads and MLPs"""
+    sharding_stage: Literal[0, 1] = 0
+    """1 shards the encoder's optimizer state over its lanes (ZeRO-1); 0 keeps it on every rank"""
+    pp_degree: Annotated[int, Field(ge=1)] = 1
+    """always 1: the encoder has no pipeline"""
+    cp_degree: Annotated[int, Field(ge=1)] = 1
+    """always 1: the encoder has no context parallelism"""
+    offload_rows: bool = False
+    """keep the encoder's output rows and their gradients in host memory between the phases"""
+
+
 class MeshSettings(Section):
     """Degrees of the mesh axes and the pipeline's schedule; a degree of 1 turns an axis off."""
 
@@ -31,6 +49,11 @@ class MeshSettings(Section):
     """sharding degree: ranks with different samples and sharded optimizer state"""
     sharding_stage: Literal[1, 2, 3] = 1
     """what is sharded, as in ZeRO: optimizer state (1), gradients too (2), parameters too (3)"""
+    schedule: Literal["plain", "colocated"] = "plain"
+    """where the encoder runs: in the first pipeline stage (plain), or on all ranks before and after
+    the pipeline of the language model (colocated)"""
+    encoder: EncoderConfig = EncoderConfig()
+    """the encoder's mesh under schedule: colocated"""
     sequence_parallel: bool = False
     """shard the token rows between the matrices over the mp ranks"""
     num_virtual_stages: Annotated[int, Field(ge=1, le=1024)] = 1

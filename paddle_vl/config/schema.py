@@ -189,6 +189,7 @@ class RunConfig(Section):
         family: name of the family in messages and help.
         parts: named groups of parameters for settings, as patterns over parameter names.
         needs_processor: whether data.processor or model.pretrained must name a folder.
+        has_colocated: whether parallel.schedule may be colocated.
         fixed_settings: settings or sections that a resumed run must not change, because weights,
             optimizer state, data position or random state of the checkpoint depend on them.
     """
@@ -196,6 +197,7 @@ class RunConfig(Section):
     family: ClassVar[str] = "a model family"
     parts: ClassVar[dict[str, tuple[str, ...]]] = {}
     needs_processor: ClassVar[bool] = True
+    has_colocated: ClassVar[bool] = False
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *("model.pretrained", "model.config", "model.compute_dtype", "model.freeze"),
         *("data.train", "data.processor", "data.on_bad_sample"),

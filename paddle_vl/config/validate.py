@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paddle_vl.config.data_sources import SourceConfig, matches
+from paddle_vl.config.parallel_settings import EncoderConfig
 from paddle_vl.config.schema import RunConfig
 
 Problems = Iterator[str]
@@ -142,6 +143,32 @@ def sharding_settings_have_an_effect(config: RunConfig) -> Problems:
             )
 
 
+def colocated_has_an_encoder(config: RunConfig) -> Problems:
+    parallel = config.parallel
+    if parallel.schedule == "colocated" and not config.has_colocated:
+        yield (
+            f"parallel.schedule is colocated, which {config.family} does not support yet: set "
+            "parallel.schedule=plain"
+        )
+    if parallel.schedule == "colocated" and parallel.vision == "replicate":
+        yield (
+            "parallel.vision is replicate but parallel.schedule is colocated, where "
+            "parallel.encoder divides the encoder's work: remove parallel.vision"
+        )
+    defaults = EncoderConfig()
+    given = [
+        f"parallel.encoder.{name} {value}"
+        for name, value in parallel.encoder
+        if value != getattr(defaults, name)
+    ]
+    if parallel.schedule == "plain" and given:
+        yield (
+            f"{', '.join(given)}: without effect while parallel.schedule is plain, where the "
+            "encoder is part of the first pipeline stage; set parallel.schedule=colocated, or "
+            "remove it"
+        )
+
+
 def dtype_runs_on_device(config: RunConfig, device: str) -> Problems:
     if config.model.compute_dtype == "bfloat16" and device.startswith("cpu"):
         yield (
@@ -241,6 +268,7 @@ CONFIG_RULES = (
     evaluation_has_data,
     part_rates_have_a_schedule,
     sharding_settings_have_an_effect,
+    colocated_has_an_encoder,
 )
 LAUNCH_RULES = (
     dtype_runs_on_device,

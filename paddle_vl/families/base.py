@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.safetensors_io import FileWriter
-from paddle_vl.config.families import ModelShape
+from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import Collator, SampleSource
@@ -224,6 +224,7 @@ class Family(ABC):
         model_config: configuration of the model.
         shape: decoder sizes, checked against the degrees of parallelism.
         costs: relative costs for dividing the layers over pipeline stages.
+        encoder_shape: sizes of the encoder under the colocated schedule; None without support.
         pad_to_multiple_of: divides the padded length of every batch; None if parallelism does not
             depend on it.
         fields: optional fields of the data and whether they are present, the same on all ranks.
@@ -238,6 +239,7 @@ class Family(ABC):
     model_config: Any
     shape: ModelShape
     costs: LayerCosts
+    encoder_shape: EncoderShape | None = None
     pad_to_multiple_of: int | None = None
     fields: Mapping[str, bool] = {}
     sample_kind: str = "samples"
@@ -273,6 +275,17 @@ class Family(ABC):
     @abstractmethod
     def full_shapes(self, model: Any) -> dict[str, tuple[int, ...]]:
         """Unsharded shape of every parameter of the full model, by checkpoint key."""
+
+    def item_encoder(self, model: Any) -> Any:
+        """The model's encoder under the colocated schedule, an `ItemEncoder` of
+        `paddle_vl.parallel.colocated.encoder`.
+
+        Raises:
+            ValueError: the family does not support the schedule.
+        """
+        raise ValueError(
+            f"{self.config.family} does not support parallel.schedule=colocated: set it to plain"
+        )
 
     def trainable_names(self, model: Any) -> Iterable[str] | None:
         """Checkpoint keys that may be trained; None for all."""

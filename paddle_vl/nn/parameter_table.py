@@ -24,6 +24,14 @@ class Tie(Enum):
     COPY = "as OWNER, but this is the copy: it is neither counted nor saved"
 
 
+class Saved(Enum):
+    """Whether this rank's pipeline stage writes a parameter and its optimizer state to files."""
+
+    HERE = "it does"
+    JOINED = "another stage does; this rank takes part in the all-gathers"
+    ELSEWHERE = "another stage does, without all-gathers"
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """How a parameter is sharded and reduced, for training, sharding and checkpoints.
@@ -38,6 +46,9 @@ class ParamSpec:
             rank's own generator.
         tie: see `Tie`.
         is_expert: dim 0 is sharded over the expert-parallel (ep) group.
+        is_encoder: of an encoder that every rank has (`schedule: colocated`); its mp group is the
+            encoder's own, and so are the ranks that its gradients are summed over.
+        saved: see `Saved`.
     """
 
     split_axis: int | None = None
@@ -46,6 +57,13 @@ class ParamSpec:
     has_own_inputs: bool = False
     tie: Tie = Tie.NONE
     is_expert: bool = False
+    is_encoder: bool = False
+    saved: Saved = Saved.HERE
+
+    @property
+    def joins_saving(self) -> bool:
+        """Whether this rank takes part in saving it, as the writer or in its all-gathers."""
+        return self.tie is not Tie.COPY and self.saved is not Saved.ELSEWHERE
 
 
 REPLICATED = ParamSpec()
@@ -70,13 +88,20 @@ class ParameterTable:
     ):
         self._mp_group, self._ep_group = mp_group, ep_group
         self._all_gather = all_gather or _refuse
+        # Group over which parameters of a colocated encoder are sharded; None for no sharding.
+        self._encoder_group: Any = None
         # Weak: a weight replaced by `nn.linear.separate` must be freed.
         self._entries: dict[int, tuple[weakref.ref[Tensor], ParamSpec]] = {}
 
     @property
     def is_sharded(self) -> bool:
         """Whether parameters are sharded over ranks."""
-        return self._mp_group is not None or self._ep_group is not None
+        groups = (self._mp_group, self._ep_group, self._encoder_group)
+        return any(group is not None for group in groups)
+
+    def shard_encoder(self, mp_group: Any, all_gather: AllGather) -> None:
+        """Set the group over which parameters of a colocated encoder are sharded."""
+        self._encoder_group, self._all_gather = mp_group, all_gather
 
     def add(self, parameters: Iterable[Tensor], spec: ParamSpec = REPLICATED) -> None:
         """Set or replace the spec of parameters."""
@@ -114,8 +139,9 @@ class ParameterTable:
     def full_shape(self, parameter: Tensor) -> tuple[int, ...]:
         """Shape of the parameter in the full model."""
         spec, shape = self[parameter], list(parameter.shape)
-        if self._mp_group is not None and spec.split_axis is not None:
-            shape[spec.split_axis] *= self._mp_group.nranks
+        group = self._group_of(spec)
+        if group is not None and spec.split_axis is not None:
+            shape[spec.split_axis] *= group.nranks
         if self._ep_group is not None and spec.is_expert:
             shape[0] *= self._ep_group.nranks
         return tuple(shape)
@@ -125,9 +151,10 @@ class ParameterTable:
         spec = self[parameter]
         if self._ep_group is not None and spec.is_expert:
             full = np.split(full, self._ep_group.nranks)[self._ep_group.rank]
-        if self._mp_group is None or spec.split_axis is None:
+        group = self._group_of(spec)
+        if group is None or spec.split_axis is None:
             return full
-        ranks, rank, axis = self._mp_group.nranks, self._mp_group.rank, spec.split_axis
+        ranks, rank, axis = group.nranks, group.rank, spec.split_axis
         blocks = np.split(full, _cuts(spec), axis=axis)
         return np.concatenate([np.split(b, ranks, axis=axis)[rank] for b in blocks], axis=axis)
 
@@ -153,13 +180,18 @@ class ParameterTable:
                 while the array is in use.
         """
         spec, value = self[parameter], parameter if value is None else value
-        if self._mp_group is None or spec.split_axis is None:
+        group = self._group_of(spec)
+        if group is None or spec.split_axis is None:
             full = host_array(value, copy)
         else:
-            full = joined_shards(spec, self._all_gather(value.detach(), self._mp_group))
+            full = joined_shards(spec, self._all_gather(value.detach(), group))
         if self._ep_group is None or not spec.is_expert:
             return full
         return np.concatenate(self._all_gather(paddle.to_tensor(full), self._ep_group))
+
+    def _group_of(self, spec: ParamSpec) -> Any:
+        """The mp group over which a parameter is sharded; None without one."""
+        return self._encoder_group if spec.is_encoder else self._mp_group
 
 
 def joined_shards(spec: ParamSpec, shards: Sequence[np.ndarray]) -> np.ndarray:

@@ -43,14 +43,23 @@ class StageLayers:
     """The layers of this rank's pipeline stage; all layers without a pipeline.
 
     Attributes:
-        embedding: whether it has vision tower and token embedding.
+        embedding: whether it has the token embedding, and the vision tower unless every stage
+            has it.
         layers: numbers of its decoder layers; None for all.
         head: whether it has final norm and head.
+        encoder_everywhere: whether every stage has the vision tower, whose rows come with a batch
+            (`schedule: colocated`).
     """
 
     embedding: bool = True
     layers: frozenset[int] | None = None
     head: bool = True
+    encoder_everywhere: bool = False
+
+    @property
+    def tower(self) -> bool:
+        """Whether this stage has the vision tower."""
+        return self.embedding or self.encoder_everywhere
 
     @property
     def is_full(self) -> bool:
@@ -94,6 +103,18 @@ class ExpertSharding(Protocol):
 
     def shard(self, make: Callable[[int], Experts], num_experts: int) -> Experts:
         """This rank's experts; `make(n)` builds n experts."""
+        ...
+
+
+class EncoderLayers(Protocol):
+    """Layers of a colocated encoder, see `paddle_vl.parallel.colocated.encoder_layers`."""
+
+    def tower(self, layer: Layer) -> Layer:
+        """An encoder, with its linears split over the encoder's mp group."""
+        ...
+
+    def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
+        """Add an adapter to one of its linears."""
         ...
 
 
@@ -206,7 +227,12 @@ class LayerFactory:
     Args:
         stage_layers: layers of the pipeline stage, for weights that two stages share.
         expert_sharding: None where every rank has all experts.
+
+    Attributes:
+        encoder_layers: of a colocated encoder; None without one.
     """
+
+    encoder_layers: EncoderLayers | None = None
 
     def __init__(
         self,
@@ -311,7 +337,7 @@ class LayerFactory:
 
     def tower(self, layer: Layer) -> Layer:
         """A vision tower, which runs through `encode_visual` or `encode_items` of `RegionOps`."""
-        return self._recorded(layer)
+        return self._recorded(layer) if self.encoder_layers is None else self._colocated(layer)
 
     def row_dropout(self, p: float) -> RowDropout:
         """Dropout of token rows inside the sequence-parallel region."""
@@ -322,9 +348,16 @@ class LayerFactory:
 
         The factor on the sharded dim of the linear's weight is sharded too.
         """
+        if self.encoder_layers is not None and self.parameter_table[layer.weight].is_encoder:
+            self.encoder_layers.add_low_rank(layer, settings)
+            return
         layer.add_low_rank(settings)
         assert layer.lora is not None
         self._recorded(layer.lora)
+
+    def _colocated(self, layer: Layer) -> Layer:
+        assert self.encoder_layers is not None
+        return self.encoder_layers.tower(layer)
 
     def _make_experts(self, count: int, width: int, inner: int, init_std: float) -> Experts:
         return self._recorded(Experts(count, width, inner, init_std))

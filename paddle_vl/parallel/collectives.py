@@ -15,6 +15,7 @@ first two act on dim 0:
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import Tensor
@@ -47,6 +48,13 @@ def all_gathered(x_TD: Tensor, group) -> Tensor:
     rows = paddle.empty([x_TD.shape[0] * group.nranks, *x_TD.shape[1:]], dtype=x_TD.dtype)
     dist.stream.all_gather(rows, x_TD.contiguous(), group=group)
     return rows
+
+
+def gathered_arrays(value: Tensor, group) -> list[np.ndarray]:
+    """The values of all ranks on the host, of equal shape, in the group's order."""
+    shards: list[Tensor] = []
+    dist.all_gather(shards, value, group=group)
+    return [shard.numpy() for shard in shards]
 
 
 @paddle.no_grad()

@@ -11,8 +11,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from paddle_vl.config.families import ModelShape
+from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.config.parallel_settings import MeshSettings
+from paddle_vl.parallel.colocated import rules as colocated
 
 Problems = Iterator[str]
 AXES = ("dp", "mp", "pp", "sharding")
@@ -46,12 +47,14 @@ class Plan:
     Attributes:
         num_processes: world size of the launcher.
         pad_to_multiple_of: divides the padded length of every batch.
+        encoder: sizes of the encoder under the colocated schedule.
     """
 
     degrees: ParallelDegrees
     num_processes: int
     model: ModelShape | None = None
     pad_to_multiple_of: int | None = None
+    encoder: EncoderShape | None = None
 
 
 def plan_problems(plan: Plan) -> list[str]:
@@ -102,6 +105,10 @@ def micro_batches_fill_pipeline(plan: Plan) -> Problems:
     degrees = plan.degrees
     stages, micro_batches = degrees.pp_degree, degrees.num_micro_batches
     if stages == 1:
+        return
+    is_plain_1f1b = degrees.pp_schedule == "1f1b" and degrees.num_virtual_stages == 1
+    if degrees.schedule == "colocated" and is_plain_1f1b:
+        # Stages that wait for the pipeline have work in the encoder.
         return
     if micro_batches < stages:
         yield (
@@ -293,4 +300,5 @@ RULES = (
     expert_width_divides,
     experts_divide,
     token_rows_divide,
+    *colocated.RULES,
 )

@@ -13,10 +13,12 @@ import paddle
 import paddle.distributed as dist
 from paddle import Tensor
 
+from paddle_vl.nn.adamw import gradient_of
 from paddle_vl.nn.parameter_table import ParamSpec, Tie
 from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
-from paddle_vl.parallel.random_state import seed_split_random
+from paddle_vl.parallel.colocated.groups import EncoderGroups
+from paddle_vl.parallel.random_state import seed_encoder_random, seed_split_random
 from paddle_vl.parallel.topology import Topology
 
 
@@ -108,6 +110,9 @@ class FleetRanks(SingleRank):
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
         # The first replica; with expert parallelism the first dp ranks that have all experts.
         self.holds_model = topology.dp_rank < topology.degrees.ep_degree
+        self._encoder = topology.encoder
+        if self._encoder is not None and self._encoder.saves_together:
+            self.holds_model = True
         self.random_place = (topology.data_rank, topology.pp_rank)
         # All mp ranks and all stages of a data shard have the same samples.
         self.counts_data = topology.mp_rank == 0 and topology.pp_rank == 0
@@ -155,6 +160,9 @@ class FleetRanks(SingleRank):
 
     def counts_here(self, spec: ParamSpec) -> bool:
         """See `SingleRank`."""
+        if spec.is_encoder:
+            assert self._encoder is not None, "no encoder parameters under the plain schedule"
+            return self._encoder.counts_here(spec.split_axis is not None)
         is_first_of_its_kind = spec.split_axis is not None or self.topology.mp_rank == 0
         if spec.tie is Tie.COPY:
             return False
@@ -163,13 +171,20 @@ class FleetRanks(SingleRank):
 
     def seed_split_random(self, entropy: Sequence[int]) -> None:
         seed_split_random(entropy, self.topology.mp_rank)
+        if self._encoder is not None:
+            role, (seed, step) = self._encoder.role, entropy[:2]
+            seed_encoder_random(seed, step, role.encoder_lane, role.encoder_place)
 
     def sum_gradients(self, tensors: Sequence[tuple[Tensor, ParamSpec]]) -> None:
         """All-reduce gradients, once per step, in this order: partial ones over mp, those of tied
         weights over the first and last pipeline stage, those of all parameters over dp (of experts
         over the dp ranks with the same experts). Sharding has reduced over its own group before.
+        Gradients of a colocated encoder are summed over the encoder's own groups.
         """
         topology = self.topology
+        if self._encoder is not None:
+            self._sum_encoder_gradients([t for t in tensors if t[1].is_encoder], self._encoder)
+            tensors = [t for t in tensors if not t[1].is_encoder]
         if topology.mp_group.nranks > 1:
             all_reduce_partial_gradients(tensors, topology.mp_group)
         # On a stage without trained parameters no dp or mp rank communicates.
@@ -183,6 +198,17 @@ class FleetRanks(SingleRank):
         experts = topology.expert_dp_group
         if experts is not None and experts.nranks > 1:
             all_reduce_gradients([tensor for tensor, spec in tensors if spec.is_expert], experts)
+
+    def _sum_encoder_gradients(
+        self, tensors: Sequence[tuple[Tensor, ParamSpec]], encoder: EncoderGroups
+    ) -> None:
+        # The runner gives every rank gradients if the step has items, and none if it has not.
+        if all(gradient_of(tensor) is None for tensor, _ in tensors):
+            return
+        if encoder.mp_group.nranks > 1:
+            all_reduce_partial_gradients(tensors, encoder.mp_group)
+        if encoder.dp_group.nranks > 1 and not encoder.shards_state:
+            all_reduce_gradients([tensor for tensor, _ in tensors], encoder.dp_group)
 
     def wait(self) -> None:
         dist.barrier()

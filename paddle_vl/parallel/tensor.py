@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import paddle.distributed as dist
 from paddle import Tensor, nn
 from paddle.distributed.fleet.meta_parallel import VocabParallelEmbedding
 from paddle.nn.initializer import Normal
@@ -32,6 +31,7 @@ from paddle_vl.nn.placement import (
     StageLayers,
 )
 from paddle_vl.parallel.agree import gather_arrays, gather_values
+from paddle_vl.parallel.collectives import gathered_arrays
 from paddle_vl.parallel.expert_parallel import FleetExpertSharding
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.region_ops import FleetRegionOps
@@ -84,7 +84,7 @@ class FleetPlacement(Placement):
         expert_sharding = None
         if ep_group is not None:
             layers_are_collective, expert_sharding = True, FleetExpertSharding(ep_group)
-        table = ParameterTable(mp_group if shards_matrices else None, ep_group, _all_gather)
+        table = ParameterTable(mp_group if shards_matrices else None, ep_group, gathered_arrays)
         if shards_matrices:
             ops = FleetRegionOps(
                 mp_group, sequence_parallel, vision == "spread", layers_are_collective
@@ -108,8 +108,12 @@ class FleetCheckpointRanks(CheckpointRanks):
         rank = topology.mp_rank * degrees.sharding_degree + topology.sharding_rank
         size = degrees.mp_degree * degrees.sharding_degree
         # The first dp ranks, which share the experts, have a full model between them.
-        rank += topology.ep_group.rank * size
-        size *= degrees.ep_degree
+        if topology.encoder is not None and topology.encoder.saves_together:
+            rank += topology.dp_rank * size
+            size *= degrees.dp_degree
+        else:
+            rank += topology.ep_group.rank * size
+            size *= degrees.ep_degree
         return cls(rank, size, topology.pp_rank, topology.pp_group)
 
     def gather_stages(self, value: Any) -> list[Any]:
@@ -238,6 +242,8 @@ class FleetLayers(LayerFactory):
         return layer
 
     def tower(self, layer: Layer) -> Layer:
+        if self.encoder_layers is not None:
+            return super().tower(layer)
         spreads = self.ops.spreads_vision
         spec = ParamSpec(has_partial_gradient=spreads, has_own_inputs=spreads)
         self.parameter_table.add(layer.parameters(), spec)
@@ -250,8 +256,12 @@ class FleetLayers(LayerFactory):
         return dropout
 
     def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
+        of_weight = self.parameter_table[layer.weight]
+        if of_weight.is_encoder:
+            super().add_low_rank(layer, settings)
+            return
         layer.add_low_rank(settings)
-        lora, of_weight = layer.lora, self.parameter_table[layer.weight]
+        lora = layer.lora
         assert lora is not None
         if of_weight.split_axis is None:
             self.parameter_table.add([lora.A, lora.B], of_weight)
@@ -300,9 +310,3 @@ class FleetLayers(LayerFactory):
                 f"{size}; pad the vocabulary to {-(-vocab_size // size) * size}"
             )
         return vocab_size // size
-
-
-def _all_gather(value: Tensor, group: Any) -> list[np.ndarray]:
-    shards: list[Tensor] = []
-    dist.all_gather(shards, value, group=group)
-    return [shard.numpy() for shard in shards]

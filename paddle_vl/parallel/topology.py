@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import paddle
 import paddle.distributed as dist
@@ -21,6 +22,8 @@ from paddle.distributed.fleet.utils import log_util
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.parallel.collective_check import check_run_if_asked
+from paddle_vl.parallel.colocated.grid import ColocatedGrid, Place
+from paddle_vl.parallel.colocated.groups import EncoderGroups
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.fleet_strategy import fleet_problems, fleet_strategy
 from paddle_vl.parallel.gloo_fleet import install, time_limit
@@ -56,6 +59,7 @@ class Topology:
         ends_group: the first and the last pipeline stage; None on other stages.
         host_group: all ranks over gloo, for collectives in host memory that do not wait for the
             device; None on CPUs, where the default group is used.
+        encoder: of the colocated schedule; None under the plain one.
     """
 
     degrees: ParallelDegrees
@@ -68,11 +72,12 @@ class Topology:
     expert_dp_group: Group | None = field(repr=False, default=None)
     ends_group: Group | None = field(repr=False, default=None)
     host_group: Group | None = field(repr=False, default=None)
+    encoder: EncoderGroups | None = field(repr=False, default=None)
 
     @classmethod
     def single(cls, degrees: ParallelDegrees | None = None) -> "Topology":
         """The mesh of one rank, without fleet."""
-        groups = {f"{axis}_group": _group_of_one(0) for axis in (*AXES, "ep")}
+        groups: dict[str, Any] = {f"{axis}_group": _group_of_one(0) for axis in (*AXES, "ep")}
         return cls(degrees or ParallelDegrees(), rank=0, **groups)
 
     @property
@@ -183,6 +188,28 @@ def initialize(
         expert_dp_group=_own_group(expert_dp_groups, rank),
         ends_group=_own_group(ends, rank),
         host_group=None if on_cpu else _host_group(timeout_s),
+        encoder=_encoder_groups(degrees, communicators.topology(), rank),
+    )
+
+
+def _encoder_groups(degrees: ParallelDegrees, mesh: Any, rank: int) -> EncoderGroups | None:
+    """The groups of the colocated schedule; created on all ranks in the same order."""
+    if degrees.schedule == "plain":
+        return None
+    coordinates = [mesh.get_coord(each) for each in range(degrees.num_processes)]
+    places = tuple(
+        Place(at.data * degrees.sharding_degree + at.sharding, at.pipe, at.model)
+        for at in coordinates
+    )
+    mp = degrees.encoder.mp_degree
+    grid = ColocatedGrid(places, len(places) // mp, mp)
+    if rank == 0:
+        logger.info("colocated schedule: %s", grid.describe())
+    return EncoderGroups.create(
+        grid,
+        rank,
+        lambda members: _own_group(members, rank),
+        degrees.encoder.sharding_stage > 0,
     )
 
 

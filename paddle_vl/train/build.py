@@ -4,7 +4,9 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import paddle
 
@@ -15,22 +17,28 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses
+from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
+from paddle_vl.parallel.colocated.runner import ColocatedRunner
+from paddle_vl.parallel.colocated.store import PartsStore
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.evaluate import mean_losses
 from paddle_vl.train.feeding.feed import watched
 from paddle_vl.train.freeze import (
+    NamedParameters,
     decayed_names,
     freeze_parameters,
     rate_factors,
     trained_names,
     treated_apart,
 )
+from paddle_vl.train.lanes import LanesLoader, lane_loader
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.optimizer_parts import PartsOptimizer
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
 from paddle_vl.train.run_lock import RunLock
@@ -109,7 +117,14 @@ def _build(
     family = run_family(config, checkpoint)
     if several:
         check_fields_agree(family.fields, topology.describe())
-    layout = Layout(config, topology, family.shape, family.costs, family.pad_to_multiple_of)
+    layout = Layout(
+        config,
+        topology,
+        family.shape,
+        family.costs,
+        family.pad_to_multiple_of,
+        family.encoder_shape,
+    )
     placement = layout.placement()
     built = family.build_model(placement)
     model = built.model
@@ -129,24 +144,35 @@ def _build(
     )
     parameters = freeze_parameters(family.named_parameters(model), trained, full_shapes)
     if updates:  # Without them it counts moments that nobody has.
-        check_memory(NeededMemory.of(model.parameters(), config.parallel))
+        check_memory(_needed_memory(config, topology, model))
     store = layout.parameter_store(model)
-    optimizer = Optimizer(
-        parameters,
-        config.train,
-        decayed,
-        store,
-        placement.parameter_table,
-        trained,
-        factors,
-        updates,
+    table = placement.parameter_table
+
+    def make_optimizer(parameters: NamedParameters, store: ParameterStore) -> Optimizer:
+        return Optimizer(parameters, config.train, decayed, store, table, trained, factors, updates)
+
+    if isinstance(store, PartsStore):
+        of_encoder = [entry for entry in parameters if table[entry[1]].is_encoder]
+        of_language = [entry for entry in parameters if not table[entry[1]].is_encoder]
+        parts = [
+            make_optimizer(of_encoder, store.encoder),
+            make_optimizer(of_language, store.language),
+        ]
+        optimizer = PartsOptimizer(parts, store)
+    else:
+        optimizer = make_optimizer(parameters, store)
+    runner = layout.runner(
+        model, family.make_stage, ranks, family.loss, built.adapter, family.item_encoder
     )
-    runner = layout.runner(model, family.make_stage, ranks, family.loss, built.adapter)
-    loader = family.train_loader(built.collator, ranks)
+    loader = lane_loader(partial(family.train_loader, built.collator), ranks, topology)
     num_steps = _num_steps(config, loader)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
-    eval_loader = None if family.eval_data is None else family.eval_loader(built.collator, ranks)
+    eval_loader = None
+    if family.eval_data is not None:
+        eval_loader = lane_loader(partial(family.eval_loader, built.collator), ranks, topology)
+        if isinstance(eval_loader, LanesLoader):
+            eval_loader.with_idle(partial(built.adapter.idle_batch, model))
 
     def save_model(folder: Path, write: FileWriter) -> None:
         built.save(folder, write, store)
@@ -174,6 +200,8 @@ def _build(
         lock,
     )
     loader.while_waiting = trainer.check_data_wait
+    if isinstance(runner, ColocatedRunner):
+        runner.upcoming = trainer.feed.upcoming
     if checkpoint is not None:
         trainer.restore(checkpoint)
     logger.info(
@@ -196,6 +224,18 @@ def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:
         RuntimeError: files are missing or damaged.
     """
     return family_of_run(config, checkpoint).recipe_class()(config, checkpoint)
+
+
+def _needed_memory(config: RunConfig, topology: Topology, model: Any) -> NeededMemory:
+    parameters, table = model.parameters(), model.placement.parameter_table
+    if topology.encoder is None:
+        return NeededMemory.of(parameters, config.parallel)
+    of_encoder = [p for p in parameters if table[p].is_encoder]
+    of_language = [p for p in parameters if not table[p].is_encoder]
+    lanes = topology.encoder.grid.encoder_dp
+    return NeededMemory.of(of_language, config.parallel) + NeededMemory.of_encoder(
+        of_encoder, config.parallel, lanes
+    )
 
 
 def _num_steps(config: RunConfig, loader: PrefetchLoader) -> int:

@@ -65,7 +65,7 @@ def _groups(
     Ranks exchange one message before each group, until no rank has a batch left.
     """
     size = runner.batches_at_once
-    if runner.model.placement.ops.layers_are_collective:
+    if runner.evaluates_in_step or runner.model.placement.ops.layers_are_collective:
         stream = in_step(batches, runner, ranks, received)
         while group := list(islice(stream, size)):
             batches_there = [batch for batch in group if batch is not None]

@@ -1,18 +1,22 @@
 """How a model is distributed over the ranks of a run: its placement, store and runner."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paddle import nn
+from paddle import Tensor, nn
 
-from paddle_vl.config.families import ModelShape
+from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
+from paddle_vl.parallel.colocated.encoder import ItemEncoder
+from paddle_vl.parallel.colocated.encoder_layers import add_encoder
+from paddle_vl.parallel.colocated.runner import ColocatedRunner
+from paddle_vl.parallel.colocated.store import PartsStore, encoder_store
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
@@ -56,6 +60,7 @@ class Layout:
         shape: the decoder's sizes.
         costs: of every decoder layer, and of what precedes and follows them.
         pad_to_multiple_of: divides the padded length of every batch; None for any length.
+        encoder_shape: the encoder's sizes; None for a family without the colocated schedule.
 
     Raises:
         ValueError: every rule that model, degrees and padding break.
@@ -68,10 +73,11 @@ class Layout:
         shape: ModelShape,
         costs: tuple[Sequence[float], float, float],
         pad_to_multiple_of: int | None = None,
+        encoder_shape: EncoderShape | None = None,
     ):
         self.config, self.topology = config, topology
         degrees = topology.degrees
-        plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of)
+        plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of, encoder_shape)
         raise_problems(plan_problems(plan))
         self.reserved = ReservedRows.of(config)
         layers, before, after = costs
@@ -92,29 +98,49 @@ class Layout:
                 embedding=self.parts[0].start == 0,
                 layers=frozenset(layer for part in self.parts for layer in part),
                 head=self.parts[-1].stop == self.num_layers,
+                encoder_everywhere=topology.encoder is not None,
             )
         shards_layers = topology.sharding_group.nranks > 1 and topology.degrees.sharding_stage > 1
         if topology.mp_group.nranks == topology.ep_group.nranks == 1:
-            return SingleDevicePlacement(stage_layers, ranks, shards_layers)
-        return FleetPlacement(
-            topology.mp_group,
-            parallel.sequence_parallel,
-            parallel.vision,
-            stage_layers,
-            ranks,
-            topology.ep_group,
-            shards_layers,
-        )
+            placement = SingleDevicePlacement(stage_layers, ranks, shards_layers)
+        else:
+            placement = FleetPlacement(
+                topology.mp_group,
+                parallel.sequence_parallel,
+                parallel.vision,
+                stage_layers,
+                ranks,
+                topology.ep_group,
+                shards_layers,
+            )
+        if topology.encoder is not None:
+            add_encoder(placement, topology.encoder)
+        return placement
 
     def parameter_store(self, model: nn.Layer) -> ParameterStore:
         """Materialize the parameters, and make the store that the optimizer updates.
 
         Each parameter is sharded or copied before the next one is materialized, see
         `Materializable.materialize`. Frozen parameters are `stop_gradient` already. Sharding works
-        on the same layers as recomputation.
+        on the same layers as recomputation. A colocated encoder has a store of its own.
         """
+        if self.topology.encoder is None:
+            units = [*model.vision_blocks, *model.decoder_layers]
+            return self._store(model, model.materialize(), units)
+        table, parameters = model.placement.parameter_table, list(model.materialize())
+        of_encoder = [p for p in parameters if table[p].is_encoder]
+        of_language = [p for p in parameters if not table[p].is_encoder]
+        return PartsStore(
+            self._store(model, of_language, model.decoder_layers),
+            encoder_store(of_encoder, self.topology.encoder),
+            of_encoder,
+        )
+
+    def _store(
+        self, model: nn.Layer, parameters: Iterable[Tensor], units: Sequence[nn.Layer]
+    ) -> ParameterStore:
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
-        parameters, parallel = model.materialize(), self.config.parallel
+        parallel = self.config.parallel
         if group.nranks == 1:
             return MasterWeights(parameters)
         if stage == 1:
@@ -122,7 +148,7 @@ class Layout:
                 parameters,
                 self.topology,
                 model.placement.parameter_table,
-                [*model.vision_blocks, *model.decoder_layers],
+                units,
                 parallel.sharding_gather_overlap,
             )
         options = ShardingOptions(
@@ -138,13 +164,30 @@ class Layout:
         ranks: SingleRank,
         loss: Loss,
         adapter: BatchAdapter,
+        item_encoder: Callable[[Any], ItemEncoder] | None = None,
     ) -> Runner:
-        """Computes losses and gradients with the model, or with this stage's layers."""
+        """Computes losses and gradients with the model, or with this stage's layers.
+
+        Args:
+            item_encoder: makes the model's encoder under the colocated schedule.
+        """
         if self.topology.degrees.pp_degree == 1:
             return ModelRunner(model, loss, adapter, ranks)
         if self.topology.degrees.pp_schedule == "dualpipev":
             split_backward(model.decoder_layers)
-        return PipelineRunner(
+        make, settings = PipelineRunner, {}
+        if self.topology.encoder is not None:
+            assert item_encoder is not None, "the colocated schedule needs the family's encoder"
+            make = ColocatedRunner
+            encoder = item_encoder(model)
+            splits_rows = self.config.parallel.sequence_parallel and encoder.splits_rows
+            settings = {
+                "encoder": encoder,
+                "topology": self.topology,
+                "ranks_use_other_rows": splits_rows,
+                "offloads_rows": self.config.parallel.encoder.offload_rows,
+            }
+        return make(
             model,
             [make_stage(model, layers) for layers in self.all_parts],
             self.topology.degrees,
@@ -155,4 +198,5 @@ class Layout:
             ranks.data_size,
             self.reserved,
             partial(phase, Phase.FORWARD_BACKWARD),
+            **settings,
         )

@@ -32,7 +32,32 @@ class NeededMemory:
     @classmethod
     def of(cls, parameters: Iterable[Tensor], parallel: ParallelConfig) -> "NeededMemory":
         """For a rank's parameters before ZeRO sharding, with storage or without."""
-        ranks, stage = parallel.sharding_degree, parallel.sharding_stage
+        return cls._of(parameters, parallel, parallel.sharding_degree, parallel.sharding_stage)
+
+    @classmethod
+    def of_encoder(
+        cls, parameters: Iterable[Tensor], parallel: ParallelConfig, lanes: int
+    ) -> "NeededMemory":
+        """For a colocated encoder, which every rank has.
+
+        Args:
+            lanes: encoder lanes, over which `encoder.sharding_stage` 1 shards the optimizer state.
+        """
+        ranks = lanes if parallel.encoder.sharding_stage else 1
+        return cls._of(parameters, parallel, ranks, 1)
+
+    def __add__(self, other: "NeededMemory") -> "NeededMemory":
+        return NeededMemory(
+            self.parameters + other.parameters,
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+        )
+
+    @classmethod
+    def _of(
+        cls, parameters: Iterable[Tensor], parallel: ParallelConfig, ranks: int, stage: int
+    ) -> "NeededMemory":
         count = weights = gradients = optimizer = 0
         for parameter in parameters:
             size, width = prod(parameter.shape), _BYTES.get(parameter.dtype, 4)

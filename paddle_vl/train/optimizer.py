@@ -20,7 +20,7 @@ from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.adamw import STATES, AdamW, gradient_of
 from paddle_vl.nn.linear import fused_columns, names_by_parameter, whole_slices
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
-from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Tie
+from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.train.freeze import NamedParameters
@@ -198,13 +198,14 @@ class Optimizer:
 
     def state_to_write(self) -> list[TensorToWrite]:
         """All state, unsharded; producing the arrays is collective where they are sharded."""
-        states = [state for state in self._states() if self._table[state[2]].tie is not Tie.COPY]
+        states = [state for state in self._states() if self._table[state[2]].joins_saving]
         powers = {(id(p), state): t for _, state, p, t in states if not _has_layout(state)}
         power: Callable[[_PowerKey], Tensor | None] = powers.__getitem__
         if self._fleet is not None:
             power = self._fleet.numbers_of_all(powers)
         tensors = []
         for names, state, parameter, tensor in states:
+            is_joined = self._table[parameter].saved is Saved.JOINED
             if _has_layout(state):
                 shapes = self._shapes(parameter, names)
                 # None where other ranks have all of the parameter.
@@ -218,17 +219,18 @@ class Optimizer:
                 key = id(parameter), state
                 produce = [partial(_number, power, key)] * len(names)
             tensors += [
-                TensorToWrite(f"{name}/{state}", shape, "F32", make)
+                TensorToWrite(f"{name}/{state}", shape, "F32", make, is_joined=is_joined)
                 for name, shape, make in zip(names, shapes, produce, strict=True)
             ]
         return tensors
 
     def bytes_to_write(self) -> int:
         """Bytes of all state and its parameters, unsharded."""
-        states = sum(tensor.num_bytes for tensor in self.state_to_write())
+        states = sum(t.num_bytes for t in self.state_to_write() if not t.is_joined)
         return states + sum(
             math.prod(self._table.full_shape(parameter)) * parameter.element_size()
             for parameter, _ in self._named
+            if self._table[parameter].saved is Saved.HERE
         )
 
     def _keep_powers_on_device(self) -> None:

@@ -16,6 +16,7 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss, zero_terms
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.optimizer_parts import PartsOptimizer
 from paddle_vl.train.phases import Phase, phase
 
 # Numbers besides loss counts and branches: samples, tokens, packed places.
@@ -122,7 +123,10 @@ class Runner(Protocol):
 
     Attributes:
         batches_at_once: batches per call in an evaluation.
+        evaluates_in_step: whether all ranks must call `loss_sums` equally often.
     """
+
+    evaluates_in_step: bool
 
     model: Any
     loss: Loss
@@ -157,6 +161,7 @@ class ModelRunner:
     """Runs all layers of a model on every rank, without a pipeline. See `Runner`."""
 
     batches_at_once = 1
+    evaluates_in_step = False
 
     def __init__(
         self,
@@ -245,7 +250,7 @@ def leave_step(num_agreed: int, ranks: SingleRank, signal: int | None) -> int | 
 
 def train_step(
     runner: Runner,
-    optimizer: Optimizer,
+    optimizer: Optimizer | PartsOptimizer,
     micro_batches: Sequence[MicroBatch],
     learning_rate: float,
     ranks: SingleRank = ONE_RANK,
@@ -286,7 +291,9 @@ def train_step(
 
 
 @paddle.no_grad()
-def _summed(terms: Tensor, optimizer: Optimizer, ranks: SingleRank) -> tuple[Tensor, Tensor]:
+def _summed(
+    terms: Tensor, optimizer: Optimizer | PartsOptimizer, ranks: SingleRank
+) -> tuple[Tensor, Tensor]:
     """The step's terms and gradient norm, in one all-reduce."""
     own = terms if ranks.counts_losses else paddle.zeros_like(terms)
     squares = optimizer.squared_norm(ranks)

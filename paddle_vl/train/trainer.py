@@ -21,6 +21,7 @@ from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, TrainingData, state_of_all_ranks
 from paddle_vl.train.freeze import reported_rates
 from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.optimizer_parts import PartsOptimizer
 from paddle_vl.train.phases import Phase, StepTrace, phase
 from paddle_vl.train.reporting.gauges import Gauge, memory_in_use
 from paddle_vl.train.reporting.metrics import StepMeter, check_skipped
@@ -66,7 +67,7 @@ class Trainer:
         self,
         config: RunConfig,
         runner: Runner,
-        optimizer: Optimizer,
+        optimizer: Optimizer | PartsOptimizer,
         data: TrainingData,
         num_steps: int,
         save_model: Fill,

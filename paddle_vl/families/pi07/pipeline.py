@@ -64,8 +64,10 @@ class PI07Stage(ABC):
         """
         model, presence = self.model, _presence(batch)
         batch = {name: value for name, value in batch.items() if name != "presence"}
-        # Other stages need the masks of the images, not the images.
-        unread = () if self.is_first else _IMAGES
+        # Other stages need the masks of the images, not the images. Under the colocated schedule
+        # the first one needs their shapes.
+        is_colocated = model.placement.stage_layers.encoder_everywhere
+        unread = () if self.is_first and not is_colocated else _IMAGES
         batch |= as_tensors({name: batch[name] for name in batch if name not in unread})
         masks = model.tokens.masks(batch, presence)
         prefix_view, suffix_view = model.prefix_view(masks), self._suffix_view(masks)

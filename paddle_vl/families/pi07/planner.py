@@ -33,7 +33,7 @@ from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.families.pi07.layers import PAD_ID
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
-from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix
+from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix, TowerAlone, no_stride
 from paddle_vl.families.pi07.prefix_layout import (
     MEMORY_LABEL,
     PLANNER_BLOCKS,
@@ -54,7 +54,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
     """Prefix embedding, the backbone half of the decoder, and a head tied to the token table."""
 
     config: PI07PlannerConfig
-    prefix: PlannerEmbedding | None
+    prefix: Any
 
     def __init__(
         self,
@@ -86,6 +86,8 @@ class PI07HighLevelPlannerModel(PolicyModel):
         if stage.embedding:
             self.prefix = PlannerEmbedding(config, self.tokens, self.placement)
             table = self.prefix.embed_tokens.weight
+        elif stage.tower:
+            self.prefix = TowerAlone(backbone, 1, no_stride(backbone), self.placement)
         self.decoder = InterleavedDecoder(config.vlm_config, self.placement)
         if stage.head:
             text = backbone.text_config
@@ -123,8 +125,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
         assert out_BLD is not None, "the planner runs the prefix"
         response, memory = batch["response_tokens"], batch["memory_tokens"]
         response_at = out_BLD.shape[1] - response.shape[1]
-        label = len(self.tokens.label_ids[RESPONSE_LABEL])
-        memory_at = response_at - label - memory.shape[1]
+        memory_at = response_at - len(self.tokens.label_ids[RESPONSE_LABEL]) - memory.shape[1]
         sums = [
             self._segment_loss_sum(out_BLD, memory_at, memory, batch["memory_masks"]),
             self._segment_loss_sum(out_BLD, response_at, response, batch["response_masks"]),
@@ -178,8 +179,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
             )
         assert self.prefix is not None, "a full model has all layers"
         presence, batch = presence_of(batch), as_tensors(batch)
-        prefix = self.prefix(batch, presence, training=False)
-        writer = _Writer(self, prefix)
+        writer = _Writer(self, self.prefix(batch, presence, training=False))
         memory = writer.write(self.config.memory_max_length, bos_id, eos_id)
         label_Bn = self.tokens.label(RESPONSE_LABEL, memory.shape[0])
         writer.read(label_Bn, paddle.ones(label_Bn.shape, dtype="bool"))

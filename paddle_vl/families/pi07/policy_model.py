@@ -14,7 +14,7 @@ from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import InterleavedDecoder, block_mask, prefix_positions
 from paddle_vl.families.pi07.decoder_layers import StreamView
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix, PrefixEmbedding
+from paddle_vl.families.pi07.prefix import Prefix
 from paddle_vl.families.pi07.prefix_layout import PrefixMasks, PrefixTokens
 from paddle_vl.nn.linear import separate
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
@@ -54,12 +54,13 @@ class PolicyModel(Materializable, nn.Layer):
 
     Attributes:
         tokens: lengths and masks of the prefix.
-        prefix: its embedding; None on pipeline stages without it.
+        prefix: its embedding, `PrefixEmbedding` or `PlannerEmbedding`; on pipeline stages without
+            it None, or under the colocated schedule a `TowerAlone`.
         placement: which shards and layers this rank has.
     """
 
     tokens: PrefixTokens
-    prefix: PrefixEmbedding | PlannerEmbedding | None
+    prefix: Any
     decoder: InterleavedDecoder
 
     def __init__(
@@ -86,7 +87,8 @@ class PolicyModel(Materializable, nn.Layer):
     @property
     def tables(self) -> list[nn.Layer]:
         """This rank's token embedding and vocabulary head; tied ones share their `weight`."""
-        layers = [] if self.prefix is None else [self.prefix.embed_tokens.table]
+        has_embedding = self.placement.stage_layers.embedding
+        layers = [self.prefix.embed_tokens.table] if has_embedding else []
         head = getattr(self, "lm_head", None)
         return layers if head is None else [*layers, head]
 

@@ -15,6 +15,7 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.engine_config import Gemma3Config
 from paddle_vl.families.pi07.layers import GroupedProjection, PaddedEmbedding
 from paddle_vl.families.pi07.prefix_layout import (
     Block,
@@ -27,6 +28,23 @@ from paddle_vl.families.pi07.vision import VideoEncoder
 from paddle_vl.nn.linear import Embedding
 from paddle_vl.nn.operations import slice_axis
 from paddle_vl.nn.placement import Placement
+
+# Entry of a batch under the colocated schedule: the tower's pooled rows `[images * M, U]`.
+TOWER_ROWS = "tower_rows"
+
+
+class TowerAlone(nn.Layer):
+    """The tower on a pipeline stage without the rest of the prefix (`schedule: colocated`).
+
+    Args:
+        max_num_frames, stride: of `VideoEncoder`.
+    """
+
+    def __init__(
+        self, config: Gemma3Config, max_num_frames: int, stride: int, placement: Placement
+    ):
+        super().__init__()
+        self.video_encoder = VideoEncoder(config, max_num_frames, stride, placement, False)
 
 
 class Prefix(NamedTuple):
@@ -128,14 +146,18 @@ class PrefixEmbedding(nn.Layer):
     def _pictures(self, batch: Mapping[str, Any], with_goals: bool) -> dict[str, Tensor]:
         videos, history = batch["videos"], batch.get("obs_history_is_pad")
         goals = batch.get("subgoal_images") or []
-        if history is not None:
-            history = paddle.concat([history] * len(videos))
-        stills = paddle.concat(goals) if goals and with_goals else None
-        # All cameras and all goals in one pass of the tower.
-        rows_ZMD = self.video_encoder(paddle.concat(videos), history, stills)
+        has_goals = bool(goals) and with_goals
+        if TOWER_ROWS in batch:
+            rows_ZMD = self.video_encoder.project(batch[TOWER_ROWS])
+        else:
+            if history is not None:
+                history = paddle.concat([history] * len(videos))
+            stills = paddle.concat(goals) if has_goals else None
+            # All cameras and all goals in one pass of the tower.
+            rows_ZMD = self.video_encoder(paddle.concat(videos), history, stills)
         num_videos = len(videos) * videos[0].shape[0]
         found = {"videos": of_cameras(slice_axis(rows_ZMD, 0, num_videos), len(videos))}
-        if stills is not None:
+        if has_goals:
             found["subgoals"] = of_cameras(
                 slice_axis(rows_ZMD, num_videos, rows_ZMD.shape[0]), len(goals)
             )
@@ -178,9 +200,7 @@ class PlannerEmbedding(nn.Layer):
         backbone = config.vlm_config.gemma3_config
         width = backbone.text_config.hidden_size
         self.tokens = tokens
-        # One frame: a stride beyond the last layer disables temporal attention.
-        layers = backbone.vision_config.num_hidden_layers
-        self.video_encoder = VideoEncoder(backbone, 1, layers + 1, placement)
+        self.video_encoder = VideoEncoder(backbone, 1, no_stride(backbone), placement)
         self.embed_tokens = PaddedEmbedding(
             placement.layers.vocab_embedding(backbone.text_config.vocab_size, width, is_tied=True),
             scale=width**0.5,
@@ -200,10 +220,18 @@ class PlannerEmbedding(nn.Layer):
         texts = [block for block in blocks if block.source is not Source.IMAGES]
         ids = {block.name: self.tokens.ids(block, batch) for block in texts}
         rows = look_up(self.embed_tokens, ids)
-        images = self.video_encoder.embed_image(paddle.concat(batch["images"]))
+        if TOWER_ROWS in batch:
+            images = self.video_encoder.project(batch[TOWER_ROWS])
+        else:
+            images = self.video_encoder.embed_image(paddle.concat(batch["images"]))
         rows["images"] = of_cameras(images, len(batch["images"]))
         masks = self.tokens.masks(batch, presence, training)
         return Prefix(joined(blocks, rows, presence, training), *masks)
+
+
+def no_stride(config: Gemma3Config) -> int:
+    """A stride beyond the last layer, which disables temporal attention, for single frames."""
+    return config.vision_config.num_hidden_layers + 1
 
 
 def look_up(table: PaddedEmbedding, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:

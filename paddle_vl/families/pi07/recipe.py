@@ -13,7 +13,7 @@ from typing import Any
 
 from paddle import Tensor, nn
 
-from paddle_vl.config.families import ModelShape, model_values
+from paddle_vl.config.families import EncoderShape, ModelShape, model_values
 from paddle_vl.config.patterns import matching_names
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import Collator
@@ -28,6 +28,7 @@ from paddle_vl.families.base import (
 )
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.base_policy import BasePolicy
+from paddle_vl.families.pi07.colocated import PI07Encoder
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.pi07.demonstrations.sample import (
@@ -109,6 +110,11 @@ class PI07Recipe(Family):
             else DrawnDemonstrations(eval_source, NO_DROPS, flow, EVALUATION_SEED)
         )
         self.shape, self.costs = model_shape(self.model_config), self.layer_costs(self.model_config)
+        self.encoder_shape = encoder_shape(self.model_config)
+        if config.parallel.schedule == "colocated":
+            # The first stage has no tower.
+            layers, _, after = self.costs
+            self.costs = layers, 0.0, after
 
     @property
     def fields(self) -> Mapping[str, bool]:
@@ -162,6 +168,9 @@ class PI07Recipe(Family):
         if self.config.model.policy.given.get("freeze_vision_encoder") is False:
             self._check_tower_is_trained([name for name, _ in named], names)
         return names
+
+    def item_encoder(self, model: Any) -> PI07Encoder:
+        return PI07Encoder(model, self.config.parallel.branch_sync == "all_reduce")
 
     def flop_counter(self, model: nn.Layer, trained: Collection[str]) -> FlopCounter:
         return self.counter_class(model.config, model.label_ids, trained, self.loss.trained_terms)
@@ -385,6 +394,17 @@ def model_shape(config: PolicyConfig) -> ModelShape:
         vocab_size=text.vocab_size,
         intermediate_size=inner,
         num_hidden_layers=text.num_hidden_layers,
+    )
+
+
+def encoder_shape(config: PolicyConfig) -> EncoderShape:
+    """Sizes of the tower that its tensor parallelism divides."""
+    vision = config.vlm_config.gemma3_config.vision_config
+    return EncoderShape(
+        {
+            "vision_config.num_attention_heads": vision.num_attention_heads,
+            "vision_config.intermediate_size": vision.intermediate_size,
+        }
     )
 
 

@@ -107,6 +107,7 @@ class PI07Run(RunConfig):
     """All settings of a pi07 run, policy or planner."""
 
     family: ClassVar[str] = "pi07"
+    has_colocated: ClassVar[bool] = True
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_settings,

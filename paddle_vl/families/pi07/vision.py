@@ -10,6 +10,8 @@ Source: SiglipVisionModel and Gemma3MultiModalProjector of HF transformers; the 
 OpenTau's SpaceTimeSiglip video encoder.
 """
 
+from typing import Any, ClassVar
+
 import numpy as np
 import paddle
 import paddle.nn.functional as F
@@ -159,6 +161,9 @@ class SiglipAttention(nn.Layer):
     own; the result replaces its value. Both attentions use the same queries and keys.
     """
 
+    column_blocks: ClassVar[dict[str, int]] = {"q_proj": 1, "k_proj": 1, "v_proj": 1}
+    row_linears: ClassVar[tuple[str, ...]] = ("out_proj",)
+
     def __init__(self, config: SiglipVisionConfig):
         super().__init__()
         width = config.hidden_size
@@ -169,7 +174,7 @@ class SiglipAttention(nn.Layer):
         self.out_proj = Linear(width, width, True)
 
     def forward(self, x_PNU: Tensor, history: FrameHistory | None = None) -> Tensor:
-        frames, patches, width = x_PNU.shape
+        frames, patches, _ = x_PNU.shape
         rows = [frames * patches, -1, self.head_dim]
         q_QhH, k_QhH, v_QhH = (
             project(x_PNU).reshape(rows) for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -181,7 +186,7 @@ class SiglipAttention(nn.Layer):
             videos = _attend_in_time(q, k, v, patches, history)
             v_QhH = paddle.concat([videos, slice_axis(v_QhH, rows, v_QhH.shape[0])])
         out = segment_attention(q_QhH, k_QhH, v_QhH, ((frames, patches),))
-        return self.out_proj(out.reshape([frames, patches, width]))
+        return self.out_proj(out.reshape([frames, patches, -1]))
 
 
 def _attend_in_time(
@@ -205,6 +210,9 @@ def _attend_in_time(
 
 class SiglipMLP(nn.Layer):
     """`fc2(gelu(fc1(x)))` with the tanh form of GELU."""
+
+    column_blocks: ClassVar[dict[str, int]] = {"fc1": 1}
+    row_linears: ClassVar[tuple[str, ...]] = ("fc2",)
 
     def __init__(self, config: SiglipVisionConfig):
         super().__init__()
@@ -231,33 +239,30 @@ def visible_frames(is_pad_BF: Tensor) -> Tensor:
 
 
 class MultiModalProjector(nn.Layer):
-    """Average pooling over square windows of patches, norm, and a matrix that starts at zero.
-
-    Pooling is a separate method without parameters: ranks that divide the tower's work exchange
-    pooled rows.
-    """
+    """Norm of pooled rows, and a matrix that starts at zero."""
 
     def __init__(self, config: Gemma3Config):
         super().__init__()
         vision = config.vision_config
-        self.side = vision.grid_side
-        self.window = self.side // round(config.mm_tokens_per_image**0.5)
         self.mm_input_projection_weight = self.create_parameter(
             [vision.hidden_size, config.text_config.hidden_size],
             default_initializer=Constant(0.0),
         )
         self.mm_soft_emb_norm = GemmaRMSNorm(vision.hidden_size, vision.layer_norm_eps)
 
-    def pooled(self, x_BNU: Tensor) -> Tensor:
-        """`[B, N, U]` patch rows to `[B, M, U]`, both in row-major order."""
-        batch, _, width = x_BNU.shape
-        grid = x_BNU.transpose([0, 2, 1]).reshape([batch, width, self.side, self.side])
-        pooled = F.avg_pool2d(grid, self.window, self.window)
-        return pooled.reshape([batch, width, -1]).transpose([0, 2, 1])
-
     def forward(self, rows_BMU: Tensor) -> Tensor:
         """`[B, M, U]` pooled rows to `[B, M, D]` tokens."""
         return paddle.matmul(self.mm_soft_emb_norm(rows_BMU), self.mm_input_projection_weight)
+
+
+def pooled(x_BNU: Tensor, side: int, window: int) -> Tensor:
+    """`[B, N, U]` patch rows to `[B, M, U]`: means over square windows, in row-major order.
+
+    Apart from the projector: ranks that divide the tower's work exchange pooled rows.
+    """
+    batch, _, width = x_BNU.shape
+    grid = x_BNU.transpose([0, 2, 1]).reshape([batch, width, side, side])
+    return F.avg_pool2d(grid, window, window).reshape([batch, width, -1]).transpose([0, 2, 1])
 
 
 def frame_codes(num_frames: int, width: int) -> np.ndarray:
@@ -287,6 +292,7 @@ class VideoEncoder(nn.Layer):
     Args:
         max_num_frames: most frames of a video, `n_obs_steps`.
         stride: every `stride`-th layer of the tower attends over past frames.
+        projects: False for the tower alone, on a stage without the prefix.
     """
 
     def __init__(
@@ -295,11 +301,13 @@ class VideoEncoder(nn.Layer):
         max_num_frames: int,
         stride: int,
         placement: Placement,
+        projects: bool = True,
     ):
         super().__init__()
         self.max_num_frames, self.placement = max_num_frames, placement
         self.tower = placement.layers.tower(SiglipTower(config.vision_config, stride))
-        self.projector = MultiModalProjector(config)
+        self.window = config.vision_config.grid_side // round(config.mm_tokens_per_image**0.5)
+        self.projector: Any = MultiModalProjector(config) if projects else None
         self.num_tokens = config.mm_tokens_per_image
 
     def forward(
@@ -332,9 +340,9 @@ class VideoEncoder(nn.Layer):
 
         def encode(items: np.ndarray | None) -> Tensor:
             if items is None:
-                return self._pooled_rows(video_BFCHW, is_pad_BF, stills_SCHW)
+                return self.pooled_rows(video_BFCHW, is_pad_BF, stills_SCHW)
             own = items[items < videos]
-            return self._pooled_rows(
+            return self.pooled_rows(
                 _chosen(video_BFCHW, own),
                 _chosen(is_pad_BF, own),
                 _chosen(stills_SCHW, items[items >= videos] - videos),
@@ -344,13 +352,17 @@ class VideoEncoder(nn.Layer):
         rows_I = np.full(videos + stills, self.num_tokens)
         width = self.tower.config.hidden_size
         rows_MU = self.placement.ops.encode_items(encode, costs_I, rows_I, self.tower, width)
-        return self.projector(rows_MU.reshape([-1, self.num_tokens, width]))
+        return self.project(rows_MU)
+
+    def project(self, rows_MU: Tensor) -> Tensor:
+        """Tokens `[n, M, D]` from the pooled rows of n images."""
+        return self.projector(rows_MU.reshape([-1, self.num_tokens, rows_MU.shape[1]]))
 
     def embed_image(self, images_SCHW: Tensor) -> Tensor:
         """Tokens `[S, M, D]` of independent images with values in [-1, 1]."""
         return self(None, stills_SCHW=images_SCHW)
 
-    def _pooled_rows(
+    def pooled_rows(
         self,
         video_BFCHW: Tensor | None,
         is_pad_BF: Tensor | None,
@@ -370,7 +382,8 @@ class VideoEncoder(nn.Layer):
             pixels = [unit * 2.0 - 1.0, *pixels]
             history = None if frames == 1 else self._history(videos, frames, is_pad_BF, num_stills)
         rows_ZNU = self.tower(pixels[0] if len(pixels) == 1 else paddle.concat(pixels), history)
-        return self.projector.pooled(rows_ZNU).reshape([-1, rows_ZNU.shape[-1]])
+        rows_ZMU = pooled(rows_ZNU, self.tower.config.grid_side, self.window)
+        return rows_ZMU.reshape([-1, rows_ZNU.shape[-1]])
 
     def _history(
         self, batch: int, frames: int, is_pad_BF: Tensor | None, num_stills: int

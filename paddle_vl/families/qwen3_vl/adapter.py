@@ -44,7 +44,7 @@ from paddle_vl.generation.config import FILE_NAME
 from paddle_vl.nn.linear import AdaptableLinear, fused_columns
 from paddle_vl.nn.lora import LowRankSettings, initial_a
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.parameter_table import Tie
+from paddle_vl.nn.parameter_table import Saved
 
 ALL_LINEAR = "all-linear"
 _HEAD = HEAD_KEY.removesuffix(".weight")
@@ -110,13 +110,11 @@ def save_adapter(
 ) -> None:
     """See `PretrainedQwen3VL.save_adapter`."""
     adapter, ranks, path = _own_adapter(model), model.placement.checkpoint_ranks, Path(path)
-    items = [
-        item
-        for item in _adapter_parameters(model)
-        if item.table[item.parameter].tie is not Tie.COPY
-    ]
+    items = [item for item in _adapter_parameters(model) if item.table[item.parameter].joins_saving]
     # PEFT reads a single file, so the first rank gathers all tensors.
     own = {item.key: parameter_array(item, store) for item in items}
+    items = [item for item in items if item.table[item.parameter].saved is Saved.HERE]
+    own = {item.key: own[item.key] for item in items}
     arrays = ranks.gather_stage_arrays(own)
     dtypes = ranks.gather_stages({i.key: STORED_DTYPES[i.parameter.dtype] for i in items})
     if not ranks.is_first:

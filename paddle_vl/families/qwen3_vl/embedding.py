@@ -150,7 +150,9 @@ class GPTEmbedding(nn.Layer):
         super().__init__()
         self.config = config
         self.placement = placement
-        self.num_levels = len(config.vision_config.deepstack_visual_indexes)
+        # Under the colocated schedule levels do not pass through the embedding.
+        has_levels = not placement.stage_layers.encoder_everywhere
+        self.num_levels = len(config.vision_config.deepstack_visual_indexes) if has_levels else 0
         text = config.text_config
         self.embed_tokens = placement.layers.vocab_embedding(
             text.vocab_size, text.hidden_size, text.initializer_range, config.tie_word_embeddings

@@ -78,7 +78,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
     def __init__(self, config: Qwen3VLConfig, placement: Placement | None = None):
         super().__init__(config, placement)
         text, tied = config.text_config, None
-        if self.placement.stage_layers.embedding:
+        if self.placement.stage_layers.tower:
             self.visual = self.placement.layers.tower(VisionTower(config.vision_config))
         self.language_model = LanguageModel(config, self.placement)
         if self.placement.stage_layers.embedding and config.tie_word_embeddings:
@@ -310,7 +310,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             return {}
         patches = [pixels for _, pixels, _ in kinds]
         merged, levels = self.placement.ops.encode_visual(
-            self._encode_items,
+            self.encode_items,
             patches[0] if len(kinds) == 1 else paddle.concat(patches),
             np.concatenate([grid for _, _, grid in kinds]),
             self.visual,
@@ -327,7 +327,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             embeds[f"deepstack_{kind}_embeds"] = [_section(level, rows, i) for level in levels]
         return embeds
 
-    def _encode_items(self, pixels: Tensor, grid_thw: np.ndarray) -> VisionFeatures:
+    def encode_items(self, pixels: Tensor, grid_thw: np.ndarray) -> VisionFeatures:
+        """The tower's features of some images and videos, in their order."""
         vision = self.config.vision_config
         layout = vision_layout(
             grid_thw, table_side=vision.table_side, merge=vision.spatial_merge_size

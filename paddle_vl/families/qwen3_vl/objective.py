@@ -17,6 +17,8 @@ from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.qwen3_vl.model import Qwen3VLOutput
 from paddle_vl.nn.objective import BatchAdapter, Loss
 
+# Entry under the colocated schedule: data-parallel ranks with images or videos in this micro-batch.
+RANKS_WITH_VISUAL = "num_ranks_with_visual"
 _HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})
 
 
@@ -78,6 +80,10 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return name not in _HOST_ARRAYS
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
+        if model.placement.stage_layers.encoder_everywhere:
+            # No dummy image: the encoder skips what no rank needs.
+            synchronized: Any = {**batch, RANKS_WITH_VISUAL: needed[0]}
+            return synchronized
         if needed[0] and model.placement.ops.layers_are_collective and not has_visual(batch):
             return with_unused_image(batch, model.config.vision_config)
         return batch

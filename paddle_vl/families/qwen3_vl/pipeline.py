@@ -1,5 +1,8 @@
 """Pipeline stage of Qwen3-VL: consecutive layers as one function of a micro-batch.
 
+Under the colocated schedule a batch comes with the tower's rows: the merged ones on the first
+stage, each deepstack level on the stage that adds it, and no level is sent.
+
 A stage sends one tensor: the token rows, the rows of the deepstack levels that later layers add,
 and, with the load-balancing loss, the routing sums so far. Every rank has the batch, so positions
 and indices are not sent, and sender and receiver know the shape of a message.
@@ -26,9 +29,13 @@ from paddle_vl.nn.float32_rows import float32_from_rows, float32_to_rows, num_fl
 
 # Assumed share of visual tokens in the cost of the vision tower.
 VISUAL_SHARE = 0.5
+# Entry of a batch under the colocated schedule: the tower's rows by section number, see
+# `paddle_vl.families.qwen3_vl.colocated`.
+SECTIONS = "visual_sections"
 _NOT_FOR_DECODER = (
     *("pixel_values", "pixel_values_videos"),
     *("labels", "num_target_tokens", "loss_weights"),
+    SECTIONS,
 )
 
 
@@ -79,6 +86,7 @@ class Qwen3VLStage:
         self.sums_shape = (2, getattr(text, "num_experts", 0))
         self.num_layers_before = sum(text.has_experts(i) for i in range(layers.start))
         self._dtype = model.parameters()[0].dtype
+        self.is_colocated = model.placement.stage_layers.encoder_everywhere
 
     def input_shape(self, batch: dict[str, Any]) -> tuple[int, int]:
         """(R, D) of the message that this stage receives, from the shapes of the batch.
@@ -140,13 +148,16 @@ class Qwen3VLStage:
         if self.sends_sums:
             balance = LoadBalance(dict_args["routed_rows"].num_real)
         if self.is_first:
-            inputs = model.language_model.embedding(dict_args | self._encode_visual(batch))
+            rows = self._merged_rows if self.is_colocated else self._encode_visual
+            inputs = model.language_model.embedding(dict_args | rows(batch))
             x_TD = inputs["hidden_states"]
             levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         else:
             inputs = dict_args | decoder_positions(model.config, dict_args)
             assert rows_RD is not None, "a later stage needs the message of the previous one"
             x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch), balance)
+        if self.is_colocated:
+            levels = _own_levels(batch, dict_args)
         x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, balance=balance)
         if self.is_last:
             hidden_TD = model.language_model.norm(x_TD)
@@ -174,6 +185,19 @@ class Qwen3VLStage:
             pixels, batch.get("image_grid_thw"), video_pixels, batch.get("video_grid_thw")
         )
 
+    def _merged_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The merged rows of a batch by kind; empty for an all-text batch."""
+        merged_MD = batch[SECTIONS].get(0)
+        if merged_MD is None:
+            return {}
+        block = self.model.config.vision_config.spatial_merge_size**2
+        rows = {}
+        for kind in ("image", "video"):
+            grid_thw = batch.get(f"{kind}_grid_thw")
+            if grid_thw is not None:
+                rows[f"{kind}_embeds"] = int(grid_thw.prod(axis=1).sum()) // block
+        return dict(zip(rows, paddle.split(merged_MD, list(rows.values())), strict=True))
+
     def _unpack(
         self, rows_RD: Tensor, num_visual: int, balance: LoadBalance | None
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -191,7 +215,20 @@ class Qwen3VLStage:
 
     def _travelling(self, layer: int) -> range:
         """Deepstack levels in the message before that layer; level g is added after layer g."""
+        if self.is_colocated:
+            return range(0)
         return range(min(layer, self.num_levels), self.num_levels)
+
+
+def _own_levels(batch: dict[str, Any], dict_args: dict[str, Any]) -> dict[int, Tensor]:
+    """This rank's rows of the deepstack levels in a batch, by level."""
+    levels = {section - 1: rows for section, rows in batch[SECTIONS].items() if section}
+    if not levels:
+        return {}
+    gather, source = dict_args["visual_gather_indices"], dict_args["visual_source_indices"]
+    if source is not None:
+        gather = paddle.index_select(source, gather)
+    return {level: paddle.index_select(rows_MD, gather) for level, rows_MD in levels.items()}
 
 
 def _num_visual_rows(batch: dict[str, Any]) -> int:

@@ -11,7 +11,7 @@ from paddle import Tensor
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.data_sources import SourceConfig, has_sources
-from paddle_vl.config.families import ModelShape
+from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.data.corpus.loader import CorpusLoader
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
@@ -28,6 +28,7 @@ from paddle_vl.families.base import (
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.qwen3_vl.adapter import merge_adapter
 from paddle_vl.families.qwen3_vl.chat import Chat
+from paddle_vl.families.qwen3_vl.colocated import Qwen3VLEncoder
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.evaluation import build_evaluation
 from paddle_vl.families.qwen3_vl.flops import Qwen3VLFlops
@@ -86,6 +87,11 @@ class Qwen3VLRecipe(Family):
         self.loss = VLLoss()
         self.model_config = self._model_config()
         self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
+        self.encoder_shape = encoder_shape(self.model_config)
+        if config.parallel.schedule == "colocated":
+            # The first stage has no tower.
+            layers, _, after = self.costs
+            self.costs = layers, 0.0, after
 
     @property
     def sample_kind(self) -> str:
@@ -114,6 +120,9 @@ class Qwen3VLRecipe(Family):
 
     def full_shapes(self, model: Model) -> dict[str, tuple[int, ...]]:
         return model.whole_shapes()
+
+    def item_encoder(self, model: Model) -> Qwen3VLEncoder:
+        return Qwen3VLEncoder(model)
 
     def trainable_names(self, model: Model) -> Iterable[str] | None:
         return model.adapter_names()
@@ -258,6 +267,19 @@ def model_shape(config: Qwen3VLConfig) -> ModelShape:
         num_hidden_layers=text.num_hidden_layers,
         moe_intermediate_size=getattr(text, "moe_intermediate_size", 0),
         num_experts=getattr(text, "num_experts", 0),
+    )
+
+
+def encoder_shape(config: Qwen3VLConfig) -> EncoderShape:
+    """Sizes of the vision tower that its tensor parallelism divides."""
+    vision = config.vision_config
+    return EncoderShape(
+        {
+            "vision_config.num_heads": vision.num_heads,
+            "vision_config.intermediate_size": vision.intermediate_size,
+            "the mergers' width (hidden_size x spatial_merge_size^2)": vision.hidden_size
+            * vision.spatial_merge_size**2,
+        }
     )
 
 

@@ -4,10 +4,13 @@ Shapes: P patches of all items, in merge-block order; U tower width; N heads; H 
 M = P / merge^2 visual embeddings; D decoder width; G deepstack levels. Attention is full within one
 frame of one image or video.
 
+Tensor parallelism of a colocated encoder divides the linears that a layer names in `column_blocks`
+(output features, in so many equal blocks) and `row_linears` (input features).
+
 Source: Qwen3VLVisionModel and Qwen3VLVisionPatchMerger of HF transformers.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import paddle
 import paddle.nn.functional as F
@@ -127,6 +130,9 @@ class VisionBlock(nn.Layer):
 class VisionAttention(nn.Layer):
     """Self-attention within segments; the fused projection is (q, k, v), each head-major."""
 
+    column_blocks: ClassVar[dict[str, int]] = {"qkv": 3}
+    row_linears: ClassVar[tuple[str, ...]] = ("proj",)
+
     def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_heads
@@ -148,6 +154,9 @@ class VisionAttention(nn.Layer):
 class VisionMLP(nn.Layer):
     """`fc2(gelu(fc1(x)))` with the configured GELU (tanh in every checkpoint)."""
 
+    column_blocks: ClassVar[dict[str, int]] = {"linear_fc1": 1}
+    row_linears: ClassVar[tuple[str, ...]] = ("linear_fc2",)
+
     def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
         width, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
@@ -166,6 +175,9 @@ class PatchMerger(nn.Layer):
         norm_after_merge: False for the final merger, which normalizes each patch over U before the
             concatenation; True for deepstack mergers, which normalize over the block after it.
     """
+
+    column_blocks: ClassVar[dict[str, int]] = {"linear_fc1": 1}
+    row_linears: ClassVar[tuple[str, ...]] = ("linear_fc2",)
 
     def __init__(self, config: Qwen3VLVisionConfig, norm_after_merge: bool):
         super().__init__()

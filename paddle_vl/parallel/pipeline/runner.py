@@ -78,6 +78,9 @@ class PipelineRunner:
         marked: makes a context around forward and backward of a step, to measure its time.
     """
 
+    # Whether all ranks call `loss_sums` equally often, with or without batches of their own.
+    evaluates_in_step = False
+
     def __init__(
         self,
         model: nn.Layer,
@@ -195,7 +198,7 @@ class PipelineRunner:
         return shapes
 
     def _run_chunk(self, number: int, micro_batch: int, rows: Tensor | None) -> Any:
-        chunk, batch = self.chunks[number], self._batches[micro_batch]
+        chunk, batch = self.chunks[number], self._batch_of(number, micro_batch)
         if chunk.is_first:
             output = chunk(batch)
         else:
@@ -208,6 +211,10 @@ class PipelineRunner:
             # The output of frozen layers needs no gradient, but the next stage sends one back.
             output.stop_gradient = False
         return output
+
+    def _batch_of(self, number: int, micro_batch: int) -> Any:
+        """What a chunk is called with for a micro-batch."""
+        return self._batches[micro_batch]
 
     def _loss(self, output: Any) -> Tensor:
         loss, terms = self._losses_of(output)

@@ -169,6 +169,19 @@ class BatchFeed:
             # Raised by `next_step`: reports and checkpoints of the running step come first.
             self._next = error
 
+    def upcoming(self) -> list[Batch]:
+        """The batches of the next step, fetched now, after the running step's forward and backward
+        passes were launched. Empty after the last step, and where the data raised: `next_step`
+        raises that."""
+        if self._next is None and self.steps_fed < self._num_steps:
+            try:
+                self._next = self._fetch(is_ahead=True)
+            except Exception as error:
+                self._next = error
+        if not isinstance(self._next, FedStep):
+            return []
+        return [micro_batch.batch for micro_batch in self._next.micro_batches]
+
     def close(self) -> None:
         """Stop loader, watch and copies; prefetched micro-batches are dropped."""
         self._next = None

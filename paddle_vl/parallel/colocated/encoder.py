@@ -1,0 +1,80 @@
+"""What the colocated schedule asks of a model family: its encoder, by items and sections.
+
+An item (an image, a video) becomes some rows. A row has sections side by side: the merged row, and
+for Qwen3-VL one section per deepstack level. Each section is used by one model chunk.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from paddle import Tensor
+
+# Other data lanes' batches in a batch of this rank, in the order of the lanes (fan-out).
+OTHER_LANES = "other_lanes"
+
+
+class Items(NamedTuple):
+    """The items of a batch in the order of their rows, `[I]` each.
+
+    Attributes:
+        rows: rows of each.
+        costs: relative cost of encoding each.
+    """
+
+    rows: np.ndarray
+    costs: np.ndarray
+
+
+class ItemEncoder(Protocol):
+    """A family's encoder. M rows, C the sum of `section_widths`.
+
+    Attributes:
+        splits_rows: whether mp ranks use different rows of a batch under sequence parallelism.
+        is_known_early: whether the items of a batch are known before ranks agree on a step.
+    """
+
+    @property
+    def section_widths(self) -> Sequence[int]: ...
+
+    @property
+    def splits_rows(self) -> bool: ...
+
+    @property
+    def is_known_early(self) -> bool: ...
+
+    def parameters(self) -> list[Tensor]:
+        """Of the encoder, trained and frozen."""
+        ...
+
+    def items(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The items of a batch as `Items`; from its host arrays alone."""
+        ...
+
+    def has_items_anywhere(self, batch: Any) -> bool:
+        """Whether any rank's micro-batch at this position has items; the same on every rank."""
+        ...
+
+    def in_lane(self, other: Any, own: Any) -> Any:
+        """Another data lane's batch as that lane's ranks have it, once they have agreed.
+
+        Args:
+            own: this lane's batch at the same position.
+        """
+        ...
+
+    def encode(self, batches: Sequence[Any], own: Sequence[np.ndarray]) -> Tensor:
+        """`[M, C]`: rows of the given items of each batch, in order; at least one item."""
+        ...
+
+    def sections_of(self, chunk: Any) -> Collection[int]:
+        """Sections that a model chunk uses."""
+        ...
+
+    def language_batch(self, batch: Any, sections: Mapping[int, Tensor]) -> Any:
+        """The batch for a model chunk, with its sections of the batch's rows in place of pixels.
+
+        Args:
+            sections: `[M, width]` by section number; empty for a batch without items.
+        """
+        ...

@@ -1,0 +1,128 @@
+"""Layers of a colocated encoder: its linears divided over the encoder's mp group.
+
+A layer of the encoder names the linears that tensor parallelism divides: `column_blocks`, by output
+features in so many equal blocks (query, key and value of one matrix are three), and `row_linears`,
+by input features. Everything else is replicated. The rows are replicated between these layers, and
+gradients of replicated parameters are equal on all ranks of the group.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from paddle import Tensor, nn
+from paddle.distributed.fleet.layers.mpu import mp_ops as fleet_ops
+from paddle.distributed.fleet.meta_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    get_rng_state_tracker,
+)
+from paddle.nn.initializer import Normal
+
+from paddle_vl.nn.linear import AdaptableLinear, Linear, linear
+from paddle_vl.nn.lora import LowRankSettings
+from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
+from paddle_vl.nn.placement import Placement
+from paddle_vl.parallel.collectives import gathered_arrays
+from paddle_vl.parallel.colocated.groups import EncoderGroups
+from paddle_vl.parallel.random_state import encoder_split_random
+
+Layer = TypeVar("Layer", bound=nn.Layer)
+# Fleet's layers draw initial values from this state, which it adds only for an mp_degree above 1.
+_FLEETS_STATE = "model_parallel_rng"
+
+
+class ColocatedLayers:
+    """Builds and records the layers of an encoder that every rank has.
+
+    An `EncoderLayers` of `paddle_vl.nn.placement`.
+
+    Args:
+        mp_group: of the encoder; one rank leaves the layers as they are.
+        saved: who writes the encoder's parameters.
+    """
+
+    def __init__(self, table: ParameterTable, mp_group: Any, saved: Saved):
+        self.table, self.mp_group = table, mp_group
+        self._replicated = ParamSpec(is_encoder=True, saved=saved)
+
+    def tower(self, layer: Layer) -> Layer:
+        """Divide the linears that its sublayers name, and record all parameters."""
+        self.table.add(layer.parameters(), self._replicated)
+        if self.mp_group.nranks > 1:
+            for parent in layer.sublayers(include_self=True):
+                for name, blocks in getattr(parent, "column_blocks", {}).items():
+                    parent.add_sublayer(name, self._column(getattr(parent, name), blocks))
+                for name in getattr(parent, "row_linears", ()):
+                    parent.add_sublayer(name, self._row(getattr(parent, name)))
+        return layer
+
+    def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
+        """Add an adapter, its factor on the divided dim of the weight divided too."""
+        layer.add_low_rank(settings)
+        lora, spec = layer.lora, self.table[layer.weight]
+        assert lora is not None
+        partial = replace(self._replicated, has_partial_gradient=True)
+        if spec.split_axis is None:
+            self.table.add([lora.A, lora.B], self._replicated)
+        elif spec.split_axis == 0:
+            self.table.add([lora.A], replace(spec, blocks=()))
+            self.table.add([lora.B], partial)
+            lora.random = encoder_split_random
+        else:
+            self.table.add([lora.B], spec)
+            self.table.add([lora.A], partial)
+
+    def _column(self, whole: Linear, blocks: int) -> nn.Layer:
+        width = whole.weight.shape[1]
+        layer = _built(
+            EncoderColumn, whole, gather_output=False, has_bias=True, mp_group=self.mp_group
+        )
+        sizes = (width // blocks,) * blocks
+        self.table.add([layer.weight], replace(self._replicated, split_axis=1, blocks=sizes))
+        self.table.add([layer.bias], replace(self._replicated, split_axis=0, blocks=sizes))
+        return layer
+
+    def _row(self, whole: Linear) -> nn.Layer:
+        layer = _built(
+            EncoderRow, whole, input_is_parallel=True, has_bias=True, mp_group=self.mp_group
+        )
+        self.table.add([layer.weight], replace(self._replicated, split_axis=0))
+        self.table.add([layer.bias], self._replicated)
+        return layer
+
+
+def add_encoder(placement: Placement, groups: EncoderGroups) -> None:
+    """Make a placement build its tower as a colocated encoder. Stage 0 writes its files."""
+    table = placement.parameter_table
+    elsewhere = Saved.JOINED if groups.saves_together else Saved.ELSEWHERE
+    saved = Saved.HERE if groups.role.place.stage == 0 else elsewhere
+    if groups.mp_group.nranks > 1:
+        table.shard_encoder(groups.mp_group, gathered_arrays)
+    placement.layers.encoder_layers = ColocatedLayers(table, groups.mp_group, saved)
+
+
+class EncoderColumn(AdaptableLinear, ColumnParallelLinear):
+    """A column-parallel linear with bias; takes all rows, returns this rank's features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = cast(Tensor, fleet_ops._c_identity(x, group=self.model_parallel_group))
+        return self.adapted(linear(x, self.weight, self.bias), x)
+
+
+class EncoderRow(AdaptableLinear, RowParallelLinear):
+    """A row-parallel linear with bias; takes this rank's features, returns all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        terms = self.adapted(linear(x, self.weight), x)
+        total = cast(Tensor, fleet_ops._mp_allreduce(terms, group=self.model_parallel_group))
+        return total + cast(Tensor, self.bias)
+
+
+def _built(kind: Callable[..., nn.Layer], whole: Linear, **settings: Any) -> Any:
+    """A divided layer in place of a whole one, without values under `paddle.LazyGuard`."""
+    tracker = get_rng_state_tracker()
+    if _FLEETS_STATE not in tracker.states_:
+        tracker.add(_FLEETS_STATE, 1)
+    in_features, out_features = whole.weight.shape
+    return kind(in_features, out_features, weight_attr=Normal(), **settings)

@@ -1,0 +1,162 @@
+"""Roles of the ranks under the colocated schedule: who encodes what, and who receives it.
+
+Without Paddle and without process groups, so that rules and messages can use it.
+
+A *data lane* is a group of ranks that load the same samples: all pipeline stages and mp ranks of
+one index along dp and sharding. An *encoder lane* is a group of `mp_degree` ranks that encode the
+same items. Ranks are numbered by *position*: data lane by data lane, within a lane by stage and mp
+rank. Encoder lanes are consecutive positions.
+
+| encoder lanes and data lanes | forward bridge | backward bridge |
+| --- | --- | --- |
+| more: *fan-in* | all-gather within a data lane | sum within a data lane |
+| as many: *equal* | nothing | the same sum |
+| fewer: *fan-out* | nothing, a rank keeps its data lane's rows | that sum, then an all-gather \
+between data lanes |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+Kind = Literal["fan-in", "equal", "fan-out"]
+
+
+class Place(NamedTuple):
+    """Coordinates of a rank in the language model's mesh; `lane` is its data lane."""
+
+    lane: int
+    stage: int
+    mp_rank: int
+
+
+class Role(NamedTuple):
+    """What a rank does under the colocated schedule.
+
+    Attributes:
+        rank: global rank.
+        place: in the language model.
+        encoder_lane, encoder_place: encoder lane, and index within the lane.
+        served_lanes: data lanes whose items its encoder lane encodes (a share of them in fan-in).
+    """
+
+    rank: int
+    place: Place
+    encoder_lane: int
+    encoder_place: int
+    served_lanes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ColocatedGrid:
+    """The two meshes over the same ranks.
+
+    Attributes:
+        places: of every rank, by global rank.
+        encoder_dp, encoder_mp: degrees of the encoder; their product is the number of ranks.
+    """
+
+    places: tuple[Place, ...]
+    encoder_dp: int
+    encoder_mp: int
+
+    @property
+    def world_size(self) -> int:
+        return len(self.places)
+
+    @property
+    def data_lanes(self) -> int:
+        return 1 + max(place.lane for place in self.places)
+
+    @property
+    def lane_size(self) -> int:
+        """Ranks of a data lane."""
+        return self.world_size // self.data_lanes
+
+    @property
+    def kind(self) -> Kind:
+        if self.encoder_dp == self.data_lanes:
+            return "equal"
+        return "fan-in" if self.encoder_dp > self.data_lanes else "fan-out"
+
+    @property
+    def lanes_in(self) -> int:
+        """Encoder lanes that share the items of one data lane."""
+        return max(self.encoder_dp // self.data_lanes, 1)
+
+    @property
+    def lanes_out(self) -> int:
+        """Data lanes whose items one encoder lane encodes."""
+        return max(self.data_lanes // self.encoder_dp, 1)
+
+    @cached_property
+    def ordered_ranks(self) -> list[int]:
+        """Global ranks by position."""
+        return sorted(range(self.world_size), key=lambda rank: self.places[rank])
+
+    def role(self, rank: int) -> Role:
+        position = self.ordered_ranks.index(rank)
+        lane = position // self.encoder_mp
+        members = self._ranks(range(lane * self.encoder_mp, (lane + 1) * self.encoder_mp))
+        first = lane * self.lanes_out // self.lanes_in
+        served = tuple(range(first, first + self.lanes_out))
+        return Role(rank, self.places[rank], lane, members.index(rank), served)
+
+    def encoder_mp_groups(self) -> list[list[int]]:
+        """Ranks of each encoder lane, in the order of a process group: ascending."""
+        mp = self.encoder_mp
+        starts = range(0, self.world_size, mp)
+        return [self._ranks(range(start, start + mp)) for start in starts]
+
+    def encoder_dp_groups(self) -> list[list[int]]:
+        """Ranks with the same shard of the encoder."""
+        lanes = self.encoder_mp_groups()
+        return [sorted(lane[place] for lane in lanes) for place in range(self.encoder_mp)]
+
+    def bridge_groups(self) -> list[list[int]]:
+        """Ranks of each all-gather of rows (fan-in) or of their gradients (fan-out)."""
+        if self.kind == "fan-in":
+            lanes = self.encoder_mp_groups()
+            return [
+                sorted(lane[place] for lane in lanes[first : first + self.lanes_in])
+                for first in range(0, self.encoder_dp, self.lanes_in)
+                for place in range(self.encoder_mp)
+            ]
+        if self.kind == "fan-out":
+            block, groups = self.lane_size, []
+            for start in range(0, self.world_size, self.encoder_mp):
+                for place in range(block):
+                    positions = range(start + place, start + self.encoder_mp, block)
+                    groups.append(self._ranks(positions))
+            return groups
+        return []
+
+    def lane_groups(self) -> list[list[int]]:
+        """Ranks of each data lane."""
+        size = self.lane_size
+        starts = range(0, self.world_size, size)
+        return [self._ranks(range(start, start + size)) for start in starts]
+
+    def describe(self) -> str:
+        """A line per rank, e.g. `rank 2: encodes a quarter of the items of data lane 0 as encoder
+        lane 2; runs stage 1 of data lane 0`."""
+        lines = [
+            f"{self.encoder_dp} encoder lanes of {self.encoder_mp} rank(s) over {self.data_lanes} "
+            f"data lane(s) of {self.lane_size} rank(s): {self.kind}"
+        ]
+        for rank in range(self.world_size):
+            role = self.role(rank)
+            of = "data lane" if len(role.served_lanes) == 1 else "data lanes"
+            lanes = ", ".join(map(str, role.served_lanes))
+            share = "the items" if self.lanes_in == 1 else f"1/{self.lanes_in} of the items"
+            lines.append(
+                f"rank {rank}: encodes {share} of {of} {lanes} in encoder lane "
+                f"{role.encoder_lane}, place {role.encoder_place}; runs stage {role.place.stage}, "
+                f"mp {role.place.mp_rank} of data lane {role.place.lane}"
+            )
+        return "\n".join(lines)
+
+    def _ranks(self, positions: Sequence[int]) -> list[int]:
+        ordered = self.ordered_ranks
+        return sorted(ordered[position] for position in positions)
