@@ -11,6 +11,7 @@ import paddle
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import family_of_run
 from paddle_vl.config.load import flatten, raise_problems
+from paddle_vl.config.schedule_rules import warmup_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
@@ -33,6 +34,7 @@ from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
+from paddle_vl.train.run_length import RunLength
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.verify import check_pretrained
 from paddle_vl.train.schedule import seed_everything
@@ -136,7 +138,7 @@ def _build(
     )
     runner = layout.runner(model, family.make_stage, ranks, family.loss, built.adapter)
     loader = family.train_loader(built.collator, ranks)
-    num_steps = _num_steps(config, loader)
+    length = _length(config, loader)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
     eval_loader = None if family.eval_data is None else family.eval_loader(built.collator, ranks)
@@ -158,7 +160,7 @@ def _build(
         runner,
         optimizer,
         loader,
-        num_steps,
+        length,
         save_model,
         None if eval_loader is None else evaluate,
         ranks,
@@ -170,9 +172,9 @@ def _build(
     if checkpoint is not None:
         trainer.restore(checkpoint)
     logger.info(
-        "%d samples, %d steps of %d x %d %s%s",
+        "%d samples, %s of %d x %d %s%s",
         len(family.train_data),
-        num_steps,
+        f"{length.steps} steps" if length.steps else f"{length.tokens:,} tokens in steps",
         config.train.gradient_accumulation_steps,
         config.train.per_device_train_batch_size * ranks.data_size,
         family.sample_kind,
@@ -191,16 +193,15 @@ def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:
     return family_of_run(config, checkpoint).recipe_class()(config, checkpoint)
 
 
-def _num_steps(config: RunConfig, loader: PrefetchLoader) -> int:
+def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:
     train = config.train
+    if train.max_tokens is not None:
+        return RunLength(tokens=train.max_tokens)
     if train.max_steps is not None:
-        return train.max_steps
-    assert train.num_train_epochs is not None, "one of the two is set, see TrainConfig"
+        return RunLength(train.max_steps)
+    assert train.num_train_epochs is not None, "one of the three is set, see TrainConfig"
     batches = loader.batches_in(train.num_train_epochs)
     num_steps = max(1, math.ceil(batches / train.gradient_accumulation_steps))
-    if train.warmup_steps > num_steps:
-        raise ValueError(
-            f"train.warmup_steps {train.warmup_steps} exceeds the {num_steps} steps that "
-            f"train.num_train_epochs {train.num_train_epochs} makes of this data"
-        )
-    return num_steps
+    made = f"the {num_steps} steps that train.num_train_epochs {train.num_train_epochs} makes of"
+    raise_problems(list(warmup_problems(train, num_steps, f"{made} this data")))
+    return RunLength(num_steps)

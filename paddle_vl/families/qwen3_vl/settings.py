@@ -76,6 +76,7 @@ class Qwen3VLRun(RunConfig):
 
     family: ClassVar[str] = "Qwen3-VL"
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
+    counts_tokens: ClassVar[bool] = True
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_settings,
         *("model.lora", "data.max_length", "data.min_pixels", "data.max_pixels"),

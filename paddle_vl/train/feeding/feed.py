@@ -99,7 +99,8 @@ class BatchFeed:
 
     Args:
         num_micro_batches: per step.
-        num_steps: of the whole run; nothing is prefetched beyond them.
+        num_steps: of the whole run; nothing is prefetched beyond them. None if the run ends with
+            a number of tokens.
         wait_warning_s: seconds of waiting for data before a warning.
         copies: copies to the device; None without prefetching.
         count_flops: FLOPs of a batch; None to not count them.
@@ -113,7 +114,7 @@ class BatchFeed:
         data: TrainingData,
         adapter: BatchAdapter,
         num_micro_batches: int,
-        num_steps: int,
+        num_steps: int | None,
         *,
         wait_warning_s: float = 30.0,
         copies: DeviceCopies | None = None,
@@ -153,7 +154,8 @@ class BatchFeed:
 
         Does nothing without device copies: loader workers prefetch by themselves.
         """
-        if self._copies is None or self._next is not None or self.steps_fed >= self._num_steps:
+        is_last = self._num_steps is not None and self.steps_fed >= self._num_steps
+        if self._copies is None or self._next is not None or is_last:
             return
         try:
             self._next = self._fetch(is_ahead=True)

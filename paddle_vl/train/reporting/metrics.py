@@ -14,6 +14,8 @@ Keys of a line, since the previous line or start unless it says "whole run":
     `memory_gb`: of the worst rank, peak of allocated tensors on a GPU, resident set on a CPU.
     `sequence_length_min`, `_mean`, `_max`: real tokens of the samples; `packing_efficiency` with
         data.packing: share of real tokens in packed rows. These and times restart on resume.
+    `tokens`: of all ranks, visual ones included and padding not, whole run; train.max_tokens
+        counts these. A run continued from a checkpoint of an earlier version counts from there.
     `target_tokens`, `skipped_updates`, `skipped_samples`: whole run.
     `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.qwen3_vl.objective`.
     `eval_loss`, for a policy also its terms: in steps that evaluate. An evaluation between two

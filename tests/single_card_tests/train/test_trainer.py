@@ -41,7 +41,7 @@ def test_metrics_have_every_quantity(whole_run):
         "step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second",
         "tokens_per_second", "step_seconds", "step_seconds_max", "data_wait_seconds", "memory_gb",
         "sequence_length_min", "sequence_length_mean", "sequence_length_max",
-        "target_tokens", "skipped_updates", "skipped_samples", "eval_loss",
+        "tokens", "target_tokens", "skipped_updates", "skipped_samples", "eval_loss",
     }  # fmt: skip
     assert "eval_loss" not in lines[0]
     assert lines[3]["epoch"] == pytest.approx(4 * 4 / 12, abs=1e-4)
