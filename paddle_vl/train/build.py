@@ -20,7 +20,7 @@ from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.train.evaluate import mean_losses
+from paddle_vl.train.evaluate import combined, mean_losses
 from paddle_vl.train.feeding.feed import watched
 from paddle_vl.train.freeze import (
     decayed_names,
@@ -141,7 +141,8 @@ def _build(
     length = _length(config, loader)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
-    eval_loader = None if family.eval_data is None else family.eval_loader(built.collator, ranks)
+    has_evaluation = family.eval_data is not None
+    eval_loaders = family.eval_loaders(built.collator, ranks) if has_evaluation else {}
 
     def save_model(folder: Path, write: FileWriter) -> None:
         built.save(folder, write, store)
@@ -149,11 +150,16 @@ def _build(
             built.save_extra_files(folder)
 
     def evaluate(received: Callable[[], int | None]) -> MeanLosses | None:
-        assert eval_loader is not None, "the trainer evaluates only where there is data for it"
-        with eval_loader as batches:
-            after_s = config.logging.data_wait_warning_s
-            watched_batches = watched(batches, after_s, "the evaluation")
-            return mean_losses(runner, watched_batches, ranks, received)
+        by_source = {}
+        for name, loader_of_source in eval_loaders.items():
+            with loader_of_source as batches:
+                after_s = config.logging.data_wait_warning_s
+                watched_batches = watched(batches, after_s, "the evaluation")
+                losses = mean_losses(runner, watched_batches, ranks, received)
+            if losses is None:
+                return None
+            by_source[name] = losses
+        return combined(by_source, family.loss)
 
     trainer = Trainer(
         config,
@@ -162,7 +168,7 @@ def _build(
         loader,
         length,
         save_model,
-        None if eval_loader is None else evaluate,
+        evaluate if has_evaluation else None,
         ranks,
         peak_flops,
         None if peak_flops is None else family.flop_counter(model, trained),

@@ -26,7 +26,7 @@ from paddle_vl.train.freeze import reported_rates
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, StepTrace, phase
 from paddle_vl.train.reporting.gauges import Gauge, memory_in_use
-from paddle_vl.train.reporting.metrics import StepMeter, check_skipped
+from paddle_vl.train.reporting.metrics import StepMeter, check_skipped, evaluation_entries
 from paddle_vl.train.reporting.reporter import Reporter
 from paddle_vl.train.reporting.run_record import RunRecord
 from paddle_vl.train.run_length import RunLength, restored_tokens
@@ -306,10 +306,7 @@ class Trainer:
             self.stop_signal = self.ranks.agree([], self.stop.received)[1]
             return
         logger.info("step %d: eval loss %.4f", self.step, losses.loss)
-        line = {"eval_loss": losses.loss}
-        if len(losses.terms) > 1:
-            line |= {f"eval_{name}": mean for name, mean in losses.terms.items()}
-        self.reporter.write(self.step, line)
+        self.reporter.write(self.step, evaluation_entries(losses))
 
     def _save_checkpoint(self, must: bool, is_stopping: bool = False) -> Path:
         """Start to write a checkpoint of this step, unless it exists.
