@@ -15,6 +15,9 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 Array = Any
 # A batch of any family.
 Batch = Mapping[str, Any]
+# Fields that a loader of a mix of sources adds: tokens, and documents that begin, of each source;
+# int64, one number per source. They stay on the host and are taken out before the model.
+SOURCE_COUNTS = ("source_tokens", "source_documents")
 
 
 class Axes(NamedTuple):

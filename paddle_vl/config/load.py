@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from paddle_vl.config.bounded_yaml import read_document
+from paddle_vl.config.data_sources import PATH, SOURCE, SourceConfig
 from paddle_vl.config.family_settings import Key, own_settings, settings_class_of
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import setting_descriptions
@@ -184,11 +185,12 @@ def _schema_problems(
     sections = {setting[:-1] for setting in settings}
     by_key: dict[Key, list[ErrorDetails]] = {}
     for item in error.errors(include_url=False):
-        key = item["loc"]
+        key = tuple(name for name in item["loc"] if name not in (PATH, SOURCE))
         known = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in settings), None)
         # After the setting's key the location has list items or alternatives of a union.
         inside = () if known is None or known in sections else key[len(known) :]
-        if known is not None and not all(isinstance(name, int) for name in inside):
+        is_entry = SOURCE in item["loc"]
+        if known is not None and not is_entry and not all(isinstance(i, int) for i in inside):
             key = known
         by_key.setdefault(key, []).append(item)
     reported = list(by_key.items())[:_MAX_REPORTED]
@@ -215,6 +217,9 @@ def _message(
     key: Key, items: list[ErrorDetails], run: type[RunConfig], described: dict[str, tuple[str, str]]
 ) -> str:
     name, first = _dotted(key), items[0]
+    if SOURCE in first["loc"] and first["type"] in ("extra_forbidden", "missing"):
+        what = "is missing" if first["type"] == "missing" else "is not an entry of a source"
+        return f"{name} {what}; a source has {', '.join(SourceConfig.model_fields)}"
     if first["type"] == "extra_forbidden":
         return f"{name} is not a setting; {_nearest(key, run, described)}"
     if first["type"] == "missing":

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from paddle_vl.config.data_sources import SourceConfig, matches
 from paddle_vl.config.schedule_rules import SCHEDULE_RULES
 from paddle_vl.config.schema import RunConfig
 
@@ -118,8 +119,13 @@ def dtype_runs_on_device(config: RunConfig, device: str) -> Problems:
 
 def files_exist(config: RunConfig, device: str) -> Problems:
     model, data = config.model, config.data
-    files = {f"data.train[{i}]": file for i, file in enumerate(data.train)}
-    files |= {f"data.eval[{i}]": file for i, file in enumerate(data.eval)}
+    files: dict[str, str] = {}
+    for setting in ("train", "eval"):
+        for i, entry in enumerate(getattr(data, setting)):
+            if isinstance(entry, SourceConfig):
+                yield from _absent_sources(f"data.{setting}[{i}].path", entry)
+            else:
+                files[f"data.{setting}[{i}]"] = entry
     files |= config.input_files
     # Without the suffix it is the name of a published size.
     if isinstance(model.config, str) and model.config.endswith(".json"):
@@ -178,6 +184,12 @@ def machine_memory() -> int:
         if file.is_file() and (text := file.read_text(encoding="ascii").strip()).isdigit():
             total = min(total, int(text) + swap)
     return total
+
+
+def _absent_sources(setting: str, source: SourceConfig) -> Problems:
+    for pattern in source.patterns:
+        if not matches(pattern):
+            yield _absent(setting, pattern, "file")
 
 
 def _absent(setting: str, path: str, kind: str) -> str:

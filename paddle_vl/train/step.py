@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import paddle
 from paddle import Tensor
 
-from paddle_vl.batch.schema import Batch
+from paddle_vl.batch.schema import SOURCE_COUNTS, Batch
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss, zero_terms
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
@@ -33,6 +33,8 @@ class MicroBatch:
         num_samples, num_tokens, num_packed_places, lengths: see
             `paddle_vl.nn.objective.BatchAdapter`.
         flops: operations of its forward and backward pass; 0 where they are not counted.
+        source_tokens, source_documents: tokens, and documents that begin, of each source of a mix;
+            empty without one.
     """
 
     batch: Batch
@@ -43,12 +45,17 @@ class MicroBatch:
     num_packed_places: int
     lengths: tuple[int, ...] = ()
     flops: int = 0
+    source_tokens: tuple[int, ...] = ()
+    source_documents: tuple[int, ...] = ()
 
 
 def counted(
     batch: Batch, adapter: BatchAdapter, count_flops: Callable[[Batch], int] | None = None
 ) -> MicroBatch:
     """A batch from a collator, with its counts."""
+    sources = [tuple(batch[name].tolist()) for name in SOURCE_COUNTS if name in batch]
+    if sources:
+        batch = {name: value for name, value in batch.items() if name not in SOURCE_COUNTS}
     return MicroBatch(
         batch,
         tuple(adapter.counts(batch)),
@@ -58,6 +65,7 @@ def counted(
         adapter.num_packed_places(batch),
         tuple(adapter.lengths(batch)),
         0 if count_flops is None else count_flops(batch),
+        *sources,
     )
 
 

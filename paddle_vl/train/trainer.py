@@ -21,7 +21,7 @@ from paddle_vl.families.base import MeanLosses
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.feeding.device_copies import device_copies
-from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, TrainingData
+from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, TrainingData, state_of_all_ranks
 from paddle_vl.train.freeze import reported_rates
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, StepTrace, phase
@@ -106,6 +106,7 @@ class Trainer:
         self.stop_signal: int | None = None
         # Position after the last trained step, not after the last prefetched batch.
         self._data_place = DataPlace.of(data)
+        self._data_state = self._data_place.state
         self._rate = 0.0
         # Numbers in `agree_on_step`, known after the first step.
         self._num_agreed = 0
@@ -323,6 +324,7 @@ class Trainer:
             self.writer.put_off(self.step, skipped)
             return folder
         self.reporter.write()
+        self._data_state = state_of_all_ranks(self._data_place.state, self.ranks)
         self.writer.save(self.step, self._fill_checkpoint, skipped, is_stopping)
         self._last_saved = self.step
         return folder
@@ -340,7 +342,7 @@ class Trainer:
             "tokens": self.tokens,
             "nonfinite_updates": self.meter.skipped_in_a_row,
             "meter": self.meter.state_dict(),
-            "data": self._data_place.state,
+            "data": self._data_state,
             "owes_evaluation": self._owes_evaluation,
         }
         checkpoints.save_state(folder, state)

@@ -10,7 +10,9 @@ from paddle import Tensor
 
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.checkpoint.safetensors_io import FileWriter
+from paddle_vl.config.data_sources import SourceConfig, has_sources
 from paddle_vl.config.families import ModelShape
+from paddle_vl.data.corpus.loader import CorpusLoader
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
@@ -30,6 +32,7 @@ from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.evaluation import build_evaluation
 from paddle_vl.families.qwen3_vl.flops import Qwen3VLFlops
 from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.qwen3_vl.inputs.corpus import Corpus
 from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.inputs.synthetic import ConversationShapes, write_conversations
@@ -71,8 +74,11 @@ class Qwen3VLRecipe(Family):
             video_max_pixels=data.video_max_pixels,
         )
         self.pad_to_multiple_of = data.pad_to_multiple_of
-        self.train_data = self._dataset(data.train)
-        self.eval_data = self._dataset(data.eval) if data.eval else None
+        self.train_data = self._corpus(data.train) or self._dataset(data.train)
+        eval_corpus = self._corpus(data.eval)
+        self.eval_data = eval_corpus.samples() if eval_corpus else None
+        if data.eval and eval_corpus is None:
+            self.eval_data = self._dataset(data.eval)
         self.loss = VLLoss()
         self.model_config = self._model_config()
         self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
@@ -112,9 +118,13 @@ class Qwen3VLRecipe(Family):
         ranks = {} if adapter is None else dict.fromkeys(adapter.targets, adapter.config.r)
         return Qwen3VLFlops(model.config, trained, ranks)
 
-    def train_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
-        packing = self._packing(ranks)
+    def train_loader(self, collator: Collator, ranks: RankInfo) -> "PrefetchLoader | CorpusLoader":
         train = self.config.train
+        if not isinstance(self.train_data, MessagesDataset):
+            size = train.per_device_train_batch_size
+            rows = cast(VLCollator, collator)
+            return self.train_data.train_loader(rows, size, ranks.data_rank, ranks.data_size)
+        packing = self._packing(ranks)
         return self.loader(
             self.train_data,
             collator if packing is None else PackedCollator(cast(VLCollator, collator)),
@@ -187,8 +197,15 @@ class Qwen3VLRecipe(Family):
         from_base = self.checkpoint is None or self.config.model.lora is not None
         return self.config.model.pretrained if from_base else self.checkpoint
 
-    def _dataset(self, files: Sequence[str]) -> MessagesDataset:
+    def _corpus(self, entries: Sequence[str | SourceConfig]) -> "Corpus | None":
+        """The sources of a mix; None for plain files of conversations."""
+        if not has_sources(entries):
+            return None
+        return Corpus.opened(entries, self.config.data, self.processor, self.config.train.seed)
+
+    def _dataset(self, entries: Sequence[str | SourceConfig]) -> MessagesDataset:
         data = self.config.data
+        files = [entry for entry in entries if isinstance(entry, str)]
         return MessagesDataset(
             files,
             self.processor,

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from paddle_vl.config.data_sources import DataEntries, SourceConfig, has_sources
 from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig
 
@@ -25,8 +26,25 @@ class Qwen3VLModelConfig(ModelConfig):
 
 
 class Qwen3VLDataConfig(DataConfig):
-    """Conversations, their images and videos, and how samples become batches."""
+    """Conversations or a mix of sources, and how samples become batches."""
 
+    train: DataEntries = Field(default=[])
+    """JSONL files of conversations, or the sources of a pretraining mix: {path, format, weight,
+    name, targets, loss_weight, columns}, see docs/pretraining_data.md"""
+    eval: DataEntries = Field(default=[])
+    """data for the evaluation loss; entries as in data.train"""
+    temperature: Annotated[float | None, Field(ge=1, le=1000)] = None
+    """of sources without weights: draw documents of a source in proportion to its number of
+    documents to the power of 1 / temperature; default: 1, every document equally often"""
+    shuffle: Literal["documents", "shards"] = "documents"
+    """order of a source's documents: any order, or for slow sequential stores a few shards (files)
+    at a time, each copied once into data.cache and removed when it is used up"""
+    shuffle_shards: Annotated[int, Field(ge=1, le=1 << 20)] = 8
+    """with data.shuffle=shards (and for row groups of Parquet files): shards that are mixed with
+    each other at a time"""
+    cache: str | None = None
+    """folder for indexes of data files and local copies of shards; default: beside the data, and
+    for data that cannot be written to the user's cache folder"""
     max_length: Annotated[int, Field(ge=2, le=1 << 22)] = 2048
     """longest sample, in tokens, visual ones included"""
     min_pixels: Annotated[int | None, Field(ge=1, le=1 << 40)] = None
@@ -110,6 +128,7 @@ class Qwen3VLRun(RunConfig):
     def problems(self) -> Iterator[str]:
         if not self.data.train:
             yield "data.train lists no file: name JSONL files of conversations"
+        yield from self._source_problems()
         yield from self._packing_problems()
         yield from self._pixel_problems()
         yield from self._message_problems()
@@ -118,6 +137,52 @@ class Qwen3VLRun(RunConfig):
                 "model.lora trains adapters on a checkpoint, which is not saved with them, but "
                 "model.pretrained is not set: set it, or remove model.lora to train all of "
                 "model.config"
+            )
+
+    def _source_problems(self) -> Iterator[str]:
+        data = self.data
+        if not has_sources(data.train):
+            if data.temperature is not None:
+                yield (
+                    f"data.temperature is {data.temperature} but data.train has no sources, only "
+                    "paths: write entries {path: ..., format: ...}, or remove data.temperature"
+                )
+            if data.shuffle != "documents":
+                yield (
+                    f"data.shuffle is {data.shuffle} but data.train has no sources, only paths: "
+                    "write entries {path: ..., format: ...}, or remove data.shuffle"
+                )
+        else:
+            yield from self._mix_problems()
+        for setting in ("train", "eval"):
+            for number, source in enumerate(getattr(data, setting)):
+                if not isinstance(source, SourceConfig):
+                    continue
+                if source.targets == "answers" and source.format != "messages":
+                    yield (
+                        f"data.{setting}[{number}].targets is answers but its format is "
+                        f"{source.format}, which has no answers: choose all or after_image"
+                    )
+
+    def _mix_problems(self) -> Iterator[str]:
+        data, train = self.data, self.train
+        weights = [each.weight if isinstance(each, SourceConfig) else None for each in data.train]
+        unweighted = [number for number, weight in enumerate(weights) if weight is None]
+        if unweighted and len(unweighted) < len(weights):
+            yield (
+                f"data.train[{unweighted[0]}] has no weight and other sources have one: give all "
+                "sources a weight (shares of tokens), or none"
+            )
+        elif data.temperature is not None and not unweighted:
+            yield (
+                f"data.temperature is {data.temperature} but the sources of data.train have "
+                "weights: remove one of them"
+            )
+        if train.num_train_epochs is not None:
+            yield (
+                f"train.num_train_epochs is {train.num_train_epochs} but data.train is a mix of "
+                "sources, whose length in tokens is known only when they are read: set "
+                "train.max_steps or train.max_tokens instead"
             )
 
     def _packing_problems(self) -> Iterator[str]:
@@ -135,7 +200,9 @@ class Qwen3VLRun(RunConfig):
                 if (value := getattr(data, name)) is not None:
                     yield f"data.{name} is {value} but data.packing is false: set data.packing=true"
             return
-        if data.packing_length is not None and data.packing_length < data.max_length:
+        is_shorter = data.packing_length is not None and data.packing_length < data.max_length
+        # Documents of a mix of sources continue in another row.
+        if is_shorter and not has_sources(data.train):
             yield (
                 f"data.packing_length {data.packing_length} is below data.max_length "
                 f"{data.max_length}: a sample of that length would fit no row; raise "

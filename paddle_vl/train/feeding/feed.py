@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from paddle_vl.batch.schema import Batch
+from paddle_vl.data.corpus.loader import merged_states
 from paddle_vl.nn.objective import BatchAdapter
+from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.train.feeding.device_copies import DeviceCopies
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.step import MicroBatch, counted
@@ -74,6 +76,12 @@ class DataPlace:
     def passes(self) -> float:
         """Passes over the data so far."""
         return self.epoch + self.batches_consumed / self.batches_in_epoch
+
+
+def state_of_all_ranks(state: dict[str, Any], ranks: SingleRank) -> dict[str, Any]:
+    """The state of the data to save: of a mix of sources, in which each rank knows its own lanes,
+    those of all ranks. Called by all ranks."""
+    return merged_states(ranks.gathered(state)) if "lanes" in state else state
 
 
 @dataclass(frozen=True)

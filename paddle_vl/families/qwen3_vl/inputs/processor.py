@@ -51,7 +51,7 @@ class Qwen3VLProcessor:
     """Encodes conversations with images and videos.
 
     Attributes:
-        tokenizer, image_processor, video_processor: the components.
+        tokenizer, image_processor, video_processor, template: the components.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, pad_token_id:
             ids of the control tokens, found by name.
         eos_token_ids: ids of `<|im_end|>` and `<|endoftext|>`, which end an answer.
@@ -76,9 +76,9 @@ class Qwen3VLProcessor:
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.video_processor = video_processor or VideoProcessor.like_images(image_processor)
-        self._template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer)
         self._carried_files = dict(carried_files or {})
-        ids = self._template.ids
+        ids = self.template.ids
         self.image_token_id = ids[IMAGE_PAD]
         self.video_token_id = ids[VIDEO_PAD]
         self.vision_start_token_id = ids[VISION_START]
@@ -274,7 +274,7 @@ class Qwen3VLProcessor:
             counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
             video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
             visual.update(arrays)
-        chat = self._template.encode(
+        chat = self.template.encode(
             conversation,
             num_image_tokens,
             video_prompts,

@@ -234,7 +234,12 @@ class EncodedChat(NamedTuple):
 
 
 class ChatTemplate:
-    """Encodes conversations with one tokenizer."""
+    """Encodes conversations with one tokenizer.
+
+    Attributes:
+        ids: ids of the control tokens by name.
+        forbidden: names of the tokens that a text must not contain, by id.
+    """
 
     def __init__(self, tokenizer: TextTokenizer):
         """Look up the control tokens.
@@ -244,8 +249,8 @@ class ChatTemplate:
         """
         self._tokenizer = tokenizer
         self.ids = {token: tokenizer.token_id(token) for token in CONTROL_TOKENS}
-        self._forbidden = {token_id: token for token, token_id in self.ids.items()}
-        self._forbidden.update(tokenizer.special_tokens)
+        self.forbidden = {token_id: token for token, token_id in self.ids.items()}
+        self.forbidden.update(tokenizer.special_tokens)
 
     def encode(
         self,
@@ -270,16 +275,16 @@ class ChatTemplate:
         for turn in conversation.turns:
             self._add(chat, [self.ids[IM_START]])
             if turn.role == "assistant":
-                self._add(chat, self._encode_text("assistant\n"))
-                answer = [*self._encode_text(turn.text), self.ids[IM_END]]
+                self._add(chat, self.text_ids("assistant\n"))
+                answer = [*self.text_ids(turn.text), self.ids[IM_END]]
                 self._add(chat, answer, turn.is_target)
             else:
                 for run in self._runs(turn, images, prompts):
-                    self._add(chat, self._encode_text(run) if isinstance(run, str) else run)
+                    self._add(chat, self.text_ids(run) if isinstance(run, str) else run)
                 self._add(chat, [self.ids[IM_END]])
-            self._add(chat, self._encode_text("\n"))
+            self._add(chat, self.text_ids("\n"))
         if add_generation_prompt:
-            self._add(chat, [self.ids[IM_START], *self._encode_text("assistant\n")])
+            self._add(chat, [self.ids[IM_START], *self.text_ids("assistant\n")])
         return chat
 
     def _runs(
@@ -295,23 +300,29 @@ class ChatTemplate:
             if isinstance(part, str):
                 _add_text(runs, part)
             elif isinstance(part, ImagePart):
-                runs.append(self._visual_ids(IMAGE_PAD, next(images)))
+                runs.append(self.visual_ids(IMAGE_PAD, next(images)))
             else:
                 video = next(videos)
                 for seconds in video.timestamps:
                     _add_text(runs, timestamp_text(seconds))
-                    runs.append(self._visual_ids(VIDEO_PAD, video.tokens_per_patch))
+                    runs.append(self.visual_ids(VIDEO_PAD, video.tokens_per_patch))
         return runs
 
-    def _visual_ids(self, pad: str, num_tokens: int) -> list[int]:
+    def visual_ids(self, pad: str, num_tokens: int) -> list[int]:
+        """Placeholders between the markers of an image or a temporal patch of a video."""
         return [self.ids[VISION_START], *[self.ids[pad]] * num_tokens, self.ids[VISION_END]]
 
-    def _encode_text(self, text: str) -> list[int]:
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of a text without control tokens.
+
+        Raises:
+            BadSampleError: the text contains the name of a special token.
+        """
         check_unicode(text)
         ids = self._tokenizer.encode(text)
-        forged = self._forbidden.keys() & set(ids)
+        forged = self.forbidden.keys() & set(ids)
         if forged:
-            names = ", ".join(sorted(self._forbidden[token_id] for token_id in forged))
+            names = ", ".join(sorted(self.forbidden[token_id] for token_id in forged))
             raise BadSampleError(
                 "special_token",
                 f"the text contains the special token(s) {names}, which would act as control "

@@ -1,0 +1,107 @@
+"""Sources of a training mix: entries of data.train and data.eval beside plain paths."""
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from paddle_vl.config.section import Section
+
+DocumentFormat = Literal["messages", "text", "image_text", "interleaved"]
+# Suffixes of a pair of memory-mapped token files.
+TOKEN_SUFFIXES = (".idx", ".bin")
+
+
+class SourceConfig(Section):
+    """One source of a training mix."""
+
+    path: Annotated[str | list[str], Field(min_length=1)]
+    """files of the source: a path, a pattern (*, ?, [], **) or a list of both; JSONL (also .gz and
+    .zst), Parquet, WebDataset .tar, or the .idx, .bin or common prefix of a pair of token files"""
+    format: DocumentFormat = "messages"
+    """what a row is: messages (a conversation), text, image_text (an image and its caption) or
+    interleaved (texts and images in document order)"""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """share of the tokens of the mix, relative to the other weights; all sources have one, or
+    none"""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """name in metrics and messages; default: the file's name without suffix"""
+    targets: Literal["all", "answers", "after_image"] | None = None
+    """text tokens that learn: all; answers (of assistants, for messages, where it is the default);
+    after_image: those behind the first image of their document"""
+    loss_weight: Annotated[float, Field(gt=0)] = 1.0
+    """weight of a target token of this source in the loss"""
+    columns: dict[str, str] = Field(default={})
+    """other names of a row's entries in these files, e.g. {text: caption, image: jpg}"""
+
+    @property
+    def patterns(self) -> list[str]:
+        """The paths and patterns."""
+        return [self.path] if isinstance(self.path, str) else list(self.path)
+
+    def files(self) -> list[str]:
+        """Existing files in the order of the patterns, those of a pattern sorted, each once. Of a
+        pair of token files it is the .idx."""
+        found = [file for pattern in self.patterns for file in matches(pattern)]
+        return list(dict.fromkeys(found))
+
+    @property
+    def label(self) -> str:
+        """The name, or one from the first path."""
+        if self.name is not None:
+            return self.name
+        first = Path(self.patterns[0])
+        stem = first.name.split(".")[0].strip("*?[]-_")
+        return stem or first.parent.name or "source"
+
+
+def matches(pattern: str) -> list[str]:
+    """Files that a path or pattern names; the prefix of token files gives the .idx."""
+    path = Path(pattern)
+    if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
+        return [str(path.with_suffix(".idx"))]
+    if path.is_file():
+        return [pattern]
+    if Path(pattern + ".idx").is_file():
+        return [pattern + ".idx"]
+    found = sorted(file for file in glob.glob(pattern, recursive=True) if Path(file).is_file())
+    pairs = {file for file in found if file.endswith(".idx")}
+    return [file for file in found if f"{file.removesuffix('.bin')}.idx" not in pairs]
+
+
+PATH, SOURCE = "(path)", "(source)"
+
+
+def _kind(value: Any) -> str:
+    return SOURCE if isinstance(value, dict | SourceConfig) else PATH
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict | SourceConfig) else value
+
+
+DataEntry = Annotated[
+    Annotated[str, Tag(PATH)] | Annotated[SourceConfig, Tag(SOURCE)], Discriminator(_kind)
+]
+DataEntries = Annotated[list[DataEntry], BeforeValidator(_listed)]
+
+
+def has_sources(entries: Sequence[str | SourceConfig]) -> bool:
+    """Whether any entry is a source; plain paths alone are files of conversations."""
+    return any(isinstance(entry, SourceConfig) for entry in entries)
+
+
+def as_sources(entries: Sequence[str | SourceConfig]) -> list[SourceConfig]:
+    """All entries as sources, with different names; a plain path is one of conversations."""
+    sources = [SourceConfig(path=each) if isinstance(each, str) else each for each in entries]
+    taken: set[str] = set()
+    named = []
+    for source in sources:
+        label, number = source.label, 2
+        while label in taken:
+            label, number = f"{source.label}_{number}", number + 1
+        taken.add(label)
+        named.append(source.model_copy(update={"name": label}))
+    return named

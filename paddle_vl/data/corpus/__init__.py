@@ -1,0 +1,1 @@
+"""Corpora for pretraining: documents in many files, read at any place, mixed and packed. NumPy."""

@@ -1,0 +1,258 @@
+"""Packed rows of a mix of sources: pure functions of the seed, made in independent lanes.
+
+Row k of the endless stream of rows belongs to lane `k % num_lanes`. A lane takes every
+`num_lanes`-th document of each source and packs them one after the other; where a row is full, the
+document continues in the lane's next row. So lanes need nothing of each other, and neither the
+number of ranks nor that of workers changes a row. What a lane needs to continue is a `LaneState`, a
+few numbers.
+
+The next document comes from the source that lags behind its share most. A random start of the lags
+(an exponential race) makes the sources of the first rows follow the shares too.
+
+Shapes: S sources.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from paddle_vl.data.corpus.document import EncodedDocument, Sample
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.packing import RowBudget
+from paddle_vl.data.worker_pool import MAX_BAD_IN_A_ROW
+
+# Documents that may wait for a row with room for their next piece.
+_MOST_WAITING = 16
+# A text piece of one token would have no target.
+_SHORTEST = 2
+
+
+class Documents(Protocol):
+    """The documents of one source, in the order of its endless stream."""
+
+    def encoded(self, number: int) -> EncodedDocument:
+        """The document at a place of the stream.
+
+        Raises:
+            BadSampleError: it cannot be used; with its place.
+        """
+        ...
+
+    def located(self, number: int, error: BadSampleError) -> BadSampleError:
+        """An error of that document with its place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Shares of the sources.
+
+    Attributes:
+        shares: `[S]`, positive.
+        counts_tokens: whether shares are of tokens; otherwise of documents.
+        seed: of the starts of the lags.
+    """
+
+    shares: tuple[float, ...]
+    counts_tokens: bool
+    seed: int
+
+    def starts(self, lane: int, tokens_per_row: int) -> np.ndarray:
+        """`[S]` what each source has ahead at the beginning of a lane."""
+        rng = np.random.default_rng([self.seed, lane])
+        # Several rows, so that long documents do not come first.
+        unit = 4.0 * tokens_per_row if self.counts_tokens else 1.0
+        return rng.exponential(size=len(self.shares)) * unit
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A document with tokens left: its source, its number in the source's stream, and the first of
+    these tokens."""
+
+    source: int
+    number: int
+    begin: int
+
+
+@dataclass(frozen=True)
+class LaneState:
+    """What a lane needs to make its next row.
+
+    Attributes:
+        drawn: `[S]` documents taken from each source.
+        tokens: `[S]` tokens of these documents.
+        waiting: documents that continue, oldest first.
+        skipped: bad documents so far, by kind of fault.
+    """
+
+    drawn: tuple[int, ...]
+    tokens: tuple[int, ...]
+    waiting: tuple[Waiting, ...] = ()
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def new(cls, num_sources: int) -> "LaneState":
+        return cls((0,) * num_sources, (0,) * num_sources)
+
+    def to_json(self) -> list[Any]:
+        """JSON values; see `from_json`."""
+        waiting = [[each.source, each.number, each.begin] for each in self.waiting]
+        return [list(self.drawn), list(self.tokens), waiting, self.skipped]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> "LaneState":
+        drawn, tokens, waiting, skipped = values
+        return cls(tuple(drawn), tuple(tokens), tuple(Waiting(*each) for each in waiting), skipped)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document in a row."""
+
+    source: int
+    sample: Sample
+    is_first: bool
+
+
+class RowMaker:
+    """Makes the rows of lanes.
+
+    Attributes:
+        sources: documents of each source.
+        num_lanes: lanes of the stream of rows.
+        budget: limits of a row.
+        one_piece: a row has one piece only, as without packing.
+        on_bad_sample: "fail", or "skip" to leave bad documents out and count them.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Documents],
+        mix: Mix,
+        num_lanes: int,
+        budget: RowBudget,
+        *,
+        one_piece: bool = False,
+        on_bad_sample: str = "fail",
+    ):
+        self.sources, self.mix, self.num_lanes = sources, mix, num_lanes
+        self.budget, self.one_piece, self.on_bad_sample = budget, one_piece, on_bad_sample
+        # Encoded documents that wait, by lane, to save encoding them again in the next row.
+        self._kept: dict[int, dict[tuple[int, int], EncodedDocument]] = {}
+
+    def row(self, lane: int, state: LaneState) -> tuple[list[Piece], LaneState]:
+        """The lane's next row, and its state afterwards.
+
+        Raises:
+            BadSampleError: a bad document where they are not skipped, or too many in a row.
+        """
+        making = _Making(self, lane, state, self._kept.pop(lane, {}))
+        pieces = making.fill()
+        self._kept[lane] = making.documents
+        return pieces, making.state()
+
+
+class _Making:
+    """One row while it is made."""
+
+    def __init__(
+        self,
+        maker: RowMaker,
+        lane: int,
+        state: LaneState,
+        kept: dict[tuple[int, int], EncodedDocument],
+    ):
+        self.maker, self.lane, self.documents = maker, lane, kept
+        self.drawn, self.tokens = list(state.drawn), list(state.tokens)
+        self.waiting, self.skipped = list(state.waiting), Counter(state.skipped)
+        self._starts = maker.mix.starts(lane, maker.budget.tokens)
+        self._bad_in_a_row = 0
+
+    def state(self) -> LaneState:
+        alive = {(each.source, each.number) for each in self.waiting}
+        self.documents = {key: each for key, each in self.documents.items() if key in alive}
+        return LaneState(
+            tuple(self.drawn), tuple(self.tokens), tuple(self.waiting), dict(self.skipped)
+        )
+
+    def fill(self) -> list[Piece]:
+        budget, pieces, at = self.maker.budget, list[Piece](), 0
+        tokens, vision = budget.tokens, budget.vision_limit
+        while tokens >= _SHORTEST and not (pieces and self.maker.one_piece):
+            is_new = at == len(self.waiting)
+            if is_new:
+                if at == _MOST_WAITING:
+                    break
+                self._draw()
+            each = self.waiting[at]
+            try:
+                document = self._document(each)
+                if is_new:
+                    self.tokens[each.source] += len(document)
+                end = self._end(document, each.begin, tokens, vision)
+                if end is None:
+                    at += 1
+                    continue
+                sample = document.piece(each.begin, end)
+            except BadSampleError as error:
+                self._leave_out(at, error)
+                continue
+            self._bad_in_a_row = 0
+            pieces.append(Piece(each.source, sample, each.begin == 0))
+            tokens -= end - each.begin
+            vision -= document.vision_tokens(each.begin, end)
+            if end == len(document):
+                del self.waiting[at]
+            else:
+                self.waiting[at] = replace(each, begin=document.next_begin(end))
+                # The rest begins the next row: a document has one piece in a row.
+                at += 1
+        return pieces
+
+    def _end(self, document: EncodedDocument, begin: int, tokens: int, vision: int) -> int | None:
+        """End of the piece for this row, None if it has to wait for the next."""
+        end = document.end_of_piece(begin, tokens, vision)
+        if end == len(document):
+            return end
+        budget = self.maker.budget
+        in_empty_row = document.end_of_piece(begin, budget.tokens, budget.vision_limit)
+        if in_empty_row is None:
+            raise document.too_large(begin, budget)
+        if document.is_whole and begin == 0 and in_empty_row == len(document):
+            return None
+        return end
+
+    def _draw(self) -> None:
+        """Take the next document of the source that lags most."""
+        mix, taken = self.maker.mix, self.tokens if self.maker.mix.counts_tokens else self.drawn
+        source = int(np.argmin((self._starts + taken) / mix.shares))
+        number = self.lane + self.drawn[source] * self.maker.num_lanes
+        self.drawn[source] += 1
+        self.waiting.append(Waiting(source, number, 0))
+
+    def _document(self, each: Waiting) -> EncodedDocument:
+        key = (each.source, each.number)
+        if key not in self.documents:
+            self.documents[key] = self.maker.sources[each.source].encoded(each.number)
+        return self.documents[key]
+
+    def _leave_out(self, at: int, error: BadSampleError) -> None:
+        each = self.waiting.pop(at)
+        self.documents.pop((each.source, each.number), None)
+        if error.place is None:
+            error = self.maker.sources[each.source].located(each.number, error)
+        if self.maker.on_bad_sample == "fail":
+            raise error
+        self.skipped[error.kind] += 1
+        self._bad_in_a_row += 1
+        if self._bad_in_a_row > MAX_BAD_IN_A_ROW:
+            raise BadSampleError(
+                error.kind,
+                f"more than {MAX_BAD_IN_A_ROW} documents in a row are bad; the last is: "
+                f"{error.reason}",
+                error.place,
+            )

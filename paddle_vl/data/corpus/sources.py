@@ -1,0 +1,177 @@
+"""The sources of a mix: their shards, the order of their documents, and their shares."""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from xxhash import xxh3_64
+
+from paddle_vl.config.data_sources import SourceConfig
+from paddle_vl.data.corpus.document import EncodedDocument
+from paddle_vl.data.corpus.lanes import Mix
+from paddle_vl.data.corpus.open_shard import ShardOpener
+from paddle_vl.data.corpus.order import DocumentOrder
+from paddle_vl.data.corpus.shard import Row, Shard
+from paddle_vl.data.jsonl import BadSampleError, sample_at
+from paddle_vl.data.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+# Fewer shards are opened in this process.
+_WORTH_A_POOL = 4
+
+
+class Encoder(Protocol):
+    """Makes documents of the rows of one source; it can be pickled."""
+
+    def __call__(self, row: Row, folder: Path) -> EncodedDocument:
+        """
+        Args:
+            folder: of the data file, for relative paths.
+
+        Raises:
+            BadSampleError: the row cannot be used.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source with its opened shards. It can be pickled.
+
+    Attributes:
+        name: its name in metrics.
+        shards: in the order of its files.
+        order: of its documents.
+        encode: makes documents of its rows.
+    """
+
+    name: str
+    shards: tuple[Shard, ...]
+    order: DocumentOrder
+    encode: Encoder
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of an epoch."""
+        return self.order.count
+
+    @property
+    def fingerprint(self) -> int:
+        """Hash of the content of all shards, in order."""
+        hashed = xxh3_64()
+        for shard in self.shards:
+            hashed.update(f"{shard.content}:{shard.count},".encode())
+        return hashed.intdigest()
+
+    def encoded(self, number: int) -> EncodedDocument:
+        """See `paddle_vl.data.corpus.lanes.Documents`."""
+        return self.document(self.order.document(number))
+
+    def located(self, number: int, error: BadSampleError) -> BadSampleError:
+        """See `paddle_vl.data.corpus.lanes.Documents`."""
+        return BadSampleError(error.kind, error.reason, self.place(self.order.document(number)))
+
+    def document(self, document: int) -> EncodedDocument:
+        """A document by its number in the order of the files.
+
+        Raises:
+            BadSampleError: it cannot be used, as `file:line: reason`.
+        """
+        shard, row = self._shard_of(document)
+        try:
+            return self.encode(shard.read(row), Path(shard.path).parent)
+        except (BadSampleError, ValueError, ArithmeticError, RecursionError, OSError) as error:
+            # The place of a row may take a search through its file.
+            with sample_at(shard.place(row)):
+                raise error
+
+    def place(self, document: int) -> str:
+        """The place of a document: `file:line` or the like."""
+        shard, row = self._shard_of(document)
+        return shard.place(row)
+
+    def _shard_of(self, document: int) -> tuple[Shard, int]:
+        shard = int(np.searchsorted(self._starts, document, side="right")) - 1
+        return self.shards[shard], document - int(self._starts[shard])
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum([shard.count for shard in self.shards])])[:-1]
+
+
+def open_sources(
+    configs: Sequence[SourceConfig],
+    opener: ShardOpener,
+    encoder: Callable[[SourceConfig], Encoder],
+    *,
+    seed: int,
+    groups_at_once: int | None = None,
+    num_processes: int = 1,
+) -> list[Source]:
+    """Open the shards of all sources; missing indexes are built by several processes.
+
+    Args:
+        groups_at_once: see `DocumentOrder`; None for any order, but a few row groups of Parquet
+            files at a time.
+
+    Raises:
+        RuntimeError: a file cannot be read, or is of no known kind.
+        ValueError: a source has no file or no document.
+    """
+    files = [source.files() for source in configs]
+    for source, found in zip(configs, files, strict=True):
+        if not found:
+            raise ValueError(f"source {source.label} has no file: {source.path}")
+    shards = iter(_opened([file for found in files for file in found], opener, num_processes))
+    opened = []
+    for source, found in zip(configs, files, strict=True):
+        own = tuple(next(shards) for _ in found)
+        groups = tuple(count for shard in own for count in shard.groups if count)
+        if not groups:
+            raise ValueError(f"source {source.label} has no document in {', '.join(found[:5])}")
+        has_parts = any(len(shard.groups) > 1 for shard in own)
+        at_once = opener.groups_at_once if has_parts else groups_at_once
+        key = xxh3_64(source.label.encode()).intdigest() >> 1
+        order = DocumentOrder(groups, at_once, (seed << 63) + key)
+        opened.append(Source(source.label, own, order, encoder(source)))
+    return opened
+
+
+def _opened(files: Sequence[str], opener: ShardOpener, num_processes: int) -> list[Shard]:
+    missing = [file for file in files if not opener.has_index(Path(file))]
+    workers = min(num_processes, len(missing))
+    if workers > 1 and len(missing) >= _WORTH_A_POOL:
+        logger.info("building the index of %d data files in %d processes", len(missing), workers)
+        # Largest first, so that no process is left with a large one at the end.
+        by_size = sorted(missing, key=lambda file: -os.path.getsize(file))
+        pool = WorkerPool(opener, None, workers)
+        try:
+            for future in [pool.submit(_open, Path(file)) for file in by_size]:
+                future.result()
+        finally:
+            pool.close()
+    return [opener(Path(file)) for file in files]
+
+
+def _open(opener: ShardOpener, collator: None, path: Path) -> None:
+    opener(path)
+
+
+def mix_of(
+    configs: Sequence[SourceConfig],
+    sources: Sequence[Source],
+    temperature: float | None,
+    seed: int,
+) -> Mix:
+    """Shares by weights (of tokens), or by numbers of documents to the power of 1 / temperature (of
+    documents)."""
+    weights = [config.weight for config in configs]
+    if all(weight is not None for weight in weights):
+        return Mix(tuple(float(weight or 0) for weight in weights), True, seed)
+    power = 1.0 if temperature is None else 1.0 / temperature
+    return Mix(tuple(source.num_documents**power for source in sources), False, seed)
