@@ -29,6 +29,7 @@ from paddle_vl.train.reporting.gauges import Gauge, memory_in_use
 from paddle_vl.train.reporting.metrics import StepMeter, check_skipped, evaluation_entries
 from paddle_vl.train.reporting.reporter import Reporter
 from paddle_vl.train.reporting.run_record import RunRecord
+from paddle_vl.train.reporting.source_totals import SourceTotals
 from paddle_vl.train.run_length import RunLength, restored_tokens
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
@@ -102,6 +103,7 @@ class Trainer:
         self.step = 0
         # Of all ranks in all steps, see `RunLength`.
         self.tokens = 0
+        self.sources = SourceTotals(data)
         self.stop = StopSignals()
         self.stop_signal: int | None = None
         # Position after the last trained step, not after the last prefetched batch.
@@ -121,6 +123,7 @@ class Trainer:
         self.optimizer.load_state(checkpoints.StoredArrays(folder))
         self.step = self._last_saved = state["step"]
         self.tokens = restored_tokens(state, self.length, folder)
+        self.sources.load_state_dict(state.get("sources"))
         self.meter.load_state_dict(state["meter"])
         self.feed.continue_at(self.step, state["data"])
         self._data_place = DataPlace.of(self.data)
@@ -241,6 +244,7 @@ class Trainer:
         with phase(Phase.METRICS):
             self.step += 1
             self.tokens += totals.num_tokens
+            self.sources.add(totals.source_tokens, totals.source_documents)
             self._data_place = fed.place
             seconds = time.perf_counter() - begin
             self.meter.add(outcome, micro_batches, seconds, fed.data_wait_s)
@@ -279,10 +283,13 @@ class Trainer:
         ]
         counts, is_counted = loss.metric_counts(self.runner.model), int(ranks.counts_losses)
         gauges += [Gauge(name, "sum", value * is_counted) for name, value in counts.items()]
-        entries = {"epoch": round(self._data_place.passes, 4), "learning_rate": self._rate}
+        passes = self.sources.passes
+        passes = self._data_place.passes if passes is None else passes
+        entries = {"epoch": round(passes, 4), "learning_rate": self._rate}
         entries |= reported_rates(self.config.train, self._rate)
         if self.tokens:
             entries["tokens"] = self.tokens
+        entries |= self.sources.entries()
 
         def line(values: dict[str, Any]) -> dict[str, Any]:
             return self.meter.line(values) | {
@@ -340,6 +347,7 @@ class Trainer:
         state = {
             "step": self.step,
             "tokens": self.tokens,
+            "sources": self.sources.state_dict(),
             "nonfinite_updates": self.meter.skipped_in_a_row,
             "meter": self.meter.state_dict(),
             "data": self._data_state,

@@ -124,6 +124,11 @@ class CorpusLoader:
         )
 
     @property
+    def documents(self) -> list[int]:
+        """Documents of each source in an epoch."""
+        return list(self._stream["documents"])
+
+    @property
     def epoch(self) -> int:
         """Epochs that are complete."""
         return self._consumed() // self._num_documents

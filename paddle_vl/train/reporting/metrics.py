@@ -16,6 +16,8 @@ Keys of a line, since the previous line or start unless it says "whole run":
         data.packing: share of real tokens in packed rows. These and times restart on resume.
     `tokens`: of all ranks, visual ones included and padding not, whole run; train.max_tokens
         counts these. A run continued from a checkpoint of an earlier version counts from there.
+    `tokens/SOURCE`, `documents/SOURCE`, `epochs/SOURCE` of each source of a mix: tokens, documents
+        that began, and passes over its documents, of all ranks, whole run.
     `target_tokens`, `skipped_updates`, `skipped_samples`: whole run.
     `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.qwen3_vl.objective`.
     `eval_loss`, for a policy also its terms: in steps that evaluate. An evaluation between two
