@@ -36,16 +36,9 @@ HELD_OUT = "held_out_"
 Row = dict[str, Any]
 
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_CAPTIONS = (
-    "The handwritten digit {a}.",
-    "A scan of the number {a}, written by hand.",
-    "Here someone wrote {word}: {a}.",
-    "{a}, in dark ink on white paper.",
-    "This picture shows {word}.",
-    "The digit is {a}, which is {parity}.",
-)
-_OPENINGS = ("A page from a notebook.", "Some digits in a row.", "What was written:", "Look here.")
-_BEHIND = ("That is {a}.", "Here we see {word}.", "It reads {a}.", "This one is {a}.")
+_CAPTIONS = ("A handwritten {a}.", "The digit {a}.", "This is {word}: {a}.")
+_OPENINGS = ("A page of digits.", "Some digits in a row.", "Look here.")
+_BEHIND = ("That is {a}.", "It reads {a}.", "This is {word}: {a}.")
 _CLOSINGS = (
     "Together they make {total}.",
     "The largest of them is {largest}.",
@@ -175,9 +168,7 @@ def _answer(image: str, digit: int, rng: np.random.Generator) -> Row:
 
 
 def _facts(digit: int) -> dict[str, Any]:
-    word = _WORDS[digit]
-    parity = "odd" if digit % 2 else "even"
-    return {"a": digit, "word": word, "Word": word.capitalize(), "parity": parity}
+    return {"a": digit, "word": _WORDS[digit], "Word": _WORDS[digit].capitalize()}
 
 
 def _texts(row: Row) -> Iterator[str]:

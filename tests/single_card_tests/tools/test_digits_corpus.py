@@ -40,7 +40,7 @@ def digit_of(image: str, digits: list[int]) -> int:
 
 
 def told_digit(text: str) -> int:
-    (found,) = re.findall(rf"\d|\b(?:{'|'.join(WORDS)})\b", text.replace("This one", "It"))[-1:]
+    (found,) = re.findall(rf"\d|\b(?:{'|'.join(WORDS)})\b", text)[-1:]
     return WORDS.index(found) if found in WORDS else int(found)
 
 
@@ -86,8 +86,8 @@ def test_pages_tell_each_digit_behind_its_image(corpus):
 
 def test_the_tokenizer_knows_the_words_of_the_corpus(corpus):
     processor = Qwen3VLProcessor.from_pretrained(corpus / "processor")
-    text = "A scan of the number 7, written by hand."
-    assert len(processor.tokenizer.encode(text)) <= 12
+    text = "This is seven: 7. The largest of them is 9."
+    assert len(processor.tokenizer.encode(text)) < len(text) / 2
 
 
 def test_a_complete_corpus_is_left_unchanged(corpus):
