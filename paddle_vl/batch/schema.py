@@ -62,5 +62,7 @@ class VLBatch(TextFields, total=False):
     visual_source_indices: Annotated[Array, Axes("M", "int64")]
     # Offsets of packed samples, see `paddle_vl.batch.positions`. For attention; read on the host.
     cu_seqlens: Annotated[Array, Axes("S", "int32")]
+    # Factors of the labels' cross entropies, where sources have a loss_weight. For the loss.
+    loss_weights: Annotated[Array, Axes("B L", "float32")]
     # Visual rows that no token takes. From `VLBatchAdapter.synchronized`; read on the host.
     num_unused_visual_rows: int

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from paddle_vl.cli import commands
 from paddle_vl.cli.profile import add_profile
+from paddle_vl.cli.tokenize import add_tokenize
 from paddle_vl.cli.train import add_report, add_train
 from paddle_vl.parallel.launcher import RANK_LOG_VARIABLE
 
@@ -128,4 +129,5 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_merge(subparsers)
     add_profile(subparsers)
     add_report(subparsers)
+    add_tokenize(subparsers)
     return parser

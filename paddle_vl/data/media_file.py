@@ -9,6 +9,7 @@ import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ def file_size(path: str | os.PathLike, what: str) -> int:
     raise BadSampleError(f"missing_{what}", f"{what} file {shown(os.fspath(path))} does not exist")
 
 
-ImageSource = str | os.PathLike | Image.Image | np.ndarray
+ImageSource = str | os.PathLike | bytes | Image.Image | np.ndarray
 
 # A selection: Pillow would run Ghostscript for EPS, and its rare formats are an attack surface.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -109,7 +110,7 @@ def image_size(source: ImageSource) -> tuple[int, int]:
     """
     if isinstance(source, np.ndarray | Image.Image):
         return load_rgb(source).size
-    with _opened(Path(source)) as image:
+    with _opened(source) as image:
         _check_mode(image)
         return image.size
 
@@ -118,7 +119,7 @@ def load_rgb(source: ImageSource) -> Image.Image:
     """Open an image as 8-bit RGB, turned upright by its EXIF orientation.
 
     Args:
-        source: a path, a PIL image, or a uint8 `[H, W, 3]` array.
+        source: a path, the bytes of a file, a PIL image, or a uint8 `[H, W, 3]` array.
 
     Raises:
         BadSampleError: no such file, not an image of `FORMATS`, too large to be decoded, or more
@@ -135,7 +136,7 @@ def load_rgb(source: ImageSource) -> Image.Image:
     if isinstance(source, Image.Image):
         _check_mode(source)
         return _to_rgb(ImageOps.exif_transpose(source))
-    with _opened(Path(source)) as image:
+    with _opened(source) as image:
         image.load()
         _check_mode(image)
         # In place: a second copy of a large image may not fit into memory.
@@ -144,11 +145,12 @@ def load_rgb(source: ImageSource) -> Image.Image:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
-    if not os.path.isfile(path):
-        raise BadSampleError("missing_image", f"there is no file {shown(str(path))}")
+def _opened(source: str | os.PathLike | bytes) -> Iterator[Image.Image]:
+    if not isinstance(source, bytes) and not os.path.isfile(source):
+        raise BadSampleError("missing_image", f"there is no file {shown(os.fspath(source))}")
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        opened = BytesIO(source) if isinstance(source, bytes) else source
+        with Image.open(opened, formats=FORMATS) as image:
             _check_size(image)
             yield image
     except BadSampleError:
@@ -159,7 +161,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
             f"the file cannot be decoded as an image: {error} Shrink it or cut it into tiles",
         ) from error
     except _BROKEN as error:
-        if found := _other_format(path):
+        if found := _other_format(source):
             raise BadSampleError(
                 "unreadable_image",
                 f"the file has the format {found}, which is not supported; convert it to one of "
@@ -171,9 +173,9 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         ) from error
 
 
-def _other_format(path: Path) -> str | None:
+def _other_format(source: str | os.PathLike | bytes) -> str | None:
     """Pillow's name of an unsupported format, from the first bytes; None if unknown."""
-    with path.open("rb") as file:
+    with BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
         # Some of Pillow's checks read beyond the end of a shorter head.
         head = file.read(16).ljust(16, b"\0")
     Image.init()

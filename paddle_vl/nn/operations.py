@@ -173,18 +173,26 @@ def next_token_targets(labels_BL: Tensor) -> Tensor:
     return paddle.concat([labels_BL[:, 1:], ignored], axis=1).reshape([-1])
 
 
-def token_loss(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+def token_loss(
+    logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Cross entropy summed over the rows whose target is not `IGNORE_INDEX`, and their number.
 
     Logits are cast to float32 first: a bfloat16 sum over the vocabulary is too coarse. The caller
     divides by the count of the global batch. (Paddle 3.3.1's own mean also counts ignored rows if
     the ignored index is negative.)
 
+    Args:
+        weights_T: float32 factors of the rows in the sum; None for 1. They do not change the count.
+
     Returns:
         Two float32 scalars, sum and count.
     """
+    reduction = "sum" if weights_T is None else "none"
     total = F.cross_entropy(
-        logits_TV.astype("float32"), targets_T, ignore_index=IGNORE_INDEX, reduction="sum"
+        logits_TV.astype("float32"), targets_T, ignore_index=IGNORE_INDEX, reduction=reduction
     )
+    if weights_T is not None:
+        total = (total.reshape([-1]) * weights_T).sum()
     count = (targets_T != IGNORE_INDEX).astype("float32").sum()
     return total, count

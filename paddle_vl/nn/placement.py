@@ -191,9 +191,11 @@ class RegionOps:
         """
         return encode(None)
 
-    def token_loss(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    def token_loss(
+        self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Summed cross entropy and target count, see `paddle_vl.nn.operations.token_loss`."""
-        return token_loss(logits_TV, targets_T)
+        return token_loss(logits_TV, targets_T, weights_T)
 
 
 class LayerFactory:

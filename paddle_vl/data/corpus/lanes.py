@@ -6,8 +6,8 @@ document continues in the lane's next row. So lanes need nothing of each other, 
 number of ranks nor that of workers changes a row. What a lane needs to continue is a `LaneState`, a
 few numbers.
 
-The next document comes from the source that lags behind its share most. A random start of the lags
-(an exponential race) makes the sources of the first rows follow the shares too.
+The next document comes from the source that lags behind its share most. Random starts of the lags
+make the sources of the first rows of many lanes follow the shares too.
 
 Shapes: S sources.
 """
@@ -54,18 +54,26 @@ class Mix:
         shares: `[S]`, positive.
         counts_tokens: whether shares are of tokens; otherwise of documents.
         seed: of the starts of the lags.
+        sizes: `[S]` size of a source's document in that unit, weighted by itself: the mean of the
+            squares divided by the mean.
     """
 
     shares: tuple[float, ...]
     counts_tokens: bool
     seed: int
+    sizes: tuple[float, ...]
 
-    def starts(self, lane: int, tokens_per_row: int) -> np.ndarray:
-        """`[S]` what each source has ahead at the beginning of a lane."""
+    def starts(self, lane: int) -> np.ndarray:
+        """`[S]` what each source has ahead at the beginning of a lane.
+
+        Uniform below a document's size, as if the lane had run for ever. One source, drawn by the
+        shares, is first: a place of a stream without begin is most likely in a long document.
+        """
         rng = np.random.default_rng([self.seed, lane])
-        # Several rows, so that long documents do not come first.
-        unit = 4.0 * tokens_per_row if self.counts_tokens else 1.0
-        return rng.exponential(size=len(self.shares)) * unit
+        starts = rng.uniform(size=len(self.shares)) * self.sizes
+        shares = np.asarray(self.shares)
+        starts[rng.choice(len(shares), p=shares / shares.sum())] = -1.0
+        return starts
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ class _Making:
         self.maker, self.lane, self.documents = maker, lane, kept
         self.drawn, self.tokens = list(state.drawn), list(state.tokens)
         self.waiting, self.skipped = list(state.waiting), Counter(state.skipped)
-        self._starts = maker.mix.starts(lane, maker.budget.tokens)
+        self._starts = maker.mix.starts(lane)
         self._bad_in_a_row = 0
 
     def state(self) -> LaneState:

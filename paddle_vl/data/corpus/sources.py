@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,8 @@ from paddle_vl.data.worker_pool import WorkerPool
 logger = logging.getLogger(__name__)
 # Fewer shards are opened in this process.
 _WORTH_A_POOL = 4
+# Documents whose tokens are counted for the starts of a mix.
+_MEASURED = 32
 
 
 class Encoder(Protocol):
@@ -127,7 +130,7 @@ def open_sources(
     for source, found in zip(configs, files, strict=True):
         if not found:
             raise ValueError(f"source {source.label} has no file: {source.path}")
-    shards = iter(_opened([file for found in files for file in found], opener, num_processes))
+    shards = iter(open_shards([file for found in files for file in found], opener, num_processes))
     opened = []
     for source, found in zip(configs, files, strict=True):
         own = tuple(next(shards) for _ in found)
@@ -142,7 +145,12 @@ def open_sources(
     return opened
 
 
-def _opened(files: Sequence[str], opener: ShardOpener, num_processes: int) -> list[Shard]:
+def open_shards(files: Sequence[str], opener: ShardOpener, num_processes: int) -> list[Shard]:
+    """Open data files; missing indexes are built by several processes.
+
+    Raises:
+        RuntimeError: a file cannot be read, or is of no known kind.
+    """
     missing = [file for file in files if not opener.has_index(Path(file))]
     workers = min(num_processes, len(missing))
     if workers > 1 and len(missing) >= _WORTH_A_POOL:
@@ -169,9 +177,21 @@ def mix_of(
     seed: int,
 ) -> Mix:
     """Shares by weights (of tokens), or by numbers of documents to the power of 1 / temperature (of
-    documents)."""
+    documents). For shares of tokens a few documents of each source are measured."""
     weights = [config.weight for config in configs]
     if all(weight is not None for weight in weights):
-        return Mix(tuple(float(weight or 0) for weight in weights), True, seed)
+        shares = tuple(float(weight or 0) for weight in weights)
+        return Mix(shares, True, seed, tuple(map(_typical_size, sources)))
     power = 1.0 if temperature is None else 1.0 / temperature
-    return Mix(tuple(source.num_documents**power for source in sources), False, seed)
+    shares = tuple(source.num_documents**power for source in sources)
+    return Mix(shares, False, seed, (1.0,) * len(shares))
+
+
+def _typical_size(source: Source) -> float:
+    """Tokens of a document, weighted by themselves, from the first ones of the stream."""
+    sizes: list[int] = []
+    for number in range(min(_MEASURED, source.num_documents)):
+        # A run says what is wrong with a bad document when it comes to it.
+        with suppress(BadSampleError):
+            sizes.append(len(source.encoded(number)))
+    return sum(size**2 for size in sizes) / sum(sizes) if sizes else 1.0

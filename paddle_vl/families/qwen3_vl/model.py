@@ -102,6 +102,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         pixel_values: Array | None = None,
         pixel_values_videos: Array | None = None,
         num_target_tokens: int | None = None,
+        loss_weights: Array | None = None,
         caches: list[KeyValueCache] | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int = 0,
@@ -117,6 +118,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             labels: `[B, L]` int64, not shifted, -100 ignored.
             pixel_values: `[P, patch_dim]` patches of all images; `pixel_values_videos` of videos.
             num_target_tokens: number of labels that count, if the host knows it.
+            loss_weights: `[B, L]` float32 factors of the labels' cross entropies; None for 1.
             caches: one per decoder layer when generating.
             output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
                 None for the configuration's setting. Not with caches.
@@ -160,7 +162,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             hidden_BLD = hidden_TD.reshape([*shape, -1])[:, -logits_to_keep:]
             shape = hidden_BLD.shape[:2]
             hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
-        return self.predict(hidden_TD, shape, labels, num_target_tokens, balance)
+        return self.predict(hidden_TD, shape, labels, num_target_tokens, balance, loss_weights)
 
     def decoder_arguments(
         self,
@@ -237,13 +239,18 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         labels: Array | None = None,
         num_target_tokens: int | None = None,
         balance: LoadBalance | None = None,
+        loss_weights: Array | None = None,
     ) -> Qwen3VLOutput:
         """Logits and losses of the token rows `[T, D]` after the final norm; `shape` is (B, L)."""
         logits_TV = self.lm_head(self.placement.ops.enter_columns(hidden_TD))
         output = Qwen3VLOutput(logits_TV.reshape([*shape, -1]))
         if labels is not None:
             targets_T = next_token_targets(device_tensor(labels))
-            output.loss_sum, count = self.placement.ops.token_loss(logits_TV, targets_T)
+            weights_T = None
+            if loss_weights is not None:
+                # Shifted like the labels; the last of a row has no target.
+                weights_T = device_tensor(loss_weights).roll(-1, axis=1).reshape([-1])
+            output.loss_sum, count = self.placement.ops.token_loss(logits_TV, targets_T, weights_T)
             known = num_target_tokens is not None
             output.num_target_tokens = num_target_tokens if known else count
             output.loss = output.loss_sum / (

@@ -26,7 +26,10 @@ from paddle_vl.nn.float32_rows import float32_from_rows, float32_to_rows, num_fl
 
 # Assumed share of visual tokens in the cost of the vision tower.
 VISUAL_SHARE = 0.5
-_NOT_FOR_DECODER = ("pixel_values", "pixel_values_videos", "labels", "num_target_tokens")
+_NOT_FOR_DECODER = (
+    *("pixel_values", "pixel_values_videos"),
+    *("labels", "num_target_tokens", "loss_weights"),
+)
 
 
 def layer_costs(config: Qwen3VLConfig) -> tuple[list[float], float, float]:
@@ -154,6 +157,7 @@ class Qwen3VLStage:
                 batch["labels"],
                 batch["num_target_tokens"],
                 balance,
+                batch.get("loss_weights"),
             )
         left = [levels[g] for g in self._travelling(self.layers.stop) if g in levels]
         if balance is not None:

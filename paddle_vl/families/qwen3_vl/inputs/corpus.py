@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from paddle_vl.data.corpus.local_copies import LocalCopies
 from paddle_vl.data.corpus.offset_index import CacheFolders
 from paddle_vl.data.corpus.open_shard import ShardOpener
 from paddle_vl.data.corpus.sources import Source, mix_of, open_sources
+from paddle_vl.data.corpus.tokenize import check_same_tokenizer
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
@@ -75,6 +77,9 @@ class Corpus:
             groups_at_once=data.shuffle_shards if by_shards else None,
             num_processes=max(1, data.num_workers),
         )
+        for shard in (shard for source in sources for shard in source.shards):
+            if shard.path.endswith(".idx"):
+                check_same_tokenizer(Path(shard.path), processor.tokenizer.to_json())
         return cls(data, tuple(configs), tuple(sources), seed)
 
     def __len__(self) -> int:
@@ -97,6 +102,7 @@ class Corpus:
         data = self.data
         mix = mix_of(self.configs, self.sources, data.temperature, self.seed)
         budget = row_budget(data)
+        weights = tuple(config.loss_weight for config in self.configs)
         maker = RowMaker(
             self.sources,
             mix,
@@ -117,7 +123,7 @@ class Corpus:
         }
         return CorpusLoader(
             maker,
-            PieceCollator(collator, data.packing),
+            PieceCollator(collator, data.packing, weights),
             batch_size,
             names=self.names,
             num_documents=len(self),
@@ -154,16 +160,32 @@ class PieceCollator:
 
     Attributes:
         is_packed: whether a row may have several pieces.
+        loss_weights: of each source.
     """
 
     collator: VLCollator
     is_packed: bool
+    loss_weights: tuple[float, ...]
 
     def __call__(self, rows: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         samples = [[piece.sample for piece in row] for row in rows]
         if self.is_packed:
-            return dict(PackedCollator(self.collator)(samples))
-        return dict(self.collator([row[0] for row in samples]))
+            batch = dict(PackedCollator(self.collator)(samples))
+        else:
+            batch = dict(self.collator([row[0] for row in samples]))
+        if set(self.loss_weights) != {1.0}:
+            batch["loss_weights"] = self._weights(rows, batch["attention_mask"])
+        return batch
+
+    def _weights(self, rows: Sequence[Sequence[Piece]], mask_BL: np.ndarray) -> np.ndarray:
+        weights_BL = np.ones(mask_BL.shape, dtype=np.float32)
+        for row, weights_L, mask_L in zip(rows, weights_BL, mask_BL, strict=True):
+            pieces = [
+                np.full(len(piece.sample["input_ids"]), self.loss_weights[piece.source])
+                for piece in row
+            ]
+            weights_L[mask_L == 1] = np.concatenate(pieces)
+        return weights_BL
 
 
 class CorpusSamples:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paddle_vl.config.data_sources import DocumentFormat
+from paddle_vl.data.corpus.text_rows import needed, refuse_empty, text_of
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import ImageSource, MediaFolder
 
@@ -35,45 +36,21 @@ def parts_of(row: Mapping[str, Any], kind: DocumentFormat, folder: MediaFolder) 
         BadSampleError: an entry is missing, of a wrong type or unusable, or there is no text.
     """
     if kind == "text":
-        parts: Parts = [_joined(_needed(row, "text", kind), "text")]
+        parts: Parts = [text_of(row, kind)]
     elif kind == "image_text":
-        image = _image(_needed(row, "image", kind), "'image'", folder)
-        parts = [image, _joined(_needed(row, "text", kind), "text")]
+        image = _image(needed(row, "image", kind), "'image'", folder)
+        parts = [image, text_of(row, kind)]
     elif "text_list" in row and "texts" not in row:
         parts = _mmc4(row, folder)
     else:
         parts = _interleaved(row, kind, folder)
     parts = [part for part in parts if part != ""]
-    if not any(isinstance(part, str) and part.strip() for part in parts):
-        raise BadSampleError(
-            "empty_text", "the document has no text, so that nothing is learned: leave it out"
-        )
+    refuse_empty(any(isinstance(part, str) and part.strip() for part in parts))
     return parts
 
 
-def _needed(row: Mapping[str, Any], key: str, kind: str) -> Any:
-    if row.get(key) is None:
-        raise BadSampleError(
-            "missing_key",
-            f"the row has no {key!r}, which format {kind} needs; its entries are {sorted(row)} "
-            "(other names can be given with the source's columns, another kind with its format)",
-        )
-    return row[key]
-
-
-def _joined(text: Any, key: str) -> str:
-    if isinstance(text, str):
-        return text
-    if isinstance(text, Sequence) and all(isinstance(each, str) for each in text):
-        return "\n".join(text)
-    raise BadSampleError(
-        "missing_key",
-        f"{key!r} is of type {type(text).__name__}; a string or a list of strings is needed",
-    )
-
-
 def _interleaved(row: Mapping[str, Any], kind: str, folder: MediaFolder) -> Parts:
-    texts, images = (_needed(row, key, kind) for key in ("texts", "images"))
+    texts, images = (needed(row, key, kind) for key in ("texts", "images"))
     for key, values in (("texts", texts), ("images", images)):
         if not isinstance(values, Sequence) or isinstance(values, str | bytes):
             raise BadSampleError("missing_key", f"{key!r} must be a list")

@@ -29,8 +29,8 @@ from paddle_vl.families.qwen3_vl.inputs.document_rows import ImagePlace, parts_o
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.inputs.tokenizer import IMAGE_PAD
 
-# Entry of a row of token ids, from memory-mapped token files.
-TOKENS = "tokens"
+# Entries of a row of memory-mapped token files: ids, and optionally 0 where nothing is learned.
+TOKENS, MASK = "tokens", "mask"
 
 
 class ImageDocument(EncodedDocument):
@@ -113,7 +113,7 @@ class DocumentEncoder:
         row = {**row, **{name: row[column] for name, column in self.source.columns.items()}}
         kind = self.source.format
         if TOKENS in row:
-            return self._of_tokens(row[TOKENS])
+            return self._of_tokens(row[TOKENS], row.get(MASK))
         if kind == "messages":
             return self._of_messages(row, folder)
         parts = parts_of(row, kind, MediaFolder(folder, self.allow_outside))
@@ -154,7 +154,7 @@ class DocumentEncoder:
         targets = self.source.targets or "all"
         return ImageDocument(self.processor, ids, images, targets, is_whole)
 
-    def _of_tokens(self, ids: np.ndarray) -> EncodedDocument:
+    def _of_tokens(self, ids: np.ndarray, mask: np.ndarray | None) -> EncodedDocument:
         if self.source.format != "text":
             raise BadSampleError(
                 "unsupported",
@@ -162,9 +162,12 @@ class DocumentEncoder:
                 "format to text",
             )
         end = self.processor.pad_token_id
-        ids = ids[:-1] if ids.size and ids[-1] == end else ids
-        check_ids(ids, self.processor)
-        return self._document(np.append(ids, end), [])
+        has_end = bool(ids.size) and ids[-1] == end
+        check_ids(ids[:-1] if has_end else ids, self.processor)
+        document = self._document(ids if has_end else np.append(ids, end), [])
+        if mask is not None:
+            document.labels[: len(mask)][mask == 0] = IGNORED_LABEL
+        return document
 
     def _of_messages(self, row: Mapping[str, Any], folder: Path) -> EncodedDocument:
         conversation = parse_record(row, folder, self.allow_outside)

@@ -1,0 +1,234 @@
+"""Tokenizes texts into memory-mapped token files, in several processes.
+
+The files do not depend on the number of processes: documents keep the order of the data files.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from paddle_vl.data.corpus.offset_index import write_atomically
+from paddle_vl.data.corpus.open_shard import ShardOpener
+from paddle_vl.data.corpus.shard import Shard
+from paddle_vl.data.corpus.sources import open_shards
+from paddle_vl.data.corpus.text_rows import refuse_empty, text_of
+from paddle_vl.data.corpus.token_files import TokenFileWriter
+from paddle_vl.data.jsonl import BadSampleError, OnBadSample, check_unicode, sample_at
+from paddle_vl.data.worker_pool import WorkerPool
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
+
+# Documents of a job.
+_CHUNK = 512
+# Jobs in flight per process, which bounds the memory.
+_JOBS_AHEAD = 4
+
+
+class Tokenized(NamedTuple):
+    """Documents of one job.
+
+    Attributes:
+        ids: of all documents, each with its end.
+        sizes: ids of each document.
+        skipped: bad documents by kind of fault.
+    """
+
+    ids: np.ndarray
+    sizes: np.ndarray
+    skipped: Counter[str]
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """Tokenizes rows of texts. It can be pickled.
+
+    Attributes:
+        file: tokenizer.json.
+        end: token behind every document.
+        columns: other names of a row's entries.
+    """
+
+    file: Path
+    end: str
+    columns: Mapping[str, str]
+    on_bad_sample: OnBadSample
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of `file`."""
+        return read_tokenizer(self.file)
+
+    @cached_property
+    def special(self) -> dict[int, str]:
+        """Names of special tokens by id, which a text must not contain."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {number: str(token.content) for number, token in added.items() if token.special}
+
+    @property
+    def end_id(self) -> int:
+        """
+        Raises:
+            ValueError: the tokenizer has no such token.
+        """
+        found = self.tokenizer.token_to_id(self.end)
+        if found is None:
+            raise ValueError(
+                f"{self.file} has no token {self.end!r}: name the one that ends documents with "
+                "--end-token"
+            )
+        return found
+
+    def ids(self, row: Mapping[str, Any]) -> list[int]:
+        """Ids of a row's text and the end.
+
+        Raises:
+            BadSampleError: it has no text, or a special token in it.
+        """
+        text = text_of({**row, **{name: row.get(key) for name, key in self.columns.items()}})
+        refuse_empty(bool(text.strip()))
+        check_unicode(text)
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if forged := self.special.keys() & set(ids):
+            names = ", ".join(sorted(self.special[number] for number in forged))
+            raise BadSampleError(
+                "special_token", f"the text contains the special token(s) {names}; remove them"
+            )
+        return [*ids, self.end_id]
+
+    def chunk(self, shard: Shard, begin: int, stop: int) -> Tokenized:
+        """The documents of some rows of a shard."""
+        documents: list[list[int]] = []
+        skipped: Counter[str] = Counter()
+        for row in range(begin, stop):
+            try:
+                with sample_at(f"{shard.path}:document {row + 1}"):
+                    documents.append(self.ids(shard.read(row)))
+            except BadSampleError as error:
+                if self.on_bad_sample == "fail":
+                    raise BadSampleError(error.kind, error.reason, shard.place(row)) from error
+                skipped[error.kind] += 1
+        flat = [number for document in documents for number in document]
+        sizes = np.array([len(document) for document in documents], dtype=np.int32)
+        return Tokenized(np.array(flat, dtype=np.int32), sizes, skipped)
+
+
+class Written(NamedTuple):
+    """What was written: documents, tokens and skipped documents by kind of fault."""
+
+    documents: int
+    tokens: int
+    skipped: dict[str, int]
+
+
+def write_token_files(
+    files: Sequence[Path],
+    prefix: Path,
+    tokens: TextTokens,
+    opener: ShardOpener,
+    num_processes: int = 1,
+) -> Written:
+    """Tokenize the documents of all files into `prefix`.bin, .idx and .json.
+
+    The .json says which tokenizer made them; a run with another one refuses the files.
+
+    Raises:
+        BadSampleError: a bad document where they are not skipped, as `file:line: reason`.
+        ValueError: a file exists, or the tokenizer lacks the end token.
+        RuntimeError: a file cannot be read, or there is no document.
+    """
+    record = prefix.with_name(prefix.name + ".json")
+    taken = [path for path in (record, *_paths(prefix)) if path.exists()]
+    if taken:
+        raise ValueError(f"{taken[0]} exists already: choose another output, or remove it")
+    tokens.end_id  # noqa: B018 - refused before long work
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    # Workers are the processes; the library's own threads would compete with them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    skipped: Counter[str] = Counter()
+    shards = open_shards([str(file) for file in files], opener, num_processes)
+    with TokenFileWriter(prefix, highest_id(tokens.tokenizer)) as writer:
+        for done in _in_order(tokens, shards, num_processes):
+            writer.add(done.ids, done.sizes)
+            skipped += done.skipped
+        if not writer.num_documents:
+            raise RuntimeError(f"no document of {len(files)} file(s) can be used: {dict(skipped)}")
+    content = {
+        "tokenizer": tokenizer_hash(tokens.tokenizer.to_str()),
+        "end_token": tokens.end,
+        "documents": writer.num_documents,
+        "tokens": writer.num_tokens,
+        "skipped": dict(skipped),
+        "files": [path.name for path in files],
+    }
+    write_atomically(record, [(json.dumps(content, indent=2) + "\n").encode()])
+    return Written(writer.num_documents, writer.num_tokens, dict(skipped))
+
+
+def _paths(prefix: Path) -> list[Path]:
+    return [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+
+
+def _in_order(
+    tokens: TextTokens, shards: Sequence[Shard], num_processes: int
+) -> Iterator[Tokenized]:
+    jobs = (
+        (shard, begin, min(begin + _CHUNK, shard.count))
+        for shard in shards
+        for begin in range(0, shard.count, _CHUNK)
+    )
+    if num_processes == 1:
+        for job in jobs:
+            yield tokens.chunk(*job)
+        return
+    pool = WorkerPool(tokens, None, num_processes)
+    pending: deque[Future[Tokenized]] = deque()
+    try:
+        for job in jobs:
+            pending.append(pool.submit(_tokenized, *job))
+            if len(pending) > _JOBS_AHEAD * num_processes:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.close()
+
+
+def _tokenized(
+    tokens: TextTokens, collator: None, shard: Shard, begin: int, stop: int
+) -> Tokenized:
+    return tokens.chunk(shard, begin, stop)
+
+
+def tokenizer_hash(content: str) -> str:
+    """Hash of a tokenizer.json, as the library writes it."""
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def check_same_tokenizer(index: Path, content: str) -> None:
+    """Check that a token file was written with this tokenizer, if its .json says so.
+
+    Args:
+        index: the .idx.
+        content: the tokenizer.json of the run.
+
+    Raises:
+        ValueError: it was another one.
+    """
+    record = index.with_suffix(".json")
+    if not record.is_file():
+        return
+    written = json.loads(record.read_text(encoding="utf-8")).get("tokenizer")
+    if written is not None and written != tokenizer_hash(content):
+        raise ValueError(
+            f"{index} was written with another tokenizer than the run's (see {record.name}): "
+            f"tokenize its texts with the {TOKENIZER_FILE} of data.processor or model.pretrained"
+        )
