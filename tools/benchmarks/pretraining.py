@@ -31,8 +31,8 @@ from paddle_vl.train.trainer import Trainer
 
 CONFIGS = ROOT / "configs" / "quickstart"
 STARTS = ("pretrained", "random")
-# A question may be answered in two tokens and an end.
-_ANSWER_TOKENS, _BATCH = 3, 100
+# A digit and an end.
+_ANSWER_TOKENS, _BATCH = 2, 150
 Found = dict[str, Any]
 
 
