@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import paddle
 
@@ -110,7 +111,7 @@ class Job:
         frozen = matching_names(
             config.model.freeze, [name for name, *_ in parameters], "model.freeze", groups=PARTS
         )
-        own = [
+        own: list[Any] = [
             SimpleNamespace(
                 shape=[size // mp if is_sharded else size],
                 dtype=paddle.bfloat16,

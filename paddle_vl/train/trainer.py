@@ -172,7 +172,8 @@ class Trainer:
             if self.step == 0:
                 self._save_settings()
             self.record.start(self.config, self.step)
-        in_tokens = self.length.tokens and (self.tokens, self.length.tokens)
+        total = self.length.tokens
+        in_tokens = None if total is None else (self.tokens, total)
         self.reporter.open(self.step, self.num_steps, in_tokens)
 
     def _save_settings(self) -> None:

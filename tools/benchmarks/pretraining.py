@@ -117,7 +117,9 @@ def measured_seed(seed: int, options: Any) -> Found:
     if kept.exists():
         return json.loads(kept.read_text(encoding="utf-8"))
     begin = time.perf_counter()
-    found = {"pretraining": pretrained(options.corpus, options.work, seed, options.pretraining)}
+    found: Found = {
+        "pretraining": pretrained(options.corpus, options.work, seed, options.pretraining)
+    }
     model = Path(found["pretraining"].pop("model"))
     for start in STARTS:
         found[start] = fine_tuned(
