@@ -59,9 +59,11 @@ class DataConfig(Section):
     """Data files and how they are loaded."""
 
     train: list[str] = Field(default=[])
-    """JSONL files to train on; image and video paths in a file are relative to it"""
+    """JSONL files to train on (image and video paths in a file are relative to it); for Qwen3-VL also
+    the sources of a pretraining mix, {path, format, weight, name, targets, loss_weight, columns},
+    see docs/pretraining_data.md"""
     eval: list[str] = Field(default=[])
-    """JSONL files for the evaluation loss"""
+    """data for the evaluation loss; entries as in data.train"""
     processor: str | None = None
     """folder with tokenizer.json and the family's other processor files; default:
     model.pretrained"""

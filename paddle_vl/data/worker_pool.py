@@ -180,6 +180,11 @@ def current_sample() -> int | None:
     return _slot.sample
 
 
+def note_sample(number: int | None) -> None:
+    """Say which sample this process prepares; None for none."""
+    _slot.sample = number
+
+
 def load_batch(
     dataset: SampleSource, collator: Collator, numbers: np.ndarray, replace_bad: bool, epoch: int
 ) -> LoadedBatch:

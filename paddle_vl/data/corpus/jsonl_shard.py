@@ -12,7 +12,8 @@ from paddle_vl.data.corpus.offset_index import CacheFolders, IndexFile, Offsets,
 from paddle_vl.data.corpus.shard import Row, descriptor
 from paddle_vl.data.jsonl import check_length, parse_object
 
-_BLOCK = 1 << 24
+_BLOCK = 1 << 22
+_BREAK, _SPACE = 10, 32
 
 
 @dataclass(frozen=True)
@@ -83,26 +84,29 @@ def line_offsets(path: Path) -> Offsets:
         RuntimeError: the file cannot be read.
     """
     found: list[np.ndarray] = []
-    hashed, at = xxh3_64(), 0
-    # Whether the bytes since the last line's begin are white space only, and that begin.
-    begin, is_blank, num_breaks = 0, True, 0
+    hashed, at, num_breaks = xxh3_64(), 0, 0
+    # Begin of the line that the last block ended in, and whether it has been blank so far.
+    begin, is_blank = 0, True
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
             hashed.update(block)
             bytes_N = np.frombuffer(block, dtype=np.uint8)
-            breaks_K = np.flatnonzero(bytes_N == 10)
+            breaks_K = np.flatnonzero(bytes_N == _BREAK)
             num_breaks += breaks_K.size
-            # Number of bytes up to each place that are not white space.
-            visible_N = np.cumsum(~np.isin(bytes_N, (9, 10, 11, 12, 13, 32)), dtype=np.int64)
-            if breaks_K.size:
-                until_K = visible_N[breaks_K]
-                has_text_K = np.diff(until_K, prepend=0) > 0
-                has_text_K[0] |= not is_blank
-                begins_K = np.concatenate([[begin], breaks_K[:-1] + 1 + at])
-                found.append(begins_K[has_text_K])
-                begin, is_blank = int(breaks_K[-1]) + 1 + at, bool(visible_N[-1] == until_K[-1])
+            if not breaks_K.size:
+                is_blank = is_blank and not block.strip()
             else:
-                is_blank = is_blank and not visible_N[-1]
+                begins_K = np.concatenate([[0], breaks_K[:-1] + 1])
+                # Most lines begin with a bracket; only others are looked at one by one.
+                has_text_K = bytes_N[begins_K] > _SPACE
+                for line in np.flatnonzero(~has_text_K):
+                    has_text_K[line] = bool(block[begins_K[line] : breaks_K[line]].strip())
+                has_text_K[0] |= not is_blank
+                begins_K += at
+                begins_K[0] = begin
+                found.append(begins_K[has_text_K])
+                rest = int(breaks_K[-1]) + 1
+                begin, is_blank = at + rest, not block[rest:].strip()
             at += len(block)
     if not is_blank:
         found.append(np.array([begin]))

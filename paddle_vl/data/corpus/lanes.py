@@ -22,10 +22,12 @@ import numpy as np
 from paddle_vl.data.corpus.document import EncodedDocument, Sample
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
-from paddle_vl.data.worker_pool import MAX_BAD_IN_A_ROW
+from paddle_vl.data.worker_pool import MAX_BAD_IN_A_ROW, note_sample
 
 # Documents that may wait for a row with room for their next piece.
 _MOST_WAITING = 16
+# More than a source's stream has; one number says source and document in the table of progress.
+DOCUMENTS = 1 << 48
 # A text piece of one token would have no target.
 _SHORTEST = 2
 
@@ -41,8 +43,8 @@ class Documents(Protocol):
         """
         ...
 
-    def located(self, number: int, error: BadSampleError) -> BadSampleError:
-        """An error of that document with its place."""
+    def where(self, number: int) -> str:
+        """That document's place: `file:line` or the like."""
         ...
 
 
@@ -244,6 +246,7 @@ class _Making:
 
     def _document(self, each: Waiting) -> EncodedDocument:
         key = (each.source, each.number)
+        note_sample(each.source * DOCUMENTS + each.number)
         if key not in self.documents:
             self.documents[key] = self.maker.sources[each.source].encoded(each.number)
         return self.documents[key]
@@ -252,7 +255,8 @@ class _Making:
         each = self.waiting.pop(at)
         self.documents.pop((each.source, each.number), None)
         if error.place is None:
-            error = self.maker.sources[each.source].located(each.number, error)
+            place = self.maker.sources[each.source].where(each.number)
+            error = BadSampleError(error.kind, error.reason, place)
         if self.maker.on_bad_sample == "fail":
             raise error
         self.skipped[error.kind] += 1

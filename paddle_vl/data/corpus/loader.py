@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from paddle_vl.batch.schema import SOURCE_COUNTS
-from paddle_vl.data.corpus.lanes import LaneState, Piece, RowMaker
+from paddle_vl.data.corpus.lanes import DOCUMENTS, LaneState, Piece, RowMaker
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import check_ranks
-from paddle_vl.data.worker_pool import WorkerPool
+from paddle_vl.data.worker_pool import WorkerPool, current_sample, note_sample
 
 PHASES = 16
 _CALL_S = 0.2
@@ -182,9 +182,19 @@ class CorpusLoader:
         if self.size > 1:
             text += f" of data-parallel rank {self.rank}"
         if not self._num_workers:
-            return f"{text}; this process prepares it itself (data.num_workers is 0)"
-        worker = self._step % PHASES % self._num_workers
-        return f"{text}; worker {worker} of {self._num_workers} prepares it"
+            at = self._at(current_sample())
+            return f"{text}; this process prepares it itself (data.num_workers is 0) and {at}"
+        worker, pools = self._step % PHASES % self._num_workers, self._pools
+        progress = pools[worker].progress() if worker < len(pools) else []
+        if not progress:
+            return f"{text}; worker {worker}, which prepares it, has not started"
+        return f"{text}; worker {worker} (process {progress[0].pid}) {self._at(progress[0].sample)}"
+
+    def _at(self, sample: int | None) -> str:
+        if sample is None:
+            return "is between documents"
+        source, number = divmod(sample, DOCUMENTS)
+        return f"is at {self._maker.sources[source].where(number)}"
 
     def close(self) -> None:
         """End the worker processes. The next batch starts new ones."""
@@ -265,6 +275,7 @@ def make_rows(maker: RowMaker, collator: Any, states: Mapping[int, LaneState]) -
     """
     made = {lane: maker.row(lane, state) for lane, state in states.items()}
     rows = [pieces for pieces, _ in made.values()]
+    note_sample(None)
     batch = collator(rows)
     tokens, documents = np.zeros((2, len(maker.sources)), dtype=np.int64)
     for piece in (piece for row in rows for piece in row):

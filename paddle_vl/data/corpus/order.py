@@ -76,8 +76,23 @@ class DocumentOrder:
             inside -= self.groups[group]
         raise AssertionError("a block has as many places as its groups have documents")
 
+    def block(self, number: int) -> tuple[int, int]:
+        """Epoch of a place of the stream, and number of its block of groups in that epoch."""
+        epoch, place = divmod(number, self.count)
+        _, blocks = self._blocks(epoch)
+        return epoch, int(np.searchsorted(blocks, place, side="right")) - 1
+
+    def groups_after(self, epoch: int, block: int) -> list[int]:
+        """The groups of the block after that one."""
+        at_once = self.groups_at_once or len(self.groups)
+        begin = (block + 1) * at_once
+        if begin >= len(self.groups):
+            epoch, begin = epoch + 1, 0
+        order, _ = self._blocks(epoch)
+        return order[begin : begin + at_once].tolist()
+
     def _blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        return _block_starts(self.groups, self.groups_at_once or 1, self.seed, epoch)
+        return _block_starts(self.groups, self.groups_at_once or len(self.groups), self.seed, epoch)
 
 
 # Lanes of a loader are at most a few blocks apart, so two epochs of each source at a time.

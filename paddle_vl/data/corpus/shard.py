@@ -23,9 +23,14 @@ class Shard(Protocol):
         content: hash that changes with the documents.
     """
 
-    path: str
-    count: int
-    content: int
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def content(self) -> int: ...
 
     @property
     def groups(self) -> Sequence[int]: ...

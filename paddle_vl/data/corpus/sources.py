@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from xxhash import xxh3_64
 from paddle_vl.config.data_sources import SourceConfig
 from paddle_vl.data.corpus.document import EncodedDocument
 from paddle_vl.data.corpus.lanes import Mix
+from paddle_vl.data.corpus.local_copies import LocalCopies
 from paddle_vl.data.corpus.open_shard import ShardOpener
 from paddle_vl.data.corpus.order import DocumentOrder
 from paddle_vl.data.corpus.shard import Row, Shard
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 _WORTH_A_POOL = 4
 # Documents whose tokens are counted for the starts of a mix.
 _MEASURED = 32
+_REMEMBERED = 16
 
 
 class Encoder(Protocol):
@@ -51,12 +54,14 @@ class Source:
         shards: in the order of its files.
         order: of its documents.
         encode: makes documents of its rows.
+        copies: where its shards are copied to before they are needed; None to not do that.
     """
 
     name: str
     shards: tuple[Shard, ...]
     order: DocumentOrder
     encode: Encoder
+    copies: LocalCopies | None = None
 
     @property
     def num_documents(self) -> int:
@@ -73,11 +78,13 @@ class Source:
 
     def encoded(self, number: int) -> EncodedDocument:
         """See `paddle_vl.data.corpus.lanes.Documents`."""
+        if self.copies is not None:
+            self._fetch_ahead(number)
         return self.document(self.order.document(number))
 
-    def located(self, number: int, error: BadSampleError) -> BadSampleError:
+    def where(self, number: int) -> str:
         """See `paddle_vl.data.corpus.lanes.Documents`."""
-        return BadSampleError(error.kind, error.reason, self.place(self.order.document(number)))
+        return self.place(self.order.document(number))
 
     def document(self, document: int) -> EncodedDocument:
         """A document by its number in the order of the files.
@@ -101,6 +108,21 @@ class Source:
     def _shard_of(self, document: int) -> tuple[Shard, int]:
         shard = int(np.searchsorted(self._starts, document, side="right")) - 1
         return self.shards[shard], document - int(self._starts[shard])
+
+    def _fetch_ahead(self, number: int) -> None:
+        """When a block of shards begins, copy those of the next one in the background."""
+        block = self.order.block(number)
+        if block in self._fetched:
+            return
+        # Lanes are near each other, so that a few blocks are enough to remember.
+        del self._fetched[:-_REMEMBERED]
+        self._fetched.append(block)
+        shards = [self.shards[group] for group in self.order.groups_after(*block)]
+        threading.Thread(target=_fetch, args=(self.copies, shards), daemon=True).start()
+
+    @cached_property
+    def _fetched(self) -> list[tuple[int, int]]:
+        return []
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -139,9 +161,12 @@ def open_sources(
             raise ValueError(f"source {source.label} has no document in {', '.join(found[:5])}")
         has_parts = any(len(shard.groups) > 1 for shard in own)
         at_once = opener.groups_at_once if has_parts else groups_at_once
+        # Row groups of a file are not copied one by one, and empty shards are no groups.
+        is_copied = opener.copies_all and len(groups) == len(own)
         key = xxh3_64(source.label.encode()).intdigest() >> 1
         order = DocumentOrder(groups, at_once, (seed << 63) + key)
-        opened.append(Source(source.label, own, order, encoder(source)))
+        copies = opener.copies if is_copied else None
+        opened.append(Source(source.label, own, order, encoder(source), copies))
     return opened
 
 
@@ -164,6 +189,15 @@ def open_shards(files: Sequence[str], opener: ShardOpener, num_processes: int) -
         finally:
             pool.close()
     return [opener(Path(file)) for file in files]
+
+
+def _fetch(copies: LocalCopies, shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        try:
+            copies.file(Path(shard.path))
+        except (RuntimeError, OSError) as error:
+            # Reading the shard raises it again.
+            logger.warning("%s is not copied ahead: %s", shard.path, error)
 
 
 def _open(opener: ShardOpener, collator: None, path: Path) -> None:

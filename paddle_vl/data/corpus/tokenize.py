@@ -93,7 +93,8 @@ class TextTokens:
         Raises:
             BadSampleError: it has no text, or a special token in it.
         """
-        text = text_of({**row, **{name: row.get(key) for name, key in self.columns.items()}})
+        named = {name: row[key] for name, key in self.columns.items() if key in row}
+        text = text_of({**row, **named})
         refuse_empty(bool(text.strip()))
         check_unicode(text)
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -29,8 +29,7 @@ class Qwen3VLDataConfig(DataConfig):
     """Conversations or a mix of sources, and how samples become batches."""
 
     train: DataEntries = Field(default=[])
-    """JSONL files of conversations, or the sources of a pretraining mix: {path, format, weight,
-    name, targets, loss_weight, columns}, see docs/pretraining_data.md"""
+    """JSONL files of conversations, or the sources of a pretraining mix"""
     eval: DataEntries = Field(default=[])
     """data for the evaluation loss; entries as in data.train"""
     temperature: Annotated[float | None, Field(ge=1, le=1000)] = None
@@ -98,6 +97,7 @@ class Qwen3VLRun(RunConfig):
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_settings,
         *("model.lora", "data.max_length", "data.min_pixels", "data.max_pixels"),
+        *("data.temperature", "data.shuffle", "data.shuffle_shards"),
         *("data.packing", "data.packing_length", "data.max_vision_tokens_per_row"),
     )
 

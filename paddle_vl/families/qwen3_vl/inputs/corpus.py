@@ -59,8 +59,9 @@ class Corpus:
         """
         folders = CacheFolders(data.cache)
         by_shards = data.shuffle == "shards"
-        copies = data.shuffle_shards + _SPARE_COPIES if by_shards else None
         configs = as_sources(entries)
+        # Shards in use and those of the next block, of every source, as they share folders.
+        copies = (2 * data.shuffle_shards + _SPARE_COPIES) * len(configs) if by_shards else None
         opener = ShardOpener(
             folders,
             LocalCopies(folders, copies),
@@ -169,10 +170,11 @@ class PieceCollator:
 
     def __call__(self, rows: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         samples = [[piece.sample for piece in row] for row in rows]
+        batch: dict[str, Any] = {}
         if self.is_packed:
-            batch = dict(PackedCollator(self.collator)(samples))
+            batch.update(PackedCollator(self.collator)(samples))
         else:
-            batch = dict(self.collator([row[0] for row in samples]))
+            batch.update(self.collator([row[0] for row in samples]))
         if set(self.loss_weights) != {1.0}:
             batch["loss_weights"] = self._weights(rows, batch["attention_mask"])
         return batch

@@ -44,15 +44,19 @@ class ImageDocument(EncodedDocument):
         targets: str,
         is_whole: bool,
     ):
-        marks = np.isin(ids, visual_marks(processor))
+        starts = visual = marks = np.zeros(len(ids), dtype=bool)
+        if images:
+            marks = np.isin(ids, visual_marks(processor))
+            starts = ids == processor.vision_start_token_id
+            visual = ids == processor.image_token_id
         labels = after_image(np.where(marks, IGNORED_LABEL, ids), marks, targets)
-        starts = ids == processor.vision_start_token_id
-        visual = ids == processor.image_token_id
         super().__init__(ids, labels, visual, marks, starts, is_whole)
         self._processor, self._images = processor, images
 
     def piece(self, begin: int, end: int) -> Sample:
         sample = {"input_ids": self.input_ids[begin:end], "labels": self.labels[begin:end]}
+        if not self._images:
+            return sample
         starts = np.flatnonzero(self.input_ids == self._processor.vision_start_token_id)
         first, last = np.searchsorted(starts, [begin, end])
         if first < last:
@@ -210,7 +214,8 @@ def check_ids(ids_L: np.ndarray, processor: Qwen3VLProcessor) -> None:
             f"the document has the id {highest} and the highest of {tokenizer.name} is "
             f"{tokenizer.highest_id}: it was made with another tokenizer",
         )
-    if (special := np.isin(ids_L, list(forbidden))).any():
+    has_special = highest >= min(forbidden)
+    if has_special and (special := np.isin(ids_L, list(forbidden))).any():
         raise BadSampleError(
             "special_token",
             f"the document contains the special token {forbidden[int(ids_L[special.argmax()])]}: "

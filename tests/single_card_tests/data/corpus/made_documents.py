@@ -64,8 +64,8 @@ class MadeSource:
             kinds += [TEXT] * int(rng.integers(0, length)) + image(int(rng.integers(4, size + 1)))
         return MadeDocument(own, np.array([*kinds, TEXT]), False)
 
-    def located(self, number: int, error: BadSampleError) -> BadSampleError:
-        return BadSampleError(error.kind, error.reason, f"{self.kind}:{number}")
+    def where(self, number: int) -> str:
+        return f"{self.kind}:{number}"
 
 
 def collate(rows) -> dict:

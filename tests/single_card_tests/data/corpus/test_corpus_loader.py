@@ -6,6 +6,7 @@ resuming with other data or settings is refused by name.
 """
 
 import json
+import time
 from itertools import islice
 
 import numpy as np
@@ -121,6 +122,43 @@ def test_resuming_with_another_mix_is_refused_by_name():
         loader(stream={"seed": 3}).load_state_dict(
             {"stream": {"global_batch_size": 4, "seed": 3}, "epoch": 1}
         )
+
+
+class StuckSource(MadeSource):
+    """Document 64 takes long."""
+
+    def encoded(self, number):
+        if number == 64:
+            time.sleep(60)
+        return super().encoded(number)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_wait_names_the_document(num_workers):
+    """The first lane's second document; both are in its first row."""
+    mix = Mix((1.0,), True, 3, (60.0,))
+    maker = RowMaker([StuckSource("text", 1, 5)], mix, 64, RowBudget(256))
+    batches = CorpusLoader(
+        maker, collate, 4, names=["text"], num_documents=9, stream={}, num_workers=num_workers
+    )
+    found = []
+
+    def stop():
+        found.append(batches.waiting_for())
+        if "text:64" in found[-1]:
+            raise TimeoutError
+
+    if num_workers:
+        batches.while_waiting = stop
+        with pytest.raises(TimeoutError), batches:
+            next(batches)
+        assert "micro-batch 1 of a mix of text; worker 0 (process" in found[-1]
+    else:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(TimeoutError):  # noqa: PT012
+            patch.setattr(time, "sleep", lambda seconds: stop())
+            next(batches)
+        assert "this process prepares it itself" in found[-1]
+    assert found[-1].endswith("is at text:64")
 
 
 def test_epochs_are_no_length_of_a_run():
