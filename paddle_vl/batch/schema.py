@@ -5,7 +5,7 @@ A batch is a mapping, since it crosses worker processes and a model takes HF's k
 `Annotated[Array, Axes(...)]`; those of pi07 are in `paddle_vl.families.pi07.inputs.collate`.
 
 Axes, package-wide: B batch, L padded length, T token rows (batch folded in), P patches, I media
-items, S segments; a number is an axis of that size.
+items, R real token rows, S segments; a number is an axis of that size.
 """
 
 from collections.abc import Mapping
@@ -64,5 +64,7 @@ class VLBatch(TextFields, total=False):
     cu_seqlens: Annotated[Array, Axes("S", "int32")]
     # Factors of the labels' cross entropies, where sources have a loss_weight. For the loss.
     loss_weights: Annotated[Array, Axes("B L", "float32")]
+    # Token rows that are not padding, of models with experts. For the experts.
+    real_row_indices: Annotated[Array, Axes("R", "int64")]
     # Visual rows that no token takes. From `VLBatchAdapter.synchronized`; read on the host.
     num_unused_visual_rows: int

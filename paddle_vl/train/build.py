@@ -43,13 +43,14 @@ from paddle_vl.train.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
-def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
+def build_trainer(config: RunConfig, writes: bool = True, updates: bool = True) -> Trainer:
     """The trainer of a run, at its first step or at the step of the checkpoint to resume from.
 
     It has the lock of the output folder until `Trainer.run` ends.
 
     Args:
         writes: whether the run writes its output folder and needs its lock; False for a profile.
+        updates: see `paddle_vl.train.optimizer.Optimizer`.
 
     Raises:
         ValueError, RuntimeError: see `paddle_vl.config.validate`, `paddle_vl.train.run_lock` and
@@ -70,7 +71,7 @@ def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
     with ExitStack() as on_failure:
         if lock is not None:
             on_failure.callback(lock.release)
-        trainer = _build(config, topology, ranks, lock)
+        trainer = _build(config, topology, ranks, lock, updates)
         on_failure.pop_all()
     return trainer
 
@@ -90,7 +91,11 @@ def _lock_output(config: RunConfig, ranks: SingleRank) -> RunLock | None:
 
 
 def _build(
-    config: RunConfig, topology: Topology, ranks: SingleRank, lock: RunLock | None
+    config: RunConfig,
+    topology: Topology,
+    ranks: SingleRank,
+    lock: RunLock | None,
+    updates: bool,
 ) -> Trainer:
     several = topology.world_size > 1
     if not ranks.is_main:
@@ -125,7 +130,8 @@ def _build(
         )
     )
     parameters = freeze_parameters(family.named_parameters(model), trained, full_shapes)
-    check_memory(NeededMemory.of(model.parameters(), config.parallel))
+    if updates:  # Without them it counts moments that nobody has.
+        check_memory(NeededMemory.of(model.parameters(), config.parallel))
     store = layout.parameter_store(model)
     optimizer = Optimizer(
         parameters,
@@ -135,6 +141,7 @@ def _build(
         placement.parameter_table,
         trained,
         factors,
+        updates,
     )
     runner = layout.runner(model, family.make_stage, ranks, family.loss, built.adapter)
     loader = family.train_loader(built.collator, ranks)
