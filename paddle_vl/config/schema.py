@@ -59,7 +59,7 @@ class DataConfig(Section):
     """Data files and how they are loaded."""
 
     train: list[str] = Field(default=[])
-    """JSONL files to train on (image and video paths in a file are relative to it); for Qwen3-VL also
+    """JSONL files to train on (image and video paths are relative to their file); for Qwen3-VL also
     the sources of a pretraining mix, {path, format, weight, name, targets, loss_weight, columns},
     see docs/pretraining_data.md"""
     eval: list[str] = Field(default=[])

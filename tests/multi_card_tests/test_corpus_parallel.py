@@ -30,7 +30,10 @@ HEAVY = ("mp2",)
 
 def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
     settings = [f"train.output_dir={output_dir}", *SETTINGS, *overrides]
-    build_trainer(load_run_config(run_file, settings)).run()
+    with pytest.MonkeyPatch.context() as patch:
+        # So that the lanes of a checkpoint continue after it.
+        patch.setattr("paddle_vl.data.corpus.loader.PHASES", 2)
+        build_trainer(load_run_config(run_file, settings)).run()
 
 
 def worker(run_file: str, folder: str, overrides: list[str]) -> None:

@@ -33,6 +33,8 @@ PARSERS = {
     "metrics": "fuzzing.run_files:metrics",
     "pictures": "fuzzing.run_files:pictures",
     "run_record": "fuzzing.run_files:run_record",
+    "documents": "fuzzing.corpora:documents",
+    "corpus_shards": "fuzzing.corpora:shards",
     "conversations": "fuzzing.samples:conversations",
     "demonstrations": "fuzzing.samples:demonstrations",
     "statistics": "fuzzing.samples:statistics",

@@ -142,14 +142,14 @@ class CorpusLoader:
     def skipped(self) -> dict[str, int]:
         """Bad documents of this rank's lanes that were left out, by kind of fault."""
         total: Counter[str] = Counter()
-        for lane in self._own_lanes():
-            total.update(self._states[lane].skipped)
+        for state in self._states.values():
+            total.update(state.skipped)
         return dict(total)
 
     def state_dict(self) -> dict[str, Any]:
         """Position after the last returned batch, with the states of this rank's lanes; JSON
         values. `merged_states` joins those of all ranks."""
-        lanes = {str(lane): self._states[lane].to_json() for lane in self._own_lanes()}
+        lanes = {str(lane): state.to_json() for lane, state in sorted(self._states.items())}
         return {"step": self._step, "lanes": lanes, "stream": self._stream}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,7 +172,9 @@ class CorpusLoader:
             )
         self._drop_pending()
         self._states = {
-            int(lane): LaneState.from_json(values) for lane, values in state["lanes"].items()
+            int(lane): LaneState.from_json(values)
+            for lane, values in state["lanes"].items()
+            if int(lane) % self.size == self.rank
         }
         self._step = state["step"]
 
@@ -209,11 +211,8 @@ class CorpusLoader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _own_lanes(self) -> list[int]:
-        return sorted(lane for lane in self._states if lane % self.size == self.rank)
-
     def _consumed(self) -> int:
-        return self.size * sum(sum(self._states[lane].drawn) for lane in self._own_lanes())
+        return self.size * sum(sum(state.drawn) for state in self._states.values())
 
     def _lanes(self, step: int) -> list[int]:
         """Lanes of this rank's rows of a micro-batch."""

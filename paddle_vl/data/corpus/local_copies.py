@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from paddle_vl.data.corpus.offset_index import CacheFolders, file_state, locked
 from paddle_vl.data.corpus.shard import open_files
@@ -97,7 +97,7 @@ def _copy(path: Path, target: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def opened(path: Path) -> IO[bytes]:
+def opened(path: Path) -> BinaryIO | gzip.GzipFile:
     """A file opened for reading its uncompressed content from begin to end.
 
     Raises:

@@ -14,7 +14,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,7 +181,12 @@ def write_atomically(path: Path, pieces: list[bytes]) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock beside `path` that other processes wait for; it ends with its process."""
+    """Hold a lock beside `path` that other processes wait for; it ends with its process.
+
+    Some network file systems have no locks. Then several processes may do the same work; files
+    appear at once all the same.
+    """
     with path.with_name(path.name + ".lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -50,7 +50,7 @@ class ParquetShard:
                 length = int.from_bytes(file.read(4), "little")
                 file.seek(-_TAIL - length, os.SEEK_END)
                 content = xxh3_64_intdigest(file.read(length))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, _arrow_error()) as error:
             raise RuntimeError(f"data file {path} is no Parquet file: {error}") from error
         groups = tuple(
             metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)
@@ -80,7 +80,7 @@ class ParquetShard:
         try:
             with parquet.ParquetFile(local) as file:
                 return file.read_row_group(group), lambda: None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, _arrow_error()) as error:
             raise BadSampleError(
                 "unreadable_sample", f"row group {group + 1} cannot be read: {error}"
             ) from error
@@ -95,3 +95,10 @@ def _parquet(path: Path) -> Any:
             "'paddle-vl[corpus]'"
         ) from error
     return parquet
+
+
+def _arrow_error() -> type[Exception]:
+    """What pyarrow raises for damaged files beyond ValueError and OSError."""
+    import pyarrow
+
+    return pyarrow.ArrowException

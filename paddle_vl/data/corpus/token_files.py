@@ -19,6 +19,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from paddle_vl.data.corpus.shard import Row, descriptor
+from paddle_vl.data.jsonl import BadSampleError
 
 MAGIC = b"MMIDIDX\x00\x00"
 # Only types that hold ids.
@@ -39,6 +40,7 @@ class TokenShard:
         path: the `.idx`.
         dtype: of the ids.
         num_sequences: of all documents.
+        num_bytes: size of the `.bin`.
         has_mask: whether there is a `.lsm`.
     """
 
@@ -47,6 +49,7 @@ class TokenShard:
     content: int
     dtype: str
     num_sequences: int
+    num_bytes: int
     has_mask: bool
 
     @classmethod
@@ -87,6 +90,7 @@ class TokenShard:
             hashed.intdigest(),
             dtype.str,
             num_sequences,
+            binary.stat().st_size,
             path.with_suffix(".lsm").is_file(),
         )
         if num_sequences:
@@ -110,15 +114,25 @@ class TokenShard:
         first, end = self._read("<i8", 12 * self.num_sequences + 8 * row, 2).tolist()
         if end == first:
             return {"tokens": np.zeros(0, dtype=np.int64)}
-        offset = int(self._offsets(first, 1)[0])
-        length = int(self._sizes(first, end - first).sum())
-        item = np.dtype(self.dtype).itemsize
+        if not 0 <= first < end <= self.num_sequences:
+            raise self._damaged()
+        offset, sizes = int(self._offsets(first, 1)[0]), self._sizes(first, end - first)
+        length, item = int(sizes.sum()), np.dtype(self.dtype).itemsize
+        if min(offset, int(sizes.min())) < 0 or offset + length * item > self.num_bytes:
+            raise self._damaged()
         raw = os.pread(descriptor(Path(self.path).with_suffix(".bin")), length * item, offset)
         tokens = np.frombuffer(raw, dtype=self.dtype).astype(np.int64)
         if not self.has_mask:
             return {"tokens": tokens}
         raw = os.pread(descriptor(Path(self.path).with_suffix(".lsm")), length, offset // item)
         return {"tokens": tokens, "mask": np.frombuffer(raw, dtype=np.uint8)}
+
+    def _damaged(self) -> BadSampleError:
+        return BadSampleError(
+            "unreadable_sample",
+            f"the index describes a document outside of its {self.num_bytes} bytes of tokens: it "
+            "is damaged, or belongs to another .bin",
+        )
 
     def place(self, row: int) -> str:
         return f"{self.path}:document {row + 1}"

@@ -244,3 +244,22 @@ def test_the_loss_of_packed_documents_is_hf_loss_on_the_same_labels(weights):
     with paddle.no_grad():
         loss = float(model(**batch).loss)
     assert loss == pytest.approx(total / count, abs=1e-5)
+
+
+def test_a_weight_belongs_to_the_token_that_is_predicted():
+    folder = GOLDEN / "qwen_vl" / "models" / "dense_untied"
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 400, (2, 9))
+    weights = rng.uniform(0.1, 3.0, (2, 9)).astype(np.float32)
+    labels = np.where(rng.uniform(size=ids.shape) < 0.3, -100, ids)
+    with paddle.no_grad():
+        output = model(ids, labels=labels, loss_weights=weights)
+        log_probs = paddle.nn.functional.log_softmax(output.logits, axis=-1).numpy()
+    total = sum(
+        -weights[row, i] * log_probs[row, i - 1, ids[row, i]]
+        for row in range(2)
+        for i in range(1, 9)
+        if labels[row, i] != -100
+    )
+    assert float(output.loss_sum) == pytest.approx(total, rel=1e-5)
