@@ -13,13 +13,14 @@ images that no run trained on are counted after every few steps. A seed's result
 
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness import ROOT, Table, overrides, parser, show
-from make_digits_corpus import HELD_OUT, SOURCES, make_digits_corpus
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.qwen3_vl.evaluation import greedy_answers
@@ -31,6 +32,7 @@ from paddle_vl.train.trainer import Trainer
 
 CONFIGS = ROOT / "configs" / "quickstart"
 STARTS = ("pretrained", "random")
+SOURCES = ("captions", "pages", "text")
 # A digit and an end.
 _ANSWER_TOKENS, _BATCH = 2, 150
 Found = dict[str, Any]
@@ -71,7 +73,7 @@ def fine_tuned(
         settings |= {"model.pretrained": "null", "model.config": json.dumps(fresh)}
     trainer = _trainer("digits_answers.yaml", corpus, settings, changes)
     processor = Qwen3VLProcessor.from_pretrained(corpus / "processor")
-    questions = MessagesDataset([str(corpus / f"{HELD_OUT}answers.jsonl")], processor, 64)
+    questions = MessagesDataset([str(corpus / "held_out_answers.jsonl")], processor, 64)
     steps: list[int] = []
     shares: list[float] = []
     evaluate = trainer.evaluate
@@ -216,7 +218,8 @@ def main() -> None:
     configure_cpu_runtime()
     options.work = options.work.resolve()
     options.corpus = options.work / "corpus"
-    make_digits_corpus(options.corpus)
+    tool = str(ROOT / "tools" / "make_digits_corpus.py")
+    subprocess.run([sys.executable, tool, str(options.corpus)], check=True)
     runs = [measured_seed(seed, options) for seed in range(options.seeds)]
     show(options, [loss_table(runs), steps_table(runs, (0.5, 0.8, 0.9))], runs)
     if options.plot is not None:
