@@ -162,7 +162,7 @@ class RowMaker:
         """
         making = _Making(self, lane, state, self._kept.pop(lane, {}))
         pieces = making.fill()
-        self._kept[lane] = making.documents
+        self._kept[lane] = making.waiting_documents()
         return pieces, making.state()
 
 
@@ -183,11 +183,14 @@ class _Making:
         self._bad_in_a_row = 0
 
     def state(self) -> LaneState:
-        alive = {(each.source, each.number) for each in self.waiting}
-        self.documents = {key: each for key, each in self.documents.items() if key in alive}
         return LaneState(
             tuple(self.drawn), tuple(self.tokens), tuple(self.waiting), dict(self.skipped)
         )
+
+    def waiting_documents(self) -> dict[tuple[int, int], EncodedDocument]:
+        """The encoded documents that wait, by source and number."""
+        keys = [(each.source, each.number) for each in self.waiting]
+        return {key: self.documents[key] for key in keys if key in self.documents}
 
     def fill(self) -> list[Piece]:
         budget, pieces, at = self.maker.budget, list[Piece](), 0

@@ -227,5 +227,5 @@ def _typical_size(source: Source) -> float:
     for number in range(min(_MEASURED, source.num_documents)):
         # A run says what is wrong with a bad document when it comes to it.
         with suppress(BadSampleError):
-            sizes.append(len(source.encoded(number)))
+            sizes.append(len(source.document(source.order.document(number))))
     return sum(size**2 for size in sizes) / sum(sizes) if sizes else 1.0

@@ -160,6 +160,16 @@ def test_a_mix_has_weights_or_a_temperature(
     np.testing.assert_allclose(mix.shares, shares)
 
 
+def test_only_documents_that_wait_are_kept():
+    made = maker()
+    state = LaneState.new(3)
+    for _ in range(50):
+        _, state = made.row(1, state)
+        kept = made._kept[1]
+        assert kept.keys() <= {(each.source, each.number) for each in state.waiting}
+    assert len(kept) <= 16
+
+
 def test_without_packing_a_row_is_one_piece():
     rows, _ = rows_of(maker(one_piece=True), 50)
     assert {len(row) for row in rows} == {1}

@@ -89,6 +89,25 @@ def test_token_files_give_what_was_written(tmp_path):
     assert masked.read(2)["mask"].tolist() == [1]
 
 
+def test_token_files_have_the_layout_of_megatron_and_paddlenlp(tmp_path):
+    """Read as their `MMapIndexedDataset` reads them."""
+    for highest, code, dtype in ((300, 8, np.uint16), (151_668, 4, np.int32)):
+        with TokenFileWriter(tmp_path / f"t{code}", highest) as writer:
+            writer.add(np.arange(10), np.array([4, 6]))
+        raw = (tmp_path / f"t{code}.idx").read_bytes()
+        assert raw[:9] == b"MMIDIDX\0\0"
+        assert struct.unpack("<QBQQ", raw[9:34]) == (1, code, 2, 3)
+        sizes = np.frombuffer(raw, np.int32, 2, 34)
+        pointers = np.frombuffer(raw, np.int64, 2, 42)
+        boundaries = np.frombuffer(raw, np.int64, 3, 58)
+        assert len(raw) == 82
+        assert sizes.tolist() == [4, 6]
+        assert pointers.tolist() == [0, 4 * np.dtype(dtype).itemsize]
+        assert boundaries.tolist() == [0, 1, 2]
+        tokens = np.frombuffer((tmp_path / f"t{code}.bin").read_bytes(), dtype)
+        assert tokens.tolist() == list(range(10))
+
+
 def test_a_document_of_several_sequences_is_one(tmp_path):
     """As Megatron's own tool writes documents that are split into sentences."""
     ids = np.arange(9, dtype="<i4")

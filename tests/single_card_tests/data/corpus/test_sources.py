@@ -6,6 +6,7 @@ sources are refused.
 """
 
 import gzip
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ from pyarrow import parquet
 
 from faults.tiny_run import write_processor
 from paddle_vl.config.data_sources import SourceConfig, as_sources
+from paddle_vl.data.corpus import local_copies
 from paddle_vl.families.qwen3_vl.inputs.corpus import Corpus
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.settings import Qwen3VLDataConfig
@@ -83,7 +85,10 @@ def test_every_container_gives_the_same_documents(tmp_path, processor):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_by_shards_every_document_comes_once_an_epoch(tmp_path, processor, suffix):
+def test_by_shards_every_document_comes_once_an_epoch(tmp_path, processor, suffix, monkeypatch):
+    copied = []
+    copy = local_copies._copy
+    monkeypatch.setattr(local_copies, "_copy", lambda *paths: (copied.append(paths), copy(*paths)))
     pack = gzip.compress if suffix else bytes
     for shard in range(12):
         own = lines(ROWS[shard * 10 : shard * 10 + 10])
@@ -98,10 +103,31 @@ def test_by_shards_every_document_comes_once_an_epoch(tmp_path, processor, suffi
             found += texts(corpus, [epoch * 120 + number])
             most = max(most, len(list(cache.glob("*.copy"))))
         assert sorted(found) == sorted(row["text"] for row in ROWS)
-        # Two in use, two of the next block, and four to spare.
-        assert 0 < most <= 8
+        # Two in use, two of the next block, four to spare, and those just made by two threads.
+        assert 0 < most <= 10
+    # Once for the index, and once an epoch.
+    assert 12 < len(copied) <= 36
     # A place of the stream is the same whatever was read before.
     assert texts(opened(processor, source, **settings), [57, 130]) == texts(corpus, [57, 130])
+
+
+def test_shards_of_the_next_block_are_copied_ahead(tmp_path, processor):
+    for shard in range(6):
+        (tmp_path / f"{shard}.jsonl").write_bytes(lines(ROWS[shard * 10 : shard * 10 + 10]))
+    source = SourceConfig(path=str(tmp_path / "*.jsonl"), format="text")
+    cache = tmp_path / "cache"
+    settings = {"shuffle": "shards", "shuffle_shards": 1, "cache": str(cache)}
+    corpus = opened(processor, source, **settings)
+    order = corpus.sources[0].order
+    # Opening made copies to index them.
+    for copy in cache.glob("*.copy"):
+        copy.unlink()
+    texts(corpus, [0])
+    wanted = {order.document(place) // 10 for place in (0, 10)}
+    deadline = time.monotonic() + 60
+    while (found := {int(copy.name.split("-")[1][0]) for copy in cache.glob("*.copy")}) != wanted:
+        assert time.monotonic() < deadline, (found, wanted)
+        time.sleep(0.01)
 
 
 def test_missing_and_empty_sources_are_refused(tmp_path, processor):
