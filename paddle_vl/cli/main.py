@@ -137,6 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_evaluate(subparsers)
     commands.add_generate(subparsers)
     commands.add_merge(subparsers)
+    commands.add_export(subparsers)
     add_profile(subparsers)
     add_report(subparsers)
     add_tokenize(subparsers)

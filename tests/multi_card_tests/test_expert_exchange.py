@@ -25,9 +25,10 @@ from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology, initialize
+from paddle_vl.testing.qwen3_vl import EXPERTS, token_rows
 from step_counts import record_host_reads
 from tests.support.launch import launch, outcome_of, run_checks
-from tests.support.tiny import EXPERTS, tiny_model, token_rows
+from tests.support.tiny import tiny_model
 from tests.support.tolerance import TOPOLOGY
 
 LAYERS = 2  # Layers with experts.

@@ -25,7 +25,12 @@ ALLOWED = {
     "generation": {"files"},
     "data": {"batch", "config", "files"},
     # A family gets objects of the trainer and the parallel code as arguments.
-    "families": {"nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"},
+    "families": {
+        *("nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"),
+        "export",
+    },
+    # `writing` and the programs of families are for exporting; `load` imports no model code.
+    "export": {"checkpoint", "config", "files", "__init__"},
     "parallel": {"nn", "batch", "config", "compat"},
     # For other frameworks, which it imports when asked; nothing here imports it.
     "integrations": {"batch"},
@@ -38,7 +43,7 @@ ALLOWED = {
     # For tests of a user's parallel code; nothing else imports it.
     "testing": {"families", "parallel", "checkpoint", "nn", "batch", "config"},
     "cli": {
-        *("profile", "report", "train", "families", "generation", "checkpoint", "data"),
+        *("profile", "report", "train", "families", "generation", "checkpoint", "data", "export"),
         *("parallel", "nn", "batch", "config", "compat", "files"),
     },
     # Lazy imports of public names (and for type checkers); the command.

@@ -16,7 +16,13 @@ from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
 from paddle_vl.families.qwen3_vl.moe import LoadBalance, SparseMoE
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
-from paddle_vl.nn.attention import MASKED_SCORE, PackedSamples, apply_rotary, causal_attention
+from paddle_vl.nn.attention import (
+    MASKED_SCORE,
+    PackedSamples,
+    apply_rotary,
+    biased_attention,
+    causal_attention,
+)
 from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.norm import RMSNorm
@@ -108,7 +114,19 @@ class LanguageModel(nn.Layer):
             caches: one per layer when generating; attention then sees their keys too.
             balance: collects the routing of layers with experts.
         """
-        inputs = self.embedding(dict_args)
+        return self.run(self.embedding(dict_args), caches, balance)
+
+    def run(
+        self,
+        inputs: dict[str, Any],
+        caches: Any = None,
+        balance: LoadBalance | None = None,
+    ) -> Tensor:
+        """All layers and the final norm on the embedding's output, `[T, D]`.
+
+        Args:
+            caches: one per layer, or None; objects with `append`, see `KeyValueCache`.
+        """
         levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         every_layer = range(len(self.layers))
         return self.norm(
@@ -135,13 +153,13 @@ class LanguageModel(nn.Layer):
             caches, balance: as of `forward`.
         """
         cos_BLH, sin_BLH = inputs["rotary_pos_emb"]
-        key_bias_BS = None
+        key_bias = inputs.get("score_bias")
         if inputs.get("attention_mask") is not None:
-            key_bias_BS = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
+            key_bias = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
         packed, rows = inputs.get("packed"), inputs.get("routed_rows")
         for i in layers:
             cache = None if caches is None else caches[i]
-            shared = (cos_BLH, sin_BLH, key_bias_BS, cache, packed)
+            shared = (cos_BLH, sin_BLH, key_bias, cache, packed)
             if balance is not None and self.layers[i].has_experts:
                 x_TD, sums_2E = self.layers[i](x_TD, *shared, rows, True)
                 balance.add(sums_2E)
@@ -217,7 +235,7 @@ class DecoderLayer(nn.Layer):
         x_TD: Tensor,
         cos_BLH: Tensor,
         sin_BLH: Tensor,
-        key_bias_BS: Tensor | None = None,
+        key_bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
         rows: RoutedRows | None = None,
@@ -225,7 +243,7 @@ class DecoderLayer(nn.Layer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The token rows; with experts and `with_sums` also the layer's `routing_sums`."""
         x_TD = x_TD + self.self_attn(
-            self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias_BS, cache, packed
+            self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias, cache, packed
         )
         rows_TD = self.post_attention_layernorm(x_TD)
         if not self.has_experts:
@@ -258,21 +276,30 @@ class SelfAttention(nn.Layer):
         x_TD: Tensor,
         cos_BLH: Tensor,
         sin_BLH: Tensor,
-        key_bias_BS: Tensor | None = None,
+        key_bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
     ) -> Tensor:
         batch, length, _ = cos_BLH.shape
         cos_BLH, sin_BLH = cos_BLH.astype(x_TD.dtype), sin_BLH.astype(x_TD.dtype)
-        heads = [batch, length, -1, self.head_dim]
-        q_BLNH, k_BLKH, v_BLKH = (rows.reshape(heads) for rows in self.qkv_proj(x_TD))
+        q_BLNH, k_BLKH, v_BLKH = [
+            rows.reshape([batch, length, rows.shape[-1] // self.head_dim, self.head_dim])
+            for rows in self.qkv_proj(x_TD)
+        ]
         q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         q_BLNH = apply_rotary(q_BLNH, cos_BLH, sin_BLH)
         k_BLKH = apply_rotary(k_BLKH, cos_BLH, sin_BLH)
-        if cache is not None:
-            k_BLKH, v_BLKH = cache.append(k_BLKH, v_BLKH)
-        out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias_BS, packed)
-        return self.o_proj(out_BLNH.reshape([batch * length, -1]))
+        if key_bias is not None and len(key_bias.shape) == 4:
+            # A traced program: its cache has heads first, like the buffers that it writes.
+            key, value = k_BLKH.transpose([0, 2, 1, 3]), v_BLKH.transpose([0, 2, 1, 3])
+            if cache is not None:
+                key, value = cache.append(key, value)
+            out_BLNH = biased_attention(q_BLNH, key, value, key_bias)
+        else:
+            if cache is not None:
+                k_BLKH, v_BLKH = cache.append(k_BLKH, v_BLKH)
+            out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
+        return self.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * self.head_dim]))
 
 
 class SwiGLUMLP(nn.Layer):

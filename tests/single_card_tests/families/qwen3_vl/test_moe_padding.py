@@ -17,16 +17,11 @@ from paddle_vl.families.qwen3_vl.objective import empty_batch
 from paddle_vl.nn import experts
 from paddle_vl.nn.operations import use_kernels
 from paddle_vl.parallel.recompute import recompute_layers
+from paddle_vl.testing import forbid_host_reads
+from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, token_rows
 from step_counts import record_host_reads
 from tests.single_card_tests.families.qwen3_vl.test_moe import alone, batch
-from tests.support.tiny import (
-    EXPERTS,
-    IMAGE,
-    VIDEO,
-    forbid_host_reads,
-    tiny_model,
-    token_rows,
-)
+from tests.support.tiny import tiny_model
 
 
 def padded(side: str, length: int, pad: int = 0) -> dict:
