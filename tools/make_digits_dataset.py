@@ -66,7 +66,7 @@ def make_digits_dataset(directory: str | os.PathLike) -> bool:
     directory = Path(directory)
     if _is_complete(directory):
         return False
-    pixels, digits = _load_digits()
+    pixels, digits = read_digits()
     names = [f"images/{number:04d}.png" for number in range(len(digits))]
     rng = np.random.default_rng(SEED)
     is_test = _choose_test_images(digits, rng)
@@ -80,12 +80,12 @@ def make_digits_dataset(directory: str | os.PathLike) -> bool:
     for split, rows in records.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
-    _make_processor(records["train"]).save_pretrained(directory / "processor")
+    make_processor(_texts_of(records["train"])).save_pretrained(directory / "processor")
     _write_manifest(directory, {split: len(rows) for split, rows in records.items()})
     return True
 
 
-def _load_digits() -> tuple[np.ndarray, list[int]]:
+def read_digits() -> tuple[np.ndarray, list[int]]:
     """Pixels `[N, 8, 8]`, 0 paper to 16 ink, and the digit of each image."""
     try:
         from sklearn.datasets import load_digits
@@ -170,13 +170,17 @@ def _pick(phrasings: Sequence[tuple[str, str]], rng: np.random.Generator) -> tup
     return phrasings[int(rng.integers(len(phrasings)))]
 
 
-def _make_processor(train_records: Sequence[dict[str, Any]]) -> Qwen3VLProcessor:
-    texts = (message["content"] for row in train_records for message in row["messages"])
-    # Every prompt contains role names; tags are removed before text is encoded.
-    texts = [text.replace("<image>", "\n") for text in texts]
-    texts += ["system\n", "user\n", "assistant\n"]
+def _texts_of(records: Sequence[dict[str, Any]]) -> list[str]:
+    texts = (message["content"] for row in records for message in row["messages"])
+    # Tags are removed before text is encoded.
+    return [text.replace("<image>", "\n") for text in texts]
+
+
+def make_processor(texts: Sequence[str]) -> Qwen3VLProcessor:
+    """A processor with a tokenizer trained on the texts; an image gives four visual tokens."""
+    # Every prompt contains role names.
+    texts = [*texts, "system\n", "user\n", "assistant\n"]
     image_processor = ImageProcessor(
-        # An image gives four visual tokens.
         min_pixels=IMAGE_SIDE**2,
         max_pixels=IMAGE_SIDE**2,
         patch_size=16,

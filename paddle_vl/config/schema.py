@@ -98,9 +98,12 @@ class TrainConfig(Section):
     output_dir: Annotated[str, Field(min_length=1)]
     """folder for checkpoints, metrics.jsonl, the loss curve and the final model"""
     max_steps: Annotated[int | None, Field(ge=1)] = None
-    """steps to train; set this or num_train_epochs"""
+    """steps to train; set this, num_train_epochs or max_tokens"""
     num_train_epochs: Annotated[float | None, Field(gt=0)] = None
     """passes over data.train, may be a fraction"""
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    """tokens to train on, over all ranks, visual ones included and padding not; the run ends with
+    the step that reaches them, and its learning rate follows tokens instead of steps"""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=1 << 16)] = 8
     """samples per micro-batch on each data-parallel rank (packed rows with data.packing)"""
     per_device_eval_batch_size: Annotated[int, Field(ge=1, le=1 << 16)] = 8
@@ -112,15 +115,25 @@ class TrainConfig(Section):
     part_learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
     """other peak learning rates for some parameters, by part of the model (listed per family below)
     or pattern over HF parameter names; of several that match, the last"""
-    lr_scheduler_type: Literal["cosine", "constant", "cosine_decay_with_warmup"] = "cosine"
-    """learning rate after warmup; cosine_decay_with_warmup is the schedule of LeRobot and OpenTau,
-    whose cosine counts the warmup steps"""
+    lr_scheduler_type: Literal[
+        "cosine", "constant", "warmup_stable_decay", "cosine_decay_with_warmup"
+    ] = "cosine"
+    """learning rate after warmup; warmup_stable_decay (WSD) is constant and falls in the last
+    decay_ratio of the run; cosine_decay_with_warmup is the schedule of LeRobot and OpenTau, whose
+    cosine counts the warmup steps"""
+    decay_ratio: Annotated[float | None, Field(ge=0, le=1)] = None
+    """share of the run, at its end, in which warmup_stable_decay falls; 0 for a run that a later
+    one continues"""
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = "cosine"
+    """how warmup_stable_decay falls"""
     decay_steps: Annotated[int | None, Field(ge=1)] = None
     """step at which the cosine of cosine_decay_with_warmup ends; default: the last"""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """steps of linear learning rate increase, starting at 0"""
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """the same as a share of the run, in place of warmup_steps"""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """where the cosine ends, as a fraction of learning_rate"""
+    """where the cosine or the decay ends, as a fraction of learning_rate"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay"""
     weight_decay_exclude: list[str] = Field(default=["*norm*", "*.bias"])
@@ -190,6 +203,7 @@ class RunConfig(Section):
         parts: named groups of parameters for settings, as patterns over parameter names.
         needs_processor: whether data.processor or model.pretrained must name a folder.
         has_colocated: whether parallel.schedule may be colocated.
+        counts_tokens: whether batches count their tokens, which train.max_tokens needs.
         fixed_settings: settings or sections that a resumed run must not change, because weights,
             optimizer state, data position or random state of the checkpoint depend on them.
     """
@@ -198,6 +212,7 @@ class RunConfig(Section):
     parts: ClassVar[dict[str, tuple[str, ...]]] = {}
     needs_processor: ClassVar[bool] = True
     has_colocated: ClassVar[bool] = False
+    counts_tokens: ClassVar[bool] = False
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *("model.pretrained", "model.config", "model.compute_dtype", "model.freeze"),
         *("data.train", "data.processor", "data.on_bad_sample"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paddle_vl.config.data_sources import SourceConfig, matches
 from paddle_vl.config.parallel_settings import EncoderConfig
+from paddle_vl.config.schedule_rules import SCHEDULE_RULES
 from paddle_vl.config.schema import RunConfig
 
 Problems = Iterator[str]
@@ -46,46 +47,12 @@ def one_model_source(config: RunConfig) -> Problems:
         )
 
 
-def one_length(config: RunConfig) -> Problems:
-    train = config.train
-    if (train.max_steps is None) == (train.num_train_epochs is None):
-        found = "neither is" if train.max_steps is None else "both are"
-        yield f"{found} set of train.max_steps and train.num_train_epochs: set one"
-
-
 def processor_is_known(config: RunConfig) -> Problems:
     has_folder = config.data.processor is not None or config.model.pretrained is not None
     if config.needs_processor and not has_folder:
         yield (
             "data.processor is not set and there is no model.pretrained to take it from: set "
             "data.processor to a folder with tokenizer.json and preprocessor_config.json"
-        )
-
-
-def warmup_fits(config: RunConfig) -> Problems:
-    train = config.train
-    if train.max_steps is not None and train.warmup_steps > train.max_steps:
-        yield (
-            f"train.warmup_steps {train.warmup_steps} exceeds train.max_steps {train.max_steps}: "
-            "the learning rate would never reach train.learning_rate"
-        )
-
-
-def floor_needs_cosine(config: RunConfig) -> Problems:
-    train = config.train
-    if train.min_lr_ratio and train.lr_scheduler_type == "constant":
-        yield (
-            f"train.min_lr_ratio {train.min_lr_ratio} has no effect on a constant schedule: set "
-            "train.lr_scheduler_type=cosine or remove it"
-        )
-
-
-def decay_steps_have_a_schedule(config: RunConfig) -> Problems:
-    train = config.train
-    if train.decay_steps and train.lr_scheduler_type != "cosine_decay_with_warmup":
-        yield (
-            f"train.decay_steps {train.decay_steps} has no effect with train.lr_scheduler_type "
-            f"{train.lr_scheduler_type}: set that to cosine_decay_with_warmup, or remove it"
         )
 
 
@@ -260,11 +227,8 @@ def _absent(setting: str, path: str, kind: str) -> str:
 
 CONFIG_RULES = (
     one_model_source,
-    one_length,
     processor_is_known,
-    warmup_fits,
-    floor_needs_cosine,
-    decay_steps_have_a_schedule,
+    *SCHEDULE_RULES,
     evaluation_has_data,
     part_rates_have_a_schedule,
     sharding_settings_have_an_effect,

@@ -110,11 +110,13 @@ class MeanLosses(NamedTuple):
         loss: weighted sum of the terms.
         terms: mean of each term, by name.
         counts: divisor of each term, by name; target tokens for a language model.
+        by_source: the same for each source of the evaluation data; empty without named sources.
     """
 
     loss: float
     terms: dict[str, float]
     counts: dict[str, int]
+    by_source: Mapping[str, "MeanLosses"] = {}
 
 
 @dataclass(frozen=True)
@@ -314,6 +316,10 @@ class Family(ABC):
         return self.loader(
             self.eval_data, collator, size, ranks, shuffle=False, drop_last=False, num_epochs=1
         )
+
+    def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
+        """The same by source of the evaluation data; under "" for data without named sources."""
+        return {"": self.eval_loader(collator, ranks)}
 
     def loader(
         self,

@@ -158,6 +158,7 @@ def profiled_config(config: RunConfig, settings: ProfileSettings) -> RunConfig:
         "output_dir": str(settings.out / "run"),
         "max_steps": steps,
         "num_train_epochs": None,
+        "max_tokens": None,
         "warmup_steps": min(config.train.warmup_steps, steps),
         "eval_steps": None,
         "save_steps": None,

@@ -22,8 +22,9 @@ _SECONDS = re.compile(r"(?<!_per)_seconds$")
 _UNITS = (
     (re.compile(r"^[A-Z]+$"), "mean, before its weight"),
     (re.compile(r"^learning_rate"), "learning rate"),
+    (re.compile(r"perplexity"), "exp of the loss"),
     (re.compile(r"grad_norm"), "global norm before clipping"),
-    (re.compile(r"^epoch$"), "passes over the data"),
+    (re.compile(r"^epochs?$"), "passes over the data"),
     (re.compile(r"mfu"), "share of the device's peak FLOP/s"),
     (re.compile(r"imbalance"), "most over mean"),
     (re.compile(r"efficiency|share|fraction|ratio"), "share"),
@@ -36,6 +37,7 @@ _UNITS = (
     (re.compile(r"seconds"), "s"),
     (re.compile(r"updates$"), "updates"),
     (re.compile(r"samples$"), "samples"),
+    (re.compile(r"documents$"), "documents"),
     (re.compile(r"token|sequence_length|length"), "tokens"),
 )
 

@@ -18,7 +18,7 @@ _ASSETS = Path(__file__).parent / "assets"
 # Joined into one script in this order.
 _SCRIPTS = ("numbers.js", "curves.js", "panel.js", "page.js")
 # Metrics that can replace steps on the horizontal axis, as they never decrease within a run.
-_AXES = {"epoch": "epoch", "target_tokens": "target tokens"}
+_AXES = {"epoch": "epoch", "tokens": "tokens", "target_tokens": "target tokens"}
 
 
 def write_report(

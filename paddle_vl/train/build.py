@@ -13,6 +13,7 @@ import paddle
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import family_of_run
 from paddle_vl.config.load import flatten, raise_problems
+from paddle_vl.config.schedule_rules import warmup_problems
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
@@ -24,7 +25,7 @@ from paddle_vl.parallel.colocated.store import PartsStore
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.train.evaluate import mean_losses
+from paddle_vl.train.evaluate import combined, mean_losses
 from paddle_vl.train.feeding.feed import watched
 from paddle_vl.train.freeze import (
     NamedParameters,
@@ -34,13 +35,14 @@ from paddle_vl.train.freeze import (
     trained_names,
     treated_apart,
 )
-from paddle_vl.train.lanes import LanesLoader, lane_loader
+from paddle_vl.train.lanes import LanesLoader, lane_loader, lane_loaders
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.optimizer_parts import PartsOptimizer
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
+from paddle_vl.train.run_length import RunLength
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.verify import check_pretrained
 from paddle_vl.train.schedule import seed_everything
@@ -165,12 +167,14 @@ def _build(
         model, family.make_stage, ranks, family.loss, built.adapter, family.item_encoder
     )
     loader = lane_loader(partial(family.train_loader, built.collator), ranks, topology)
-    num_steps = _num_steps(config, loader)
+    length = _length(config, loader)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
-    eval_loader = None
-    if family.eval_data is not None:
-        eval_loader = lane_loader(partial(family.eval_loader, built.collator), ranks, topology)
+    has_evaluation, eval_loaders = family.eval_data is not None, {}
+    if has_evaluation:
+        make_eval = partial(family.eval_loaders, built.collator)
+        eval_loaders = lane_loaders(make_eval, ranks, topology)
+    for eval_loader in eval_loaders.values():
         if isinstance(eval_loader, LanesLoader):
             eval_loader.with_idle(partial(built.adapter.idle_batch, model))
 
@@ -180,20 +184,25 @@ def _build(
             built.save_extra_files(folder)
 
     def evaluate(received: Callable[[], int | None]) -> MeanLosses | None:
-        assert eval_loader is not None, "the trainer evaluates only where there is data for it"
-        with eval_loader as batches:
-            after_s = config.logging.data_wait_warning_s
-            watched_batches = watched(batches, after_s, "the evaluation")
-            return mean_losses(runner, watched_batches, ranks, received)
+        by_source = {}
+        for name, loader_of_source in eval_loaders.items():
+            with loader_of_source as batches:
+                after_s = config.logging.data_wait_warning_s
+                watched_batches = watched(batches, after_s, "the evaluation")
+                losses = mean_losses(runner, watched_batches, ranks, received)
+            if losses is None:
+                return None
+            by_source[name] = losses
+        return combined(by_source, family.loss)
 
     trainer = Trainer(
         config,
         runner,
         optimizer,
         loader,
-        num_steps,
+        length,
         save_model,
-        None if eval_loader is None else evaluate,
+        evaluate if has_evaluation else None,
         ranks,
         peak_flops,
         None if peak_flops is None else family.flop_counter(model, trained),
@@ -205,9 +214,9 @@ def _build(
     if checkpoint is not None:
         trainer.restore(checkpoint)
     logger.info(
-        "%d samples, %d steps of %d x %d %s%s",
+        "%d samples, %s of %d x %d %s%s",
         len(family.train_data),
-        num_steps,
+        f"{length.steps} steps" if length.steps else f"{length.tokens:,} tokens in steps",
         config.train.gradient_accumulation_steps,
         config.train.per_device_train_batch_size * ranks.data_size,
         family.sample_kind,
@@ -238,16 +247,15 @@ def _needed_memory(config: RunConfig, topology: Topology, model: Any) -> NeededM
     )
 
 
-def _num_steps(config: RunConfig, loader: PrefetchLoader) -> int:
+def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:
     train = config.train
+    if train.max_tokens is not None:
+        return RunLength(tokens=train.max_tokens)
     if train.max_steps is not None:
-        return train.max_steps
-    assert train.num_train_epochs is not None, "one of the two is set, see TrainConfig"
+        return RunLength(train.max_steps)
+    assert train.num_train_epochs is not None, "one of the three is set, see TrainConfig"
     batches = loader.batches_in(train.num_train_epochs)
     num_steps = max(1, math.ceil(batches / train.gradient_accumulation_steps))
-    if train.warmup_steps > num_steps:
-        raise ValueError(
-            f"train.warmup_steps {train.warmup_steps} exceeds the {num_steps} steps that "
-            f"train.num_train_epochs {train.num_train_epochs} makes of this data"
-        )
-    return num_steps
+    made = f"the {num_steps} steps that train.num_train_epochs {train.num_train_epochs} makes of"
+    raise_problems(list(warmup_problems(train, num_steps, f"{made} this data")))
+    return RunLength(num_steps)

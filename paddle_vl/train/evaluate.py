@@ -1,11 +1,11 @@
 """Mean losses over a dataset."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice, repeat
 
 from paddle_vl.batch.schema import Batch
 from paddle_vl.families.base import MeanLosses
-from paddle_vl.nn.objective import weighted_loss, zero_terms
+from paddle_vl.nn.objective import Loss, weighted_loss, zero_terms
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.step import Runner
 
@@ -52,6 +52,24 @@ def mean_losses(
         dict(zip(names, means, strict=True)),
         dict(zip(names, counts, strict=True)),
     )
+
+
+def combined(by_source: Mapping[str, MeanLosses], loss: Loss) -> MeanLosses:
+    """The mean losses over several sources, each target token counted once.
+
+    Args:
+        by_source: with "" as the only name, data without named sources.
+    """
+    if list(by_source) == [""]:
+        return by_source[""]
+    names = list(loss.terms)
+    counts = {name: sum(each.counts[name] for each in by_source.values()) for name in names}
+    means = {
+        name: sum(each.terms[name] * each.counts[name] for each in by_source.values())
+        / counts[name]
+        for name in names
+    }
+    return MeanLosses(weighted_loss(list(means.values()), loss), means, counts, by_source)
 
 
 def _groups(

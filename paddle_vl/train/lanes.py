@@ -5,7 +5,7 @@ order of samples is a function of the seed and the lane, so every rank finds the
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from paddle_vl.batch.schema import Batch
@@ -36,13 +36,25 @@ def lane_loader(make: MakeLoader, ranks: SingleRank, topology: Topology) -> Any:
     Args:
         make: the loader of one data lane. May be collective.
     """
+    return lane_loaders(lambda lane: {"": make(lane)}, ranks, topology)[""]
+
+
+def lane_loaders(
+    make: Callable[[RankInfo], Mapping[str, PrefetchLoader]], ranks: SingleRank, topology: Topology
+) -> dict[str, Any]:
+    """The same for several loaders, by name."""
     groups = topology.encoder
     if groups is None or len(groups.role.served_lanes) == 1:
-        return make(ranks)
-    loaders = {}
-    for lane in groups.role.served_lanes:
-        loaders[lane] = make(LaneView(ranks.is_main, lane, ranks.data_size, ranks))
-    return LanesLoader(loaders.pop(ranks.data_rank), list(loaders.values()))
+        return dict(make(ranks))
+    by_lane = {
+        lane: make(LaneView(ranks.is_main, lane, ranks.data_size, ranks))
+        for lane in groups.role.served_lanes
+    }
+    own = by_lane.pop(ranks.data_rank)
+    return {
+        name: LanesLoader(loader, [other[name] for other in by_lane.values()])
+        for name, loader in own.items()
+    }
 
 
 class LanesLoader:
@@ -92,6 +104,18 @@ class LanesLoader:
     @property
     def batches_consumed(self) -> int:
         return self.own.batches_consumed
+
+    @property
+    def names(self) -> Any:
+        """Sources of the data; absent where the own loader's are."""
+        own: Any = self.own
+        return own.names
+
+    @property
+    def documents(self) -> Any:
+        """Documents of each source in an epoch; absent where the own loader's are."""
+        own: Any = self.own
+        return own.documents
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Learning rate and random seed of a step: functions of the step number, not saved in checkpoints.
+"""Learning rate and random seed of a step: functions of what is done, not saved in checkpoints.
 
-Source: get_cosine_with_min_lr_schedule_with_warmup and get_constant_schedule_with_warmup of HF
-transformers; CosineDecayWithWarmupSchedulerConfig of LeRobot and OpenTau.
+Source: get_cosine_with_min_lr_schedule_with_warmup, get_constant_schedule_with_warmup and
+get_wsd_schedule of HF transformers; CosineDecayWithWarmupSchedulerConfig of LeRobot and OpenTau.
 """
 
 import math
@@ -14,21 +14,43 @@ from paddle_vl.config.schema import TrainConfig
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 
 
-def learning_rate(step: int, num_steps: int, train: TrainConfig) -> float:
-    """Learning rate of the update after `step` completed ones.
+def learning_rate(done: int, total: int, train: TrainConfig) -> float:
+    """Learning rate of the update after `done` of `total`: completed steps, or tokens.
 
     Args:
-        step: completed updates; with warmup the first update (step 0) has rate 0.
-        num_steps: updates of the whole run, where the cosine ends.
+        done: with warmup the first update (0) has rate 0.
+        total: of the whole run, where cosine and decay end.
     """
     if train.lr_scheduler_type == "cosine_decay_with_warmup":
-        return _opentau_rate(step, train.decay_steps or num_steps, train)
-    if step < train.warmup_steps:
-        return train.learning_rate * warmup_factor(step, train.warmup_steps)
+        return _opentau_rate(done, train.decay_steps or total, train)
+    warmup = warmup_length(total, train)
+    if done < warmup:
+        return train.learning_rate * warmup_factor(done, warmup)
     if train.lr_scheduler_type == "constant":
         return train.learning_rate
-    factor = cosine_factor(step - train.warmup_steps, num_steps - train.warmup_steps)
+    if train.lr_scheduler_type == "warmup_stable_decay":
+        factor = _decay_factor(done, total, train)
+    else:
+        factor = cosine_factor(done - warmup, total - warmup)
     return train.learning_rate * (factor * (1 - train.min_lr_ratio) + train.min_lr_ratio)
+
+
+def warmup_length(total: int, train: TrainConfig) -> int:
+    """Steps, or tokens, of the warmup of a run."""
+    return train.warmup_steps or math.ceil(total * train.warmup_ratio)
+
+
+def _decay_factor(done: int, total: int, train: TrainConfig) -> float:
+    """1, and from 1 to 0 over the last train.decay_ratio of the run."""
+    assert train.decay_ratio is not None, "refused when the settings were read"
+    length = math.ceil(total * train.decay_ratio)
+    place = done - (total - length)
+    if place <= 0:
+        return 1.0
+    progress = min(1.0, place / length)
+    if train.decay_type == "linear":
+        return 1.0 - progress
+    return cosine_factor(place, length) if train.decay_type == "cosine" else 1 - progress**0.5
 
 
 def _opentau_rate(step: int, decay_steps: int, train: TrainConfig) -> float:
@@ -40,14 +62,14 @@ def _opentau_rate(step: int, decay_steps: int, train: TrainConfig) -> float:
     return train.learning_rate * (factor * (1 - train.min_lr_ratio) + train.min_lr_ratio)
 
 
-def warmup_factor(step: int, warmup_steps: int) -> float:
-    """Linear from 0 at step 0 to 1 at `warmup_steps`."""
-    return step / max(1, warmup_steps)
+def warmup_factor(done: int, warmup: int) -> float:
+    """Linear from 0 at 0 to 1 at `warmup`."""
+    return done / max(1, warmup)
 
 
-def cosine_factor(step: int, num_steps: int) -> float:
-    """Half a cosine from 1 at step 0 to 0 at `num_steps`."""
-    progress = min(1.0, step / max(1, num_steps))
+def cosine_factor(done: int, total: int) -> float:
+    """Half a cosine from 1 at 0 to 0 at `total`."""
+    progress = min(1.0, done / max(1, total))
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

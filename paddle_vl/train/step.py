@@ -19,7 +19,7 @@ from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.optimizer_parts import PartsOptimizer
 from paddle_vl.train.phases import Phase, phase
 
-# Numbers besides loss counts and branches: samples, tokens, packed places.
+# Numbers besides loss counts, sources and branches: samples, tokens, packed places.
 _NUM_REST = 3
 
 
@@ -79,6 +79,8 @@ class StepTotals:
         num_samples: samples of all micro-batches.
         num_tokens: their tokens without padding, visual ones too.
         num_packed_places: token capacity of packed rows, padding included; 0 without packing.
+        source_tokens, source_documents: tokens, and documents that begin, of each source of a mix;
+            empty without one.
         needed: `needed[i][j]` data-parallel ranks need optional branch j in micro-batch i.
         signal: a stop signal that any rank received; the step must not begin then.
     """
@@ -89,11 +91,14 @@ class StepTotals:
     num_packed_places: int
     needed: tuple[tuple[int, ...], ...]
     signal: int | None = None
+    source_tokens: tuple[int, ...] = ()
+    source_documents: tuple[int, ...] = ()
 
     @property
     def num_agreed(self) -> int:
         """Number of values that ranks exchange before a step, the same for all steps of a run."""
-        return len(self.counts) + _NUM_REST + sum(map(len, self.needed))
+        num_sources = len(self.source_tokens) + len(self.source_documents)
+        return len(self.counts) + _NUM_REST + num_sources + sum(map(len, self.needed))
 
 
 @dataclass(frozen=True)
@@ -216,9 +221,13 @@ def agree_on_step(
         ValueError: the step has nothing to learn from, the same on every rank.
     """
     own = [
-        (*batch.counts, batch.num_samples, batch.num_tokens, batch.num_packed_places)
+        (
+            *(*batch.counts, batch.num_samples, batch.num_tokens, batch.num_packed_places),
+            *(*batch.source_tokens, *batch.source_documents),
+        )
         for batch in micro_batches
     ]
+    num_sources = len(micro_batches[0].source_tokens)
     sums = [sum(column) for column in zip(*own, strict=True)]
     branches = [batch.optional_branches for batch in micro_batches]
     with phase(Phase.AGREEMENT):
@@ -227,11 +236,16 @@ def agree_on_step(
         )
     num_terms, num_branches = len(loss.terms), len(branches[0])
     counts, rest = totals[:num_terms], totals[num_terms:]
-    (num_samples, num_tokens, num_places), flat = rest[:_NUM_REST], rest[_NUM_REST:]
+    (num_samples, num_tokens, num_places), rest = rest[:_NUM_REST], rest[_NUM_REST:]
+    of_sources, flat = rest[: 2 * num_sources], rest[2 * num_sources :]
     if signal is None:
         loss.check_counts(counts, len(micro_batches))
     needed = (tuple(flat[i * num_branches : (i + 1) * num_branches]) for i in range(len(branches)))
-    return StepTotals(tuple(counts), num_samples, num_tokens, num_places, tuple(needed), signal)
+    return StepTotals(
+        *(tuple(counts), num_samples, num_tokens, num_places, tuple(needed), signal),
+        source_tokens=tuple(of_sources[:num_sources]),
+        source_documents=tuple(of_sources[num_sources:]),
+    )
 
 
 def leave_step(num_agreed: int, ranks: SingleRank, signal: int | None) -> int | None:

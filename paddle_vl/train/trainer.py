@@ -1,4 +1,7 @@
-"""The training loop: steps, and reports, evaluations and checkpoints between them."""
+"""The training loop: steps, and reports, evaluations and checkpoints between them.
+
+Over 350 lines, since it is the whole loop.
+"""
 
 import logging
 import time
@@ -24,9 +27,11 @@ from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.optimizer_parts import PartsOptimizer
 from paddle_vl.train.phases import Phase, StepTrace, phase
 from paddle_vl.train.reporting.gauges import Gauge, memory_in_use
-from paddle_vl.train.reporting.metrics import StepMeter, check_skipped
+from paddle_vl.train.reporting.metrics import StepMeter, check_skipped, evaluation_entries
 from paddle_vl.train.reporting.reporter import Reporter
 from paddle_vl.train.reporting.run_record import RunRecord
+from paddle_vl.train.reporting.source_totals import SourceTotals
+from paddle_vl.train.run_length import RunLength, restored_tokens
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.saving.snapshot import Fill
@@ -53,7 +58,7 @@ class Trainer:
     Args:
         runner: the model, or this rank's pipeline stages.
         data: endless training batches.
-        num_steps: updates of the whole run.
+        length: of the whole run.
         save_model: writes model and processor files into a folder, see `saving.snapshot`.
         evaluate: computes the evaluation losses, given a function that returns the stop signal
             received so far; returns None if any rank received one. None without evaluation data.
@@ -69,7 +74,7 @@ class Trainer:
         runner: Runner,
         optimizer: Optimizer | PartsOptimizer,
         data: TrainingData,
-        num_steps: int,
+        length: RunLength,
         save_model: Fill,
         evaluate: Callable[[Callable[[], int | None]], MeanLosses | None] | None = None,
         ranks: SingleRank = ONE_RANK,
@@ -78,7 +83,7 @@ class Trainer:
         lock: RunLock | None = None,
     ):
         self.config, self.runner, self.optimizer = config, runner, optimizer
-        self.data, self.num_steps = data, num_steps
+        self.data, self.length, self.num_steps = data, length, length.steps
         self.save_model, self.evaluate = save_model, evaluate
         self.ranks, self._lock = ranks, lock
         self.output_dir = Path(config.train.output_dir)
@@ -91,17 +96,21 @@ class Trainer:
             data,
             runner.adapter,
             config.train.gradient_accumulation_steps,
-            num_steps,
+            length.steps,
             wait_warning_s=config.logging.data_wait_warning_s,
             copies=device_copies(config.data.pin_memory, ranks.is_main),
             count_flops=count_flops,
         )
         self.step = 0
+        # Of all ranks in all steps, see `RunLength`.
+        self.tokens = 0
+        self.sources = SourceTotals(data)
         self.stop = StopSignals()
         self.stop_signal: int | None = None
         # Position after the last trained step, not after the last prefetched batch.
         self._data_place = DataPlace.of(data)
         self._data_state = self._data_place.state
+        self._rate = 0.0
         # Numbers in `agree_on_step`, known after the first step.
         self._num_agreed = 0
         # A stop signal interrupted the evaluation of the last step.
@@ -114,10 +123,17 @@ class Trainer:
         state = checkpoints.load_state(folder)
         self.optimizer.load_state(checkpoints.StoredArrays(folder))
         self.step = self._last_saved = state["step"]
+        self.tokens = restored_tokens(state, self.length, folder)
+        self.sources.load_state_dict(state.get("sources"))
         self.meter.load_state_dict(state["meter"])
         self.feed.continue_at(self.step, state["data"])
         self._data_place = DataPlace.of(self.data)
         self._owes_evaluation = state.get("owes_evaluation", False) and self.evaluate is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has trained its whole length."""
+        return self.length.is_reached(self.step, self.tokens)
 
     def run(self, stop: StopSignals | None = None) -> int | None:
         """Train until the last step or a stop signal.
@@ -157,7 +173,9 @@ class Trainer:
             if self.step == 0:
                 self._save_settings()
             self.record.start(self.config, self.step)
-        self.reporter.open(self.step, self.num_steps)
+        total = self.length.tokens
+        in_tokens = None if total is None else (self.tokens, total)
+        self.reporter.open(self.step, self.num_steps, in_tokens)
 
     def _save_settings(self) -> None:
         """Write config.yaml once: before step 1, or after the first step of a resumed run."""
@@ -171,7 +189,7 @@ class Trainer:
             self.writer.prepare(self.optimizer.bytes_to_write() // num_ranks)
             if self._owes_evaluation:
                 self._evaluate()
-            while self.stop_signal is None and self.step < self.num_steps:
+            while self.stop_signal is None and not self.is_over:
                 self.turn()
             if self.stop_signal is not None:
                 self._stop_early()
@@ -219,12 +237,16 @@ class Trainer:
         if totals.signal is not None:
             self.stop_signal = totals.signal
             return None
-        rate = learning_rate(self.step, self.num_steps, self.config.train)
+        self._rate = learning_rate(*self.length.place(self.step, self.tokens), self.config.train)
         seed_step(self.config.train.seed, self.step, self.ranks)
-        outcome = train_step(self.runner, self.optimizer, micro_batches, rate, self.ranks, totals)
+        outcome = train_step(
+            self.runner, self.optimizer, micro_batches, self._rate, self.ranks, totals
+        )
         self.feed.prepare_next()
         with phase(Phase.METRICS):
             self.step += 1
+            self.tokens += totals.num_tokens
+            self.sources.add(totals.source_tokens, totals.source_documents)
             self._data_place = fed.place
             seconds = time.perf_counter() - begin
             self.meter.add(outcome, micro_batches, seconds, fed.data_wait_s)
@@ -244,7 +266,7 @@ class Trainer:
     def _between_steps(self) -> None:
         """Report, evaluate and save where due; in this order, so that metrics.jsonl is never behind
         a checkpoint."""
-        train, is_last = self.config.train, self.step == self.num_steps
+        train, is_last = self.config.train, self.is_over
         self.writer.poll()
         if is_last or self.step % self.config.logging.logging_steps == 0:
             self._collect_report()
@@ -263,9 +285,13 @@ class Trainer:
         ]
         counts, is_counted = loss.metric_counts(self.runner.model), int(ranks.counts_losses)
         gauges += [Gauge(name, "sum", value * is_counted) for name, value in counts.items()]
-        rate = learning_rate(self.step - 1, self.num_steps, self.config.train)
-        entries = {"epoch": round(self._data_place.passes, 4), "learning_rate": rate}
-        entries |= reported_rates(self.config.train, rate)
+        passes = self.sources.passes
+        passes = self._data_place.passes if passes is None else passes
+        entries = {"epoch": round(passes, 4), "learning_rate": self._rate}
+        entries |= reported_rates(self.config.train, self._rate)
+        if self.tokens:
+            entries["tokens"] = self.tokens
+        entries |= self.sources.entries()
 
         def line(values: dict[str, Any]) -> dict[str, Any]:
             return self.meter.line(values) | {
@@ -290,10 +316,7 @@ class Trainer:
             self.stop_signal = self.ranks.agree([], self.stop.received)[1]
             return
         logger.info("step %d: eval loss %.4f", self.step, losses.loss)
-        line = {"eval_loss": losses.loss}
-        if len(losses.terms) > 1:
-            line |= {f"eval_{name}": mean for name, mean in losses.terms.items()}
-        self.reporter.write(self.step, line)
+        self.reporter.write(self.step, evaluation_entries(losses))
 
     def _save_checkpoint(self, must: bool, is_stopping: bool = False) -> Path:
         """Start to write a checkpoint of this step, unless it exists.
@@ -325,6 +348,8 @@ class Trainer:
         save_run_config(self.config, folder / "config.yaml")
         state = {
             "step": self.step,
+            "tokens": self.tokens,
+            "sources": self.sources.state_dict(),
             "nonfinite_updates": self.meter.skipped_in_a_row,
             "meter": self.meter.state_dict(),
             "data": self._data_state,
@@ -337,10 +362,9 @@ class Trainer:
         folder = self._save_checkpoint(must=True, is_stopping=True)
         self.writer.wait()
         logger.warning(
-            "stopped after step %d of %d; %s is saved, continue with "
-            "train.resume_from_checkpoint=auto",
+            "stopped after step %d%s; %s is saved, continue with train.resume_from_checkpoint=auto",
             self.step,
-            self.num_steps,
+            f" of {self.num_steps}" if self.num_steps else f" with {self.tokens:,} tokens",
             folder,
         )
 

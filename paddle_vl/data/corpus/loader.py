@@ -119,8 +119,14 @@ class CorpusLoader:
         """
         raise ValueError(
             f"train.num_train_epochs is {num_epochs} but data.train is a mix of sources, whose "
-            "length in tokens is known only when they are read: set train.max_steps instead"
+            "length in tokens is known only when they are read: set train.max_steps or "
+            "train.max_tokens instead"
         )
+
+    @property
+    def documents(self) -> list[int]:
+        """Documents of each source in an epoch."""
+        return list(self._stream["documents"])
 
     @property
     def epoch(self) -> int:

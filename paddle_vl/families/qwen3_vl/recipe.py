@@ -80,9 +80,9 @@ class Qwen3VLRecipe(Family):
         )
         self.pad_to_multiple_of = data.pad_to_multiple_of
         self.train_data = self._corpus(data.train) or self._dataset(data.train)
-        eval_corpus = self._corpus(data.eval)
-        self.eval_data = eval_corpus.samples() if eval_corpus else None
-        if data.eval and eval_corpus is None:
+        self._eval_corpus = self._corpus(data.eval)
+        self.eval_data = self._eval_corpus.samples() if self._eval_corpus else None
+        if data.eval and self._eval_corpus is None:
             self.eval_data = self._dataset(data.eval)
         self.loss = VLLoss()
         self.model_config = self._model_config()
@@ -149,6 +149,16 @@ class Qwen3VLRecipe(Family):
             packing=packing,
             seed=train.seed,
         )
+
+    def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
+        if self._eval_corpus is None:
+            return super().eval_loaders(collator, ranks)
+        settings = {"shuffle": False, "drop_last": False, "num_epochs": 1}
+        size = self.config.train.per_device_eval_batch_size
+        return {
+            name: self.loader(self._eval_corpus.samples([name]), collator, size, ranks, **settings)
+            for name in self._eval_corpus.names
+        }
 
     @classmethod
     def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:

@@ -94,6 +94,7 @@ class Qwen3VLRun(RunConfig):
     family: ClassVar[str] = "Qwen3-VL"
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
     has_colocated: ClassVar[bool] = True
+    counts_tokens: ClassVar[bool] = True
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_settings,
         *("model.lora", "data.max_length", "data.min_pixels", "data.max_pixels"),
@@ -182,7 +183,7 @@ class Qwen3VLRun(RunConfig):
             yield (
                 f"train.num_train_epochs is {train.num_train_epochs} but data.train is a mix of "
                 "sources, whose length in tokens is known only when they are read: set "
-                "train.max_steps instead"
+                "train.max_steps or train.max_tokens instead"
             )
 
     def _packing_problems(self) -> Iterator[str]:

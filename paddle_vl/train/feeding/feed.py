@@ -107,7 +107,8 @@ class BatchFeed:
 
     Args:
         num_micro_batches: per step.
-        num_steps: of the whole run; nothing is prefetched beyond them.
+        num_steps: of the whole run; nothing is prefetched beyond them. None if the run ends with
+            a number of tokens.
         wait_warning_s: seconds of waiting for data before a warning.
         copies: copies to the device; None without prefetching.
         count_flops: FLOPs of a batch; None to not count them.
@@ -121,7 +122,7 @@ class BatchFeed:
         data: TrainingData,
         adapter: BatchAdapter,
         num_micro_batches: int,
-        num_steps: int,
+        num_steps: int | None,
         *,
         wait_warning_s: float = 30.0,
         copies: DeviceCopies | None = None,
@@ -161,7 +162,7 @@ class BatchFeed:
 
         Does nothing without device copies: loader workers prefetch by themselves.
         """
-        if self._copies is None or self._next is not None or self.steps_fed >= self._num_steps:
+        if self._copies is None or self._next is not None or self._is_last:
             return
         try:
             self._next = self._fetch(is_ahead=True)
@@ -169,11 +170,15 @@ class BatchFeed:
             # Raised by `next_step`: reports and checkpoints of the running step come first.
             self._next = error
 
+    @property
+    def _is_last(self) -> bool:
+        return self._num_steps is not None and self.steps_fed >= self._num_steps
+
     def upcoming(self) -> list[Batch]:
         """The batches of the next step, fetched now, after the running step's forward and backward
         passes were launched. Empty after the last step, and where the data raised: `next_step`
         raises that."""
-        if self._next is None and self.steps_fed < self._num_steps:
+        if self._next is None and not self._is_last:
             try:
                 self._next = self._fetch(is_ahead=True)
             except Exception as error:

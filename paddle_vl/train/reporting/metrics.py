@@ -18,10 +18,15 @@ Keys of a line, since the previous line or start unless it says "whole run":
         step, averaged over the steps; `token_imbalance`: the most over the mean, 1 if equal;
     `rank_sequence_length_sum`, `_mean`, `_min`, `_max`: over data ranks, mean real tokens of a
         rank's samples. See `paddle_vl.train.reporting.rank_tokens`.
+    `tokens`: of all ranks, visual ones included and padding not, whole run; train.max_tokens
+        counts these. A run continued from a checkpoint of an earlier version counts from there.
+    `tokens/SOURCE`, `documents/SOURCE`, `epochs/SOURCE` of each source of a mix: tokens, documents
+        that began, and passes over its documents, of all ranks, whole run.
     `target_tokens`, `skipped_updates`, `skipped_samples`: whole run.
     `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.qwen3_vl.objective`.
     `eval_loss`, for a policy also its terms: in steps that evaluate. An evaluation between two
-        reports has its own line.
+        reports has its own line. If data.eval has sources also `eval_perplexity` (exp of the loss)
+        and `eval_loss/SOURCE`, `eval_perplexity/SOURCE` of each.
 """
 
 import logging
@@ -34,6 +39,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.families.base import MeanLosses
 from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints
 from paddle_vl.train.reporting.gauges import Gauge
@@ -189,6 +195,18 @@ class StepMeter:
         self._counted, self._skips, self._sums, self._counts = (
             paddle.to_tensor(np.array(values, dtype=np.float64)) for values in tensors
         )
+
+
+def evaluation_entries(losses: MeanLosses) -> dict[str, float]:
+    """Entries of a metrics line for an evaluation."""
+    line = {"eval_loss": losses.loss}
+    if len(losses.terms) > 1:
+        line |= {f"eval_{name}": mean for name, mean in losses.terms.items()}
+    if losses.by_source:
+        line["eval_perplexity"] = math.exp(losses.loss)
+    for name, each in losses.by_source.items():
+        line |= {f"eval_loss/{name}": each.loss, f"eval_perplexity/{name}": math.exp(each.loss)}
+    return line
 
 
 def longest_skip(values: Values) -> int:

@@ -62,13 +62,19 @@ class Reporter:
         self._pending: _Pending | None = None
         self._is_open = False
 
-    def open(self, step: int, num_steps: int) -> None:
-        """Start after `step` completed steps; lines of later steps are removed."""
+    def open(self, step: int, num_steps: int | None, tokens: tuple[int, int] | None = None) -> None:
+        """Start after `step` completed steps; lines of later steps are removed.
+
+        Args:
+            num_steps: of the whole run; None if its length is in tokens.
+            tokens: done, and of the whole run.
+        """
         if self._ranks.is_main:
             self._file.drop_after(step)
             report_to, lines = self._config.report_to, self._file.read()
             self._writers = ScalarWriters(report_to, self._output_dir, lines)
-        self.bar = ProgressBar(num_steps, step, self._ranks.is_main, self._config.progress_bar)
+        shown = (self._ranks.is_main, self._config.progress_bar)
+        self.bar = ProgressBar(num_steps, step, *shown, tokens=tokens)
         self._is_open = True
 
     def collect(
@@ -143,17 +149,19 @@ class ProgressBar:
         is_shown: False shows nothing.
         has_bar: False writes log lines on a terminal too.
         clock: seconds, monotonic.
+        tokens: those done before and those of the whole run, if its length is in tokens.
     """
 
     def __init__(
         self,
-        num_steps: int,
+        num_steps: int | None,
         first_step: int,
         is_shown: bool,
         has_bar: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        tokens: tuple[int, int] | None = None,
     ):
-        self._num_steps, self._first_step = num_steps, first_step
+        self._num_steps, self._first_step, self._tokens = num_steps, first_step, tokens
         self._clock, self._begin = clock, clock()
         self._text, self._line = "", {}
         # A bar redraws its line, which would fill a log file.
@@ -206,10 +214,16 @@ class ProgressBar:
         self._bar.close()
 
     def _as_line(self, step: int) -> str:
-        parts = [f"step {step} of {self._num_steps}", self._text]
-        if step > self._first_step:
-            pace = (self._clock() - self._begin) / (step - self._first_step)
-            parts.append(f"{tqdm.format_interval(pace * (self._num_steps - step))} left")
+        place, (begin, done, total) = f"step {step}", (self._first_step, step, self._num_steps)
+        if self._tokens is not None:
+            done, (begin, total) = self._line["tokens"], self._tokens
+            place += f", {done / total:.2%} of the tokens"
+        else:
+            place += f" of {total}"
+        parts = [place, self._text]
+        if done > begin and total is not None:
+            left_s = (self._clock() - self._begin) / (done - begin) * max(0, total - done)
+            parts.append(f"{tqdm.format_interval(left_s)} left")
         return ", ".join(filter(None, parts))
 
 

@@ -129,7 +129,9 @@ GROUPS = (
     MetricGroup("memory", "Speed and memory", re.compile(r"memory|bytes")),
     MetricGroup("experts", "Data", re.compile(r"expert")),
     MetricGroup(
-        "data", "Data", re.compile(r"epoch|token|sample|sequence|length|packing|patches|images")
+        "data",
+        "Data",
+        re.compile(r"epoch|token|sample|document|sequence|length|packing|patches|images"),
     ),
     MetricGroup("other", "Further", re.compile(r"")),
 )

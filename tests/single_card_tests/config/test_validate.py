@@ -15,6 +15,9 @@ SHARDED = {"parallel__sharding_degree": 2, "parallel__sharding_stage": 2}
 ONCE = {"parallel__reduce_once_per_step": True, "train__gradient_accumulation_steps": 2}
 HALF = {"parallel__reduce_dtype": "bfloat16", "model__compute_dtype": "bfloat16"}
 
+OF_TOKENS = {"train__max_steps": None, "train__max_tokens": 9}
+STABLE = {"train__lr_scheduler_type": "warmup_stable_decay", "train__decay_ratio": 0.5}
+
 
 def make(**changes: object) -> Qwen3VLRun:
     """A valid configuration with `section__name` values changed."""
@@ -37,6 +40,18 @@ def existing(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_a_family_without_token_counts_has_no_length_in_tokens():
+    values = {
+        "model": {"config": "none"},
+        "data": {"train": ["t.jsonl"], "processor": "none"},
+        "train": {"output_dir": "out", "max_tokens": 9},
+    }
+    problems = rule_problems(PI07Run.model_validate(values))
+    assert any(
+        "train.max_tokens is 9 but" in text and "counts no tokens" in text for text in problems
+    )
+
+
 def test_valid_configuration_passes(existing):
     assert rule_problems(make()) == []
     assert launch_problems(make(), CPU) == []
@@ -47,8 +62,33 @@ def test_valid_configuration_passes(existing):
     [
         ({"model__config": "c.json"}, "both are set of model.pretrained and model.config"),
         ({"model__pretrained": None}, "neither is set of model.pretrained and model.config"),
-        ({"train__num_train_epochs": 1.0}, "both are set of train.max_steps and"),
-        ({"train__max_steps": None}, "neither is set of train.max_steps and"),
+        ({"train__num_train_epochs": 1.0}, "train.max_steps and train.num_train_epochs are set"),
+        ({"train__max_tokens": 5}, "train.max_steps and train.max_tokens are set"),
+        ({"train__max_steps": None}, "set one of train.max_steps, train.num_train_epochs and"),
+        (
+            {**OF_TOKENS, "train__warmup_steps": 3},
+            "train.warmup_steps is 3 but the learning rate of a run of train.max_tokens follows",
+        ),
+        (
+            {**OF_TOKENS, "train__lr_scheduler_type": "cosine_decay_with_warmup"},
+            "cosine_decay_with_warmup counts steps, and train.max_tokens is set",
+        ),
+        (
+            {"train__warmup_steps": 1, "train__warmup_ratio": 0.1},
+            "train.warmup_steps 1 and train.warmup_ratio 0.1 are both set",
+        ),
+        (
+            {"train__warmup_ratio": 0.1, "train__lr_scheduler_type": "cosine_decay_with_warmup"},
+            "train.warmup_ratio 0.1 has no effect",
+        ),
+        (
+            {"train__lr_scheduler_type": "warmup_stable_decay"},
+            "warmup_stable_decay but train.decay_ratio is not set",
+        ),
+        ({**STABLE, "train__warmup_ratio": 0.7}, "are 1.2 of the run"),
+        ({**STABLE, "train__warmup_steps": 6}, "exceed train.max_steps 10"),
+        ({"train__decay_ratio": 0.1}, "train.decay_ratio 0.1 has no effect"),
+        ({"train__decay_type": "linear"}, "train.decay_type linear has no effect"),
         ({"data__train": []}, "data.train lists no file"),
         ({"train__warmup_steps": 11}, "train.warmup_steps 11 exceeds train.max_steps 10"),
         (

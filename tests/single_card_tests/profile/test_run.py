@@ -15,9 +15,11 @@ import pytest
 
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
+from paddle_vl.config.validate import rule_problems
 from paddle_vl.profile.memory import Peak
-from paddle_vl.profile.run import measure
+from paddle_vl.profile.run import ProfileSettings, measure, profiled_config
 from paddle_vl.profile.supervise import MemoryLimitError, read_statuses
+from paddle_vl.profile.workload import Workload
 from paddle_vl.train import phases
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import Phase
@@ -103,6 +105,16 @@ def test_profiled_steps_train_as_others_do(run_file):
     expected = plain.runner.model.hf_state_dict()
     for name, value in profiled.runner.model.hf_state_dict().items():
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("length", ["max_steps=9", "num_train_epochs=1", "max_tokens=99"])
+def test_a_profile_has_its_own_length(run_file, tmp_path, length):
+    config = load_run_config(
+        run_file, ["train.max_steps=null", "train.warmup_steps=0", f"train.{length}"]
+    )
+    profiled = profiled_config(config, ProfileSettings(tmp_path, Workload()))
+    assert profiled.train.max_steps == 25
+    assert rule_problems(profiled) == []
 
 
 def test_the_command_leaves_a_result_and_nothing_in_the_runs_folder(run_file, tmp_path, capfd):

@@ -111,8 +111,8 @@ def test_writing_is_reproducible(made, tmp_path):
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """A folder made from the first 120 images."""
-    pixels, target = digits_module._load_digits()
-    monkeypatch.setattr(digits_module, "_load_digits", lambda: (pixels[:120], target[:120]))
+    pixels, target = digits_module.read_digits()
+    monkeypatch.setattr(digits_module, "read_digits", lambda: (pixels[:120], target[:120]))
     monkeypatch.setattr(digits_module, "TEST_IMAGES_PER_DIGIT", 3)
     assert make_digits_dataset(tmp_path)
     return tmp_path

@@ -1,7 +1,9 @@
 """Learning rate per step.
 
-Guarantees: HF's cosine with a floor and its constant schedule, both after a linear warmup from 0,
-and OpenTau's cosine. The oracle is the formula of HF's lambda at single steps.
+Guarantees: HF's cosine with a floor, its constant schedule and its warmup-stable-decay, all after a
+linear warmup from 0, and OpenTau's cosine; a longer run goes on where the stable phase of a shorter
+one was left; the schedule of a run of tokens is that of steps. The oracle is the formula of HF's
+lambda at single steps.
 """
 
 import math
@@ -9,6 +11,7 @@ import math
 import pytest
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.train.run_length import RunLength
 from paddle_vl.train.schedule import learning_rate
 
 
@@ -62,3 +65,49 @@ def test_opentaus_cosine_counts_the_warmup_and_begins_above_zero():
     )
     found = {step: learning_rate(step, 1000, train) for step in expected}
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+STABLE = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 2, "decay_ratio": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("decay_type", "factors"),
+    [
+        ("linear", [1, 0.75, 0.5, 0.25, 0]),
+        (
+            "cosine",
+            [1, 0.5 * (1 + math.cos(math.pi / 4)), 0.5, 0.5 * (1 - math.cos(math.pi / 4)), 0],
+        ),
+        ("1-sqrt", [1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0]),
+    ],
+)
+def test_stable_phase_ends_in_a_decay(decay_type, factors):
+    found = rates(range(11), decay_type=decay_type, **STABLE)
+    assert found[:6] == pytest.approx([0, 0.1, 0.2, 0.2, 0.2, 0.2])
+    assert found[6:] == pytest.approx([0.2 * factor for factor in factors])
+    floored = rates(range(6, 11), decay_type=decay_type, min_lr_ratio=0.1, **STABLE)
+    assert floored == pytest.approx([0.2 * (0.9 * factor + 0.1) for factor in factors])
+
+
+def test_a_longer_run_continues_the_stable_phase_of_a_shorter_one():
+    short, endless = (rates(range(6), **STABLE | {"decay_ratio": ratio}) for ratio in (0.4, 0.0))
+    longer = rates(range(6), num_steps=25, **STABLE)
+    assert short == endless == longer
+    assert rates([10], **STABLE | {"decay_ratio": 0.0}) == [0.2]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant", "warmup_stable_decay"])
+def test_a_run_of_tokens_has_the_rates_of_the_same_share_of_steps(kind):
+    settings = {"lr_scheduler_type": kind, "warmup_ratio": 0.2}
+    settings |= {"decay_ratio": 0.3} if kind == "warmup_stable_decay" else {}
+    in_steps = rates(range(10), **settings)
+    assert in_steps[:3] == pytest.approx([0.0, 0.1, 0.2])
+    in_tokens = rates([700 * step for step in range(10)], num_steps=7000, **settings)
+    assert in_tokens == pytest.approx(in_steps)
+
+
+def test_a_run_of_tokens_is_over_with_the_step_that_reaches_them():
+    length = RunLength(tokens=100)
+    assert [length.is_reached(step, step * 30) for step in range(5)] == [False] * 4 + [True]
+    assert length.is_reached(1, 100)
+    assert [RunLength(2).is_reached(step, 1000) for step in (1, 2)] == [False, True]

@@ -2,7 +2,8 @@
 
 Guarantees: accumulation over unequal micro-batches equals one large batch, in the loss and every
 gradient; a non-finite step changes nothing, whether its flag is read or masks the update on the
-device; a step without targets is refused; recomputation changes no gradient. The golden cases
+device; a step without targets is refused; recomputation changes no gradient; ranks exchange the
+counts of sources with the others, as many numbers as a rank that leaves sends. The golden cases
 compare this step with HF's trajectory on torch.
 """
 
@@ -11,10 +12,12 @@ import paddle
 import pytest
 
 from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.qwen3_vl.objective import VLLoss
+from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.freeze import decayed_names, freeze_parameters, trained_names
 from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.step import train_step
+from paddle_vl.train.step import agree_on_step, leave_step, train_step
 from tests.single_card_tests.train.batches import (
     count_calls,
     image_batch,
@@ -149,3 +152,31 @@ def test_recomputation_leaves_evaluation_alone():
     with paddle.no_grad():
         model(**image_batch(TEXTS, PROMPTS))
     assert len(calls) == 1
+
+
+class OfTwo(SingleRank):
+    """One of two ranks that send the same, or nothing but zeros."""
+
+    def __init__(self):
+        self.sent: list[list[int]] = []
+
+    def agree(self, counts, signal=None):
+        self.sent.append(list(counts))
+        return [2 * count for count in counts], signal
+
+
+@pytest.mark.parametrize("has_sources", [True, False])
+def test_ranks_exchange_the_counts_of_sources(has_sources):
+    first, second = split_batch(TEXTS[:2], PROMPTS[:2])
+    if has_sources:
+        first |= {"source_tokens": np.array([7, 0]), "source_documents": np.array([1, 0])}
+        second |= {"source_tokens": np.array([4, 5]), "source_documents": np.array([0, 2])}
+    ranks = OfTwo()
+    totals = agree_on_step(micro_batches(first, second), VLLoss(), ranks)
+    assert totals.source_tokens == ((22, 10) if has_sources else ())
+    assert totals.source_documents == ((2, 4) if has_sources else ())
+    assert totals.needed == ((2,), (2,))
+    assert totals.num_tokens == 2 * (13 + 9)
+    leave_step(totals.num_agreed, ranks, 15)
+    assert len(ranks.sent[0]) == len(ranks.sent[1])
+    assert not any("source_tokens" in each.batch for each in micro_batches(first, second))

@@ -43,7 +43,7 @@ def test_metrics_have_every_quantity(whole_run):
         "sequence_length_min", "sequence_length_mean", "sequence_length_max",
         *(f"tokens_per_step_{name}" for name in ("sum", "mean", "min", "max")),
         *(f"rank_sequence_length_{name}" for name in ("sum", "mean", "min", "max")),
-        "target_tokens", "skipped_updates", "skipped_samples", "eval_loss",
+        "tokens", "target_tokens", "skipped_updates", "skipped_samples", "eval_loss",
     }  # fmt: skip
     assert "eval_loss" not in lines[0]
     assert lines[3]["epoch"] == pytest.approx(4 * 4 / 12, abs=1e-4)
