@@ -41,6 +41,10 @@ CAMERA_MASKS = {
 }
 
 
+# Batch entries with the pixels of each camera.
+IMAGES = ("videos", "images", "subgoal_images")
+
+
 class Attends(Enum):
     """How the tokens of a block see each other; all of them see every earlier block."""
 

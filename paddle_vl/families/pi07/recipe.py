@@ -144,7 +144,9 @@ class PI07Recipe(Family):
         collator = self.make_collator(policy)
         samples = self.train_data if self.eval_data is None else self.eval_data
         agrees = self.config.parallel.branch_sync == "all_reduce"
-        adapter = self.adapter_class(partial(first_batch, samples, collator), agrees)
+        is_colocated = placement.stage_layers.encoder_everywhere
+        example = partial(first_batch, samples, collator)
+        adapter = self.adapter_class(example, agrees, is_colocated)
         return BuiltModel(policy.model, adapter, collator, policy.save_pretrained)
 
     def named_parameters(self, model: nn.Layer) -> list[tuple[str, Tensor]]:
@@ -165,7 +167,7 @@ class PI07Recipe(Family):
         return [name for name, parameter in self.named_parameters(full) if id(parameter) in reached]
 
     def item_encoder(self, model: Any) -> PI07Encoder:
-        return PI07Encoder(model, self.config.parallel.branch_sync == "all_reduce")
+        return PI07Encoder(model)
 
     def flop_counter(self, model: nn.Layer, trained: Collection[str]) -> FlopCounter:
         return self.counter_class(model.config, model.label_ids, trained, self.loss.trained_terms)
