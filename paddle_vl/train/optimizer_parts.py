@@ -33,6 +33,19 @@ class PartsOptimizer:
         return [entry for part in self.parts for entry in part.tensors_with_specs]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for part in self.parts for tensor in part.tensors]
+
+    @property
+    def masks_updates(self) -> bool:
+        return self.parts[0].masks_updates
+
+    @masks_updates.setter
+    def masks_updates(self, masks: bool) -> None:
+        for part in self.parts:
+            part.masks_updates = masks
+
+    @property
     def max_grad_norm(self) -> float:
         return self.parts[0].max_grad_norm
 

@@ -7,6 +7,7 @@ one and none:
   are equal, with micro-batches fewer than, equal to and more than the stages;
 - so they are with frozen parts, adapters, packed rows, experts with their balance loss, and steps
   without images;
+- one rank's value that is not finite skips the update of both parts on all ranks;
 - a resumed run is bit-identical, also where encoder and optimizer state are divided over all ranks;
 - a plain run continues colocated, and a colocated one plain.
 
@@ -221,14 +222,42 @@ def test_a_plain_run_continues_colocated_and_back(runs, run_file, one_device, tm
     assert_close(arrays_of(tmp_path / "plain" / "checkpoint-4"), expected)
 
 
-def worker_of_variants(run_file: str, folder: str, variants: dict[str, list[str]]) -> None:
+def worker_of_variants(
+    run_file: str, folder: str, variants: dict[str, list[str]], of_guard: list[str]
+) -> dict[str, list[bool]]:
     for name, overrides in variants.items():
         train(run_file, Path(folder) / name, overrides)
+    return steps_of_a_guarded_run(run_file, of_guard)
+
+
+def steps_of_a_guarded_run(run_file: str, overrides: list[str]) -> dict[str, list[bool]]:
+    """Whether each of three steps is good and changes weights or moments; the second has a NaN in
+    the last rank's encoder."""
+    fleet_topology._HYBRID_PARALLEL_GROUP = None
+    trainer = build_trainer(load_run_config(run_file, overrides), writes=False)
+    encoder, steps = trainer.runner.encoder, {"good": [], "changed": []}
+    encode = encoder.encode
+
+    def values() -> list[np.ndarray]:
+        states = trainer.optimizer.state_tensors().values()
+        return [tensor.numpy() for tensor in (*trainer.runner.model.parameters(), *states)]
+
+    for number in range(3):
+        is_hit = number == 1 and dist.get_rank() == dist.get_world_size() - 1
+        encoder.encode = (lambda *given: encode(*given) * float("nan")) if is_hit else encode
+        before = values()
+        steps["good"].append(bool(trainer.train_one_step().is_good))
+        steps["changed"].append(
+            any(not np.array_equal(a, b) for a, b in zip(before, values(), strict=True))
+        )
+    trainer.feed.close()
+    return steps
 
 
 @pytest.fixture(scope="module")
-def variants(run_file, one_device, tmp_path_factory) -> tuple[Path, Path]:
-    """Folders of the variants' runs, on one device and on two ranks."""
+def variants(run_file, one_device, tmp_path_factory) -> tuple[Path, Path, list[dict]]:
+    """Folders of the variants' runs, on one device and on two ranks; and the guarded run's steps
+    by rank."""
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
     files = {"TEXT": run_file.with_name("text.jsonl"), "FEW": run_file.with_name("few.jsonl")}
     files["BASE"] = one_device / "final"
@@ -239,13 +268,14 @@ def variants(run_file, one_device, tmp_path_factory) -> tuple[Path, Path]:
         settings = [*common(run_file), *micro_batches(4), *settings]
         train(str(run_file), one / name, settings)
         every[name] = [*settings, COLOCATED, *layout]
-    launch(worker_of_variants, 2, arguments=(str(run_file), str(two), every), timeout=300)
-    return one, two
+    of_guard = [*common(run_file), *micro_batches(4), COLOCATED, PP2, "train.warmup_steps=0"]
+    arguments = (str(run_file), str(two), every, [*of_guard, f"train.output_dir={two / 'guard'}"])
+    return one, two, launch(worker_of_variants, 2, arguments=arguments, timeout=300)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_runs_equal_one_device(variants, name):
-    found, wanted = (folder / name for folder in variants)
+    wanted, found = (folder / name for folder in variants[:2])
     if not name.startswith("adapters"):
         assert_equal_runs(found, wanted)
         return
@@ -258,3 +288,8 @@ def test_other_runs_equal_one_device(variants, name):
             for run in (found, wanted)
         )
         assert_close(ours, theirs)
+
+
+def test_a_value_that_is_not_finite_skips_the_update_of_both_parts(variants):
+    for steps in variants[2]:
+        assert steps == {"good": [True, False, True], "changed": [True, False, True]}

@@ -1,6 +1,6 @@
 """Collectives and host reads of a training step on several ranks.
 
-Guarantees, with data parallelism and in a pipeline:
+Guarantees, with data parallelism, in a pipeline, and with a colocated encoder:
 
 - a step without logging reads nothing from the device. It issues one all-gather of host values,
   one all-reduce of losses and gradient norm, and the collectives of the parallelism;
@@ -29,7 +29,10 @@ from tests.support.finished_runs import metrics_of
 from tests.support.launch import launch
 from tests.support.recordings import first_difference
 
-TOPOLOGIES = {"dp2": "parallel.dp_degree=2", "pp2": "parallel.pp_degree=2"}
+COLOCATED = "parallel={pp_degree: 2, schedule: colocated}"
+TOPOLOGIES = {
+    "dp2": "parallel.dp_degree=2", "pp2": "parallel.pp_degree=2", "pp2 colocated": COLOCATED,
+}  # fmt: skip
 STEPS, LOGGING_STEPS = 8, 3
 # Steady steps neither log nor follow a logging step. The last step also saves.
 STEADY, LOGGED = (1, 2, 5), (3, 6)
@@ -84,6 +87,7 @@ def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
         "lines": lines,
         "sums": sums,
         "counts": counts,
+        "is_colocated": override == COLOCATED,
     }
 
 
@@ -133,11 +137,17 @@ def test_a_steady_step_sends_one_message_and_one_sum_besides_its_parallelism(ran
     for rank in ranks:
         for turn in (turn for turn in rank["turns"] if turn.step in STEADY):
             calls = Counter((call.phase, call.kind) for call in turn.collectives)
-            # The gradients' all-reduce; in a pipeline, that of the tied embedding's gradient.
-            assert calls.pop((Phase.GRADIENT_SUM.value, "all_reduce")) == 1
+            # The gradients' all-reduce; in a pipeline, that of the tied embedding's gradient; and
+            # one more of a colocated encoder's.
+            sums = 2 if rank["is_colocated"] else 1
+            assert calls.pop((Phase.GRADIENT_SUM.value, "all_reduce")) == sums
             assert calls.pop((Phase.AGREEMENT.value, "all_gather")) == 1
             assert calls.pop((Phase.CLIP.value, "all_reduce")) == 1
             messages = Phase.FORWARD_BACKWARD.value
+            if rank["is_colocated"]:
+                # The bridge: rows to the data lane, gradients to the ranks that encoded them.
+                assert calls.pop((messages, "all_gather")) == 1
+                assert calls.pop((messages, "reduce_scatter")) == 1
             assert set(calls) <= {(messages, "send"), (messages, "recv")}
 
 

@@ -3,7 +3,7 @@
 Guarantees: the encoder's rows, in any division of the items, and stages that take them with the
 batch give the full model's loss and every gradient, for images, videos and both; no level travels
 between stages; each section goes to the stage that uses it; offloaded rows are on the device only
-while a micro-batch runs; other families refuse the schedule.
+while a micro-batch runs; a family without the schedule refuses it.
 """
 
 from dataclasses import replace
@@ -22,6 +22,7 @@ from paddle_vl.families.qwen3_vl.recipe import encoder_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.leaves import Leaves
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.captioner.run import write_captioner_run
 from tests.support.tiny import IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
 
 GRIDS = {"image": [[1, 2, 4], [1, 4, 2], [1, 2, 2]], "video": [[2, 2, 2], [1, 4, 4]]}
@@ -161,6 +162,7 @@ def test_settings_of_the_encoder_need_the_schedule(tmp_path):
     assert config.parallel.encoder.mp_degree == 2
 
 
-def test_other_families_refuse_the_schedule():
-    with pytest.raises(ValueError, match=r"colocated, which pi07 does not support yet: set paral"):
-        load_run_config("configs/pi07/tiny_cpu.yaml", ["parallel.schedule=colocated"])
+def test_a_family_without_the_schedule_refuses_it(tmp_path):
+    message = r"parallel.schedule is colocated, which captioner does not support yet: set parallel"
+    with pytest.raises(ValueError, match=message):
+        load_run_config(write_captioner_run(tmp_path), ["parallel.schedule=colocated"])
