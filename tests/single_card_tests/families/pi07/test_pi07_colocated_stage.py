@@ -17,9 +17,10 @@ from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.objective import PlannerBatchAdapter, PolicyBatchAdapter
 from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07PlannerStage
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
-from paddle_vl.families.pi07.recipe import encoder_shape
+from paddle_vl.families.pi07.recipe import encoder_shape, model_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.leaves import Leaves
+from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 from tests.single_card_tests.families.pi07 import test_flow_matching as low_level
 from tests.single_card_tests.families.pi07 import test_planner as planner
 from tests.single_card_tests.families.pi07.test_pi07_stage import gradients_of, ranges
@@ -213,6 +214,13 @@ def test_sizes_of_the_tower_that_its_ranks_divide():
         "vision_config.num_attention_heads": vision.num_attention_heads,
         "vision_config.intermediate_size": vision.intermediate_size,
     }
+    heads = vision.num_attention_heads
+    degrees = ParallelDegrees(
+        pp_degree=3, schedule="colocated", encoder={"mp_degree": 3}, num_micro_batches=3
+    )
+    plan = Plan(degrees, 3, model_shape(config), None, encoder_shape(config))
+    wanted = f"vision_config.num_attention_heads {heads} does not divide by parallel.encoder.mp"
+    assert any(wanted in problem for problem in plan_problems(plan))
 
 
 def test_a_run_takes_the_schedule_with_its_settings():
