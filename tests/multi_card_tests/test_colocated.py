@@ -29,6 +29,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
+from tests.support import tiny
 from tests.support.finished_runs import arrays_of, assert_close, assert_equal_runs
 from tests.support.launch import launch
 
@@ -86,6 +87,15 @@ HEAVY = {
         for degree in (1, 2, 4, 8)
     },
 }
+MODEL = TINY_MODEL | {
+    "text_config": TINY_MODEL["text_config"] | {"num_hidden_layers": 8},
+    "vision_config": TINY_MODEL["vision_config"]
+    | {"hidden_size": 32, "num_heads": 8, "depth": 3, "deepstack_visual_indexes": [0, 1, 2]},
+}
+EXPERTS = MODEL | {
+    "model_type": "qwen3_vl_moe",
+    "text_config": MODEL["text_config"] | tiny.EXPERTS | {"output_router_logits": True},
+}
 # Other runs, each compared with one device: name -> overrides, layout on two ranks.
 VARIANTS = {
     # The next step's images are encoded ahead.
@@ -105,11 +115,7 @@ VARIANTS = {
     ),
     "text only": (["data.train=[TEXT]"], [PP2, encoder_mp(2)]),
     "few images": (["data.train=[FEW]"], [PP2]),
-}
-MODEL = TINY_MODEL | {
-    "text_config": TINY_MODEL["text_config"] | {"num_hidden_layers": 8},
-    "vision_config": TINY_MODEL["vision_config"]
-    | {"hidden_size": 32, "num_heads": 8, "depth": 3, "deepstack_visual_indexes": [0, 1, 2]},
+    "experts": ([f"model.config={json.dumps(EXPERTS)}"], [PP2]),
 }
 
 

@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from paddle_vl.cli.main import main
-from paddle_vl.config.parallel_settings import ParallelConfig
+from paddle_vl.config.parallel_settings import EncoderConfig, ParallelConfig
 from paddle_vl.train.memory_needed import NeededMemory, available_memory, check_memory
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
@@ -39,6 +39,18 @@ def test_what_a_step_keeps_whole_is_counted_whole():
     assert NeededMemory.of(parameters(), kept).weights == 1600
     once = ParallelConfig(sharding_degree=2, sharding_stage=2, reduce_once_per_step=True)
     assert NeededMemory.of(parameters(), once).gradients == 400
+
+
+@pytest.mark.parametrize(("stage", "state"), [(0, 800), (1, 200)])
+def test_a_colocated_encoder_is_whole_on_every_rank_but_for_its_state(stage, state):
+    # The language model's sharding does not divide the encoder.
+    parallel = ParallelConfig(
+        sharding_degree=2, schedule="colocated", encoder=EncoderConfig(sharding_stage=stage)
+    )
+    encoder = NeededMemory.of_encoder(parameters(), parallel, lanes=4)
+    assert (encoder.weights, encoder.gradients, encoder.optimizer) == (1600, 400, state)
+    both = NeededMemory.of(parameters(), parallel) + encoder
+    assert (both.parameters, both.weights, both.optimizer) == (800, 3200, 400 + state)
 
 
 def test_the_limit_is_what_the_machine_has():
