@@ -106,7 +106,6 @@ HEAVY = {
         "dynamic": (TWO, [PP2, "parallel.pp_shapes=dynamic"]),
     },
     4: {
-        "sharding": ([*TWO, AGREES], [PP2, "parallel.sharding_degree=2", STATE]),
         "tensor parallelism": (TWO, [PP2, MP2, encoder_mp(2)]),
         "planner, fan-out": ([*TWO, AGREES, PLANS], [PP2, DP2, encoder_mp(4)]),
         "frozen, two lanes": ([*TWO, AGREES, FROZEN], [PP2, DP2]),
@@ -256,8 +255,7 @@ def continue_run(run_file: str, start: Path, output_dir: Path, overrides: list[s
 
 
 def layout_of(layout: list[str]) -> list[str]:
-    parts = 2 if {DP2, "parallel.sharding_degree=2"} & set(layout) else 1
-    halves = [f"train.per_device_train_batch_size={GLOBAL_BATCH // parts}"] if parts > 1 else []
+    halves = [f"train.per_device_train_batch_size={GLOBAL_BATCH // 2}"] if DP2 in layout else []
     return [*halves, COLOCATED, *layout]
 
 

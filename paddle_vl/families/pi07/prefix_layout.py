@@ -39,9 +39,7 @@ CAMERA_MASKS = {
     Source.IMAGES: "img_masks",
     Source.SUBGOALS: "subgoal_img_masks",
 }
-
-
-# Batch entries with the pixels of each camera.
+# The same with the pixels.
 IMAGES = ("videos", "images", "subgoal_images")
 
 
