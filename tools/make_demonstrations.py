@@ -118,6 +118,8 @@ def _record(
         "state": sample["state"][is_real].tolist(),
     }
     for camera in shapes.cameras:
+        if sample.get(f"{camera}_is_pad", False):
+            continue
         frames = sample[camera][is_real]
         paths = [folder / f"{camera}_{index}.png" for index in range(len(frames))]
         record[camera] = [_saved(*pair, directory) for pair in zip(frames, paths, strict=True)]
@@ -129,6 +131,8 @@ def _record(
             record[name] = sample[name].item()
     if "subgoal_is_pad" in sample and not sample["subgoal_is_pad"]:
         for goal in shapes.goals.values():
+            if sample.get(f"{goal}_is_pad", False):
+                continue
             record[goal] = _saved(sample[goal], folder / f"{goal}.png", directory)
     return record
 

@@ -250,13 +250,15 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.size * tensor.element_size() for tensor in tensors)
 
 
-def published_pi07() -> ModelElements:
-    """Parameter counts of pi07's published size in bfloat16 with a frozen vision tower."""
+def published_pi07(frozen_tower: bool = True) -> ModelElements:
+    """Parameter counts of pi07's published size in bfloat16; its vision tower is frozen by default,
+    as in OpenTau."""
     from paddle_vl import PI07Config
     from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
     from paddle_vl.families.pi07.prefix_layout import LABELS
 
-    config = PI07Config.from_dict({"vlm_config": {"discrete_action_vocab_size": 2048}})
+    settings = {"freeze_vision_encoder": frozen_tower}
+    config = PI07Config.from_dict({**settings, "vlm_config": {"discrete_action_vocab_size": 2048}})
     with paddle.LazyGuard():
         model = PI07LowLevelFlowMatching(config, {key: [1] for key in LABELS})
     units = [*model.vision_blocks, *model.decoder_layers]

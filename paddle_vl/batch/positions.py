@@ -260,6 +260,28 @@ def vision_layout(grid_thw: np.ndarray, *, table_side: int, merge: int = 2) -> V
     )
 
 
+def padded_segments(
+    segments: Sequence[tuple[int, int]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Attention segments as arrays, for programs that do not know their number or lengths.
+
+    Args:
+        segments: of a `VisionLayout`.
+
+    Returns:
+        Shapes: S segments, each padded to the longest length Q. int64 `[S, Q]` patch at each place
+        (0 at padding); float32 `[S, Q]`, 0 at patches and -1e30 at padding; int64 `[P]` place of
+        each patch among the S * Q.
+    """
+    lengths_S = np.concatenate([[length] * count for count, length in segments])
+    places_Q = np.arange(lengths_S.max())
+    is_real_SQ = places_Q < lengths_S[:, None]
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    rows_SQ = np.where(is_real_SQ, starts_S[:, None] + places_Q, 0)
+    bias_SQ = np.where(is_real_SQ, 0.0, -1e30).astype(np.float32)
+    return rows_SQ, bias_SQ, np.flatnonzero(is_real_SQ)
+
+
 def _block_order(h: int, w: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
     """Row and column of each patch of one frame, in merge-block order."""
     blocks = (h // merge, merge, w // merge, merge)

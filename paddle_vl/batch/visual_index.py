@@ -14,6 +14,13 @@ Example: one sample, two image tokens (`#`) and one video token (`%`), two seque
     shard 0  update [1, 3]  gather [0, 1]
     shard 1  update [0]     gather [2]     (row 4 is row 0 of the shard)
     source   [0, 2, 1]                     (embeddings arrive as [image 0, image 1, video 0])
+
+Layouts order the token rows `(b, l)` and say how a rank's shard is cut from them:
+
+    token_rows      row b * L + l; contiguous shards. Hidden states `[T, D]` of this package.
+    sequence_first  row l * B + b; contiguous shards. Hidden states `[L, B, D]` of Megatron.
+    batch_slices    every sample's columns are cut, `[B, L / mp]` per rank; row b * L / mp + l.
+                    What PaddleFleet's deepstack step indexes after its transpose.
 """
 
 from collections.abc import Callable
@@ -23,35 +30,74 @@ import numpy as np
 
 # NumPy array or Paddle tensor.
 Array = Any
-Layout = Literal["token_rows", "sequence_first"]
+Layout = Literal["token_rows", "sequence_first", "batch_slices"]
 
 
 class RowPart(NamedTuple):
-    """Contiguous shard of the token rows under sequence parallelism.
+    """Shard of the token rows under sequence parallelism.
 
     Attributes:
         rank, size: this rank and the number of ranks in the model-parallel group.
+        uneven: whether a length that `size` does not divide is cut with a remainder, one row more
+            for each of the first ranks, instead of refused.
     """
 
     rank: int = 0
     size: int = 1
+    uneven: bool = False
 
-    def bounds(self, num_rows: int) -> tuple[int, int]:
-        """`[start, stop)` of this shard among `num_rows` token rows.
+    def bounds(self, num_rows: int, of: str = "token rows (batch x padded length)"):
+        """`[start, stop)` of this shard among `num_rows` rows.
+
+        Args:
+            num_rows: their number; with `uneven` also a 0-D tensor, whose bounds are tensors.
+            of: what is cut, for the message.
 
         Raises:
-            ValueError: `size` does not divide the token rows, or the rank is out of range.
+            ValueError: `size` does not divide the rows, or the rank is out of range.
         """
         if not 0 <= self.rank < self.size:
             raise ValueError(f"row part has rank {self.rank}, outside [0, {self.size})")
-        if num_rows % self.size:
+        if not self.uneven and num_rows % self.size:
             raise ValueError(
-                f"{num_rows} token rows (batch x padded length) do not divide by the "
-                f"model-parallel degree {self.size}: sequence parallelism needs equal shards; "
-                f"set data.pad_to_multiple_of to a multiple of {self.size}"
+                f"{num_rows} {of} do not divide by the model-parallel degree {self.size}: sequence "
+                "parallelism needs equal shards; set data.pad_to_multiple_of to a multiple of "
+                f"{self.size}, or cut with a remainder (RowPart(..., uneven=True))"
             )
-        rows = num_rows // self.size
-        return self.rank * rows, (self.rank + 1) * rows
+        start = 0
+        for rank in range(self.rank):
+            start = start + (num_rows + self.size - 1 - rank) // self.size
+        return start, start + (num_rows + self.size - 1 - self.rank) // self.size
+
+    def of_rows(self, rows: Array) -> Array:
+        """This shard of the first axis. A traced program checks the length when it runs."""
+        if self.size == 1:
+            return rows
+        if not _is_known(rows.shape[0]) and not self.uneven:
+            return rows.reshape([self.size, -1, *rows.shape[1:]])[self.rank]
+        start, stop = self.bounds(_length(rows.shape[0], rows))
+        return rows[start:stop]
+
+    def of_columns(self, array_BL: Array) -> Array:
+        """This shard of every row of a 2-D array. A traced program checks the width as it runs."""
+        if self.size == 1:
+            return array_BL
+        if not _is_known(array_BL.shape[1]) and not self.uneven:
+            # Paddle reads 0 as "this dimension stays"; NumPy's shapes are always known.
+            return array_BL.reshape([0, self.size, -1])[:, self.rank]
+        length = _length(array_BL.shape[1], array_BL[:1])
+        start, stop = self.bounds(length, of="tokens of a sample (padded length)")
+        return array_BL[:, start:stop]
+
+
+def _is_known(size: Any) -> bool:
+    """Whether a dimension has a value; in a traced program it may be -1 or a tensor."""
+    return isinstance(size, int) and size >= 0
+
+
+def _length(size: Any, array: Array) -> Any:
+    """A dimension; where a traced program does not know it, the array's size as a 0-D tensor."""
+    return size if _is_known(size) else (array == array).astype("int64").sum()
 
 
 class VisualIndices(NamedTuple):
@@ -92,6 +138,52 @@ def check_visual_counts(
         )
 
 
+def check_visual_indices(
+    update: Array, gather: Array, source: Array | None, num_embeddings: int, covers_all: bool
+) -> None:
+    """Check the index arrays of a batch by their shapes; a traced program's unknown sizes pass.
+
+    Args:
+        source: None unless the batch has images and videos.
+        num_embeddings: those that the token rows of all ranks receive.
+        covers_all: whether the indices are of all token rows, not of a shard.
+
+    Raises:
+        ValueError: one is missing, is not 1-D int64, or has another length than the embeddings.
+    """
+    arrays = {"update": update, "gather": gather} | ({} if source is None else {"source": source})
+    for name, array in arrays.items():
+        if array is None:
+            other = "gather" if name == "update" else "update"
+            raise ValueError(
+                f"the batch has visual_{other}_indices without visual_{name}_indices: give both, "
+                "or neither to have them computed"
+            )
+        if len(array.shape) != 1 or not str(array.dtype).endswith("int64"):
+            raise ValueError(
+                f"visual_{name}_indices is {array.dtype} of shape {list(array.shape)}: it must be "
+                "1-D int64, as host_visual_indices makes it"
+            )
+    num_update, num_gather = update.shape[0], gather.shape[0]
+    if _is_known(num_update) and _is_known(num_gather) and num_update != num_gather:
+        raise ValueError(
+            f"visual_update_indices has {num_update} entries but visual_gather_indices "
+            f"{num_gather}: take both from one call"
+        )
+    if not (_is_known(num_update) and _is_known(num_embeddings)):
+        return
+    if num_update > num_embeddings or (covers_all and num_update != num_embeddings):
+        raise ValueError(
+            f"visual_update_indices has {num_update} token rows but the batch has {num_embeddings} "
+            "visual embeddings: the indices belong to another batch"
+        )
+    if source is not None and _is_known(source.shape[0]) and source.shape[0] != num_embeddings:
+        raise ValueError(
+            f"visual_source_indices has {source.shape[0]} entries but the batch has "
+            f"{num_embeddings} visual embeddings: the indices belong to another batch"
+        )
+
+
 def compute_visual_indices(
     image_mask_BL: Array,
     video_mask_BL: Array | None,
@@ -102,57 +194,65 @@ def compute_visual_indices(
 ) -> VisualIndices:
     """Indices of the visual token rows; no loop over samples, no host read, no boolean indexing.
 
-    A visual token's index in reading order is the number of visual tokens before it, batch-major:
-    a cumulative sum gives it for every layout and shard.
+    A visual token's index in reading order is the number of visual tokens before it, batch-major.
+    Cumulative sums give it for every layout and shard, also where a traced program does not know
+    the batch or the length.
 
     Args:
         image_mask_BL: bool, True at image placeholders.
         video_mask_BL: bool, True at video placeholders; None when the batch can have none.
         nonzero: 1-D bool array to the 1-D int64 positions of its True entries.
         part: the shard of token rows to index; None for all of them.
-        layout: order of token rows: `token_rows` is batch-major (`b * L + l`); `sequence_first` is
-            `l * B + b`, as in PaddleFleet's `[S, B, H]` hidden states.
+        layout: order of the token rows and how they are cut, see the top of this file.
 
     Raises:
-        ValueError: `part.size` does not divide B * L.
+        ValueError: unknown layout, or `part.size` does not divide the rows that are cut (B * L;
+            L for `batch_slices`) and `part.uneven` is not set.
     """
-    batch, length = image_mask_BL.shape
+    part = RowPart() if part is None else part
     visual_BL = image_mask_BL if video_mask_BL is None else image_mask_BL | video_mask_BL
-    order_BL = (_running_count(visual_BL) - 1).reshape([batch, length])
-    if layout == "sequence_first":
-        rows_mask = visual_BL.transpose([1, 0]).reshape([-1])
-        rows_order = order_BL.transpose([1, 0]).reshape([-1])
-    elif layout == "token_rows":
-        rows_mask = visual_BL.reshape([-1])
-        rows_order = order_BL.reshape([-1])
-    else:
-        raise ValueError(f"layout is {layout!r}; use 'token_rows' or 'sequence_first'")
-    # An export with dynamic shapes does not know the number of rows; it is never sharded.
-    if part is not None and part.size > 1:
-        start, stop = part.bounds(batch * length)
-        rows_mask, rows_order = rows_mask[start:stop], rows_order[start:stop]
-    update = nonzero(rows_mask)
-    gather = rows_order[update]
+    order_BL = _running_count(visual_BL) - 1
+    is_visual_T = _shard(visual_BL, part, layout)
+    update = nonzero(is_visual_T)
+    gather = _shard(order_BL, part, layout)[update]
     source = None
     if video_mask_BL is not None:
         source = _source_rows(image_mask_BL, video_mask_BL, visual_BL, nonzero)
     return VisualIndices(update, gather, source)
 
 
+def _shard(array_BL: Array, part: RowPart, layout: Layout) -> Array:
+    """The values at this shard's token rows, 1-D."""
+    if layout == "token_rows":
+        return part.of_rows(array_BL.reshape([-1]))
+    if layout == "sequence_first":
+        return part.of_rows(array_BL.transpose([1, 0]).reshape([-1]))
+    if layout == "batch_slices":
+        return part.of_columns(array_BL).reshape([-1])
+    raise ValueError(f"layout is {layout!r}; use 'token_rows', 'sequence_first' or 'batch_slices'")
+
+
 def _source_rows(
     image_mask_BL: Array, video_mask_BL: Array, visual_BL: Array, nonzero: Callable
 ) -> Array:
     """Row in `[images; videos]` of every visual embedding in reading order: `[M]` int64."""
-    image_T = _running_count(image_mask_BL)
-    video_T = _running_count(video_mask_BL)
-    is_video_T = video_mask_BL.reshape([-1]).astype("int64")
-    # The last cumulative sum is the number of image tokens; slicing keeps it on the device.
-    source_T = (image_T - 1) * (1 - is_video_T) + (image_T[-1:] + video_T - 1) * is_video_T
-    return source_T[nonzero(visual_BL.reshape([-1]))]
+    image_BL, video_BL = _running_count(image_mask_BL), _running_count(video_mask_BL)
+    is_video_BL = video_mask_BL.astype("int64")
+    # The last count is the number of image tokens; slicing keeps it on the device.
+    num_images_11 = image_BL[-1:, -1:]
+    source_BL = (image_BL - 1) * (1 - is_video_BL) + (num_images_11 + video_BL - 1) * is_video_BL
+    return source_BL.reshape([-1])[nonzero(visual_BL.reshape([-1]))]
 
 
 def _running_count(mask_BL: Array) -> Array:
-    return mask_BL.reshape([-1]).astype("int64").cumsum(0)
+    """Number of True entries up to and including each place, batch-major: int64 `[B, L]`."""
+    count_BL = mask_BL.astype("int64")
+    if all(map(_is_known, mask_BL.shape)):
+        return count_BL.reshape([-1]).cumsum(0).reshape(list(mask_BL.shape))
+    # A traced program cannot restore a shape that it does not know.
+    count_BL = count_BL.cumsum(1)
+    of_sample_B1 = count_BL[:, -1:]
+    return count_BL + of_sample_B1.cumsum(0) - of_sample_B1
 
 
 def host_visual_indices(
@@ -179,8 +279,7 @@ def host_visual_indices(
         batch are empty, so that the model does not search for placeholders.
 
     Raises:
-        ValueError: placeholders and embeddings differ in number, or `part.size` does not divide
-            the token rows.
+        ValueError: placeholders and embeddings differ in number; see `compute_visual_indices`.
     """
     image_mask_BL = input_ids_BL == image_token_id
     video_mask_BL = input_ids_BL == video_token_id

@@ -187,6 +187,41 @@ def merge(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_export(subparsers: argparse._SubParsersAction) -> None:
+    """`paddle-vl export --checkpoint DIR --output DIR`"""
+    parser = subparsers.add_parser(
+        "export",
+        help="write a model as static programs for serving",
+        description="Trace a model into static programs that run without its code, on "
+        "paddle.inference: see paddle_vl.export.load. Adapters are merged into their base model. "
+        "Batch, lengths, image sizes and their number stay free.",
+        epilog="example:\n  paddle-vl export --checkpoint runs/digits --output exports/digits",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", metavar="DIR", required=True, help=MODEL_HELP)
+    parser.add_argument("--output", metavar="DIR", required=True, help="the new folder")
+    _add_base(parser)
+    parser.set_defaults(run=export)
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write the programs and print what they are."""
+    configure_runtime()
+    from paddle_vl.config.families import family_of_folder
+    from paddle_vl.export.writing import check_output, export_model
+    from paddle_vl.train.checkpoint import model_folder
+
+    folder, out = model_folder(Path(options.checkpoint)), Path(options.output)
+    check_output(out)
+    model = family_of_folder(folder).recipe_class().to_export(folder, options.base)
+    manifest = export_model(model, folder, out)
+    for name, program in manifest.programs.items():
+        print(f"{name}: {len(program.inputs)} inputs, {program.num_outputs} outputs")
+    size = sum(file.size for file in manifest.files.values())
+    print(f"{len(manifest.files)} files of {size / 2**20:.0f} MiB in {out}")
+    return 0
+
+
 def _add_base(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base",

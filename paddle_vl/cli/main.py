@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from paddle_vl.cli import commands
+from paddle_vl.cli.opentau_words import translated
 from paddle_vl.cli.profile import add_profile
 from paddle_vl.cli.train import add_report, add_train
 from paddle_vl.parallel.launcher import RANK_LOG_VARIABLE
@@ -84,7 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse with `section.name=value` anywhere: argparse alone takes them only side by side."""
+    """Parse with `section.name=value` anywhere: argparse alone takes them only side by side.
+
+    The profiler takes OpenTau's options too.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["profile"]:
+        try:
+            arguments = ["profile", *translated(arguments[1:])]
+        except ValueError as error:
+            parser.error(str(error))
     options, rest = parser.parse_known_args(arguments)
     is_setting = [not text.startswith("-") and "=" in text for text in rest]
     if rest and not (hasattr(options, "overrides") and all(is_setting)):
@@ -126,6 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_evaluate(subparsers)
     commands.add_generate(subparsers)
     commands.add_merge(subparsers)
+    commands.add_export(subparsers)
     add_profile(subparsers)
     add_report(subparsers)
     return parser

@@ -1,16 +1,22 @@
 """`paddle-vl profile`: time and memory of a training step, for one configuration or a matrix."""
 
 import argparse
+import logging
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paddle_vl.cli.commands import add_run, configure_runtime, positive
+from paddle_vl.cli.opentau_words import WORDS_HELP, Variables
 from paddle_vl.parallel.launcher import launch
 
+logger = logging.getLogger(__name__)
+_STEPS, _REPEATS = 20, 3
+_ATTENTION = ("eager", "sdpa")
 _SHARDING = ("none", "dp", "stage1", "stage2", "stage3")
-_EPILOG = """\
+_EPILOG = f"""\
 examples:
   paddle-vl profile run.yaml train.recompute=full
   paddle-vl profile run.yaml --nproc 2 parallel.sharding_degree=2 parallel.sharding_stage=2
@@ -25,7 +31,9 @@ output_dir is neither read nor written.
 With --matrix it receives instead:
   matrix.json, matrix.md, matrix.png   all cells, a table with the recommendation, a plot
   cells/         cell.json, profile.json and output of each cell; a restarted matrix runs only
-                 cells that are missing, have failed, or were run with other settings"""
+                 cells that are missing, have failed, or were run with other settings
+
+{WORDS_HELP}"""
 
 
 def add_profile(subparsers: argparse._SubParsersAction) -> None:
@@ -34,8 +42,8 @@ def add_profile(subparsers: argparse._SubParsersAction) -> None:
         "profile",
         help="time and memory of a run's training step",
         description="Train a few steps with the settings of a YAML file, and print the time of "
-        "each phase and the memory; or do so for every choice of sharding, recomputation and "
-        "cameras at growing batch sizes, and recommend one.",
+        "each phase and the memory; or do so for every choice of sharding, attention, "
+        "recomputation and cameras at growing batch sizes, and recommend one.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,7 +52,13 @@ def add_profile(subparsers: argparse._SubParsersAction) -> None:
         "--warmup", type=int, default=5, metavar="N", help="warmup steps (default 5)"
     )
     parser.add_argument(
-        "--steps", type=positive, default=20, metavar="N", help="measured steps (default 20)"
+        "--steps", type=positive, metavar="N", help=f"measured steps (default {_STEPS})"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write profile.json to this file too")
+    parser.add_argument(
+        "--no-optimizer",
+        action="store_true",
+        help="measure forward and backward alone: no moments, gradient norm and updates",
     )
     parser.add_argument(
         "--out", metavar="DIR", help="folder for the result (default: profile/ in train.output_dir)"
@@ -71,6 +85,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     )
     workload.add_argument(
         "--cameras",
+        "--num_cams",
         type=positive,
         nargs="+",
         metavar="N",
@@ -112,6 +127,20 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
         help="none, full (default: both)",
     )
     matrix.add_argument(
+        "--attention",
+        nargs="+",
+        choices=_ATTENTION,
+        metavar="CHOICE",
+        help="eager, sdpa; of a policy's attention (default: both)",
+    )
+    matrix.add_argument(
+        "--repeats",
+        type=positive,
+        metavar="N",
+        help="runs of each cell; the median is shown, beside the slowest and the fastest "
+        f"(default {_REPEATS})",
+    )
+    matrix.add_argument(
         "--batch-sizes",
         type=positive,
         nargs="+",
@@ -150,13 +179,17 @@ def profile(options: argparse.Namespace) -> int:
     from paddle_vl.config.load import load_run_config
 
     config = load_run_config(options.config, options.overrides)
+    _take_variables(options, config, Variables.read())
+    config = load_run_config(options.config, options.overrides)
     out = Path(options.out or Path(config.train.output_dir) / "profile")
     if options.warmup < 0:
         raise ValueError(f"--warmup {options.warmup}: it must be 0 or more")
+    if options.json and not Path(options.json).resolve().parent.is_dir():
+        raise ValueError(f"--json or PROFILE_STEP_JSON {options.json}: its folder does not exist")
     _check_options(options)
     if options.matrix:
         configure_runtime()
-        return _matrix(options, out)
+        return _matrix(options, config, out)
     if options.nproc > 1:
         return launch(_arguments(options, out), options.nproc, out / "log")
 
@@ -169,17 +202,50 @@ def profile(options: argparse.Namespace) -> int:
     return 0
 
 
+def _take_variables(options: argparse.Namespace, config: Any, variables: Variables) -> None:
+    """Add OpenTau's variables to the options, where the command line does not say otherwise."""
+    options.steps = options.steps or variables.steps or _STEPS
+    options.json = options.json or variables.json
+    options.no_optimizer = options.no_optimizer or variables.no_optimizer
+    if options.matrix:
+        for name in ("attention", "recompute"):
+            value = getattr(variables, name)
+            if value is not None and getattr(options, name) is None:
+                setattr(options, name, [value])
+        return
+    given = {override.partition("=")[0] for override in options.overrides}
+    from paddle_vl.profile.choice_settings import attention_settings, recompute_settings
+
+    settings: list[Mapping[str, Any]] = []
+    if variables.attention is not None:
+        settings.append(attention_settings(config, variables.attention))
+    if variables.recompute is not None:
+        settings.append(recompute_settings(config, variables.recompute))
+    for values in settings:
+        if given.isdisjoint(values):
+            options.overrides += [f"{name}={value}" for name, value in values.items()]
+
+
 def _profile_here(options: argparse.Namespace, config: Any, out: Path) -> None:
     from paddle_vl.profile.run import ProfileSettings, run_profile
+    from paddle_vl.train.allocator import configure_allocator
 
+    logger.info("%s", configure_allocator())
     settings = ProfileSettings(
         out,
         _workload(options),
         warmup_steps=options.warmup,
         steps=options.steps,
         memory_limit_gb=options.memory_limit_gb,
+        updates=not options.no_optimizer,
+        copy=None if options.json is None else Path(options.json),
     )
     run_profile(config, settings)
+
+
+_OF_A_MATRIX = (
+    "sharding", "recompute", "attention", "repeats", "batch_sizes", "first_batch", "largest_batch"
+)  # fmt: skip
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -188,8 +254,13 @@ def _check_options(options: argparse.Namespace) -> None:
             raise ValueError(
                 "--batch-sizes are all sizes: leave --first-batch and --largest-batch out"
             )
+        if options.json is not None:
+            raise ValueError(
+                f"--json or PROFILE_STEP_JSON names {options.json} for one profile; a matrix "
+                "writes matrix.json into --out: leave it out"
+            )
         return
-    for name in ("sharding", "recompute", "batch_sizes", "first_batch", "largest_batch"):
+    for name in _OF_A_MATRIX:
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is about a matrix: give --matrix too")
@@ -197,8 +268,9 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--cameras {options.cameras}: several numbers need --matrix")
 
 
-def _matrix(options: argparse.Namespace, out: Path) -> int:
+def _matrix(options: argparse.Namespace, config: Any, out: Path) -> int:
     from paddle_vl.profile.cells import Doubling, Steps
+    from paddle_vl.profile.choice_settings import has_policy_settings
     from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
     from paddle_vl.profile.matrix_report import write_report
 
@@ -212,6 +284,7 @@ def _matrix(options: argparse.Namespace, out: Path) -> int:
             options.sharding or (_SHARDING[1:] if options.nproc > 1 else _SHARDING[:1]),
             options.recompute or ("none", "full"),
             options.cameras or (None,),
+            options.attention or (_ATTENTION if has_policy_settings(config) else (None,)),
         ),
         growth=growth,
         seconds=options.cell_seconds,
@@ -219,6 +292,8 @@ def _matrix(options: argparse.Namespace, out: Path) -> int:
         warmup_steps=options.warmup,
         steps=options.steps,
         workload=_workload(options),
+        repeats=options.repeats or _REPEATS,
+        updates=not options.no_optimizer,
     )
     # Without a handler the processes of the running cell would survive.
     signal.signal(signal.SIGTERM, _stopped)
@@ -243,11 +318,13 @@ def _arguments(options: argparse.Namespace, out: Path) -> list[str]:
     """The command line of each rank: the same command without --nproc."""
     given: list[Any] = ["profile", options.config, *options.overrides, "--out", out]
     given += ["--warmup", options.warmup, "--steps", options.steps]
-    for name in ("memory_limit_gb", "image_side", "answer_tokens"):
+    for name in ("memory_limit_gb", "image_side", "answer_tokens", "json"):
         if (value := getattr(options, name)) is not None:
             given += [f"--{name.replace('_', '-')}", value]
     if options.synthetic:
         given.append("--synthetic")
+    if options.no_optimizer:
+        given.append("--no-optimizer")
     if options.cameras:
         given += ["--cameras", *options.cameras]
     return [str(argument) for argument in given]

@@ -1,6 +1,7 @@
 """`paddle-vl train` and `paddle-vl report`: a run, and a page of its metrics."""
 
 import argparse
+import logging
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from paddle_vl.cli.commands import add_run, configure_runtime, positive
 from paddle_vl.parallel.launcher import launch
 
+logger = logging.getLogger(__name__)
 _EPILOG = """\
 examples:
   paddle-vl train run.yaml
@@ -94,7 +96,10 @@ def train(options: argparse.Namespace) -> int:
     with StopSignals() as stop, PeerWatch():
         configure_runtime()
         stop.set_handlers()
+        from paddle_vl.train.allocator import configure_allocator
         from paddle_vl.train.build import build_trainer
+
+        logger.info("%s", configure_allocator())
 
         signal_number = build_trainer(config).run(stop)
     return 0 if signal_number is None else 128 + signal_number

@@ -51,18 +51,30 @@ class FamilyEntry:
         model_types: values of `model_type` (HF) or `type` (LeRobot) in a config.json of the family.
         settings: "module:Class" of its run settings, a `paddle_vl.config.schema.RunConfig`.
         recipe: "module:Class" of its `paddle_vl.families.base.Family`.
+        exported: "module:Class" that runs its exported programs, see `paddle_vl.export`; None if
+            it has none.
     """
 
     name: str
     model_types: tuple[str, ...]
     settings: str
     recipe: str
+    exported: str | None = None
 
     def settings_class(self) -> Any:
         return _loaded(self.settings)
 
     def recipe_class(self) -> Any:
         return _loaded(self.recipe)
+
+    def exported_class(self) -> Any:
+        """
+        Raises:
+            ValueError: the family has no exported programs.
+        """
+        if self.exported is None:
+            raise ValueError(f"models of the family {self.name} cannot be exported yet")
+        return _loaded(self.exported)
 
 
 _FAMILIES: list[FamilyEntry] = []
@@ -163,6 +175,7 @@ register_family(
         ("qwen3_vl", "qwen3_vl_moe"),
         "paddle_vl.families.qwen3_vl.settings:Qwen3VLRun",
         "paddle_vl.families.qwen3_vl.recipe:Qwen3VLRecipe",
+        "paddle_vl.families.qwen3_vl.exported:ExportedQwen3VL",
     )
 )
 register_family(

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from paddle import Tensor, nn
 
@@ -24,6 +24,9 @@ from paddle_vl.families.flops import FlopCounter
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Placement
+
+if TYPE_CHECKING:
+    from paddle_vl.export.writing import ModelToExport
 
 # Relative cost of each decoder layer, of everything before them, and of everything after them.
 LayerCosts = tuple[Sequence[float], float, float]
@@ -359,6 +362,16 @@ class Family(ABC):
             ValueError: the family has no adapters.
         """
         raise ValueError(f"the model in {folder} is of a family without adapters")
+
+    @classmethod
+    def to_export(cls, folder: Path, base: str | None) -> "ModelToExport":
+        """The programs of a model folder, or of adapters merged into their base
+        (`paddle-vl export`).
+
+        Raises:
+            ValueError: the family has no programs.
+        """
+        raise ValueError(f"the model in {folder} is of a family that cannot be exported yet")
 
     @classmethod
     def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:

@@ -6,11 +6,13 @@ query heads per key head, H head width, P packed rows.
 
 The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
 Kernels: query blocks on the CPU (`paddle_vl.nn.cpu.attention`), FlashMask for packed samples on a
-GPU (`paddle_vl.nn.gpu.attention`).
+GPU (`paddle_vl.nn.gpu.attention`). Over 350 lines, to have every form of the formula side by
+side.
 """
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import paddle
@@ -104,18 +106,40 @@ def _causal_mask(batch: int, length: int, keys: int, key_bias_BS: Tensor | None)
     return mask + key_bias_BS.unsqueeze([1, 2])
 
 
+class PaddedSegments(NamedTuple):
+    """Segments as tensors, for programs that do not know their number or lengths.
+
+    Shapes: S segments, each padded to the longest length L.
+
+    Attributes:
+        rows: `[S, L]` int64 packed row at each place; any row at padding.
+        bias: `[S, L]` float32, 0 at rows and `MASKED_SCORE` at padding.
+        place: `[P]` int64 place of each packed row among the S * L.
+    """
+
+    rows: Tensor
+    bias: Tensor
+    place: Tensor
+
+
 def segment_attention(
-    q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Sequence[tuple[int, int]]
+    q_PNH: Tensor,
+    k_PNH: Tensor,
+    v_PNH: Tensor,
+    segments: Sequence[tuple[int, int]] | PaddedSegments,
 ) -> Tensor:
     """Every row sees all rows of its own segment and no others; scores are scaled by H^-0.5.
 
     Args:
         segments: (count, length) of runs of consecutive segments of equal length, on the host; the
-            sum of count * length is P. Each run is one batched product.
+            sum of count * length is P. Each run is one batched product. Or tensors, in a traced
+            program.
 
     Returns:
         `[P, N, H]` in the dtype of the queries.
     """
+    if isinstance(segments, PaddedSegments):
+        return padded_segment_attention(q_PNH, k_PNH, v_PNH, segments)
     if len(segments) == 1:
         return equal_segments_attention(q_PNH, k_PNH, v_PNH, *segments[0])
     sizes = [count * length for count, length in segments]
@@ -127,6 +151,46 @@ def segment_attention(
         ],
         axis=0,
     )
+
+
+def padded_segment_attention(
+    q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: PaddedSegments
+) -> Tensor:
+    """`segment_attention` with segments as tensors."""
+    _, heads, width = q_PNH.shape
+
+    def padded(x_PNH: Tensor) -> Tensor:
+        x_SLNH = paddle.gather_nd(x_PNH, segments.rows.unsqueeze(-1))
+        return x_SLNH.transpose([0, 2, 1, 3])
+
+    q_SNLH, k_SNLH, v_SNLH = padded(q_PNH * width**-0.5), padded(k_PNH), padded(v_PNH)
+    # The bias is one more channel: adding it to the scores would broadcast over queries, slowly.
+    bias_SNL1 = paddle.zeros_like(k_SNLH[..., :1]) + segments.bias.unsqueeze(1).unsqueeze(-1)
+    k_SNLH = paddle.concat([k_SNLH, bias_SNL1.astype(k_SNLH.dtype)], axis=-1)
+    q_SNLH = paddle.concat([q_SNLH, paddle.ones_like(q_SNLH[..., :1])], axis=-1)
+    scores = paddle.matmul(q_SNLH, k_SNLH, transpose_y=True)
+    out_SNLH = paddle.matmul(F.softmax(scores.astype("float32")).astype(v_SNLH.dtype), v_SNLH)
+    out_QC = out_SNLH.transpose([0, 2, 1, 3]).reshape([-1, heads * width])
+    return paddle.index_select(out_QC, segments.place).reshape([-1, heads, width])
+
+
+def biased_attention(q_BLNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, bias_B1LS: Tensor) -> Tensor:
+    """Attention under an additive float32 bias, for programs whose lengths are not known.
+
+    Scores are scaled by H^-0.5 and computed in float32. Keys and values have heads first, as
+    buffers that are written in place have them.
+
+    Returns:
+        `[B, L, N, H]` in the dtype of the queries.
+    """
+    heads, width = q_BLNH.shape[2:]
+    groups = heads // k_BKSH.shape[1]
+    q_BKGLH = (q_BLNH * width**-0.5).reshape([0, 0, -1, groups, width]).transpose([0, 2, 3, 1, 4])
+    k_BK1SH, v_BK1SH = k_BKSH.unsqueeze(2), v_BKSH.unsqueeze(2)
+    scores = paddle.matmul(q_BKGLH, k_BK1SH, transpose_y=True).astype("float32")
+    scores = scores + bias_B1LS.unsqueeze(1)
+    out_BKGLH = paddle.matmul(F.softmax(scores).astype(v_BKSH.dtype), v_BK1SH)
+    return out_BKGLH.transpose([0, 3, 1, 2, 4]).reshape([0, 0, heads, width])
 
 
 @operation

@@ -1,7 +1,7 @@
 """Table of this rank's parameters and how each is sharded or replicated: one `ParamSpec` each."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -184,12 +184,7 @@ class ParameterTable:
         if group is None or spec.split_axis is None:
             full = host_array(value, copy)
         else:
-            shards = self._all_gather(value.detach(), group)
-            cuts, axis = _cuts(spec, len(shards)), spec.split_axis
-            blocks = [np.split(shard, cuts, axis=axis) for shard in shards]
-            full = np.concatenate(
-                [of_rank[b] for b in range(len(cuts) + 1) for of_rank in blocks], axis
-            )
+            full = joined_shards(spec, self._all_gather(value.detach(), group))
         if self._ep_group is None or not spec.is_expert:
             return full
         return np.concatenate(self._all_gather(paddle.to_tensor(full), self._ep_group))
@@ -197,6 +192,15 @@ class ParameterTable:
     def _group_of(self, spec: ParamSpec) -> Any:
         """The mp group over which a parameter is sharded; None without one."""
         return self._encoder_group if spec.is_encoder else self._mp_group
+
+
+def joined_shards(spec: ParamSpec, shards: Sequence[np.ndarray]) -> np.ndarray:
+    """The full value from the shards of all mp ranks, in order; the spec has a `split_axis`."""
+    axis = spec.split_axis
+    assert axis is not None, spec
+    cuts = _cuts(spec, len(shards))
+    blocks = [np.split(shard, cuts, axis=axis) for shard in shards]
+    return np.concatenate([of_rank[b] for b in range(len(cuts) + 1) for of_rank in blocks], axis)
 
 
 def _refuse(value: Tensor, group: Any) -> list[np.ndarray]:

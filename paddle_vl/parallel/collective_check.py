@@ -15,7 +15,6 @@ which compares them. The check issues no collectives and costs a fraction of a m
 collective. Messages between pipeline stages are recorded but not checked.
 """
 
-import contextlib
 import math
 import os
 import secrets
@@ -24,27 +23,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Client
-from pathlib import Path
 from typing import Any
 
-import paddle
 import paddle.distributed as dist
 from paddle.distributed import collective
 
 from paddle_vl.parallel import collective_board
 from paddle_vl.parallel.collective_board import receive, send
 from paddle_vl.parallel.gloo_fleet.peers import peer_error
-from paddle_vl.parallel.recorder import Collective, Recording, observed
+from paddle_vl.parallel.recorder import (
+    Collective,
+    Recording,
+    caller,
+    is_in_backward,
+    observed,
+)
 from paddle_vl.parallel.store.rendezvous import meet
 
 VARIABLE = "PADDLE_VL_CHECK_COLLECTIVES"
-# Files whose frames are not shown; `<string>` is code without a file.
-_NOT_SHOWN = (
-    str(Path(__file__).parent),
-    str(Path(paddle.__file__).parent),
-    contextlib.__file__,
-    "<",
-)
 
 _num_checks = 0
 _check_of_run: list = []
@@ -120,10 +116,10 @@ class _Check:
 
     def meet(self, call: Collective) -> Collective:
         """Report a collective, and wait until all its ranks have; returns it with its phase."""
-        phase = self.recording.phase or ("backward" if _is_in_backward() else "")
+        phase = self.recording.phase or ("backward" if is_in_backward() else "")
         call = call._replace(phase=phase)
         if not call.is_message:
-            shown = f"{call.describe()}, called from {_caller()}"
+            shown = f"{call.describe()}, called from {caller()}"
             self._ask("meet", ranks=list(call.ranks), agreed=repr(call.agreed), shown=shown)
         return call
 
@@ -161,21 +157,3 @@ class _Check:
         print(host, dist.get_world_size(), timeout, password, file=self._server.stdin, flush=True)
         port = self._server.stdout.readline().strip() if self._server.stdout else ""
         return f"{host} {port} {password}"
-
-
-def _is_in_backward() -> bool:
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "backward":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _caller() -> str:
-    """The innermost frame outside Paddle and this package's parallel code."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
-        frame = frame.f_back
-    path = Path(frame.f_code.co_filename)
-    return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -8,11 +8,14 @@ Recordings measure the communication of a step independently of the machine; `co
 them to stop at the first collective on which ranks disagree.
 """
 
+import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import paddle
@@ -22,10 +25,18 @@ from paddle.base import core
 from paddle.distributed import collective
 
 from paddle_vl.parallel.gloo_fleet import peers
+from paddle_vl.parallel.simulated.current import current_rank, outside_of_simulation
 
 _MESSAGES = ("send", "recv")
 # Ranks may contribute tensors of different length.
 _UNEVEN = ("alltoall", "alltoall_single")
+# Files whose frames are not shown; `<string>` is code without a file.
+_NOT_SHOWN = (
+    str(Path(__file__).parent),
+    str(Path(paddle.__file__).parent),
+    contextlib.__file__,
+    "<",
+)
 
 
 class Collective(NamedTuple):
@@ -155,9 +166,24 @@ Observe = Callable[[Collective], object]
 def observed(observe: Observe) -> Iterator[None]:
     """Call `observe` on this rank right before each of its collectives and messages.
 
+    On a simulated rank (`paddle_vl.testing`) that rank's only.
+
     Raises:
         RuntimeError: Paddle's process groups have a method that is not listed here.
     """
+    rank = current_rank()
+    if rank is not None:
+        rank.observers.append(observe)
+        try:
+            yield
+        finally:
+            rank.observers.remove(observe)
+        return
+    with outside_of_simulation():
+        yield from _observed_process(observe)
+
+
+def _observed_process(observe: Observe) -> Iterator[None]:
     running = threading.local()
     kept = []
     try:
@@ -223,9 +249,9 @@ def _of_method(method: _Method, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         own, peer = dist.get_rank(), ranks[given[method.peer]]
         ranks = (own, peer) if method.kind == "send" else (peer, own)
     slices = 1 if method.num_slices is None else given[method.num_slices]
-    if position is None:
-        return [Collective("", method.kind, ranks, 0)]
-    return [_collective(method.kind, ranks, given[position], slices)]
+    return [
+        described_call(method.kind, ranks, None if position is None else given[position], slices)
+    ]
 
 
 def _of_operator(
@@ -235,12 +261,20 @@ def _of_operator(
     tensor = args[0]
     if operator.rows:
         tensor = tensor[..., :1]
-    return [_collective(operator.kind, ranks, tensor)] * operator.times
+    return [described_call(operator.kind, ranks, tensor)] * operator.times
 
 
-def _collective(
-    kind: str, ranks: tuple[int, ...], sent: Tensor | Sequence[Tensor], slices: int = 1
+def described_call(
+    kind: str, ranks: tuple[int, ...], sent: Tensor | Sequence[Tensor] | None, slices: int = 1
 ) -> Collective:
+    """A collective or message of these tensors, without a phase.
+
+    Args:
+        sent: None for a barrier.
+        slices: into how many the tensor is cut, of which one is communicated.
+    """
+    if sent is None:
+        return Collective("", kind, ranks, 0)
     tensors = [sent] if isinstance(sent, Tensor) else list(sent)
     dtype = str(tensors[0].dtype).removeprefix("paddle.")
     size = sum(tensor.size for tensor in tensors) // slices
@@ -282,3 +316,22 @@ def record_collectives() -> Iterator[Recording]:
 
     with observed(record):
         yield recording
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass called this function."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def caller() -> str:
+    """The innermost frame outside Paddle and this package's parallel code."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -3,11 +3,12 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.profile.choice_settings import attention_settings, recompute_settings
 from paddle_vl.profile.supervise import Outcome, Status
 
 CELL_FILE = "cell.json"
@@ -23,24 +24,27 @@ class Choice(NamedTuple):
             `stage2`, `stage3`; `none` for a single rank.
         recompute: `none` or `full`.
         cameras: see `paddle_vl.profile.workload.Workload`.
+        attention: `eager` or `sdpa`; None as configured.
     """
 
     sharding: str
     recompute: str
     cameras: int | None = None
+    attention: str | None = None
 
     @property
     def name(self) -> str:
         """Name of the line and part of its folders' names."""
         cameras = "" if self.cameras is None else f"-cameras_{self.cameras}"
-        return f"{self.sharding}-recompute_{self.recompute}{cameras}"
+        attention = "" if self.attention is None else f"-attention_{self.attention}"
+        return f"{self.sharding}-recompute_{self.recompute}{attention}{cameras}"
 
     def overrides(self, config: RunConfig, num_processes: int, batch_size: int) -> list[str]:
         """Settings of a cell as command line overrides.
 
         Raises:
-            ValueError: mp_degree x pp_degree does not divide the number of ranks, or the choice
-                needs more or fewer ranks.
+            ValueError: mp_degree x pp_degree does not divide the number of ranks, the choice
+                needs more or fewer ranks, or the family has no such choice.
         """
         parallel = config.parallel
         inner = parallel.mp_degree * parallel.pp_degree
@@ -59,9 +63,11 @@ class Choice(NamedTuple):
         settings = {
             "parallel.dp_degree": dp,
             "parallel.sharding_degree": degree,
-            "train.recompute": self.recompute,
+            **recompute_settings(config, self.recompute),
             "train.per_device_train_batch_size": batch_size,
         }
+        if self.attention is not None:
+            settings |= attention_settings(config, self.attention)
         if degree > 1:
             settings["parallel.sharding_stage"] = int(self.sharding.removeprefix("stage"))
         return [f"{name}={value}" for name, value in settings.items()]
@@ -75,7 +81,9 @@ class Cell:
         batch_size: samples per micro-batch of a rank.
         settings: all settings that the cell's numbers depend on, flat.
         limit_seconds: its time limit.
-        profile: its result, if its status is ok; see `paddle_vl.profile.summary.summarize`.
+        profile: its result, if its status is ok; see `paddle_vl.profile.summary.summarize`. Of
+            several runs it is that of median throughput (of two the slower).
+        runs: the results of all runs of the cell.
     """
 
     choice: Choice
@@ -85,6 +93,13 @@ class Cell:
     settings: Mapping[str, Any]
     limit_seconds: float
     profile: Mapping[str, Any] = field(default_factory=dict)
+    runs: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def speed_range(self) -> tuple[float, float]:
+        """Samples per second of the slowest and of the fastest run."""
+        speeds = [run["global_samples_per_sec"] for run in self.runs or (self.profile,)]
+        return min(speeds), max(speeds)
 
     @property
     def samples_per_sec(self) -> float:
@@ -143,7 +158,8 @@ class Cell:
             return None
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-            return cls(**values | {"choice": Choice(**values["choice"])})
+            runs = tuple(values.get("runs", ()))
+            return cls(**values | {"choice": Choice(**values["choice"]), "runs": runs})
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             raise RuntimeError(f"{file} is not a cell of a matrix ({error}); remove it") from error
 
@@ -177,6 +193,17 @@ def ended_cell(
         status, detail = "failed", "ended well without a profile"
     kept = {k: v for k, v in (profile or {}).items() if k != "config" and status == "ok"}
     return Cell(choice, batch_size, status, detail, settings, limit_seconds, kept)
+
+
+def of_several_runs(cells: Sequence[Cell]) -> Cell:
+    """One cell from the runs of it, in order; one that did not run to its end decides."""
+    for number, cell in enumerate(cells, start=1):
+        if cell.status != "ok":
+            which = f"run {number}: " if number > 1 else ""
+            return replace(cell, detail=f"{which}{cell.detail}")
+    by_speed = sorted(cells, key=lambda cell: cell.samples_per_sec)
+    median = by_speed[(len(cells) - 1) // 2]
+    return replace(median, runs=tuple(cell.profile for cell in cells))
 
 
 def content_hash(values: Mapping[str, Any]) -> str:

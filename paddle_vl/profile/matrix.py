@@ -1,12 +1,14 @@
-"""A matrix of profiles: all choices of sharding, recomputation and cameras, at growing batch sizes.
+"""A matrix of profiles: all choices of sharding, attention, recomputation and cameras, at growing
+batch sizes.
 
-A cell is one choice at one batch size. It runs in separate processes and writes its result to a
-file. So an interrupted matrix continues, and after a change of the configuration only the affected
-cells run again.
+A cell is one choice at one batch size. It runs several times, each in separate processes, and every
+run writes its result to a file. So an interrupted matrix continues, and after a change of the
+configuration only the affected cells run again.
 """
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,15 @@ import paddle
 
 from paddle_vl.config.families import model_values
 from paddle_vl.config.load import flatten, load_run_config
-from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, Growth, content_hash, ended_cell
+from paddle_vl.profile.cells import (
+    RESULT_FILE,
+    Cell,
+    Choice,
+    Growth,
+    content_hash,
+    ended_cell,
+    of_several_runs,
+)
 from paddle_vl.profile.memory import GB
 from paddle_vl.profile.supervise import Limits, Outcome, run_cell
 from paddle_vl.profile.workload import Workload
@@ -42,6 +52,8 @@ class MatrixSettings:
         memory_limit_gb: limit per rank; None for the GPU's memory.
         warmup_steps, steps: of each profile.
         workload: training data; each choice sets the number of cameras.
+        repeats: runs of each cell.
+        updates: whether steps update the parameters, see `paddle_vl.profile.run.ProfileSettings`.
     """
 
     out: Path
@@ -53,6 +65,8 @@ class MatrixSettings:
     warmup_steps: int
     steps: int
     workload: Workload
+    repeats: int = 1
+    updates: bool = True
 
     @property
     def limits(self) -> Limits:
@@ -64,10 +78,14 @@ class MatrixSettings:
 
 
 def all_choices(
-    sharding: Sequence[str], recompute: Sequence[str], cameras: Sequence[int | None]
+    sharding: Sequence[str],
+    recompute: Sequence[str],
+    cameras: Sequence[int | None],
+    attention: Sequence[str | None] = (None,),
 ) -> list[Choice]:
     """Every combination."""
-    return [Choice(s, r, c) for c, r, s in product(cameras, recompute, sharding)]
+    combined = product(cameras, recompute, attention, sharding)
+    return [Choice(s, r, c, a) for c, r, a, s in combined]
 
 
 def run_matrix(
@@ -122,7 +140,25 @@ def _cell(
     settings: MatrixSettings,
     run: CellRunner,
 ) -> Cell:
-    folder = settings.out / "cells" / f"{choice.name}-batch_{size}"
+    """The cell of all its runs; the first that does not run to its end is the last."""
+    folder, runs = settings.out / "cells" / f"{choice.name}-batch_{size}", []
+    for number in range(1, settings.repeats + 1):
+        own = folder if number == 1 else folder / f"run_{number}"
+        runs.append(_one_run(config_file, overrides, choice, size, settings, run, own))
+        if runs[-1].status != "ok":
+            break
+    return of_several_runs(runs)
+
+
+def _one_run(
+    config_file: str,
+    overrides: Sequence[str],
+    choice: Choice,
+    size: int,
+    settings: MatrixSettings,
+    run: CellRunner,
+    folder: Path,
+) -> Cell:
     folder.mkdir(parents=True, exist_ok=True)
     current = cell_settings(config_file, overrides, choice, settings)
     known = Cell.read(folder)
@@ -160,6 +196,9 @@ def cell_settings(
         "warmup": settings.warmup_steps,
         "steps": settings.steps,
         "synthetic": workload.is_synthetic,
+        **({} if settings.updates else {"updates": False}),
+        # Flags of Paddle, the allocator's among them.
+        **{name: value for name, value in os.environ.items() if name.startswith("FLAGS_")},
         "image_side": workload.image_side,
         "answer_tokens": workload.answer_tokens,
         "paddle": paddle.__version__,
@@ -190,6 +229,8 @@ def cell_command(
     ]
     if workload.is_synthetic:
         given.append("--synthetic")
+    if not settings.updates:
+        given.append("--no-optimizer")
     return [sys.executable, str(_MAIN), "profile", config_file, *overrides, *given]
 
 

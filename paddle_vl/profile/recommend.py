@@ -32,6 +32,13 @@ class Comparison:
     other: Cell
 
     @property
+    def is_within_spread(self) -> bool:
+        """Whether the ranges of both cells' runs overlap, so that their order may be chance."""
+        (low, high), (other_low, other_high) = self.one.speed_range, self.other.speed_range
+        several = min(len(self.one.runs), len(self.other.runs)) > 1
+        return several and low <= other_high and other_low <= high
+
+    @property
     def speedup(self) -> float:
         """Samples per second, as a multiple of the other's."""
         return self.one.samples_per_sec / self.other.samples_per_sec
@@ -87,7 +94,7 @@ def comparisons(cells: Sequence[Cell], one: str, other: str) -> list[Comparison]
     measured = {(cell.choice, cell.batch_size): cell for cell in cells if cell.status == "ok"}
     found = []
     for (choice, size), cell in measured.items():
-        partner = (Choice(other, choice.recompute, choice.cameras), size)
+        partner = (choice._replace(sharding=other), size)
         if choice.sharding == one and partner in measured:
             found.append(Comparison(cell, measured[partner]))
     return found
@@ -122,7 +129,8 @@ def _recommended(
         cell for cell in allowed if cell.samples_per_sec >= (1 - _AS_GOOD) * fastest.samples_per_sec
     ]
     best = min(as_good, key=lambda cell: cell.memory_gb)
-    reason = f"{best.samples_per_sec:.2f} samples/s with {_memory(best, limit_gb)}"
+    runs = f" ({spread(best)} in {len(best.runs)} runs)" if len(best.runs) > 1 else ""
+    reason = f"{best.samples_per_sec:.2f} samples/s{runs} with {_memory(best, limit_gb)}"
     if best is not fastest:
         reason += (
             f"; {described(fastest)} is faster by less than {100 * _AS_GOOD:g} % and takes "
@@ -148,7 +156,14 @@ def described(cell: Cell) -> str:
     """A cell in words."""
     choice = cell.choice
     cameras = "" if choice.cameras is None else f", {choice.cameras} camera(s)"
-    return f"{choice.sharding}, recompute {choice.recompute}{cameras}, batch {cell.batch_size}"
+    attention = "" if choice.attention is None else f", {choice.attention} attention"
+    start = f"{choice.sharding}{attention}, recompute {choice.recompute}"
+    return f"{start}{cameras}, batch {cell.batch_size}"
+
+
+def spread(cell: Cell) -> str:
+    """Samples per second of a cell's slowest and fastest run."""
+    return "{:.2f} to {:.2f}".format(*cell.speed_range)
 
 
 def _memory(cell: Cell, limit_gb: float | None) -> str:

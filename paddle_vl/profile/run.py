@@ -19,6 +19,7 @@ from paddle_vl.profile.memory import GB, MemoryMeter, device_memory_limit, memor
 from paddle_vl.profile.summary import RankMeasure, profile_table, summarize
 from paddle_vl.profile.supervise import MemoryLimitError, leaving_status
 from paddle_vl.profile.workload import Workload, with_workload
+from paddle_vl.train.allocator import allocator_flags
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import PhaseClock
 from paddle_vl.train.trainer import Trainer
@@ -36,6 +37,9 @@ class ProfileSettings:
         warmup_steps, steps: numbers of unmeasured steps and of measured steps after them.
         memory_limit_gb: limit per rank, above which the profile ends. None: the GPU's memory, or no
             limit on a CPU.
+        updates: False skips optimizer state, gradient norm and updates, to measure forward and
+            backward alone.
+        copy: a further file for the result.
     """
 
     out: Path
@@ -43,6 +47,8 @@ class ProfileSettings:
     warmup_steps: int = 5
     steps: int = 20
     memory_limit_gb: float | None = None
+    updates: bool = True
+    copy: Path | None = None
 
 
 def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
     settings.out.mkdir(parents=True, exist_ok=True)
     with leaving_status(settings.out, rank):
         config = with_workload(profiled_config(config, settings), settings.workload, settings.out)
-        trainer = build_trainer(config, writes=False)
+        trainer = build_trainer(config, writes=False, updates=settings.updates)
         limit = settings.memory_limit_gb
         meter = memory_meter()
         try:
@@ -81,10 +87,10 @@ def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
         measures = [RankMeasure(**of_rank) for of_rank in everyone]
         result = summarize(measures, _facts(config, settings, trainer))
         if trainer.ranks.is_main:
-            file = settings.out / RESULT_FILE
-            file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             print(profile_table(result))
-            print(f"written to {file}", flush=True)
+            for file in filter(None, (settings.out / RESULT_FILE, settings.copy)):
+                file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                print(f"written to {file}", flush=True)
     return result
 
 
@@ -177,6 +183,7 @@ def _facts(config: RunConfig, settings: ProfileSettings, trainer: Trainer) -> di
     if limit is None and (device_limit := device_memory_limit()) is not None:
         limit = device_limit / GB
     parallel, train, data = config.parallel, config.train, config.data
+    recomputes = train.recompute == "full" or getattr(model.config, "gradient_checkpointing", False)
     degrees = {
         axis: getattr(parallel, f"{axis}_degree", 1)
         for axis in ("dp", "mp", "pp", "sharding", "ep")
@@ -187,7 +194,10 @@ def _facts(config: RunConfig, settings: ProfileSettings, trainer: Trainer) -> di
         "distributed_type": sharding_choice(parallel),
         "topology": " ".join(f"{axis}{n}" for axis, n in degrees.items() if n > 1) or "1 process",
         "sharding_stage": parallel.sharding_stage if parallel.sharding_degree > 1 else None,
-        "recompute": train.recompute,
+        # A policy has both in its own configuration too.
+        "recompute": "full" if recomputes else "none",
+        "attention_implementation": getattr(model.config, "attention_implementation", None),
+        **({} if settings.updates else {"updates": "none"}),
         "compute_dtype": config.model.compute_dtype,
         "batch_size": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
@@ -197,6 +207,7 @@ def _facts(config: RunConfig, settings: ProfileSettings, trainer: Trainer) -> di
         "data_source": settings.workload.source,
         "device": paddle.get_device(),
         "paddle": paddle.__version__,
+        "allocator_flags": allocator_flags(),
         "warmup": settings.warmup_steps,
         "memory_limit_gb": limit,
         "config": config.model_dump(),

@@ -16,7 +16,9 @@ from paddle_vl.profile.memory import GB
 from paddle_vl.train.phases import Phase
 
 # Phases that OpenTau adds up as its backward step.
-_BACKWARD_STEP = (Phase.BACKWARD, Phase.GRADIENT_SUM, Phase.CLIP, Phase.OPTIMIZER)
+_BACKWARD_STEP = (
+    Phase.BACKWARD, Phase.GRADIENT_SUM, Phase.CLIP, Phase.OPTIMIZER, Phase.CLEARING
+)  # fmt: skip
 _LABELS = {
     Phase.DATA_WAIT: "data wait",
     Phase.AGREEMENT: "counts of all ranks",
@@ -27,6 +29,7 @@ _LABELS = {
     Phase.GRADIENT_SUM: "gradients over ranks",
     Phase.CLIP: "norm and clip",
     Phase.OPTIMIZER: "optimizer",
+    Phase.CLEARING: "clearing gradients",
     Phase.METRICS: "metrics",
     Phase.BETWEEN: "between phases",
 }
@@ -34,6 +37,7 @@ _SHOWN_FACTS = (
     ("model", "model_type"), ("parameters", "num_parameters"), ("sharding", "distributed_type"),
     ("topology", "topology"), ("recompute", "recompute"), ("dtype", "compute_dtype"),
     ("batch size", "batch_size"), ("accumulation", "gradient_accumulation_steps"),
+    ("attention", "attention_implementation"), ("updates", "updates"),
     ("cameras", "cameras"), ("data", "data_source"), ("device", "device"),
 )  # fmt: skip
 

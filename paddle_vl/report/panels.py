@@ -1,8 +1,8 @@
 """Panels of a report: their series, titles and units, derived from the keys of metrics.
 
 A metric `X` shares a panel with its evaluation `eval_X`, its components `X/NAME` and its statistics
-over ranks, experts or samples, `X_min`, `X_mean`, `X_max`. An unknown metric has its own panel in
-the last section.
+over ranks, experts or samples, `X_min`, `X_mean`, `X_max`; a sum `X_sum`, of another scale, has its
+own. An unknown metric has its own panel in the last section.
 """
 
 import re
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from paddle_vl.report.runs import SKIPPED_UPDATES, Run, Series
 from paddle_vl.train.reporting.run_files import EVAL_PREFIX, GROUPS, LOSS, group_of
 
-_STATISTIC = re.compile(r"(.+?)[_/](min|mean|max|median|sum|std|p\d+)")
+_STATISTIC = re.compile(r"(.+?)[_/](min|mean|max|median|std|p\d+)")
 _SCHEDULE = "learning_rate"
 # Units in a key, which the axis shows; `_per_second` is part of the metric.
 _UNIT_SUFFIX = re.compile(r"(?<!_per)_(gb|gib|mb|mib|bytes|ms)$")
@@ -25,6 +25,7 @@ _UNITS = (
     (re.compile(r"grad_norm"), "global norm before clipping"),
     (re.compile(r"^epoch$"), "passes over the data"),
     (re.compile(r"mfu"), "share of the device's peak FLOP/s"),
+    (re.compile(r"imbalance"), "most over mean"),
     (re.compile(r"efficiency|share|fraction|ratio"), "share"),
     (re.compile(r"_gb$|_gb_"), "GB"),
     (re.compile(r"_gib$|_gib_"), "GiB"),

@@ -101,6 +101,15 @@ def _mean_speed(run: Run) -> str | None:
     return ", ".join(texts)
 
 
+def _imbalance(run: Run) -> str | None:
+    """Tokens of the rank that has most in a step, over the mean of the ranks."""
+    if "token_imbalance" not in run.series:
+        return None
+    values = [value for _, value in run.series["token_imbalance"].points]
+    mean, worst = sum(values) / len(values), max(values)
+    return f"{shown_number(mean)} times the mean, at worst {shown_number(worst)}"
+
+
 def _duration(run: Run) -> str | None:
     if not run.starts:
         return None
@@ -119,6 +128,7 @@ _RESULTS: dict[str, Callable[[Run], str | None]] = {
     "best evaluation loss": _best_evaluation,
     "last evaluation loss": _last("eval_loss"),
     "mean per second": _mean_speed,
+    "tokens of the fullest rank": _imbalance,
     "skipped updates": _last(SKIPPED_UPDATES),
     "duration": _duration,
 }

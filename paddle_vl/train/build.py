@@ -49,13 +49,14 @@ from paddle_vl.train.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
-def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
+def build_trainer(config: RunConfig, writes: bool = True, updates: bool = True) -> Trainer:
     """The trainer of a run, at its first step or at the step of the checkpoint to resume from.
 
     It has the lock of the output folder until `Trainer.run` ends.
 
     Args:
         writes: whether the run writes its output folder and needs its lock; False for a profile.
+        updates: see `paddle_vl.train.optimizer.Optimizer`.
 
     Raises:
         ValueError, RuntimeError: see `paddle_vl.config.validate`, `paddle_vl.train.run_lock` and
@@ -76,7 +77,7 @@ def build_trainer(config: RunConfig, writes: bool = True) -> Trainer:
     with ExitStack() as on_failure:
         if lock is not None:
             on_failure.callback(lock.release)
-        trainer = _build(config, topology, ranks, lock)
+        trainer = _build(config, topology, ranks, lock, updates)
         on_failure.pop_all()
     return trainer
 
@@ -96,7 +97,11 @@ def _lock_output(config: RunConfig, ranks: SingleRank) -> RunLock | None:
 
 
 def _build(
-    config: RunConfig, topology: Topology, ranks: SingleRank, lock: RunLock | None
+    config: RunConfig,
+    topology: Topology,
+    ranks: SingleRank,
+    lock: RunLock | None,
+    updates: bool,
 ) -> Trainer:
     several = topology.world_size > 1
     if not ranks.is_main:
@@ -138,12 +143,13 @@ def _build(
         )
     )
     parameters = freeze_parameters(family.named_parameters(model), trained, full_shapes)
-    check_memory(_needed_memory(config, topology, model))
+    if updates:  # Without them it counts moments that nobody has.
+        check_memory(_needed_memory(config, topology, model))
     store = layout.parameter_store(model)
     table = placement.parameter_table
 
     def make_optimizer(parameters: NamedParameters, store: ParameterStore) -> Optimizer:
-        return Optimizer(parameters, config.train, decayed, store, table, trained, factors)
+        return Optimizer(parameters, config.train, decayed, store, table, trained, factors, updates)
 
     if isinstance(store, PartsStore):
         of_encoder = [entry for entry in parameters if table[entry[1]].is_encoder]

@@ -47,6 +47,7 @@ class Optimizer:
         parameter_table: of the model; None if all parameters are replicated.
         trained_names: HF names that the run trains; None if this rank has all of them.
         rate_factors: factors on the learning rate by HF name; 1 by default.
+        updates: False makes neither moments nor norms nor updates, to profile without them.
 
     Raises:
         ValueError: linears of a fused parameter differ in being trained, in learning rate or in
@@ -62,8 +63,9 @@ class Optimizer:
         parameter_table: ParameterTable | None = None,
         trained_names: Iterable[str] | None = None,
         rate_factors: Mapping[str, float] | None = None,
+        updates: bool = True,
     ):
-        self.parameters = parameters
+        self.parameters, self._updates = parameters, updates
         self.trained_names = set(trained_names or (name for name, _ in parameters))
         self.store: ParameterStore = MasterWeights([]) if store is None else store
         if parameter_table is None:
@@ -104,17 +106,13 @@ class Optimizer:
                     with_decay.add(tensor.name)
         self.tensors = [tensor for tensor, _ in self.tensors_with_specs]
         # Paddle makes state at the first step; a checkpoint is loaded before that.
-        block = framework.default_main_program().global_block()
-        self._adamw._create_accumulators(block, self.tensors)
+        if updates:
+            block = framework.default_main_program().global_block()
+            self._adamw._create_accumulators(block, self.tensors)
         # On a CPU, reading a flag costs nothing.
         self.masks_updates = not paddle.get_device().startswith("cpu")
-        if self.masks_updates:
+        if self.masks_updates and updates:
             self._keep_powers_on_device()
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether any updated tensor of this rank has a gradient."""
-        return bool(self._gradients())
 
     @paddle.no_grad()
     def squared_norm(self, ranks: SingleRank = ONE_RANK) -> Tensor:
@@ -122,13 +120,13 @@ class Optimizer:
 
         In the sum over all ranks each element of a parameter counts once, sharded or replicated.
         """
-        if self.parameters and not self.has_gradients:
+        if self.parameters and not self._gradients():
             raise RuntimeError(
                 "no trained parameter has a gradient: the loss does not depend on any of them; "
                 "check model.freeze against what the batches contain"
             )
         total = paddle.zeros([])
-        for tensor, spec in self.tensors_with_specs:
+        for tensor, spec in self.tensors_with_specs if self._updates else ():
             grad = gradient_of(tensor)
             if grad is not None and ranks.counts_here(spec):
                 total = total + grad.astype("float32").square().sum()
@@ -144,7 +142,7 @@ class Optimizer:
             is_good: bool, on the device; False changes nothing, bit for bit.
         """
         # Paddle's optimizer fails without parameters, as on a pipeline stage with nothing to train.
-        if not self.tensors:
+        if not (self.tensors and self._updates):
             return
         if self.masks_updates:
             factor = paddle.ones([])

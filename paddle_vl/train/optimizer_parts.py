@@ -11,6 +11,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
+from paddle_vl.nn.adamw import gradient_of
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.parameter_table import ParamSpec
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
@@ -56,7 +57,11 @@ class PartsOptimizer:
         Raises:
             RuntimeError: no part has a gradient.
         """
-        present = [part for part in self.parts if part.has_gradients]
+        present = [
+            part
+            for part in self.parts
+            if any(gradient_of(tensor) is not None for tensor in part.tensors)
+        ]
         # One of the others raises if it has parameters to train.
         return sum((part.squared_norm(ranks) for part in present or self.parts), paddle.zeros([]))
 

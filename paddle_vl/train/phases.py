@@ -42,8 +42,10 @@ class Phase(Enum):
     GRADIENT_SUM = "gradient_sum"
     # Gradient norm and clipping.
     CLIP = "unscale_clip"
-    # Update, all-gather of updated parameters, clearing of gradients.
+    # Update, all-gather of updated parameters.
     OPTIMIZER = "optim_step"
+    # Clearing of gradients; the schedule, which OpenTau has here, is a number passed to the update.
+    CLEARING = "zero_grad_sched"
     # Accumulation of metrics.
     METRICS = "sync_gather"
     # Time outside all marks.

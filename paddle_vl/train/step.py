@@ -277,6 +277,7 @@ def train_step(
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)
     with phase(Phase.OPTIMIZER):
         optimizer.update(learning_rate, norm, is_good)
+    with phase(Phase.CLEARING):
         optimizer.clear_gradients()
     return StepOutcome(terms, norm, is_good, totals)
 

@@ -1,8 +1,9 @@
 """A small encoder and language model in float64 for tests of the colocated schedule.
 
 The encoder is an MLP whose linears divide over its mp group, with a merged section and two levels.
-The language model is row-wise: under "sequence parallelism" an mp rank has every second half of the
-token rows and a part of every gradient.
+The language model is row-wise: with `splits_rows` an mp rank has a part of the token rows and a
+part of every gradient, as under sequence parallelism. Over 350 lines, to keep both models, their
+data and their reference together.
 """
 
 from collections.abc import Mapping, Sequence

@@ -27,10 +27,10 @@ from paddle_vl.parallel.collective_check import check_collectives
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.testing import first_difference
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.support.launch import launch, outcome_of, run_checks
-from tests.support.recordings import first_difference
 
 # Far below parallel.timeout_s, and far above what a check takes on a loaded machine.
 SECONDS = 60.0

@@ -26,10 +26,10 @@ import pytest
 
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
+from paddle_vl.testing import qwen3_vl
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
 from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
-from tests.support import tiny
 from tests.support.finished_runs import arrays_of, assert_close, assert_equal_runs
 from tests.support.launch import launch
 
@@ -94,7 +94,7 @@ MODEL = TINY_MODEL | {
 }
 EXPERTS = MODEL | {
     "model_type": "qwen3_vl_moe",
-    "text_config": MODEL["text_config"] | tiny.EXPERTS | {"output_router_logits": True},
+    "text_config": MODEL["text_config"] | qwen3_vl.EXPERTS | {"output_router_logits": True},
 }
 # Other runs, each compared with one device: name -> overrides, layout on two ranks.
 VARIANTS = {

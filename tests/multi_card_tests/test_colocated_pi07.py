@@ -1,6 +1,6 @@
 """pi07's policy and planner under the colocated schedule, against one process.
 
-Guarantees, with more, as many and fewer encoder lanes than data lanes, on samples with masked
+Guarantees, with more, as many and fewer encoder lanes than data lanes, on samples with missing
 cameras, dropped goals and dropped pasts, so that items and loss counts differ from step to step:
 
 - each item is encoded once in the world, and by a frozen tower a step ahead;
@@ -14,7 +14,7 @@ cameras, dropped goals and dropped pasts, so that items and loss counts differ f
 - errors that such a schedule may have are seen: no sum over the encoder's lanes, or one before
   phase 3, and rows whose gradient is summed over mp ranks that all have all of it.
 
-Masked cameras are made by the collator of these tests: files of demonstrations have all cameras.
+Over 350 lines, since one launch for each number of ranks serves all of these.
 """
 
 import json
@@ -33,7 +33,6 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.colocated import ImageItems
-from paddle_vl.families.pi07.inputs.collate import PolicyCollator
 from paddle_vl.families.pi07.policy_model import PolicyModel
 from paddle_vl.nn.adamw import gradient_of
 from paddle_vl.parallel.colocated.runner import ColocatedRunner
@@ -52,12 +51,12 @@ OFFLOAD = "parallel.encoder.offload_rows=true"
 SP = (MP2, "parallel.sequence_parallel=true")
 AGREES = "parallel.branch_sync=all_reduce"
 FROZEN, PARTLY = "model.freeze=[vision]", "model.freeze=['*vision_model.encoder.layers.0.*']"
-# Four heads, which four ranks divide.
 TOWER = {"hidden_size": 32, "num_attention_heads": 4}
 
 
 def with_tower(model: dict, **settings: object) -> dict:
-    model = deepcopy(model) | settings
+    """The model with a tower that four ranks divide, for data that may lack a camera."""
+    model = deepcopy(model) | {"empty_cameras": 1} | settings
     model["vlm_config"]["gemma3_config"]["vision_config"].update(TOWER)
     return model
 
@@ -114,18 +113,12 @@ HEAVY = {
 
 
 @contextmanager
-def changed_runs() -> Iterator[None]:
-    """Samples whose drawn time is early lack the second camera, and the tower matters.
+def stirred_tower() -> Iterator[None]:
+    """The tower matters in the first step.
 
     A fresh projector is zero, and attention of a fresh tower this small is nearly uniform.
     """
-    collate, materialize = PolicyCollator.__call__, PolicyModel.materialize
-
-    def masked(self, samples):
-        batch = collate(self, samples)
-        batch["vid_masks"][1] = batch["time"] > 0.4
-        batch["videos"][1][batch["time"] <= 0.4] = 0.0
-        return batch
+    materialize = PolicyModel.materialize
 
     def materialized(self):
         keys = {id(item.parameter): item.key for item in self.stored_parameters()}
@@ -138,11 +131,11 @@ def changed_runs() -> Iterator[None]:
                 parameter.set_value(20 * parameter)
             yield parameter
 
-    PolicyCollator.__call__, PolicyModel.materialize = masked, materialized
+    PolicyModel.materialize = materialized
     try:
         yield
     finally:
-        PolicyCollator.__call__, PolicyModel.materialize = collate, materialize
+        PolicyModel.materialize = materialize
 
 
 def sgd_steps(run_file: str, settings: list[str], breaks: Callable[[Any], None] | None = None):
@@ -154,7 +147,7 @@ def sgd_steps(run_file: str, settings: list[str], breaks: Callable[[Any], None] 
     # One launch runs several layouts; without this, fleet keeps the first one's strategy.
     fleet_topology._HYBRID_PARALLEL_GROUP = None
     config = load_run_config(run_file, settings)
-    with changed_runs():
+    with stirred_tower():
         trainer = build_trainer(config, writes=False)
         optimizer, runner, ranks = trainer.optimizer, trainer.runner, trainer.ranks
         parts = optimizer.parts if isinstance(optimizer, PartsOptimizer) else [optimizer]
@@ -303,11 +296,15 @@ def worker(run_file: str, folder: str, one_device: str, size: int, is_heavy: boo
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
-    model = with_tower(MODEL)
-    path = write_tiny_policy_run(
-        tmp_path_factory.mktemp("run"), num_samples=40, vlm_config=model["vlm_config"]
-    )
-    lines = path.with_name("arm-joint.jsonl").read_text().splitlines(keepends=True)
+    path = write_tiny_policy_run(tmp_path_factory.mktemp("run"), 40, **with_tower(MODEL))
+    file = path.with_name("arm-joint.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for number, record in enumerate(records):
+        if number % 3 == 0:
+            del record["camera1"]
+            record.pop("subgoal1", None)
+    lines = [json.dumps(record) + "\n" for record in records]
+    file.write_text("".join(lines))
     path.with_name("few.jsonl").write_text("".join(lines[:5]))
     text = path.read_text().replace(
         "subgoal_drop_prob: 0.6", "subgoal_drop_prob: 0.6\n    history_state_drop_prob: 0.5"

@@ -32,9 +32,10 @@ from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.testing.qwen3_vl import token_rows
 from paddle_vl.train.optimizer import Optimizer
 from tests.support.launch import launch, outcome_of, run_checks
-from tests.support.tiny import tiny_model, token_rows
+from tests.support.tiny import tiny_model
 from tests.support.tolerance import TOPOLOGY
 
 OVERLAPS = {

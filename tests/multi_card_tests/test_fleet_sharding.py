@@ -19,9 +19,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from paddle_vl.testing import first_difference
 from tests.multi_card_tests.fleet_sharding_checks import OPTIONS, worker
 from tests.support.launch import launch, outcome_of
-from tests.support.recordings import first_difference
 from tests.support.sharding_models import toy, trained
 from tests.support.tolerance import TOPOLOGY
 

@@ -20,8 +20,8 @@ from paddle.distributed.fleet.utils import tensor_fusion_helper
 from paddle_vl.parallel.collective_check import check_collectives
 from paddle_vl.parallel.gloo_fleet import install
 from paddle_vl.parallel.recorder import Recording, record_collectives
+from paddle_vl.testing import first_difference
 from tests.support.launch import launch
-from tests.support.recordings import first_difference
 
 ROWS, WIDTH = 6, 4
 BOTH = (0, 1)

@@ -27,8 +27,9 @@ from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, patches, token_rows
 from tests.support.launch import launch, outcome_of, run_checks
-from tests.support.tiny import EXPERTS, IMAGE, patches, tiny_config, tiny_model, token_rows
+from tests.support.tiny import tiny_config, tiny_model
 from tests.support.tolerance import TOPOLOGY
 
 BATCHES = ("images", "text")

@@ -24,6 +24,7 @@ import pytest
 from paddle_vl.families.pi07.prefix_layout import Presence
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.testing import first_difference
 from tests.multi_card_tests.pi07_checks import (
     CAMERAS,
     EVERYTHING,
@@ -44,7 +45,6 @@ from tests.multi_card_tests.pi07_checks import (
     sharded_run,
 )
 from tests.support.launch import launch, outcome_of, run_checks
-from tests.support.recordings import first_difference
 from tests.support.tolerance import SYMMETRY
 
 SAME = {

@@ -67,9 +67,10 @@ def test_matrix_runs_real_cells(run_file, tmp_path):
     text = profile(
         run_file, tmp_path, "--matrix", "--synthetic", "--sharding", "stage2", "--recompute",
         "none", "--batch-sizes", "1", "1024", "--answer-tokens", "100", "--memory-limit-gb", "0.5",
-        "--image-side", "16", "train.gradient_accumulation_steps=1",
+        "--image-side", "16", "train.gradient_accumulation_steps=1", "--repeats", "2",
     )  # fmt: skip
     cells = json.loads((tmp_path / "matrix.json").read_text())["cells"]
     assert [cell["status"] for cell in cells] == ["ok", "oom"]
+    assert [len(cell["runs"]) for cell in cells] == [2, 0]
     assert "above the limit of 0.50 GB" in cells[1]["detail"]
     assert "**Recommended: stage2, recompute none, batch 1.**" in text

@@ -20,6 +20,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.testing import first_difference
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import Phase
 from paddle_vl.train.reporting.gauges import Gauge
@@ -27,7 +28,6 @@ from step_counts import NO_PHASE, counted_turn
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.finished_runs import metrics_of
 from tests.support.launch import launch
-from tests.support.recordings import first_difference
 
 COLOCATED = "parallel={pp_degree: 2, schedule: colocated}"
 TOPOLOGIES = {

@@ -4,7 +4,7 @@ Guarantees, on 2 and 4 ranks (4 ranks share 2 key heads), with and without seque
 with the tower's work sharded or replicated: loss and every gradient of every rank are equal, on
 batches that mix images, videos and text, that leave ranks without an image, and of text only; fresh
 weights and saved files are equal; each image is encoded once; all feature levels are gathered in
-one collective.
+one collective; simulated ranks (`paddle_vl.testing`) issue the collectives of real ones.
 """
 
 import tempfile
@@ -22,8 +22,10 @@ from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.testing import run_ranks, sum_partial_gradients, tiny_qwen3_vl
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
 from tests.support.launch import launch, outcome_of, run_checks
-from tests.support.tiny import IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+from tests.support.tiny import tiny_config, tiny_model
 from tests.support.tolerance import TOPOLOGY
 
 BATCHES = ("images", "mixed", "one_image", "text")
@@ -149,6 +151,19 @@ def step_collectives(folder: str, group, sequence_parallel: bool, name: str) -> 
     return recording.calls
 
 
+def simulated_collectives(placement: FleetPlacement, name: str) -> list[Collective]:
+    """The same of a simulated rank."""
+    model = tiny_qwen3_vl(placement, num_attention_heads=4)
+    with record_collectives() as recording:
+        recording.phase = "forward"
+        loss = model(**batch(name)).loss
+        recording.phase = "backward"
+        loss.backward()
+        recording.phase = "gradients"
+        sum_partial_gradients(model)
+    return recording.calls
+
+
 def worker(folder: str, num_ranks: int) -> dict:
     group = initialize(ParallelDegrees(mp_degree=num_ranks)).mp_group
     if group.rank == 0:
@@ -216,3 +231,11 @@ def test_every_rank_sends_the_same_collectives_in_the_same_order(outcomes, name,
     assert len(first) > 10
     for other in others:
         assert other == first
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("name", BATCHES)
+def test_simulated_ranks_issue_the_collectives_of_real_ones(outcomes, name, sp):
+    step = partial(simulated_collectives, name=name)
+    simulated = run_ranks(step, len(outcomes), sequence_parallel=sp).results
+    assert simulated == outcome_of(outcomes, f"order {name} {sp}")

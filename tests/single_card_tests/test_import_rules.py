@@ -25,16 +25,25 @@ ALLOWED = {
     "generation": {"files"},
     "data": {"batch", "config", "files"},
     # A family gets objects of the trainer and the parallel code as arguments.
-    "families": {"nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"},
+    "families": {
+        *("nn", "batch", "config", "compat", "files", "checkpoint", "generation", "data"),
+        "export",
+    },
+    # `writing` and the programs of families are for exporting; `load` imports no model code.
+    "export": {"checkpoint", "config", "files", "__init__"},
     "parallel": {"nn", "batch", "config", "compat"},
+    # For other frameworks, which it imports when asked; nothing here imports it.
+    "integrations": {"batch"},
     "train": {
         *("families", "data", "parallel", "checkpoint", "nn", "batch", "config"),
         *("compat", "files"),
     },
     "profile": {"train", "families", "data", "parallel", "nn", "batch", "config", "compat"},
     "report": {"train", "config", "files"},
+    # For tests of a user's parallel code; nothing else imports it.
+    "testing": {"families", "parallel", "checkpoint", "nn", "batch", "config"},
     "cli": {
-        *("profile", "report", "train", "families", "generation", "checkpoint", "data"),
+        *("profile", "report", "train", "families", "generation", "checkpoint", "data", "export"),
         *("parallel", "nn", "batch", "config", "compat", "files"),
     },
     # Lazy imports of public names (and for type checkers); the command.
@@ -42,7 +51,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 WITHOUT_PADDLE = ("files", "config", "batch", "data", "inputs", "demonstrations")
-FOREIGN = ("torch", "transformers", "lerobot", "paddlenlp", "paddleformers")
+FOREIGN = ("torch", "transformers", "lerobot", "paddlenlp", "paddleformers", "paddlefleet")
 
 
 def modules() -> list[str]:
@@ -106,8 +115,8 @@ def test_families_are_reached_through_the_registry_alone():
     """No family imports another, and no other folder imports one; they share `families.base`."""
     shared = {"base", "flops"}
     for module in modules():
-        if module == "__init__.py":
-            # The public names include models.
+        if module == "__init__.py" or part(module) == "testing":
+            # The public names include models, and a tiny one of each family is there for tests.
             continue
         own = module.split("/")[1] if part(module) == "families" else ""
         imported = {
@@ -116,6 +125,11 @@ def test_families_are_reached_through_the_registry_alone():
             if name.startswith("paddle_vl.families.")
         }
         assert imported <= shared | {own}, module
+
+
+def test_a_run_never_imports_the_testing_package():
+    assert "testing" in ALLOWED
+    assert not [own for own, allowed in ALLOWED.items() if "testing" in allowed]
 
 
 def loaded_by_importing(names: list[str]) -> set[str]:

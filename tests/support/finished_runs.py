@@ -1,4 +1,4 @@
-"""Outputs of finished runs for comparison: arrays, and metrics without timings and memory."""
+"""Outputs of finished runs for comparison: arrays, and metrics that equal runs have in common."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,8 @@ from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from tests.support.tolerance import TOPOLOGY
 
 _OF_THE_MACHINE = ("_per_second", "_seconds", "memory")
+# How samples lie on ranks, over steps since a report or a resume.
+_OF_THE_RANKS = ("tokens_per_step", "rank_sequence_length", "token_imbalance")
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -18,15 +20,16 @@ def metrics_of(folder: Path) -> list[dict]:
 
 
 def lasting(lines: list[dict]) -> list[dict]:
-    """The lines without timings and memory, which may differ between equal runs."""
+    """The lines without timings, memory and counts per rank, which equal runs may differ in."""
+    left_out = (*_OF_THE_MACHINE, *_OF_THE_RANKS)
     return [
-        {key: v for key, v in line.items() if not any(part in key for part in _OF_THE_MACHINE)}
+        {key: v for key, v in line.items() if not any(part in key for part in left_out)}
         for line in lines
     ]
 
 
 def lasting_metrics(folder: Path) -> list[dict]:
-    """Lines of a run's metrics.jsonl without timings and memory."""
+    """Lines of a run's metrics.jsonl, see `lasting`."""
     return lasting(metrics_of(folder))
 
 

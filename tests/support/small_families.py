@@ -20,8 +20,9 @@ from paddle_vl.families.pi07.checkpoint_map import engine_keys
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
+from paddle_vl.testing.qwen3_vl import IMAGE, patches, token_rows
 from tests.support.pi07_golden import CASES, case, config_values
-from tests.support.tiny import IMAGE, patches, tiny_config, token_rows
+from tests.support.tiny import tiny_config
 
 QWEN = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 8}
 WEIGHTS = CASES / "weights_A.safetensors"

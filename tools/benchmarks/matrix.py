@@ -1,4 +1,5 @@
-"""Matrix of sharding, recomputation, cameras and batch size for a small pi07 on two CPU ranks.
+"""Matrix of sharding, attention, recomputation, cameras and batch size for a small pi07 on two CPU
+ranks.
 
     python tools/benchmarks/matrix.py --out runs/matrix --write-doc docs/profiling.md
 
@@ -22,6 +23,8 @@ def main() -> int:
     made.add_argument("--out", type=Path, required=True, help="folder of the matrix")
     made.add_argument("--cameras", nargs="+", default=["1", "2"], help="(default 1 2)")
     made.add_argument("--batch-sizes", nargs="+", default=["4", "8", "16"], help="(default 4 8 16)")
+    made.add_argument("--attention", nargs="+", default=["eager", "sdpa"], help="(default both)")
+    made.add_argument("--repeats", default="3", help="runs of each cell (default 3)")
     options = made.parse_args()
     out = options.out.resolve()
     processor = make_data("pi07", out / "data").parent / "processor"
@@ -30,6 +33,7 @@ def main() -> int:
     command += [f"data.processor={processor}", "--nproc", "2", "--matrix", "--synthetic"]
     command += ["--memory-limit-gb", "1", "--warmup", "1", "--steps", "5", "--out", str(out)]
     command += ["--cameras", *options.cameras, "--batch-sizes", *options.batch_sizes]
+    command += ["--attention", *options.attention, "--repeats", options.repeats]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if subprocess.run(command, env=environment).returncode:
         return 1

@@ -4,18 +4,14 @@ A host read waits until the device has computed the value. Counts hold on any ma
 read waits for nothing but happens at the same places of the code.
 """
 
-import functools
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import paddle
 
 from paddle_vl.parallel.recorder import Collective, Recording, record_collectives
+from paddle_vl.testing import record_host_reads
 from paddle_vl.train.phases import Phase, PhaseClock
 from paddle_vl.train.trainer import Trainer
 
@@ -23,64 +19,6 @@ ROOT = Path(__file__).parents[2]
 # Files that read messages between hosts, or that only run on a CPU: not reads of the device.
 HOST_ONLY = ("parallel/ranks.py", "nn/attention.py")
 NO_PHASE = "no phase"
-# Methods that read a tensor's values on the host; some call others.
-_READS = (
-    "numpy",
-    "item",
-    "tolist",
-    "cpu",
-    "__float__",
-    "__int__",
-    "__bool__",
-    "__index__",
-    "__array__",
-    "__dlpack__",
-)
-_TENSOR = type(paddle.zeros([0]))
-
-
-@contextmanager
-def record_host_reads() -> Iterator[list[str]]:
-    """Collect `file:line` of every host read of a tensor's values while entered, in order.
-
-    On a GPU reads of tensors in host memory are not counted. On a CPU they are; the file tells them
-    apart.
-    """
-    reads: list[str] = []
-    kept = {name: getattr(_TENSOR, name) for name in _READS if hasattr(_TENSOR, name)}
-    is_inside = False
-
-    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal is_inside
-            if is_inside:
-                return function(tensor, *args, **kwargs)
-            is_inside = True
-            try:
-                if tensor.place.is_gpu_place() or paddle.get_device().startswith("cpu"):
-                    reads.append(_place())
-                return function(tensor, *args, **kwargs)
-            finally:
-                is_inside = False
-
-        return read
-
-    try:
-        for name, function in kept.items():
-            setattr(_TENSOR, name, counting(function))
-        yield reads
-    finally:
-        for name, function in kept.items():
-            setattr(_TENSOR, name, function)
-
-
-def _place() -> str:
-    """`file:line` of the innermost frame in the package, else of the caller."""
-    frames = [f for f in traceback.extract_stack() if f.filename != __file__]
-    own = [frame for frame in frames if "paddle_vl" in frame.filename]
-    frame = (own or frames)[-1]
-    return f"{frame.filename.rpartition('paddle_vl/')[2]}:{frame.lineno}"
 
 
 @dataclass(frozen=True)

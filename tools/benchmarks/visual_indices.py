@@ -5,22 +5,31 @@
 The reference computes them in each of three layers, as PaddleFleet's deepstack layers do: on a rank
 of a tensor-parallel group of 4 it searches the mask and counts, per sample, the visual tokens
 before and inside the rank's rows; each count is read on the host. Half of the tokens are visual.
-Times are medians. Then the host reads in a decoder forward and backward are counted; exits with 1
-unless they are 0.
+All three layouts of `compute_visual_indices` are compared with it, in time, host reads and kernels;
+the indices must be equal. Times are medians. Then the host reads in a decoder forward and backward
+are counted; exits with 1 unless they are 0.
 """
 
 import statistics
 import time
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import paddle
+from paddle.base.core import TracerEventType
+from paddle.profiler import Profiler, ProfilerTarget
 
 from harness import Table, in_rounds, parser, show
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from paddle_vl.batch.visual_index import RowPart, compute_visual_indices, host_visual_indices
+from paddle_vl.batch.visual_index import (
+    Layout,
+    RowPart,
+    compute_visual_indices,
+    host_visual_indices,
+)
 from paddle_vl.compat import configure_cpu_runtime
-from step_counts import record_host_reads
+from paddle_vl.testing import record_host_reads
 
 IMAGE, VIDEO, LEVELS, MP = 500, 501, 3, 4
 SHAPES = ((32, 2048), (8, 32768))
@@ -33,19 +42,46 @@ def half_visual_ids(batch: int, length: int) -> np.ndarray:
     return ids_BL
 
 
-def layer_indices_by_loop(mask_BL: paddle.Tensor, rank: int, size: int):
-    """One deepstack layer of the reference: sequence-first rows, one pass per sample."""
+def layer_indices_by_loop(mask_BL: paddle.Tensor, part: RowPart, layout: Layout):
+    """One deepstack layer of the reference: one pass per sample with three host reads.
+
+    PaddleFleet has `batch_slices` rows. For the other layouts the same loop finds what stands
+    before and inside the rank's rows, one sample (`token_rows`) or position (`sequence_first`)
+    after another.
+    """
     batch, length = mask_BL.shape
-    part = length // size
-    begin, end = rank * part, (rank + 1) * part
-    update = paddle.nonzero(mask_BL[:, begin:end].transpose([1, 0]).reshape([-1]))
-    gather, offset = [], 0
-    for sample in range(batch):
+    if layout == "batch_slices":
+        begin, end = part.bounds(length)
+        rows = mask_BL[:, begin:end].reshape([-1])
+        cuts = [(begin, end)] * batch
+    else:
+        begin, end = part.bounds(batch * length)
+        if layout == "sequence_first":
+            return _sequence_first_by_loop(mask_BL, begin, end)
+        rows = mask_BL.reshape([-1])[begin:end]
+        starts = [
+            min(max(edge - b * length, 0), length) for b in range(batch) for edge in (begin, end)
+        ]
+        cuts = list(zip(starts[::2], starts[1::2], strict=True))
+    update, gather, offset = paddle.nonzero(rows), [], 0
+    for sample, (first, last) in enumerate(cuts):
         row = mask_BL[sample].astype("int64")
-        before, inside, total = (int(x.sum().numpy()) for x in (row[:begin], row[begin:end], row))
+        before, inside, total = (int(x.sum().numpy()) for x in (row[:first], row[first:last], row))
         gather.append(paddle.arange(offset + before, offset + before + inside))
         offset += total
     return update, paddle.concat(gather)
+
+
+def _sequence_first_by_loop(mask_BL: paddle.Tensor, begin: int, end: int):
+    batch, _ = mask_BL.shape
+    rows, numbers, offset = mask_BL.transpose([1, 0]).reshape([-1])[begin:end], [], 0
+    for sample in range(batch):
+        row = mask_BL[sample].astype("int64")
+        numbers.append(row.cumsum(0) - 1 + offset)
+        offset += int(row.sum().numpy())
+    order = paddle.stack(numbers, axis=1).reshape([-1])[begin:end]
+    update = paddle.nonzero(rows).reshape([-1])
+    return update, paddle.gather(order, update)
 
 
 def median_ms(function: Callable[[], object], repeats: int) -> float:
@@ -57,8 +93,23 @@ def median_ms(function: Callable[[], object], repeats: int) -> float:
     return statistics.median(times) * 1e3
 
 
-def time_shape(batch: int, length: int, repeats: int) -> dict[str, float]:
-    """Median milliseconds of the three ways."""
+def count_kernels(function: Callable[[], object]) -> int:
+    """Kernels that a call launches."""
+    profiler = Profiler(targets=[ProfilerTarget.CPU], on_trace_ready=lambda _: None)
+    with profiler:
+        function()
+    nodes = list(profiler.profiler_result.get_data().values())
+    kernels = 0
+    # Nodes are a tree per thread.
+    while nodes:
+        node = nodes.pop()
+        kernels += node.type == TracerEventType.DygraphKernelLaunch
+        nodes += node.children_node
+    return kernels
+
+
+def measure(batch: int, length: int, layout: Layout, repeats: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds, host reads and kernels of a step, by way."""
     ids_BL = half_visual_ids(batch, length)
     ids = paddle.to_tensor(ids_BL)
     mask, part = ids == IMAGE, RowPart(1, MP)
@@ -66,20 +117,35 @@ def time_shape(batch: int, length: int, repeats: int) -> dict[str, float]:
 
     def reference():
         for _ in range(LEVELS):
-            layer_indices_by_loop(mask, part.rank, part.size)
+            found = layer_indices_by_loop(mask, part, layout)
+        return found
 
     def traced():
         search = lambda rows: paddle.nonzero(rows).reshape([-1])  # noqa: E731
-        compute_visual_indices(ids == IMAGE, None, nonzero=search, part=part)
+        return compute_visual_indices(ids == IMAGE, None, nonzero=search, part=part, layout=layout)
 
     def host():
-        host_visual_indices(
-            ids_BL, image_token_id=IMAGE, video_token_id=VIDEO, num_image_rows=num_rows, part=part
-        )
+        return host_visual_indices(
+            ids_BL, image_token_id=IMAGE, video_token_id=VIDEO, num_image_rows=num_rows, part=part,
+            layout=layout,
+        ).values()  # fmt: skip
 
     ways = {f"in {LEVELS} layers": reference, "once, Paddle": traced, "once, NumPy": host}
+    expected = [index.numpy().reshape(-1).tolist() for index in reference()]
+    for way in (traced, host):
+        if [np.asarray(index).tolist() for index in list(way())[:2]] != expected:
+            raise SystemExit(f"{layout}: the ways give different indices")
     rounds = in_rounds(list(ways), 3, lambda name: median_ms(ways[name], repeats))
-    return {name: statistics.median(found[name] for found in rounds) for name in ways}
+    found = {}
+    for name, way in ways.items():
+        with record_host_reads() as reads:
+            way()
+        found[name] = {
+            "ms": statistics.median(times[name] for times in rounds),
+            "host_reads": len(reads),
+            "kernels": count_kernels(way),
+        }
+    return found
 
 
 def count_host_reads() -> int:
@@ -121,18 +187,32 @@ def main() -> int:
     made.add_argument("--repeats", type=int, default=15, help="timed calls each (default 15)")
     options = made.parse_args()
     configure_cpu_runtime()
-    found = {str(list(shape)): time_shape(*shape, options.repeats) for shape in SHAPES}
+    found = {
+        f"{list(shape)} {layout}": measure(*shape, layout, options.repeats)
+        for shape in SHAPES
+        for layout in get_args(Layout)
+    }
     reads = count_host_reads()
-    rows = [
-        [f"{shape} {way}", f"{times[way]:.3f}", f"{next(iter(times.values())) / times[way]:.1f}"]
-        for shape, times in found.items()
-        for way in times
-    ]
+    rows = []
+    for case, ways in found.items():
+        reference = next(iter(ways.values()))["ms"]
+        for way, of in ways.items():
+            times = f"{reference / of['ms']:.1f}"
+            rows.append(
+                [
+                    f"{case}, {way}",
+                    f"{of['ms']:.3f}",
+                    times,
+                    str(of["host_reads"]),
+                    str(of["kernels"]),
+                ]
+            )
     note = (
-        f"Batch and length of token rows, half of them visual; tensor-parallel degree {MP}. Host "
-        f"reads in the decoder, forward and backward: {reads}."
+        f"Batch and length of token rows, half of them visual; tensor-parallel degree {MP}. All "
+        "ways give the same indices. Host reads in the decoder, forward and backward, over a batch "
+        f"with {LEVELS} deepstack levels: {reads}."
     )
-    columns = ["visual indices", "ms", "times faster"]
+    columns = ["visual indices of a step", "ms", "times faster", "host reads", "kernels"]
     show(options, [Table("visual_indices", columns, rows, note)], found | {"host_reads": reads})
     return int(reads > 0)
 

@@ -18,7 +18,13 @@ from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.pi07.colocated import IMAGE_ITEMS, ImageItems
 from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
 from paddle_vl.families.pi07.policy_model import as_tensors
-from paddle_vl.families.pi07.prefix_layout import CAMERA_MASKS, IMAGES, Presence, presence_of
+from paddle_vl.families.pi07.prefix_layout import (
+    CAMERA_MASKS,
+    IMAGES,
+    PrefixTokens,
+    Presence,
+    presence_of,
+)
 from paddle_vl.nn.objective import BatchAdapter, Loss
 
 
@@ -106,6 +112,7 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
     Args:
         make_example: makes some batch of the run, from which an idle batch is derived.
         agrees_on_presence: whether ranks lay out the optional fields that any of them has.
+        tokens: layout of the model's prefix, for the lengths of samples; None counts none.
         is_colocated: whether the tower runs apart from the model's other layers.
     """
 
@@ -115,16 +122,24 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
         self,
         make_example: Callable[[], Batch],
         agrees_on_presence: bool = False,
+        tokens: PrefixTokens | None = None,
         is_colocated: bool = False,
     ):
         self.make_example, self.agrees_on_presence = make_example, agrees_on_presence
-        self.is_colocated = is_colocated
+        self.tokens, self.is_colocated = tokens, is_colocated
 
     def counts(self, batch: Batch) -> list[int]:
         return [batch[name] for name in self.counted]
 
     def num_samples(self, batch: Batch) -> int:
         return len(batch["lang_tokens"])
+
+    def lengths(self, batch: Batch) -> list[int]:
+        """Real tokens of each sample's prefix: images, texts, states and discrete actions."""
+        if self.tokens is None:
+            return []
+        pad_BL = self.tokens.masks(batch, presence_of(batch), xp=np).pad_masks
+        return pad_BL.sum(axis=1).tolist()
 
     def optional_branches(self, batch: Batch) -> list[bool]:
         return list(presence_of(batch)) if self.agrees_on_presence else []

@@ -8,7 +8,8 @@ Observation: `state` `[B, F, S]`; frames by camera name, `[B, F, 3, H, W]` float
     `prompt`. With a single frame the F axis may be omitted.
 Optional: `obs_history_is_pad` `[B, F]` (without it, the past is padding); `response`; `subgoal0`...
     with `subgoal_is_pad`; `speed`, `quality`, `mistake`, `fps`, each with `<name>_is_pad`;
-    `robot_type`, `control_mode`; `dataset_index`, `dataset_repo_id`.
+    `robot_type`, `control_mode`; `dataset_index`, `dataset_repo_id`; `<camera>_is_pad` and
+    `<goal>_is_pad` `[B]`, True for samples that lack this image.
 Training: also `actions` `[B, C, A]`, optionally with `action_is_pad` and `real_action_dim`.
 
 Source: PI07LowLevelPolicy of OpenTau.

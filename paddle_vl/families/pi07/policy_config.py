@@ -56,9 +56,9 @@ SETTING_RANGES = {
     "warn_outlier_threshold": Range(0),
 }
 # OpenTau's settings that would change the results; only these values are supported.
-_ONLY = {"accel_prefix": None, "n_candidates": 1, "action_chunk_critic_path": None}
+ONLY_VALUES = {"accel_prefix": None, "n_candidates": 1, "action_chunk_critic_path": None}
 # OpenTau's settings without effect here: how it runs and where it publishes.
-_UNUSED = frozenset(
+UNUSED_SETTINGS = frozenset(
     """
     action_decoder_latency_lower action_decoder_latency_mean action_decoder_latency_std
     action_decoder_latency_upper cloud_vlm_latency_lower cloud_vlm_latency_mean
@@ -281,11 +281,11 @@ def _known_values(cls: type[PolicyConfig], values: Mapping[str, Any]) -> dict[st
     values, kind = {n: v for n, v in values.items() if n != "other"}, cls.policy_type
     if (found := values.get("type", kind)) != kind:
         raise ValueError(f"type is {found!r}; this configuration reads {kind!r}")
-    for name, only in _ONLY.items():
+    for name, only in ONLY_VALUES.items():
         if (found := values.pop(name, only)) != only:
             raise ValueError(f"{name} is {found!r}, which is not supported; it must be {only}")
     names = {f.name for f in fields(cls)}
-    if unknown := sorted(set(values) - names - _UNUSED):
+    if unknown := sorted(set(values) - names - UNUSED_SETTINGS):
         raise ValueError(
             f"the configuration has keys that {kind} does not know: {unknown}; correct or remove "
             "them"

@@ -14,6 +14,7 @@ from typing import Any
 from paddle import Tensor, nn
 
 from paddle_vl.config.families import EncoderShape, ModelShape, model_values
+from paddle_vl.config.patterns import matching_names
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.base import (
@@ -66,6 +67,7 @@ from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.policy import ACTION_TOKENIZER_FOLDER, PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_config import PolicyFeature
 from paddle_vl.families.pi07.policy_model import is_reached
+from paddle_vl.families.pi07.policy_settings import with_settings
 from paddle_vl.families.pi07.settings import PARTS, PI07Run
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
@@ -94,13 +96,11 @@ class PI07Recipe(Family):
         # Folder of the policy to start or continue from; None for fresh weights.
         self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
         self.config = config
-        self.model_config = (
-            self.config_class.from_dict(model_values(config.model.config))
-            if self.folder is None
-            else self.config_class.from_pretrained(self.folder)
-        )
+        self.model_config = self._model_config()
         self.loss = self.loss_class.weighted(config.train.loss_weighting)
         self.source = self._source(config.data.train)
+        if isinstance(self.source, DemonstrationsDataset):
+            self.source.check_history()
         eval_source = self._source(config.data.eval) if config.data.eval else None
         flow, seed = self.flow_draws(self.model_config), config.train.seed
         self.train_data = DrawnDemonstrations(self.source, config.data.drops, flow, seed)
@@ -144,9 +144,9 @@ class PI07Recipe(Family):
         collator = self.make_collator(policy)
         samples = self.train_data if self.eval_data is None else self.eval_data
         agrees = self.config.parallel.branch_sync == "all_reduce"
+        make_example = partial(first_batch, samples, collator)
         is_colocated = placement.stage_layers.encoder_everywhere
-        example = partial(first_batch, samples, collator)
-        adapter = self.adapter_class(example, agrees, is_colocated)
+        adapter = self.adapter_class(make_example, agrees, policy.model.tokens, is_colocated)
         return BuiltModel(policy.model, adapter, collator, policy.save_pretrained)
 
     def named_parameters(self, model: nn.Layer) -> list[tuple[str, Tensor]]:
@@ -164,7 +164,11 @@ class PI07Recipe(Family):
             for name, parameter in full.named_parameters()
             if not parameter.stop_gradient and self._is_reached(name)
         }
-        return [name for name, parameter in self.named_parameters(full) if id(parameter) in reached]
+        named = self.named_parameters(full)
+        names = [name for name, parameter in named if id(parameter) in reached]
+        if self.config.model.policy.given.get("freeze_vision_encoder") is False:
+            self._check_tower_is_trained([name for name, _ in named], names)
+        return names
 
     def item_encoder(self, model: Any) -> PI07Encoder:
         return PI07Encoder(model)
@@ -212,6 +216,8 @@ class PI07Recipe(Family):
         values["data"] |= {"train": [], "synthetic_samples": data.num_samples}
         if data.cameras is not None:
             values["model"]["config"] = _with_cameras(config, data.cameras)
+            # It would take precedence.
+            values["model"]["policy"]["input_features"] = None
         return type(config).model_validate(values)
 
     @classmethod
@@ -237,6 +243,8 @@ class PI07Recipe(Family):
             n_obs_steps=config.n_obs_steps,
             chunk_size=config.chunk_size,
             action_dim=feature_dims(config.output_features, "actions", "output_features"),
+            history_interval=config.history_interval,
+            empty_cameras=config.empty_cameras,
         )
 
     @classmethod
@@ -247,6 +255,38 @@ class PI07Recipe(Family):
                 "the policy has no tokenizer of discrete actions, which training needs: put its "
                 f"files into {ACTION_TOKENIZER_FOLDER}/ of data.processor"
             )
+
+    def _check_tower_is_trained(self, names: Sequence[str], reached: Sequence[str]) -> None:
+        """Refuse settings that freeze the whole tower although model.policy unfreezes it."""
+        freeze, parts = self.config.model.freeze, self.parts
+        tower = matching_names(["vision"], names, "model.policy", groups=parts) & {*reached}
+        if tower - matching_names(freeze, names, "model.freeze", groups=parts):
+            return
+        if tower:
+            reason = f"model.freeze {freeze} freezes all of it"
+        else:
+            vlm = self.model_config.vlm_config
+            reason = f"train.loss_weighting {self.config.train.loss_weighting} leaves out its loss"
+            if vlm.train_state_action_representation_only:
+                reason = "train_state_action_representation_only is true"
+        raise ValueError(
+            "model.policy.freeze_vision_encoder is false, but no parameter of the vision tower "
+            f"would be trained, since {reason}: change one of the two"
+        )
+
+    def _model_config(self) -> PI07Config | PI07PlannerConfig:
+        """The checkpoint's or model.config, changed by model.policy."""
+        if self.folder is None:
+            base = self.config_class.from_dict(model_values(self.config.model.config))
+        else:
+            base = self.config_class.from_pretrained(self.folder)
+        return with_settings(
+            base,
+            self.config.model.policy,
+            "model.config" if self.folder is None else str(self.folder),
+            has_weights=self.folder is not None,
+            new_statistics=self.config.data.statistics is not None,
+        )
 
     def _source(self, files: Sequence[str]) -> DemonstrationSource:
         data, names = self.config.data, self.model_config.dataset_names
@@ -327,6 +367,7 @@ class PI07PlannerRecipe(PI07Recipe):
             cameras=tuple(cameras_of(config.input_features)),
             image_size=config.resize_imgs_with_padding,
             state_dim=feature_dims(config.input_features, "state", "input_features"),
+            empty_cameras=config.empty_cameras,
         )
 
     @classmethod
@@ -390,7 +431,7 @@ def _with_cameras(config: PI07Run, num_cameras: int) -> dict[str, Any]:
             f"of model.pretrained {config.model.pretrained}"
         )
     values = model_values(config.model.config)
-    features = values.get("input_features", {})
+    features = config.model.policy.input_features or values.get("input_features", {})
     cameras = [name for name, feature in features.items() if feature["type"] == _CAMERA]
     if not cameras or num_cameras < 1:
         raise ValueError(

@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from paddle_vl.config.parallel_settings import ParallelConfig
-from paddle_vl.config.schema import DataConfig, RunConfig, TrainConfig
+from paddle_vl.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
 from paddle_vl.config.section import Section
+from paddle_vl.families.pi07.policy_settings import PolicySettings
 
 # Named groups of parameters for model.freeze and train.part_learning_rates, as patterns over
 # checkpoint keys.
@@ -32,6 +33,16 @@ PARTS: dict[str, tuple[str, ...]] = {
 _Probability = Annotated[float, Field(ge=0, le=1)]
 
 
+# Settings of model.policy that the trained parameters or the samples depend on.
+_FIXED_POLICY_SETTINGS = (
+    *("freeze_vision_encoder", "train_expert_only", "train_vision_encoder_only"),
+    *("train_state_action_representation_only", "knowledge_insulation", "n_obs_steps"),
+    *("history_interval", "empty_cameras", "chunk_size", "max_delay", "input_features"),
+    *("prompt_max_length", "response_max_length", "memory_max_length", "metadata_max_length"),
+    "discrete_action_max_length",
+)
+
+
 class DropProbabilities(Section):
     """Probabilities of leaving optional fields out of a training sample; OpenTau's names and
     defaults."""
@@ -48,6 +59,14 @@ class DropProbabilities(Section):
     """probability of dropping all metadata but fps"""
     metadata_drop_each_prob: _Probability = 0.05
     """probability of dropping each metadata field, if not all are dropped"""
+
+
+class PI07ModelConfig(ModelConfig):
+    """The policy or planner to train."""
+
+    policy: PolicySettings = PolicySettings()
+    """changes of the configuration that the checkpoint or model.config has, under OpenTau's names;
+    see docs/policy_settings.md"""
 
 
 class PI07DataConfig(DataConfig):
@@ -94,13 +113,25 @@ class PI07Run(RunConfig):
         *RunConfig.fixed_settings,
         *("data.synthetic_samples", "data.groups", "data.fields", "data.drops"),
         "train.loss_weighting",
+        # Not dropout and the like, which a resumed run may change as it may change train.recompute.
+        *(f"model.policy.{name}" for name in _FIXED_POLICY_SETTINGS),
     )
 
+    model: PI07ModelConfig
     data: PI07DataConfig
     parallel: PI07ParallelConfig = PI07ParallelConfig()
     train: PI07TrainConfig
 
     def problems(self) -> Iterator[str]:
+        yield from self.model.policy.problems()
+        if (
+            self.train.recompute == "full"
+            and self.model.policy.given.get("gradient_checkpointing") is False
+        ):
+            yield (
+                "train.recompute is full, but model.policy.gradient_checkpointing is false: both "
+                "turn activation recomputation on; remove one of them"
+            )
         data = self.data
         if bool(data.train) == (data.synthetic_samples is not None):
             found = "both are" if data.train else "neither is"

@@ -16,7 +16,14 @@ from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
 from paddle_vl.families.qwen3_vl.moe import LoadBalance, SparseMoE
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
-from paddle_vl.nn.attention import MASKED_SCORE, PackedSamples, apply_rotary, causal_attention
+from paddle_vl.nn.attention import (
+    MASKED_SCORE,
+    PackedSamples,
+    apply_rotary,
+    biased_attention,
+    causal_attention,
+)
+from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.norm import RMSNorm
 from paddle_vl.nn.operations import swiglu
@@ -107,7 +114,19 @@ class LanguageModel(nn.Layer):
             caches: one per layer when generating; attention then sees their keys too.
             balance: collects the routing of layers with experts.
         """
-        inputs = self.embedding(dict_args)
+        return self.run(self.embedding(dict_args), caches, balance)
+
+    def run(
+        self,
+        inputs: dict[str, Any],
+        caches: Any = None,
+        balance: LoadBalance | None = None,
+    ) -> Tensor:
+        """All layers and the final norm on the embedding's output, `[T, D]`.
+
+        Args:
+            caches: one per layer, or None; objects with `append`, see `KeyValueCache`.
+        """
         levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         every_layer = range(len(self.layers))
         return self.norm(
@@ -129,24 +148,23 @@ class LanguageModel(nn.Layer):
             layers: numbers of the layers.
             x_TD: this rank's token rows.
             levels: deepstack levels `[M_local, D]` by the layer that they follow.
-            inputs: `rotary_pos_emb`, and optionally `attention_mask`, `packed` and
+            inputs: `rotary_pos_emb`, and optionally `attention_mask`, `packed`, `routed_rows` and
                 `visual_update_indices`, as `GPTEmbedding` returns them.
             caches, balance: as of `forward`.
         """
         cos_BLH, sin_BLH = inputs["rotary_pos_emb"]
-        key_bias_BS = None
+        key_bias = inputs.get("score_bias")
         if inputs.get("attention_mask") is not None:
-            key_bias_BS = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
-        packed = inputs.get("packed")
+            key_bias = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
+        packed, rows = inputs.get("packed"), inputs.get("routed_rows")
         for i in layers:
             cache = None if caches is None else caches[i]
+            shared = (cos_BLH, sin_BLH, key_bias, cache, packed)
             if balance is not None and self.layers[i].has_experts:
-                x_TD, sums_2E = self.layers[i](
-                    x_TD, cos_BLH, sin_BLH, key_bias_BS, cache, packed, balance.real_T
-                )
+                x_TD, sums_2E = self.layers[i](x_TD, *shared, rows, True)
                 balance.add(sums_2E)
             else:
-                x_TD = self.layers[i](x_TD, cos_BLH, sin_BLH, key_bias_BS, cache, packed)
+                x_TD = self.layers[i](x_TD, *shared, rows)
             if i in levels:
                 x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
         return x_TD
@@ -162,8 +180,39 @@ class DeepstackLayer(nn.Layer):
             x_TD: this rank's token rows.
             level_MD: rows of the level for this rank, `[M_local, D]`.
             update_M: int64 token row in `[0, T)` of each of them.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit each other.
         """
+        _check_level(x_TD, level_MD, update_M)
         return paddle.index_add(x_TD, update_M, 0, level_MD)
+
+
+@paddle.jit.not_to_static
+def _check_level(x_TD: Tensor, level_MD: Tensor, update_M: Tensor) -> None:
+    """Compare shapes and dtypes, see `DeepstackLayer.forward`."""
+    num_rows, num_places = level_MD.shape[0], update_M.shape[0]
+    if (
+        len(x_TD.shape) != 2
+        or len(level_MD.shape) != 2
+        or level_MD.shape[1] != x_TD.shape[1]
+        or level_MD.dtype != x_TD.dtype
+    ):
+        raise ValueError(
+            f"a deepstack level is {level_MD.dtype} {list(level_MD.shape)} but the hidden states "
+            f"are {x_TD.dtype} {list(x_TD.shape)}: cast the level, pass rows of one width"
+        )
+    if len(update_M.shape) != 1 or not str(update_M.dtype).endswith("int64"):
+        raise ValueError(
+            f"visual_update_indices is {update_M.dtype} of shape {list(update_M.shape)}: it "
+            "must be 1-D int64, as GPTEmbedding returns it"
+        )
+    # A traced program may not know them.
+    if -1 not in (num_rows, num_places) and num_rows != num_places:
+        raise ValueError(
+            f"a deepstack level has {num_rows} rows for {num_places} visual token rows: take "
+            "levels and visual_update_indices from one call of GPTEmbedding"
+        )
 
 
 class DecoderLayer(nn.Layer):
@@ -186,19 +235,20 @@ class DecoderLayer(nn.Layer):
         x_TD: Tensor,
         cos_BLH: Tensor,
         sin_BLH: Tensor,
-        key_bias_BS: Tensor | None = None,
+        key_bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
-        real_T: Tensor | None = None,
+        rows: RoutedRows | None = None,
+        with_sums: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The token rows; with experts and `real_T` also the layer's `routing_sums`."""
+        """The token rows; with experts and `with_sums` also the layer's `routing_sums`."""
         x_TD = x_TD + self.self_attn(
-            self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias_BS, cache, packed
+            self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias, cache, packed
         )
         rows_TD = self.post_attention_layernorm(x_TD)
         if not self.has_experts:
             return x_TD + self.mlp(rows_TD)
-        mlp_TD, sums_2E = self.mlp(rows_TD, real_T)
+        mlp_TD, sums_2E = self.mlp(rows_TD, rows, with_sums)
         return x_TD + mlp_TD if sums_2E is None else (x_TD + mlp_TD, sums_2E)
 
 
@@ -226,21 +276,30 @@ class SelfAttention(nn.Layer):
         x_TD: Tensor,
         cos_BLH: Tensor,
         sin_BLH: Tensor,
-        key_bias_BS: Tensor | None = None,
+        key_bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
     ) -> Tensor:
         batch, length, _ = cos_BLH.shape
         cos_BLH, sin_BLH = cos_BLH.astype(x_TD.dtype), sin_BLH.astype(x_TD.dtype)
-        heads = [batch, length, -1, self.head_dim]
-        q_BLNH, k_BLKH, v_BLKH = (rows.reshape(heads) for rows in self.qkv_proj(x_TD))
+        q_BLNH, k_BLKH, v_BLKH = [
+            rows.reshape([batch, length, rows.shape[-1] // self.head_dim, self.head_dim])
+            for rows in self.qkv_proj(x_TD)
+        ]
         q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         q_BLNH = apply_rotary(q_BLNH, cos_BLH, sin_BLH)
         k_BLKH = apply_rotary(k_BLKH, cos_BLH, sin_BLH)
-        if cache is not None:
-            k_BLKH, v_BLKH = cache.append(k_BLKH, v_BLKH)
-        out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias_BS, packed)
-        return self.o_proj(out_BLNH.reshape([batch * length, -1]))
+        if key_bias is not None and len(key_bias.shape) == 4:
+            # A traced program: its cache has heads first, like the buffers that it writes.
+            key, value = k_BLKH.transpose([0, 2, 1, 3]), v_BLKH.transpose([0, 2, 1, 3])
+            if cache is not None:
+                key, value = cache.append(key, value)
+            out_BLNH = biased_attention(q_BLNH, key, value, key_bias)
+        else:
+            if cache is not None:
+                k_BLKH, v_BLKH = cache.append(k_BLKH, v_BLKH)
+            out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
+        return self.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * self.head_dim]))
 
 
 class SwiGLUMLP(nn.Layer):

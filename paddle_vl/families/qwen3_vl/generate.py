@@ -4,7 +4,6 @@ Shapes: B batch, L prompt length, S keys so far, V vocabulary, n new tokens.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from paddle import Tensor
 from paddle_vl.compat import strided_views
 from paddle_vl.families.qwen3_vl.decoder import KeyValueCache
 from paddle_vl.generation.config import GenerationConfig
-from paddle_vl.generation.sampling import LogitsRules, TokenChoice
+from paddle_vl.generation.loop import checked_prompts, chosen_tokens
 
 if TYPE_CHECKING:
     from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
@@ -58,16 +57,7 @@ def stream(
         raise ValueError(
             "this model is split over ranks; to generate, load the checkpoint in a single process"
         )
-    prompt_BL = np.asarray(input_ids, dtype=np.int64)
-    mask_BL = np.ones_like(prompt_BL)
-    if attention_mask is not None:
-        mask_BL = np.asarray(attention_mask).astype(np.int64)
-    if not mask_BL[:, -1].all():
-        rows = np.flatnonzero(mask_BL[:, -1] == 0).tolist()
-        raise ValueError(
-            f"prompts {rows} are padded on the right, but generation continues at the last column: "
-            "pad them on the left (data.padding_side: left)"
-        )
+    prompt_BL, mask_BL = checked_prompts(input_ids, attention_mask)
     visual = {
         "pixel_values": pixel_values,
         "image_grid_thw": image_grid_thw,
@@ -90,29 +80,11 @@ def _chosen_tokens(
     config: GenerationConfig,
     on_logits: Callable[[np.ndarray], None] | None,
 ) -> Iterator[np.ndarray]:
-    vocab = model.config.text_config.vocab_size
-    rules = LogitsRules(config, prompt_BL, mask_BL.astype(bool), vocab)
-    choose = TokenChoice(config, len(prompt_BL))
-    ended_B = np.zeros(len(prompt_BL), dtype=bool)
     decoder = _CachedDecoder(model, prompt_BL, mask_BL, visual)
-    was_training = model.training
+    vocab, was_training = model.config.text_config.vocab_size, model.training
     model.eval()
     try:
-        token_B = None
-        for _ in range(config.max_new_tokens):
-            with paddle.no_grad(), nullcontext() if token_B is None else strided_views():
-                logits_BV = decoder.prefill() if token_B is None else decoder.advance(token_B)
-                if on_logits is not None:
-                    on_logits(logits_BV.numpy())
-                chosen_B = choose(rules(logits_BV))
-                rules.append(chosen_B)
-                token_B = chosen_B.numpy()
-            if config.fill_token_id is not None:
-                token_B = np.where(ended_B, config.fill_token_id, token_B)
-            ended_B |= np.isin(token_B, config.eos_token_ids)
-            yield token_B
-            if ended_B.all():
-                return
+        yield from chosen_tokens(decoder, prompt_BL, mask_BL, vocab, config, on_logits)
     finally:
         if was_training:
             model.train()
@@ -151,12 +123,13 @@ class _CachedDecoder:
         position_ids = np.broadcast_to(self._next_position_B[:, None], (3, len(token_B), 1))
         self._next_position_B = self._next_position_B + 1
         nothing = paddle.zeros([0], dtype="int64")
-        return self._last_logits(
-            token_B1,
-            np.ascontiguousarray(position_ids),
-            visual_update_indices=nothing,
-            visual_gather_indices=nothing,
-        )
+        with strided_views():
+            return self._last_logits(
+                token_B1,
+                np.ascontiguousarray(position_ids),
+                visual_update_indices=nothing,
+                visual_gather_indices=nothing,
+            ).contiguous()
 
     def _last_logits(self, input_ids: np.ndarray, position_ids: np.ndarray, **rest: Any) -> Tensor:
         output = self._model(

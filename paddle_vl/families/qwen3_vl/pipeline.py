@@ -145,8 +145,7 @@ class Qwen3VLStage:
         )
         balance = None
         if self.sends_sums:
-            mask_BL = device_tensor(batch["attention_mask"])
-            balance = LoadBalance(mask_BL, tuple(batch["input_ids"].shape))
+            balance = LoadBalance(dict_args["routed_rows"].num_real)
         if self.is_first:
             rows = self._merged_rows if self.is_colocated else self._encode_visual
             inputs = model.language_model.embedding(dict_args | rows(batch))

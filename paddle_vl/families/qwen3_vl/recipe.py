@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from paddle import Tensor
 
@@ -44,9 +44,13 @@ from paddle_vl.families.qwen3_vl.processor_fit import (
     model_config,
 )
 from paddle_vl.families.qwen3_vl.settings import PARTS, Qwen3VLRun
+from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
+
+if TYPE_CHECKING:
+    from paddle_vl.export.writing import ModelToExport
 
 Model = Qwen3VLForConditionalGeneration
 
@@ -94,6 +98,7 @@ class Qwen3VLRecipe(Family):
             padding_side=self.config.data.padding_side,
             pad_to_multiple_of=self.config.data.pad_to_multiple_of,
             part=placement.ops.row_part,
+            lists_real_rows=isinstance(self.model_config.text_config, Qwen3VLMoeTextConfig),
         )
         model = self._model(placement)
         return BuiltModel(
@@ -149,6 +154,15 @@ class Qwen3VLRecipe(Family):
         used = merge_adapter(folder, out, base)
         processor.save_pretrained(out)
         return used
+
+    @classmethod
+    def to_export(cls, folder: Path, base: str | None) -> "ModelToExport":
+        from paddle_vl.families.qwen3_vl.programs import model_to_export
+
+        model = Model.from_pretrained(folder, base=base)
+        processor = Qwen3VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, base))
+        check_processor_fits(model.config, processor)
+        return model_to_export(model, processor.save_pretrained)
 
     @classmethod
     def with_synthetic_data(cls, config: Qwen3VLRun, data: SyntheticData) -> Qwen3VLRun:

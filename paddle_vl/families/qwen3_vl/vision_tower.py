@@ -19,10 +19,17 @@ from paddle.nn.initializer import Normal
 
 from paddle_vl.batch.positions import VisionLayout
 from paddle_vl.families.qwen3_vl.config import Qwen3VLVisionConfig
-from paddle_vl.nn.attention import apply_rotary, segment_attention, vision_cos_sin
+from paddle_vl.nn.attention import (
+    PaddedSegments,
+    apply_rotary,
+    segment_attention,
+    vision_cos_sin,
+)
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.norm import LayerNorm
 from paddle_vl.nn.operations import activation
+
+Segments = tuple[tuple[int, int], ...] | PaddedSegments
 
 
 class VisionFeatures(NamedTuple):
@@ -55,14 +62,30 @@ class VisionTower(nn.Layer):
             pixel_values: `[P, patch_dim]` flattened patches (channel, frame, y, x), any float type.
             layout: host-side description of the same patches.
         """
+        return self.encode(
+            pixel_values,
+            paddle.to_tensor(layout.coordinates),
+            paddle.to_tensor(layout.tap_rows),
+            paddle.to_tensor(layout.tap_weights),
+            layout.segments,
+        )
+
+    def encode(
+        self,
+        pixel_values: Tensor,
+        coordinates_P2: Tensor,
+        tap_rows_4P: Tensor,
+        tap_weights_4P: Tensor,
+        segments: Segments,
+    ) -> VisionFeatures:
+        """Encode patches whose layout is given as tensors, see `VisionLayout`."""
         x_PU = self.patch_embed(pixel_values.astype(self.patch_embed.weight.dtype))
-        x_PU = x_PU + self.pos_embed(layout)
+        x_PU = x_PU + self.pos_embed(tap_rows_4P, tap_weights_4P)
         head_dim = self.config.hidden_size // self.config.num_heads
-        coordinates_P2 = paddle.to_tensor(layout.coordinates)
         cos_PH, sin_PH = vision_cos_sin(coordinates_P2, head_dim, self.config.rope_theta)
         levels: list[Any] = [None] * len(self.deepstack_merger_list)
         for i, block in enumerate(self.blocks):
-            x_PU = block(x_PU, cos_PH, sin_PH, layout.segments)
+            x_PU = block(x_PU, cos_PH, sin_PH, segments)
             if i in self.config.deepstack_visual_indexes:
                 level = self.config.deepstack_visual_indexes.index(i)
                 levels[level] = self.deepstack_merger_list[level](x_PU)
@@ -78,10 +101,8 @@ class PositionTable(nn.Layer):
             [num_positions, width], default_initializer=Normal(std=init_std)
         )
 
-    def forward(self, layout: VisionLayout) -> Tensor:
+    def forward(self, tap_rows_4P: Tensor, tap_weights_4P: Tensor) -> Tensor:
         """Bilinear interpolation in float32: `[P, U]` in the table's dtype."""
-        tap_rows_4P = paddle.to_tensor(layout.tap_rows)
-        tap_weights_4P = paddle.to_tensor(layout.tap_weights)
         table = self.weight.astype("float32")
         taps_PU = [
             F.embedding(tap_rows_4P[tap], table) * tap_weights_4P[tap].unsqueeze(-1)
@@ -101,9 +122,7 @@ class VisionBlock(nn.Layer):
         self.attn = VisionAttention(config)
         self.mlp = VisionMLP(config)
 
-    def forward(
-        self, x_PU: Tensor, cos_PH: Tensor, sin_PH: Tensor, segments: tuple[tuple[int, int], ...]
-    ) -> Tensor:
+    def forward(self, x_PU: Tensor, cos_PH: Tensor, sin_PH: Tensor, segments: Segments) -> Tensor:
         x_PU = x_PU + self.attn(self.norm1(x_PU), cos_PH, sin_PH, segments)
         return x_PU + self.mlp(self.norm2(x_PU))
 
@@ -121,15 +140,15 @@ class VisionAttention(nn.Layer):
         self.qkv = Linear(width, 3 * width, True, std)
         self.proj = Linear(width, width, True, std)
 
-    def forward(
-        self, x_PU: Tensor, cos_PH: Tensor, sin_PH: Tensor, segments: tuple[tuple[int, int], ...]
-    ) -> Tensor:
-        qkv_P3NH = self.qkv(x_PU).reshape([x_PU.shape[0], 3, -1, self.head_dim])
+    def forward(self, x_PU: Tensor, cos_PH: Tensor, sin_PH: Tensor, segments: Segments) -> Tensor:
+        # A rank may have some of the heads.
+        width = self.qkv.weight.shape[1] // 3
+        qkv_P3NH = self.qkv(x_PU).reshape([-1, 3, width // self.head_dim, self.head_dim])
         q_PNH, k_PNH, v_PNH = qkv_P3NH.unbind(axis=1)
         q_PNH = apply_rotary(q_PNH, cos_PH, sin_PH)
         k_PNH = apply_rotary(k_PNH, cos_PH, sin_PH)
         out_PNH = segment_attention(q_PNH, k_PNH, v_PNH, segments)
-        return self.proj(out_PNH.reshape([x_PU.shape[0], -1]))
+        return self.proj(out_PNH.reshape([-1, width]))
 
 
 class VisionMLP(nn.Layer):

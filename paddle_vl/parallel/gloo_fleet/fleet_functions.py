@@ -14,6 +14,7 @@ their output are not used here, so their primitives are left out.
 from collections.abc import Callable
 
 import paddle
+import paddle.nn.functional as F
 from paddle import Tensor
 from paddle.autograd import PyLayer
 from paddle.base import core
@@ -71,9 +72,9 @@ class _CrossEntropy(PyLayer):
     @staticmethod
     def backward(ctx, grad_loss, grad_softmax=None):
         softmax, row, is_here, is_target = ctx.saved_tensor()
-        hit = is_here.astype(softmax.dtype)
-        grad = paddle.put_along_axis(softmax, row, -hit, axis=-1, reduce="add", broadcast=False)
-        grad = grad * grad_loss.astype(softmax.dtype)
+        # Not put_along_axis, which reads the indices on the host.
+        hit = F.one_hot(row.squeeze(-1), softmax.shape[-1]).astype(softmax.dtype)
+        grad = (softmax - hit * is_here.astype(softmax.dtype)) * grad_loss.astype(softmax.dtype)
         grad = paddle.where(is_target, grad, paddle.zeros_like(grad))
         return grad.astype(ctx.dtype)
 

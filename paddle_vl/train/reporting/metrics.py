@@ -13,7 +13,11 @@ Keys of a line, since the previous line or start unless it says "whole run":
     `mfu`: model FLOPs (without padding and recomputation) over the devices' peak, if known.
     `memory_gb`: of the worst rank, peak of allocated tensors on a GPU, resident set on a CPU.
     `sequence_length_min`, `_mean`, `_max`: real tokens of the samples; `packing_efficiency` with
-        data.packing: share of real tokens in packed rows. These and times restart on resume.
+        data.packing: share of real tokens in packed rows. These and times restart on resume, and:
+    `tokens_per_step_sum`, `_mean`, `_min`, `_max`: over data ranks, real tokens of a rank in a
+        step, averaged over the steps; `token_imbalance`: the most over the mean, 1 if equal;
+    `rank_sequence_length_sum`, `_mean`, `_min`, `_max`: over data ranks, mean real tokens of a
+        rank's samples. See `paddle_vl.train.reporting.rank_tokens`.
     `target_tokens`, `skipped_updates`, `skipped_samples`: whole run.
     `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.qwen3_vl.objective`.
     `eval_loss`, for a policy also its terms: in steps that evaluate. An evaluation between two
@@ -33,6 +37,7 @@ from paddle import Tensor
 from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints
 from paddle_vl.train.reporting.gauges import Gauge
+from paddle_vl.train.reporting.rank_tokens import rank_entries, rank_gauges
 from paddle_vl.train.step import MicroBatch, StepOutcome
 
 logger = logging.getLogger(__name__)
@@ -80,8 +85,9 @@ class StepMeter:
         self._seconds += seconds
         self._data_wait_s += data_wait_s
         self._flops += sum(batch.flops for batch in micro_batches)
-        for batch in micro_batches:
-            self._lengths.extend(batch.lengths)
+        lengths = [length for batch in micro_batches for length in batch.lengths]
+        self._lengths.extend(lengths)
+        self._step_tokens.append(sum(lengths))
         counts = paddle.stack([paddle.full([], count, "float64") for count in totals.counts])
         counts = paddle.where(outcome.is_good, counts, paddle.zeros_like(counts))
         sums = outcome.terms.astype("float64") * counts
@@ -122,6 +128,7 @@ class StepMeter:
             Gauge("length_max", "max", extremes[1]),
             Gauge("length_sum", "sum", sum(lengths)),
             Gauge("length_count", "sum", len(lengths)),
+            *rank_gauges(self._step_tokens, lengths, counts_data),
         ]
         self._begin_window()
         return gauges
@@ -149,6 +156,7 @@ class StepMeter:
             mean = values["length_sum"] / values["length_count"]
             line["sequence_length_mean"] = round(mean, 1)
             line["sequence_length_max"] = int(values["length_max"])
+        line |= rank_entries(values)
         for term, name in loss.reported_counts.items():
             line[name] = int(values["counted"][list(loss.terms).index(term)])
         line["skipped_updates"] = int(values["skips"][0])
@@ -168,6 +176,7 @@ class StepMeter:
         self._steps, self._samples, self._tokens, self._places = 0, 0, 0, 0
         self._seconds, self._data_wait_s, self._flops = 0.0, 0.0, 0
         self._lengths: list[int] = []
+        self._step_tokens: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
         """State that a checkpoint stores; reads from the device."""

@@ -8,8 +8,8 @@
 
 `git` is the revision of the working directory, `paddle_vl_git` that of the code; null outside of
 git. `is_dirty` means that tracked files differ from the revision. `ended` and `last_step` stay null
-if the run was killed. `settings` is the whole configuration of this start; config.yaml has that of
-the last step.
+if the run was killed. `allocator` has the flags of Paddle's allocator. `settings` is the whole
+configuration of this start; config.yaml has that of the last step.
 """
 
 import json
@@ -30,6 +30,7 @@ from paddle_vl.config.family_settings import settings_classes
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.fleet_strategy import effective_options, fleet_strategy
+from paddle_vl.train.allocator import allocator_flags
 from paddle_vl.train.layout import parallel_degrees
 from paddle_vl.train.reporting.run_files import RUN_FILE, read_starts
 
@@ -96,6 +97,7 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
         "device_name": name,
         "num_processes": degrees.num_processes,
         "fleet": fleet_options,
+        "allocator": allocator_flags(),
         "parallel": config.parallel.model_dump(),
         "settings": config.model_dump(),
     }

@@ -26,7 +26,7 @@ from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 
 from paddle_vl.parallel.gloo_fleet import install
 from paddle_vl.parallel.recorder import record_collectives
-from step_counts import record_host_reads
+from paddle_vl.testing import record_host_reads
 from tests.multi_card_tests.fleet_defects.gloo_patches import install_more
 from tests.support.launch import launch, outcome_of, run_checks, wait_for_ranks
 

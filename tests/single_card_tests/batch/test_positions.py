@@ -25,7 +25,8 @@ from paddle_vl.batch.positions import (
     segment_offsets,
     vision_layout,
 )
-from tests.support.tiny import GOLDEN, IMAGE, VIDEO, token_rows
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
+from tests.support.tiny import GOLDEN
 
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 

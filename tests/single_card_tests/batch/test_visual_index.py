@@ -12,6 +12,7 @@ import paddle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paddle.static import InputSpec
 
 from paddle_vl.batch.visual_index import (
     RowPart,
@@ -19,10 +20,34 @@ from paddle_vl.batch.visual_index import (
     compute_visual_indices,
     host_visual_indices,
 )
-from tests.support.tiny import IMAGE, VIDEO, token_rows
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+LAYOUTS = ["token_rows", "sequence_first", "batch_slices"]
 TEXT_IMAGE_VIDEO = st.sampled_from([1, 1, IMAGE, IMAGE, VIDEO])
+
+
+def nonzero(mask_T):
+    return paddle.nonzero(mask_T).reshape([-1])
+
+
+def sizes_of_shards(num_rows: int, size: int) -> list[int]:
+    """Rows of every rank: the first ones have one more where `size` does not divide them."""
+    return [num_rows // size + (rank < num_rows % size) for rank in range(size)]
+
+
+def places_of_rank(batch: int, length: int, part: RowPart, layout: str) -> list[tuple[int, int]]:
+    """(sample, position) of each of a rank's rows, sample by sample or position by position."""
+    if layout == "batch_slices":
+        cut = sizes_of_shards(length, part.size)
+        first = sum(cut[: part.rank])
+        return [(b, i) for b in range(batch) for i in range(first, first + cut[part.rank])]
+    rows = [(b, i) for b in range(batch) for i in range(length)]
+    if layout == "sequence_first":
+        rows = [(b, i) for i in range(length) for b in range(batch)]
+    cut = sizes_of_shards(len(rows), part.size)
+    first = sum(cut[: part.rank])
+    return rows[first : first + cut[part.rank]]
 
 
 def plain_loop(ids_BL, part: RowPart, layout: str):
@@ -37,12 +62,8 @@ def plain_loop(ids_BL, part: RowPart, layout: str):
                 reading_order[b, i] = len(reading_order)
                 source.append(counts[token] + (num_images if token == VIDEO else 0))
                 counts[token] += 1
-    rows = [(b, i) for b in range(batch) for i in range(length)]
-    if layout == "sequence_first":
-        rows = [(b, i) for i in range(length) for b in range(batch)]
-    size = len(rows) // part.size
     update, gather = [], []
-    for row, place in enumerate(rows[part.rank * size : (part.rank + 1) * size]):
+    for row, place in enumerate(places_of_rank(batch, length, part, layout)):
         if place in reading_order:
             update.append(row)
             gather.append(reading_order[place])
@@ -56,16 +77,22 @@ def counts_of(ids_BL):
 
 @st.composite
 def masked_parts(draw):
-    size = draw(st.sampled_from([1, 2, 4, 8]))
-    batch = draw(st.integers(1, 4))
-    length = draw(st.integers(1, 4)) * size
-    tokens = draw(st.lists(TEXT_IMAGE_VIDEO, min_size=batch * length, max_size=batch * length))
-    ids_BL = np.array(tokens, dtype=np.int64).reshape(batch, length)
-    return ids_BL, RowPart(draw(st.integers(0, size - 1)), size)
+    """Ids of 1 to 4 samples, some without visual tokens, and a rank of 1 to 8; equal shards or not.
+
+    With a remainder a rank may have no row at all.
+    """
+    size = draw(st.integers(1, 8))
+    batch, uneven = draw(st.integers(1, 4)), draw(st.booleans())
+    length = draw(st.integers(1, 20)) if uneven else draw(st.integers(1, 4)) * size
+    ids_BL = np.ones((batch, length), dtype=np.int64)
+    for row in ids_BL:
+        if draw(st.booleans()):
+            row[:] = draw(st.lists(TEXT_IMAGE_VIDEO, min_size=length, max_size=length))
+    return ids_BL, RowPart(draw(st.integers(0, size - 1)), size, uneven)
 
 
-@settings(deadline=None, max_examples=150)
-@given(masked_parts(), st.sampled_from(["token_rows", "sequence_first"]))
+@settings(deadline=None, max_examples=300)
+@given(masked_parts(), st.sampled_from(LAYOUTS))
 def test_indices_equal_a_plain_loop(case, layout):
     ids_BL, part = case
     found = host_visual_indices(ids_BL, part=part, layout=layout, **counts_of(ids_BL), **IDS)
@@ -78,41 +105,78 @@ def test_indices_equal_a_plain_loop(case, layout):
         assert found["visual_source_indices"].tolist() == source
 
 
-@settings(deadline=None, max_examples=40)
-@given(masked_parts(), st.sampled_from(["token_rows", "sequence_first"]))
+@settings(deadline=None, max_examples=80)
+@given(masked_parts(), st.sampled_from(LAYOUTS))
 def test_paddle_and_numpy_give_the_same_arrays(case, layout):
     ids_BL, part = case
     ids = paddle.to_tensor(ids_BL)
-    traced = compute_visual_indices(
-        ids == IMAGE,
-        ids == VIDEO,
-        nonzero=lambda mask: paddle.nonzero(mask).reshape([-1]),
-        part=part,
-        layout=layout,
+    tensors = compute_visual_indices(
+        ids == IMAGE, ids == VIDEO, nonzero=nonzero, part=part, layout=layout
     )
     host = compute_visual_indices(
         ids_BL == IMAGE, ids_BL == VIDEO, nonzero=np.flatnonzero, part=part, layout=layout
     )
-    for tensor, array in zip(traced, host, strict=True):
+    for tensor, array in zip(tensors, host, strict=True):
         assert tensor.dtype == paddle.int64
         assert array.dtype == np.int64
         assert tensor.numpy().tolist() == array.tolist()
         assert array.ndim == 1
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_parts_of_all_ranks_cover_every_visual_row_once(size):
+def traced_indices(part: RowPart, layout: str, shape: list[int | None]):
+    """The formula as a program over ids of that shape, in which None is not known."""
+
+    def indices(ids_BL):
+        return compute_visual_indices(
+            ids_BL == IMAGE, ids_BL == VIDEO, nonzero=nonzero, part=part, layout=layout
+        )
+
+    spec = [InputSpec(shape, "int64", "input_ids")]
+    return paddle.jit.to_static(indices, full_graph=True, input_spec=spec)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("uneven", [False, True], ids=["equal", "remainder"])
+@pytest.mark.parametrize("shape", [(None, None), (None, 12), (3, None)], ids=str)
+def test_a_traced_program_without_known_shapes_gives_the_same_arrays(layout, uneven, shape):
+    ids_BL = token_rows([1, ("image", 5), 2], [3], [("video", 4), 1, ("image", 3)], length=12)
+    longer_BL = np.concatenate([ids_BL, ids_BL[::-1]], axis=1)
+    part = RowPart(3, 4, uneven)
+    program = traced_indices(part, layout, list(shape))
+    batches = [ids_BL]
+    if shape[1] is None:
+        batches.append(longer_BL[:, :21] if uneven else longer_BL)
+    for batch_BL in batches:
+        found = program(paddle.to_tensor(batch_BL))
+        for array, wanted in zip(found, plain_loop(batch_BL, part, layout), strict=True):
+            assert array.dtype == paddle.int64
+            assert array.numpy().tolist() == wanted
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_traced_program_refuses_a_length_that_the_degree_does_not_divide(layout):
+    program = traced_indices(RowPart(1, 4), layout, [None, None])
+    with pytest.raises(Exception, match=r"(?i)reshape"):
+        program(paddle.to_tensor(token_rows([1, ("image", 6), ("video", 2)])))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", range(1, 9))
+def test_the_ranks_together_take_every_embedding_once(size, layout):
     ids_BL = token_rows([1, ("image", 9), 2], [("video", 5), 1, 1, ("image", 3)], length=16)
-    whole = host_visual_indices(ids_BL, **counts_of(ids_BL), **IDS)
-    rows, embeddings = [], []
-    for rank in range(size):
-        part = RowPart(rank, size)
-        found = host_visual_indices(ids_BL, part=part, **counts_of(ids_BL), **IDS)
-        start, _ = part.bounds(ids_BL.size)
-        rows += (found["visual_update_indices"] + start).tolist()
-        embeddings += found["visual_gather_indices"].tolist()
-    assert rows == whole["visual_update_indices"].tolist()
-    assert embeddings == whole["visual_gather_indices"].tolist()
+    parts = [RowPart(rank, size, uneven=True) for rank in range(size)]
+    found = [
+        host_visual_indices(ids_BL, part=part, layout=layout, **counts_of(ids_BL), **IDS)
+        for part in parts
+    ]
+    taken = np.concatenate([arrays["visual_gather_indices"] for arrays in found])
+    assert sorted(taken.tolist()) == list(range(17))
+
+
+def test_a_remainder_gives_the_first_ranks_one_row_more():
+    assert [RowPart(rank, 4, uneven=True).bounds(6) for rank in range(4)] == [
+        (0, 2), (2, 4), (4, 5), (5, 6),
+    ]  # fmt: skip
 
 
 def test_gather_is_a_contiguous_range_in_token_rows_and_not_in_sequence_first():
@@ -142,6 +206,11 @@ def test_an_all_text_batch_carries_empty_arrays():
 def test_rows_that_the_degree_does_not_divide_name_both_numbers_and_the_setting():
     with pytest.raises(ValueError, match=r"6 token rows.*degree 4.*data\.pad_to_multiple_of"):
         host_visual_indices(token_rows([1] * 6), part=RowPart(0, 4), **IDS)
+    # The whole batch has 8 rows, but each sample only 2.
+    ids_BL = token_rows([1] * 2, [1] * 2, [1] * 2, [1] * 2)
+    host_visual_indices(ids_BL, part=RowPart(0, 4), **IDS)
+    with pytest.raises(ValueError, match=r"2 tokens of a sample.*degree 4.*uneven=True"):
+        host_visual_indices(ids_BL, part=RowPart(0, 4), layout="batch_slices", **IDS)
 
 
 def test_counts_that_differ_are_named_for_each_modality():
@@ -157,5 +226,5 @@ def test_a_rank_outside_its_group_is_refused():
 
 
 def test_an_unknown_layout_is_refused():
-    with pytest.raises(ValueError, match="'token_rows' or 'sequence_first'"):
+    with pytest.raises(ValueError, match="'sequence_first' or 'batch_slices'"):
         host_visual_indices(token_rows([("image", 2)]), num_image_rows=2, layout="bsh", **IDS)

@@ -15,11 +15,12 @@ from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import LoRAConfig, TrainConfig
 from paddle_vl.nn.linear import Columns, FusedLinear, Linear, SeparateLinears, fused_columns
+from paddle_vl.testing.qwen3_vl import token_rows
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.freeze import freeze_parameters, treated_apart
 from paddle_vl.train.optimizer import Optimizer
 from tests.single_card_tests.train.tiny_run import write_tiny_run
-from tests.support.tiny import tiny_config, tiny_model, token_rows
+from tests.support.tiny import tiny_config, tiny_model
 
 QUERIES = "model.language_model.layers.1.self_attn.q_proj.weight"
 

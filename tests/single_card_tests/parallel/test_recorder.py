@@ -14,7 +14,7 @@ from paddle.base import core
 
 from paddle_vl.parallel import recorder
 from paddle_vl.parallel.recorder import Collective, observed
-from tests.support.recordings import first_difference
+from paddle_vl.testing import first_difference
 
 DISTRIBUTED = Path(dist.__file__).parent
 # Folders in which Paddle communicates under dynamic graphs.

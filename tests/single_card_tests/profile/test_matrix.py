@@ -11,24 +11,23 @@ cell, the recommendation, the comparison and a plot.
 import json
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from paddle_vl.cli.main import build_parser
 from paddle_vl.config.load import load_run_config
 from paddle_vl.profile import matrix
-from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, Doubling, Steps
-from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
+from paddle_vl.profile.cells import (
+    Cell,
+    Choice,
+    Steps,
+)
+from paddle_vl.profile.matrix import all_choices, run_matrix
 from paddle_vl.profile.matrix_report import write_report
 from paddle_vl.profile.supervise import Limits, Outcome
 from paddle_vl.profile.workload import Workload
 from tests.single_card_tests.profile.measures import cell
+from tests.single_card_tests.profile.pretended_cells import Pretended, matrix_settings
 from tests.single_card_tests.train.tiny_run import write_tiny_run
-
-# Largest batch that fits, and samples per second of one sample, by sharding choice.
-CAPACITY = {"dp": 3, "stage2": 6, "stage3": 5}
-SPEED = {"dp": 6.0, "stage2": 5.0, "stage3": 4.0}
 
 
 @pytest.fixture
@@ -38,49 +37,7 @@ def run_file(tmp_path):
 
 @pytest.fixture
 def settings(tmp_path):
-    return MatrixSettings(
-        out=tmp_path / "matrix",
-        num_processes=2,
-        choices=all_choices(["dp", "stage2"], ["none"], [1]),
-        growth=Doubling(largest=8, resolution=0),
-        seconds=30.0,
-        memory_limit_gb=2.0,
-        warmup_steps=1,
-        steps=2,
-        workload=Workload(is_synthetic=True),
-    )
-
-
-class Pretended:
-    """Runs cells by their command line alone; `broken` gives the outcome for a sharding choice."""
-
-    def __init__(self, broken: dict[str, Outcome] | None = None):
-        self.ran: list[tuple[str, int]] = []
-        self.limits: set[Limits] = set()
-        self.broken = broken or {}
-
-    def __call__(self, command: list[str], folder: Path, limits: Limits) -> Outcome:
-        options, given = self.parsed(command)
-        stage = f"stage{given['parallel.sharding_stage']}"
-        sharding = "dp" if given["parallel.sharding_degree"] == "1" else stage
-        size = int(given["train.per_device_train_batch_size"])
-        self.limits.add(limits)
-        assert Path(options.out) == folder
-        self.ran.append((sharding, size))
-        if sharding in self.broken:
-            return self.broken[sharding]
-        if size > CAPACITY[sharding]:
-            return Outcome("oom", "rank 0 uses too much")
-        speed = SPEED[sharding] * size
-        profile = cell(sharding, size, speed, memory=size / 4).profile
-        (folder / RESULT_FILE).write_text(json.dumps({**profile, "config": "not kept"}))
-        return Outcome("ok")
-
-    @staticmethod
-    def parsed(command: list[str]):
-        options = build_parser().parse_args(command[2:])
-        given = dict(override.split("=", 1) for override in options.overrides)
-        return options, {"parallel.sharding_stage": "none", **given}
+    return matrix_settings(tmp_path / "matrix")
 
 
 def test_every_choice_is_walked_to_what_fits(run_file, settings):
@@ -148,6 +105,15 @@ def test_a_changed_model_file_is_noticed(run_file, settings, tmp_path):
     file.write_text(json.dumps(values | {"tie_word_embeddings": False}))
     changed = Pretended()
     run_matrix(run_file, overrides, one, changed)
+    assert changed.ran == [("dp", 1)]
+
+
+def test_changed_flags_of_paddle_are_noticed(run_file, settings, monkeypatch):
+    one = replace(settings, choices=[Choice("dp", "none", 1)], growth=Steps([1]))
+    run_matrix(run_file, [], one, Pretended())
+    monkeypatch.setenv("FLAGS_use_virtual_memory_auto_growth", "0")
+    changed = Pretended()
+    run_matrix(run_file, [], one, changed)
     assert changed.ran == [("dp", 1)]
 
 

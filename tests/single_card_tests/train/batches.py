@@ -7,8 +7,8 @@ from paddle_vl.batch.positions import mrope_position_ids
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows
 from paddle_vl.train.step import MicroBatch, ModelRunner, StepOutcome, StepTotals, counted
-from tests.support.tiny import IMAGE, VIDEO, VISION_END, VISION_START, patches, token_rows
 
 
 def image_batch(texts: list[list[int]], prompt_lengths: list[int], seed: int = 0) -> dict:
@@ -33,6 +33,7 @@ def image_batch(texts: list[list[int]], prompt_lengths: list[int], seed: int = 0
         "image_grid_thw": grids,
         "num_target_tokens": int((labels[:, 1:] != -100).sum()),
         "has_left_padding": False,
+        "real_row_indices": np.flatnonzero(mask),
         **host_visual_indices(input_ids, num_image_rows=4 * len(texts), **ids),
     }
 

@@ -19,12 +19,12 @@ from safetensors.numpy import load_file
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter
+from paddle_vl.testing import record_host_reads
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.feeding import feed
 from paddle_vl.train.feeding.device_copies import DeviceCopies
 from paddle_vl.train.feeding.feed import BatchFeed
-from step_counts import record_host_reads
 from tests.single_card_tests.data.probe_datasets import HeldDataset, token_rows
 from tests.single_card_tests.train.fake_device import FakeDevice
 from tests.single_card_tests.train.test_host_reads import OF_THE_CPU

@@ -16,8 +16,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.testing import record_host_reads
 from paddle_vl.train.build import build_trainer
-from step_counts import record_host_reads
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.finished_runs import lasting, metrics_of

@@ -41,6 +41,8 @@ def test_metrics_have_every_quantity(whole_run):
         "step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second",
         "tokens_per_second", "step_seconds", "step_seconds_max", "data_wait_seconds", "memory_gb",
         "sequence_length_min", "sequence_length_mean", "sequence_length_max",
+        *(f"tokens_per_step_{name}" for name in ("sum", "mean", "min", "max")),
+        *(f"rank_sequence_length_{name}" for name in ("sum", "mean", "min", "max")),
         "target_tokens", "skipped_updates", "skipped_samples", "eval_loss",
     }  # fmt: skip
     assert "eval_loss" not in lines[0]

@@ -1,22 +1,9 @@
-"""Demonstrations in JSONL files with images beside them.
+"""Demonstrations in JSONL files with images beside them; `line.py` describes their lines."""
 
-A line is one moment of an episode:
-
-    {"state": [[0.1, 0.2], [0.1, 0.3]], "camera0": ["0/0.png", "0/1.png"], "prompt": "stack them",
-     "actions": [[0.0, 1.0], ...], "subgoal0": "0/9.png", "response": "grasp the cube", "speed": 50}
-
-Image paths are relative to the file. States and frames are in order of time, the current one last.
-A line may have fewer frames than the policy reads (at the start of an episode) or fewer actions
-than a chunk (at its end). The newest frames and the first actions are used. An entry of one frame
-may omit the outer list. A missing or null entry is absent. The file determines the group of data,
-so a line has no `dataset_index`.
-"""
-
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,157 +18,22 @@ from paddle_vl.data.jsonl import (
     parse_object,
     sample_at,
 )
-from paddle_vl.data.media_file import MediaFolder, file_size, load_rgb
+from paddle_vl.data.media_file import MediaFolder, load_rgb
+from paddle_vl.families.pi07.demonstrations.line import Moment, file_sizes, parse_moment
 from paddle_vl.families.pi07.demonstrations.sample import (
-    NUMBER_TYPES,
     OPTIONAL_FIELDS,
-    OPTIONAL_TEXTS,
     Demonstration,
     DemonstrationShapes,
     chosen_fields,
     finished_sample,
 )
 from paddle_vl.families.pi07.inputs.images import letterbox
-from paddle_vl.families.pi07.inputs.prompt import metadata_problem
 
+logger = logging.getLogger(__name__)
 # Name of the only group of data, if groups have no names.
 UNNAMED_GROUP = "all"
 
 Files = Sequence[str | os.PathLike]
-
-
-@dataclass(frozen=True)
-class Moment:
-    """One parsed line; images are paths.
-
-    Attributes:
-        state: `[R, S]` float32, R real frames, the current one last.
-        actions: `[N, A]` float32, N real steps; None if no actions are needed.
-        frames: R paths per camera.
-        goals: the goal images that the line has, by name.
-        words: the prompt, and the optional texts and numbers that the line has.
-    """
-
-    state: np.ndarray
-    actions: np.ndarray | None
-    frames: Mapping[str, list[str]]
-    goals: Mapping[str, str]
-    words: Mapping[str, Any]
-
-
-def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) -> Moment:
-    """Parse one line of a JSONL file.
-
-    Args:
-        folder: the file's own, which relative paths start from.
-
-    Raises:
-        BadSampleError: names the fault.
-    """
-    # Non-finite numbers are refused below, with the name of their entry.
-    record = parse_object(line, "'state', images, 'actions' and 'prompt'", finite=False)
-    record = {name: value for name, value in record.items() if value is not None}
-    _check_names(record, shapes)
-    state_RS, newest = _rows(record, "state", shapes.state_dim), slice(-shapes.n_obs_steps, None)
-    frames = {name: _paths(record, name, folder, len(state_RS))[newest] for name in shapes.cameras}
-    actions_NA = None
-    if shapes.chunk_size is not None:
-        assert shapes.action_dim is not None, "both are given, or neither"
-        actions_NA = _rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
-    goals = {
-        goal: _paths(record, goal, folder, 1)[0] for goal in shapes.goals.values() if goal in record
-    }
-    words = {name: _text(record, name) for name in ("prompt", *OPTIONAL_TEXTS) if name in record}
-    words |= {name: _number(record, name) for name in NUMBER_TYPES if name in record}
-    return Moment(state_RS[newest], actions_NA, frames, goals, words)
-
-
-def file_sizes(moment: Moment, with_goals: bool) -> list[int]:
-    """Sizes of the image files, in bytes.
-
-    Raises:
-        BadSampleError: names a file that does not exist.
-    """
-    paths = [path for of_camera in moment.frames.values() for path in of_camera]
-    paths += list(moment.goals.values()) if with_goals else []
-    return [file_size(path, "image") for path in paths]
-
-
-def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None:
-    needed = ["state", *shapes.cameras, "prompt"]
-    if shapes.chunk_size is not None:
-        needed.append("actions")
-    if missing := [name for name in needed if name not in record]:
-        raise BadSampleError(
-            "missing_key",
-            f"the line has no {', '.join(map(repr, missing))}; it has {sorted(record)}",
-        )
-    known = {*needed, "actions", *OPTIONAL_TEXTS, *NUMBER_TYPES}
-    unknown = [
-        name
-        for name in record
-        # A line may have cameras and goals that this policy does not read.
-        if name not in known and not name.startswith(("camera", "subgoal"))
-    ]
-    if unknown:
-        raise BadSampleError(
-            "unknown_key",
-            f"the line has {', '.join(map(repr, unknown))}, which nothing reads; entries are "
-            f"{', '.join(sorted(known))}, cameras and subgoals",
-        )
-
-
-def _rows(record: Mapping[str, Any], name: str, width: int) -> np.ndarray:
-    """An entry as `[1 or more, width]` float32."""
-    try:
-        given = np.asarray(record[name])
-    except ValueError as error:
-        raise BadSampleError(
-            "bad_shape", f"{name!r} has rows of several lengths: {error}"
-        ) from error
-    if given.dtype.kind not in "iuf":
-        raise BadSampleError(
-            "bad_type", f"{name!r} is {str(record[name])[:80]}; numbers are needed"
-        )
-    values = given[None] if given.ndim == 1 else given
-    if values.ndim != 2 or values.shape[1] != width or not len(values):
-        raise BadSampleError(
-            "bad_shape",
-            f"{name!r} has shape {list(values.shape)}; [1 or more, {width}] is needed",
-        )
-    largest = np.finfo(np.float32).max
-    if not (np.abs(values) <= largest).all():
-        raise BadSampleError("not_finite", f"{name!r} holds NaN, or values beyond {largest:.3g}")
-    return values.astype(np.float32)
-
-
-def _paths(record: Mapping[str, Any], name: str, folder: MediaFolder, count: int) -> list[str]:
-    given = record[name]
-    given = [given] if isinstance(given, str) else given
-    if not isinstance(given, list) or not all(isinstance(path, str) and path for path in given):
-        raise BadSampleError("bad_type", f"{name!r} is {str(given)[:80]}; paths are needed")
-    if len(given) != count:
-        what = "1 is needed" if name.startswith("subgoal") else f"'state' has {count} frames"
-        raise BadSampleError("bad_shape", f"{name!r} has {len(given)} images; {what}")
-    return [folder.path(path, repr(name)) for path in given]
-
-
-def _text(record: Mapping[str, Any], name: str) -> str:
-    text = record[name]
-    if not isinstance(text, str):
-        raise BadSampleError("bad_type", f"{name!r} is {str(text)[:80]}; a text is needed")
-    return text
-
-
-def _number(record: Mapping[str, Any], name: str) -> Any:
-    value, kind = record[name], NUMBER_TYPES[name]
-    is_truth = kind is np.bool_
-    if type(value) is not (bool if is_truth else int):
-        needed = "true or false" if is_truth else "a whole number"
-        raise BadSampleError("bad_type", f"{name!r} is {str(value)[:80]!r}; {needed} is needed")
-    if (problem := metadata_problem(name, value)) is not None:
-        raise BadSampleError("out_of_range", problem)
-    return value
 
 
 def present_fields(
@@ -225,6 +77,7 @@ class DemonstrationsDataset(SamplesOfLines):
 
     Attributes:
         shapes, fields, group_names: see `DemonstrationSource`.
+        history_lengths: steps of the line of each file that has the most.
         on_bad_sample: "fail" raises at the first bad sample; "skip" leaves out bad samples found on
             opening, and lets the loader skip those found later.
     """
@@ -270,6 +123,7 @@ class DemonstrationsDataset(SamplesOfLines):
         self.files = [file for file, _ in named]
         self._groups = [self.group_names.index(name) for _, name in named]
         self._folders = [MediaFolder(file.parent, allow_outside) for file in self.files]
+        self.history_lengths = [0] * len(self.files)
         self._lines = LineIndex(self.files, self._check_line, on_bad_sample, max_line_bytes)
 
     def __getitem__(self, number: int) -> Demonstration:
@@ -296,6 +150,34 @@ class DemonstrationsDataset(SamplesOfLines):
                 given |= {goal: self._image(goal, path) for goal, path in moment.goals.items()}
             return finished_sample(given, self.shapes, self.fields)
 
+    def check_history(self) -> None:
+        """Refuse an observation that no line can fill; warn of files without a line that can.
+
+        Raises:
+            ValueError: names the longest line and the steps that are needed.
+        """
+        shapes = self.shapes
+        short = {
+            str(file): length
+            for file, length in zip(self.files, self.history_lengths, strict=True)
+            if length < shapes.history_length
+        }
+        if not short:
+            return
+        needed = (
+            f"n_obs_steps {shapes.n_obs_steps} with history_interval {shapes.history_interval} "
+            f"needs lines with {shapes.history_length} consecutive steps"
+        )
+        found = ", ".join(f"at most {length} in {file}" for file, length in short.items())
+        if len(short) < len(self.files):
+            logger.warning("%s; there are %s, whose past is always padded", needed, found)
+            return
+        fits = (max(short.values()) - 1) // shapes.history_interval + 1
+        raise ValueError(
+            f"{needed}, and there are {found}: write more steps into the lines, or set "
+            f"model.policy.n_obs_steps to at most {fits}"
+        )
+
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         """State, actions and group of a sample, see `DemonstrationSource`; reads no images.
 
@@ -314,7 +196,10 @@ class DemonstrationsDataset(SamplesOfLines):
     def _check_line(self, line: bytes, file_number: int) -> list[int]:
         """Check a line without decoding images; returns the sizes of its files."""
         moment = parse_moment(line, self._folders[file_number], self.shapes)
-        return file_sizes(moment, self.fields["subgoal"])
+        sizes = file_sizes(moment, self.fields["subgoal"])
+        longest = max(self.history_lengths[file_number], moment.history_length)
+        self.history_lengths[file_number] = longest
+        return sizes
 
     def _image(self, name: str, path: str) -> np.ndarray:
         """`[3, H, W]` float32 in [0, 1], fitted into the image size."""

@@ -16,6 +16,9 @@ Optional (`OPTIONAL_FIELDS`), in all samples of a source or in none:
     `speed`, `quality`, `fps` int64 and `mistake` bool with `<name>_is_pad`; absent is 0 with True.
     `subgoal`: a goal image `[3, H, W]` in [0, 1] per camera, `subgoal0` for `camera0`, and
     `subgoal_is_pad`; absent is black with True, for all cameras or for none.
+If samples may lack cameras (`empty_cameras`):
+    `<camera>_is_pad` bool, True for a camera that the sample lacks, whose frames are black; with
+    goal images `<goal>_is_pad`, True for those that a sample with goals lacks of such cameras.
 Drawn for training, see `training_set.py`:
     `noise` `[C, max_action_dim]` float32; `time` float32; `delay` int64.
 
@@ -24,7 +27,7 @@ fields of a source, so every rank and every batch has the same entries.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +59,8 @@ class DemonstrationShapes:
         state_dim: S.
         n_obs_steps: F.
         chunk_size, action_dim: C and A; None if no actions are needed, as for the planner.
+        history_interval: steps of the data between two frames of an observation.
+        empty_cameras: most cameras that a sample may lack.
     """
 
     cameras: tuple[str, ...]
@@ -64,6 +69,9 @@ class DemonstrationShapes:
     n_obs_steps: int = 1
     chunk_size: int | None = None
     action_dim: int | None = None
+    # Not in the representation, which fingerprints of earlier checkpoints contain.
+    history_interval: int = field(default=1, repr=False)
+    empty_cameras: int = field(default=0, repr=False)
 
     def __post_init__(self):
         """Check the numbers.
@@ -81,8 +89,11 @@ class DemonstrationShapes:
                 "None for both where no actions are read"
             )
         numbers = (*self.image_size, self.state_dim, self.n_obs_steps, *self.action_shape)
-        if min(numbers) < 1:
-            raise ValueError(f"{self}: sizes must be at least 1")
+        if min(*numbers, self.history_interval) < 1 or self.empty_cameras < 0:
+            raise ValueError(
+                f"{self}, history_interval={self.history_interval}, "
+                f"empty_cameras={self.empty_cameras}: sizes must be at least 1, empty_cameras 0"
+            )
 
     @property
     def action_shape(self) -> tuple[int, ...]:
@@ -90,6 +101,27 @@ class DemonstrationShapes:
         if self.chunk_size is None or self.action_dim is None:
             return ()
         return (self.chunk_size, self.action_dim)
+
+    @property
+    def history_length(self) -> int:
+        """Consecutive steps of the data that one observation reaches over, the current included."""
+        return (self.n_obs_steps - 1) * self.history_interval + 1
+
+    def observed(self, num_steps: int) -> slice:
+        """The frames of an observation among `num_steps` consecutive steps, the last the current.
+
+        They are `history_interval` steps apart and end with the current one; at most `n_obs_steps`,
+        fewer if the steps do not reach back far enough.
+
+        Example: 6 steps with `n_obs_steps` 4 and `history_interval` 2 give the steps 1, 3 and 5;
+        the frame at step -1 lies before the episode.
+
+        Source: the delta timestamps of OpenTau's data sets, -(F - 1 - i) * history_interval steps
+        for frame i, and the observation buffer of its `select_action`.
+        """
+        current = num_steps - 1
+        first = max(current % self.history_interval, num_steps - self.history_length)
+        return slice(first, num_steps, self.history_interval)
 
     @property
     def goals(self) -> dict[str, str]:
@@ -174,17 +206,25 @@ def finished_sample(
 
     Args:
         given: `prompt`, `dataset_index`; `state` `[R, S]` of the newest frames, at most F, and per
-            camera `[<= R, 3, H, W]`; `actions` `[N, A]` of the first steps, if needed; optional
-            fields, absent if missing or None. Further entries are ignored.
+            camera `[<= R, 3, H, W]`, absent if the sample lacks it; `actions` `[N, A]` of the first
+            steps, if needed; optional fields, absent if missing or None. Further entries are
+            ignored.
     """
     num_frames, num_real = shapes.n_obs_steps, len(given["state"])
     sample: Demonstration = {
         "state": _front_padded(np.asarray(given["state"], dtype=np.float32), num_frames),
-        **{camera: _front_padded(given[camera], num_frames) for camera in shapes.cameras},
         "obs_history_is_pad": np.arange(num_frames) < num_frames - num_real,
         "prompt": given["prompt"],
         "dataset_index": np.int64(given["dataset_index"]),
     }
+    black = np.zeros((3, *shapes.image_size), dtype=np.float32)
+    # `KeyError` for a camera that must be there.
+    lacking = [name for name in shapes.cameras if shapes.empty_cameras and name not in given]
+    for camera in shapes.cameras:
+        frames = black[None] if camera in lacking else given[camera]
+        sample[camera] = _front_padded(frames, num_frames)
+        if shapes.empty_cameras:
+            sample[f"{camera}_is_pad"] = np.bool_(camera in lacking)
     if shapes.chunk_size is not None:
         actions = np.asarray(given["actions"], dtype=np.float32)
         missing = shapes.chunk_size - len(actions)
@@ -199,11 +239,15 @@ def finished_sample(
             sample[name] = kind(0 if value is None else value)
             sample[f"{name}_is_pad"] = np.bool_(value is None)
     if fields["subgoal"]:
-        goals = [given.get(goal) for goal in shapes.goals.values()]
-        is_pad = any(goal is None for goal in goals)
-        for name, goal in zip(shapes.goals.values(), goals, strict=True):
-            black = np.zeros((3, *shapes.image_size), dtype=np.float32)
-            sample[name] = black if is_pad else goal
+        goals = {camera: given.get(goal) for camera, goal in shapes.goals.items()}
+        # A camera that the sample has needs a goal.
+        is_pad = any(goal is None and name not in lacking for name, goal in goals.items())
+        is_pad = is_pad or all(goal is None for goal in goals.values())
+        for camera, goal in goals.items():
+            name = shapes.goals[camera]
+            sample[name] = black if is_pad or goal is None else goal
+            if shapes.empty_cameras:
+                sample[f"{name}_is_pad"] = np.bool_(is_pad or goal is None)
         sample["subgoal_is_pad"] = np.bool_(is_pad)
     return sample
 

@@ -130,7 +130,10 @@ class SyntheticDemonstrations:
     @property
     def fingerprint(self) -> int:
         """Checksum of everything that determines the samples."""
-        settings = (self.num_samples, self.seed, self.shapes, self.fields, self.group_names)
+        settings = [self.num_samples, self.seed, self.shapes, self.fields, self.group_names]
+        if self.shapes.history_interval > 1:
+            settings.append(self.shapes.history_interval)
+        settings = tuple(settings)
         return zlib.crc32(repr(settings).encode())
 
     @property
@@ -140,8 +143,8 @@ class SyntheticDemonstrations:
 
     def _frames(self, number: int) -> np.ndarray:
         """Steps of the frames of an observation; fewer than F at the beginning of the episode."""
-        step = number % EPISODE_LENGTH
-        return np.arange(max(0, step + 1 - self.shapes.n_obs_steps), step + 1)
+        steps = np.arange(number % EPISODE_LENGTH + 1)
+        return steps[self.shapes.observed(len(steps))]
 
     def _episode(self, number: int) -> _Episode:
         rng = sample_rng(self.seed, Stream.CONTENT, 1, number // EPISODE_LENGTH)

@@ -34,11 +34,13 @@ def prepare_videos(
 ) -> Pictures:
     """The frames of every camera, in [0, 1].
 
-    Padded frames become black, except the current one. Missing cameras, at most `empty_cameras`,
-    become masked black images after the others.
+    Padded frames become black, except the current one. Cameras that a sample lacks become masked
+    black images in their place; those that the batch lacks, at most `empty_cameras`, after the
+    others.
 
     Args:
-        batch: per camera `[B, F, 3, H, W]`, or `[B, 3, H, W]` if an observation is one frame.
+        batch: per camera `[B, F, 3, H, W]`, or `[B, 3, H, W]` if an observation is one frame;
+            optionally `<camera>_is_pad` `[B]` bool, True for samples that lack the camera.
         size: (height, width) of the result.
         num_frames: most frames of an observation.
 
@@ -76,8 +78,10 @@ def prepare_videos(
             keep = ~history_is_pad_BF
             keep[:, -1] = True
             video = video * keep[:, :, None, None, None]
+        mask_B = _has_image(batch, name, len(video))
+        video = video if mask_B.all() else video * mask_B[:, None, None, None, None]
         pictures.images.append(letterbox(video, size))
-        pictures.masks.append(np.ones(len(video), dtype=bool))
+        pictures.masks.append(mask_B)
     for _ in missing:
         pictures.images.append(np.zeros_like(pictures.images[0]))
         pictures.masks.append(np.zeros_like(pictures.masks[0]))
@@ -90,7 +94,8 @@ def prepare_subgoals(
     """Subgoal images in [-1, 1]; no images if the batch has none.
 
     The subgoal of `camera0` is `subgoal0`. Samples whose `subgoal_is_pad` is True, and all samples
-    without that entry, get masked grey images.
+    without that entry, get masked grey images, and so does a subgoal whose own `subgoal0_is_pad`
+    is True.
 
     Raises:
         ValueError: images have another shape.
@@ -110,12 +115,24 @@ def prepare_subgoals(
                 f"{list(is_pad.shape)}; [batch, 3, height, width] and [batch] are needed"
             )
         image = letterbox(image, size) * 2.0 - 1.0
-        pictures.images.append(image * ~is_pad[:, None, None, None])
-        pictures.masks.append(~is_pad)
+        mask_B = ~is_pad & _has_image(batch, name, count)
+        pictures.images.append(image * mask_B[:, None, None, None])
+        pictures.masks.append(mask_B)
     for _ in range(min(len(names) - len(present), empty_cameras)):
         pictures.images.append(-np.ones_like(pictures.images[0]))
         pictures.masks.append(np.zeros_like(pictures.masks[0]))
     return pictures
+
+
+def _has_image(batch: Mapping[str, Any], name: str, batch_size: int) -> np.ndarray:
+    """`[B]` bool, False for samples whose `<name>_is_pad` is True."""
+    is_pad_B = np.asarray(batch.get(f"{name}_is_pad", np.zeros(batch_size)), dtype=bool)
+    if is_pad_B.shape != (batch_size,):
+        raise ValueError(
+            f"{name}_is_pad has shape {list(is_pad_B.shape)}, {name!r} has {batch_size} samples: "
+            "one value for each is needed"
+        )
+    return ~is_pad_B
 
 
 def _in_unit_range(images: Any, name: str) -> np.ndarray:

@@ -31,7 +31,7 @@ from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.recompute import recompute_layers
-from step_counts import record_host_reads
+from paddle_vl.testing import record_host_reads
 from tests.single_card_tests.families.pi07 import test_flow_matching as low_level
 from tests.single_card_tests.families.pi07 import test_planner as planner
 from tests.support.pi07_golden import CharacterTokenizer, FirstValueActionTokenizer, policy_config

@@ -26,7 +26,8 @@ from paddle_vl.checkpoint.safetensors_io import (
     write_file,
 )
 from paddle_vl.families.qwen3_vl.adapter import merge_adapter
-from tests.support.tiny import GOLDEN, patches, tiny_model, token_rows
+from paddle_vl.testing.qwen3_vl import patches, token_rows
+from tests.support.tiny import GOLDEN, tiny_model
 
 BASE = GOLDEN / "qwen_vl" / "models" / "dense_untied"
 PEFT = GOLDEN / "lora" / "adapter"

@@ -14,8 +14,9 @@ import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.nn.linear import default_dtype
+from paddle_vl.testing.qwen3_vl import EXPERTS
 from tests.single_card_tests.train.batches import image_batch
-from tests.support.tiny import EXPERTS, tiny_config
+from tests.support.tiny import tiny_config
 from tests.support.traced import Cast, Operator, trace
 
 HOST = ("image_grid_thw", "num_target_tokens", "has_left_padding")

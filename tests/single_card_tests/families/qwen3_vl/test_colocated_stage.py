@@ -21,9 +21,10 @@ from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage
 from paddle_vl.families.qwen3_vl.recipe import encoder_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.leaves import Leaves
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.captioner.run import write_captioner_run
-from tests.support.tiny import IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+from tests.support.tiny import tiny_config, tiny_model
 
 GRIDS = {"image": [[1, 2, 4], [1, 4, 2], [1, 2, 2]], "video": [[2, 2, 2], [1, 4, 4]]}
 CUTS = [[1, 3], [2, 3], [1, 2, 3]]

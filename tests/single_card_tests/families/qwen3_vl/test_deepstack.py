@@ -11,7 +11,9 @@ import pytest
 from paddle.static import InputSpec
 
 from paddle_vl.families.qwen3_vl.decoder import DeepstackLayer
-from tests.support.tiny import forbid_host_reads, patches, tiny_model, token_rows
+from paddle_vl.testing import forbid_host_reads
+from paddle_vl.testing.qwen3_vl import patches, token_rows
+from tests.support.tiny import tiny_model
 
 GRIDS = [[1, 4, 4], [1, 2, 4]]
 IDS = token_rows([1, ("image", 4), 2, 3], [4, 5, ("image", 2), 6])

@@ -11,60 +11,18 @@ import paddle
 import pytest
 from paddle.static import InputSpec
 
-from paddle_vl.batch.visual_index import RowPart, host_visual_indices
-from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
-from paddle_vl.nn.placement import SingleDevicePlacement
-from tests.support.tiny import (
-    IMAGE,
-    VIDEO,
-    MockedSequenceParallel,
-    forbid_host_reads,
-    tiny_config,
-    token_rows,
+from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
+from tests.single_card_tests.families.qwen3_vl.embedding_inputs import (
+    IMAGES,
+    LEVELS,
+    MIXED,
+    TEXT,
+    WIDTH,
+    build,
+    carried,
+    visual_args,
 )
-
-IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
-WIDTH, LEVELS = 16, 2
-
-# Images and videos mixed, several per sample, and a sample without any.
-MIXED = token_rows(
-    [1, ("image", 3), 2, ("video", 2), ("image", 1)], [3, 4, 5], [("video", 4), 6, ("image", 2)],
-    length=16,
-)  # fmt: skip
-IMAGES = token_rows([1, ("image", 7), 2], [3, 4], [5, ("image", 2), 6, ("image", 3)], length=16)
-TEXT = token_rows([1, 2, 3], [4, 5], length=8)
-
-
-def build(placement=None) -> GPTEmbedding:
-    paddle.seed(0)
-    return GPTEmbedding(tiny_config(), placement or SingleDevicePlacement())
-
-
-def visual_args(ids_BL: np.ndarray, seed: int = 0) -> dict:
-    """Embeddings and levels for every placeholder of the batch, and positions."""
-    rng = np.random.default_rng(seed)
-    args = {
-        "input_ids": paddle.to_tensor(ids_BL),
-        "position_ids": paddle.to_tensor(np.tile(np.arange(ids_BL.shape[1]), (3, len(ids_BL), 1))),
-    }
-    for kind, token in (("image", IMAGE), ("video", VIDEO)):
-        count = int((ids_BL == token).sum())
-        if count:
-            draws = rng.normal(size=(1 + LEVELS, count, WIDTH)).astype(np.float32)
-            merged, *levels = (paddle.to_tensor(draw, stop_gradient=False) for draw in draws)
-            args |= {f"{kind}_embeds": merged, f"deepstack_{kind}_embeds": levels}
-    return args
-
-
-def carried(ids_BL: np.ndarray, part: RowPart | None = None) -> dict:
-    arrays = host_visual_indices(
-        ids_BL,
-        num_image_rows=int((ids_BL == IMAGE).sum()),
-        num_video_rows=int((ids_BL == VIDEO).sum()),
-        part=part,
-        **IDS,
-    )
-    return {name: paddle.to_tensor(array) for name, array in arrays.items()}
 
 
 def reading_order(ids_BL: np.ndarray, args: dict, images: str, videos: str, level=None):
@@ -195,20 +153,30 @@ class Traced(paddle.nn.Layer):
         super().__init__()
         self.embedding = embedding
 
-    def forward(self, input_ids, position_ids, image_embeds, level, video_embeds, video_level):
+    def forward(
+        self,
+        input_ids,
+        position_ids,
+        image_embeds,
+        level_0,
+        level_1,
+        video_embeds,
+        video_0,
+        video_1,
+    ):
         outputs = self.embedding(
             {
                 "input_ids": input_ids,
                 "position_ids": position_ids,
                 "image_embeds": image_embeds,
-                "deepstack_image_embeds": [level],
+                "deepstack_image_embeds": [level_0, level_1],
                 "video_embeds": video_embeds,
-                "deepstack_video_embeds": [video_level],
+                "deepstack_video_embeds": [video_0, video_1],
             }
         )
         return (
             outputs["hidden_states"],
-            outputs["deepstack_visual_emb"][0],
+            *outputs["deepstack_visual_emb"],
             outputs["visual_update_indices"],
             outputs["visual_gather_indices"],
         )
@@ -216,13 +184,17 @@ class Traced(paddle.nn.Layer):
 
 @pytest.mark.parametrize(
     ("placement", "batch", "length"),
-    [(None, None, None), (MockedSequenceParallel(1, 4), 3, 16)],
-    ids=["plain-dynamic-shapes", "mp-rank"],
+    [
+        (None, None, None),
+        (MockedSequenceParallel(1, 4), 3, 16),
+        (MockedSequenceParallel(1, 4), None, None),
+    ],
+    ids=["plain-dynamic-shapes", "mp-rank", "mp-rank-dynamic-shapes"],
 )
 def test_indices_survive_full_graph_tracing(placement, batch, length):
     layer = Traced(build(placement))
     layer.eval()
-    rows = [InputSpec([None, WIDTH], "float32", name) for name in ("a", "b", "c", "d")]
+    rows = [InputSpec([None, WIDTH], "float32", name) for name in "abcdef"]
     traced = paddle.jit.to_static(
         layer,
         full_graph=True,
@@ -236,44 +208,8 @@ def test_indices_survive_full_graph_tracing(placement, batch, length):
     for ids_BL in (MIXED, other):
         args = visual_args(ids_BL)
         inputs = [args["input_ids"], args["position_ids"]]
-        inputs += [args["image_embeds"], args["deepstack_image_embeds"][0]]
-        inputs += [args["video_embeds"], args["deepstack_video_embeds"][0]]
+        inputs += [args["image_embeds"], *args["deepstack_image_embeds"]]
+        inputs += [args["video_embeds"], *args["deepstack_video_embeds"]]
         eager = Traced(build(placement))(*inputs)
         for found, wanted in zip(traced(*inputs), eager, strict=True):
             assert found.numpy().tolist() == wanted.numpy().tolist()
-
-
-def test_counts_that_differ_are_named_for_each_modality():
-    args = visual_args(MIXED)
-    args["image_embeds"] = args["image_embeds"][:-1]
-    with pytest.raises(ValueError, match="6 image placeholder tokens in input_ids but 5 image"):
-        build()(args)
-    args = visual_args(MIXED)
-    del args["video_embeds"], args["deepstack_video_embeds"]
-    with pytest.raises(ValueError, match="6 video placeholder tokens in input_ids but 0 video"):
-        build()(args)
-    with pytest.raises(ValueError, match="2 image placeholder tokens in input_ids but 0 image"):
-        build()(visual_args(TEXT) | {"input_ids": paddle.to_tensor(token_rows([("image", 2)]))})
-
-
-def test_indices_of_another_batch_are_refused():
-    args = visual_args(MIXED) | carried(MIXED)
-    args["image_embeds"] = args["image_embeds"][:-1]
-    with pytest.raises(ValueError, match="12 token rows but the batch has 11 visual embeddings"):
-        build()(args)
-
-
-def test_half_a_pair_of_indices_is_refused():
-    indices = carried(MIXED)
-    del indices["visual_gather_indices"]
-    with pytest.raises(ValueError, match="without visual_gather_indices"):
-        build()(visual_args(MIXED) | indices)
-    indices = carried(MIXED)
-    del indices["visual_source_indices"]
-    with pytest.raises(ValueError, match="visual_source_indices, which give their order"):
-        build()(visual_args(MIXED) | indices)
-
-
-def test_rows_that_the_group_does_not_divide_name_both_numbers():
-    with pytest.raises(ValueError, match=r"9 token rows.*degree 2.*data\.pad_to_multiple_of"):
-        build(MockedSequenceParallel(0, 2))(visual_args(token_rows([1] * 9)))

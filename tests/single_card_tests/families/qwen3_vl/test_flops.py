@@ -17,9 +17,10 @@ from paddle_vl.families.qwen3_vl.flops import Qwen3VLFlops
 from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.qwen3_vl.objective import with_unused_image
 from paddle_vl.families.qwen3_vl.settings import PARTS
+from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, patches, token_rows
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from tests.support.counted_products import counted_products
-from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+from tests.support.tiny import tiny_config, tiny_model
 
 COLLATOR = VLCollator(0, IMAGE, VIDEO)
 

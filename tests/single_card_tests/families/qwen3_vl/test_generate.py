@@ -14,8 +14,9 @@ from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.nn import attention
 from paddle_vl.nn.operations import use_kernels
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
+from paddle_vl.testing.qwen3_vl import IMAGE, patches, token_rows
 from tests.single_card_tests.nn.flash_kernel import FlashKernel
-from tests.support.tiny import IMAGE, patches, tiny_config, tiny_model, token_rows
+from tests.support.tiny import tiny_config, tiny_model
 
 GRIDS = [[1, 4, 4], [1, 2, 4]]
 

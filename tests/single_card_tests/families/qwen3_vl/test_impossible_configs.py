@@ -11,7 +11,8 @@ import pytest
 from paddle_vl import PI07Config, Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.sizes import SIZE_NAMES
 from paddle_vl.generation.config import GenerationConfig
-from tests.support.tiny import EXPERTS, tiny_config
+from paddle_vl.testing.qwen3_vl import EXPERTS
+from tests.support.tiny import tiny_config
 
 NO_SIZES = (0, -1, True, 2.0, "4", None, [4], 10**9, 10**30, float("nan"))
 

@@ -10,7 +10,8 @@ import paddle
 import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
-from tests.support.tiny import IMAGE, VIDEO, patches, tiny_model, token_rows
+from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
+from tests.support.tiny import tiny_model
 
 ROWS = ([1, 9, ("image", 4), 2, 5, 7], [4, ("image", 2), 6])
 GRIDS = [[1, 4, 4], [1, 2, 4]]

@@ -19,8 +19,9 @@ from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
-from step_counts import record_host_reads
-from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_config, tiny_model, token_rows
+from paddle_vl.testing import record_host_reads
+from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, patches, token_rows
+from tests.support.tiny import tiny_config, tiny_model
 
 CUTS = [[3], [1, 2, 3], [1, 3], [2, 3]]
 

@@ -10,8 +10,20 @@ def first_difference(calls_of_ranks: Sequence[Sequence[Collective]]) -> str | No
 
     Compares kind, dtype, shape and phase of every collective with those on the group's first rank,
     and dtype and shape of every message with those on the other rank.
+
+    Args:
+        calls_of_ranks: of all ranks, by global rank.
+
+    Raises:
+        ValueError: a call involves a rank without a recording.
     """
     channels = dict.fromkeys(_channel(call) for calls in calls_of_ranks for call in calls)
+    last = max((rank for _, ranks in channels for rank in ranks), default=-1)
+    if last >= len(calls_of_ranks):
+        raise ValueError(
+            f"rank {last} takes part in the calls, but there are recordings of "
+            f"{len(calls_of_ranks)} ranks: give those of all ranks"
+        )
     for channel in channels:
         is_message, ranks = channel
         first, *others = dict.fromkeys(ranks)

@@ -1,0 +1,24 @@
+"""Static programs of a model in a folder: written by `paddle-vl export`, run by `load`."""
+
+from pathlib import Path
+from typing import Any
+
+
+def load(folder: str | Path) -> Any:
+    """The exported model of a folder, on `paddle.inference`; no model code is imported.
+
+    Returns:
+        An object of the family's exported class. For Qwen3-VL it has `generate`, `stream`, `answer`
+        and `ask`.
+
+    Raises:
+        ValueError: the folder is no export, or of another version of the format.
+        RuntimeError: files are missing or damaged, or a program's answer to its stored input is
+            not the stored one.
+    """
+    from paddle_vl.config.families import family_of
+    from paddle_vl.export.folder import ExportFolder
+
+    opened = ExportFolder.open(Path(folder))
+    entry = family_of({"model_type": opened.manifest.model_type})
+    return entry.exported_class()(opened)

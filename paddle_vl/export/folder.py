@@ -1,0 +1,148 @@
+"""An export's folder: programs, their weights, a stored answer of each, and the manifest.
+
+export.json            what is in the folder, see `ExportManifest`
+NAME.json              a program in Paddle's format
+WEIGHTS.pdiparams      weights, once for all programs that have the same ones
+check.safetensors      for each program inputs and outputs of the model itself
+config.json, ...       the model's configuration, tokenizer and processor files
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from paddle_vl.checkpoint.manifest import (
+    damaged_files,
+    files_as_json,
+    files_from_json,
+)
+from paddle_vl.export.program import Program
+from paddle_vl.files.text_file import read_json_object
+
+MANIFEST_FILE = "export.json"
+CHECK_FILE = "check.safetensors"
+FORMAT = 1
+REMEDY = "export the checkpoint again (paddle-vl export)"
+
+
+@dataclass(frozen=True)
+class ProgramEntry:
+    """A program of the folder.
+
+    Attributes:
+        weights: file of its weights.
+        inputs: shape and dtype by name, in order; -1 for a size that is free.
+        num_outputs: number of output tensors.
+    """
+
+    weights: str
+    inputs: Mapping[str, tuple[list[int], str]]
+    num_outputs: int
+
+
+@dataclass(frozen=True)
+class ExportManifest:
+    """Content of `export.json`.
+
+    Attributes:
+        model_type: of the model, by which its family is found.
+        sizes: what the runtime must know of the model's configuration.
+        dtype: of weights and computation.
+        source: the exported checkpoint: its folder's name, and the checksums of its files.
+        versions: of paddle_vl and paddle.
+        tolerance: greatest difference of the stored answers, relative to their largest value.
+        programs: by name.
+    """
+
+    model_type: str
+    sizes: Mapping[str, Any]
+    dtype: str
+    source: Mapping[str, Any]
+    versions: Mapping[str, str]
+    tolerance: float
+    programs: Mapping[str, ProgramEntry]
+    files: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write the file."""
+        values = asdict(self) | {"format": FORMAT, "files": files_as_json(self.files)}
+        text = json.dumps(values, indent=1)
+        (folder / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "ExportManifest":
+        """
+        Raises:
+            ValueError: no export, or of another format or an unknown family.
+            RuntimeError: damaged.
+        """
+        if not (folder / MANIFEST_FILE).is_file():
+            raise ValueError(f"{folder} has no {MANIFEST_FILE}: give a folder of paddle-vl export")
+        values = read_json_object(folder / MANIFEST_FILE, "an export's manifest", REMEDY)
+        if values.pop("format", None) != FORMAT:
+            raise ValueError(f"{folder / MANIFEST_FILE} is not of format {FORMAT}: {REMEDY}")
+        try:
+            values["files"] = files_from_json(values["files"])
+            values["programs"] = {
+                name: ProgramEntry(**entry) for name, entry in values["programs"].items()
+            }
+            found = cls(**values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RuntimeError(
+                f"{folder / MANIFEST_FILE} is damaged ({error}): {REMEDY}"
+            ) from error
+        return found
+
+
+@dataclass(frozen=True)
+class ExportFolder:
+    """A folder whose files are complete and undamaged."""
+
+    path: Path
+    manifest: ExportManifest
+
+    @classmethod
+    def open(cls, path: Path) -> "ExportFolder":
+        """Check every file's size and checksum.
+
+        Raises:
+            ValueError, RuntimeError: see `ExportManifest.read`; or a file is missing or damaged.
+        """
+        manifest = ExportManifest.read(path)
+        if damaged := list(damaged_files(path, manifest.files)):
+            raise RuntimeError(f"{path} is damaged: {'; '.join(damaged)}. {REMEDY}")
+        return cls(path, manifest)
+
+    def program(self, name: str) -> Program:
+        """A program, ready to run, after its answer to the stored input was found right.
+
+        Raises:
+            RuntimeError: the answer is wrong, as an optimization pass of the predictor can make it.
+        """
+        entry = self.manifest.programs[name]
+        program = Program(self.path / f"{name}.json", self.path / entry.weights, entry.inputs)
+        stored = load_file(self.path / CHECK_FILE)
+        inputs = {key: stored[f"{name}.input.{key}"] for key in entry.inputs}
+        found = program({key: array.copy() for key, array in inputs.items()})
+        for i, output in enumerate(found):
+            wanted = stored[f"{name}.output.{i}"].astype(np.float64)
+            array = output.astype("float32").numpy().astype(np.float64)
+            if array.shape != wanted.shape:
+                raise RuntimeError(
+                    f"{self.path}: output {i} of {name} is of shape {list(array.shape)}, stored "
+                    f"{list(wanted.shape)}: {REMEDY}"
+                )
+            error = np.abs(array - wanted).max(initial=0.0)
+            limit = self.manifest.tolerance * max(np.abs(wanted).max(initial=0.0), 1.0)
+            if not error <= limit:
+                raise RuntimeError(
+                    f"{self.path}: output {i} of {name} differs by {error:.2g} from the stored "
+                    f"answer, more than {limit:.2g}: this version of Paddle's predictor computes "
+                    f"it wrongly on this machine. Use paddle {self.manifest.versions['paddle']}"
+                )
+        return program

@@ -1,0 +1,57 @@
+"""A static program on Paddle's predictor."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import paddle
+from paddle import Tensor, inference
+
+
+class Program:
+    """Runs a saved program; inputs by name, outputs in order.
+
+    Args:
+        file, weights: the program and its weights, as `paddle.jit.save` writes them.
+        inputs: shape and dtype of each input by name, -1 for a free size.
+    """
+
+    def __init__(self, file: Path, weights: Path, inputs: Mapping[str, tuple[list[int], str]]):
+        config = inference.Config(str(file), str(weights))
+        config.disable_glog_info()
+        config.enable_new_ir(True)
+        config.enable_new_executor(True)
+        config.switch_ir_optim(True)
+        config.enable_memory_optim()
+        if paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count():
+            config.enable_use_gpu(256, 0)
+        else:
+            config.disable_gpu()
+            # oneDNN's in-place pass gives wrong cosines in silence (paddlepaddle 3.3.1).
+            config.disable_mkldnn()
+        config.set_cpu_math_library_num_threads(_num_threads())
+        self._predictor = inference.create_predictor(config)
+        order = self._predictor.get_input_names()
+        if set(order) != set(inputs):
+            raise RuntimeError(
+                f"{file.name} takes {sorted(order)}, the manifest says {sorted(inputs)}: export "
+                "the checkpoint again (paddle-vl export)"
+            )
+        self._order = order
+        self._inputs = inputs
+
+    def input_width(self, name: str) -> int:
+        """Size of an input's last dim."""
+        return self._inputs[name][0][-1]
+
+    def __call__(self, inputs: Mapping[str, np.ndarray | Tensor]) -> list[Tensor]:
+        """The outputs. Tensors among the inputs are not copied; a program may write into them."""
+        tensors = [inputs[name] for name in self._order]
+        return self._predictor.run(
+            [x if isinstance(x, Tensor) else paddle.to_tensor(x) for x in tensors]
+        )
+
+
+def _num_threads() -> int:
+    return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))

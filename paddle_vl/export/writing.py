@@ -1,0 +1,190 @@
+"""Writing an export: trace the programs, save each set of weights once, store an answer of each."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import xxhash
+from paddle import Tensor, nn
+from safetensors.numpy import save_file
+
+import paddle_vl
+from paddle_vl.checkpoint.manifest import FileSum
+from paddle_vl.export.folder import (
+    CHECK_FILE,
+    MANIFEST_FILE,
+    ExportFolder,
+    ExportManifest,
+    ProgramEntry,
+)
+
+# Relative to the largest value: float32 sums in another order.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class ProgramToExport:
+    """A program and an input for it.
+
+    Attributes:
+        layer: its forward is traced; it has `input_spec()`.
+        weights: name of the file of its weights; programs of one name have the same weights.
+        example: arrays by the names of the input specs.
+    """
+
+    layer: Any
+    weights: str
+    example: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ModelToExport:
+    """What a family gives for an export.
+
+    Attributes:
+        model_type: of its config.json.
+        sizes: what the runtime must know of the configuration.
+        programs: by name.
+        save_files: writes configuration, tokenizer and processor files into a folder.
+    """
+
+    model_type: str
+    sizes: Mapping[str, Any]
+    programs: Mapping[str, ProgramToExport]
+    save_files: Callable[[Path], None]
+
+
+def export_model(model: ModelToExport, source: Path, out: Path) -> ExportManifest:
+    """Write the export; the folder gets its name when it is complete and has been run.
+
+    Args:
+        source: the checkpoint, named in the manifest with the checksums of its files.
+
+    Raises:
+        ValueError: `out` exists and is not an empty folder.
+        RuntimeError: the predictor's answer differs from the model's.
+    """
+    check_output(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
+    try:
+        manifest = _write(model, source, partial)
+        opened = ExportFolder.open(partial)
+        for name in manifest.programs:
+            opened.program(name)
+        if out.exists():
+            out.rmdir()
+        os.replace(partial, out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return manifest
+
+
+def check_output(out: Path) -> None:
+    """
+    Raises:
+        ValueError: `out` exists and is not an empty folder.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder: name a new one")
+
+
+def _write(model: ModelToExport, source: Path, folder: Path) -> ExportManifest:
+    entries, stored = {}, {}
+    for name, program in model.programs.items():
+        program.layer.eval()
+        with paddle.no_grad():
+            outputs = _answer(program)
+        stored |= {f"{name}.input.{key}": array for key, array in program.example.items()}
+        stored |= {
+            f"{name}.output.{i}": output.astype("float32").numpy()
+            for i, output in enumerate(outputs)
+        }
+        specs = _flat(program.layer.input_spec())
+        _save(program.layer, folder / name)
+        weights = f"{program.weights}.pdiparams"
+        _keep_once(folder / f"{name}.pdiparams", folder / weights)
+        entries[name] = ProgramEntry(
+            weights,
+            {spec.name: (list(spec.shape), _name_of(spec.dtype)) for spec in specs},
+            len(outputs),
+        )
+    save_file(
+        {key: np.ascontiguousarray(array) for key, array in stored.items()}, folder / CHECK_FILE
+    )
+    model.save_files(folder)
+    manifest = ExportManifest(
+        model.model_type,
+        model.sizes,
+        "float32",
+        {"folder": source.name, "files": _sums(source)},
+        {"paddle_vl": paddle_vl.__version__, "paddle": paddle.__version__},
+        TOLERANCE,
+        entries,
+        {name: sum_ for name, sum_ in _file_sums(folder).items() if name != MANIFEST_FILE},
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def _save(layer: nn.Layer, path: Path) -> None:
+    traced = paddle.jit.to_static(layer, full_graph=True, input_spec=layer.input_spec())
+    paddle.jit.save(traced, str(path))
+
+
+def _answer(program: ProgramToExport) -> list[Tensor]:
+    """The model's own outputs for the example, in eager mode."""
+    arguments = []
+    for spec in program.layer.input_spec():
+        tensors = [paddle.to_tensor(program.example[one.name].copy()) for one in _flat([spec])]
+        arguments.append(tensors if isinstance(spec, list) else tensors[0])
+    outputs = program.layer(*arguments)
+    return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+
+
+def _flat(specs: list[Any]) -> list[Any]:
+    return [one for spec in specs for one in (spec if isinstance(spec, list) else [spec])]
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("paddle.")
+
+
+def _keep_once(written: Path, shared: Path) -> None:
+    """Rename the weights of a program, or drop them where another has written the same."""
+    if written == shared:
+        return
+    if not shared.exists():
+        os.replace(written, shared)
+        return
+    if file_sum(written) != file_sum(shared):
+        raise AssertionError(f"{written.name} has other weights than {shared.name}")
+    written.unlink()
+
+
+def _file_sums(folder: Path) -> dict[str, FileSum]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): file_sum(path) for path in files}
+
+
+def _sums(source: Path) -> dict[str, str]:
+    """Checksums of the weights and the configuration of a checkpoint."""
+    names = ("*.safetensors", "config.json")
+    files = sorted(path for name in names for path in source.glob(name))
+    return {path.name: file_sum(path).checksum for path in files}
+
+
+def file_sum(path: Path) -> FileSum:
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 23):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileSum(size, digest.hexdigest())

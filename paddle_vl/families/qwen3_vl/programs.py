@@ -1,0 +1,275 @@
+"""Programs of an exported model: tower, prefill and decode step, of tensors alone.
+
+Each is a layer whose forward is traced by `paddle.jit.to_static`. Only the last position's logits
+leave a program.
+
+Shapes: B batch, L prompt length, C capacity of the cache, T = B * L token rows, P patches, S
+segments of attention in the tower and Q their longest length, M visual embeddings, D width, K key
+heads, H head width, V vocabulary, G deepstack levels, N decoder layers.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+from paddle.static import InputSpec
+
+from paddle_vl.batch.positions import padded_segments, vision_layout
+from paddle_vl.export.writing import ModelToExport, ProgramToExport
+from paddle_vl.families.qwen3_vl.embedding import decoder_positions
+from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments
+
+
+def spec(name: str, shape: Any, dtype: Any) -> InputSpec:
+    """An input of a program, without a gradient: a program keeps what a backward pass needs."""
+    return InputSpec(shape, dtype, name, stop_gradient=True)
+
+
+class TowerProgram(nn.Layer):
+    """Patches in reading order to visual embeddings and deepstack levels, `[M, D]` each."""
+
+    def __init__(self, model: Qwen3VLForConditionalGeneration):
+        super().__init__()
+        self.visual = model.visual
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        coordinates_P2: Tensor,
+        tap_rows_4P: Tensor,
+        tap_weights_4P: Tensor,
+        segment_rows_SQ: Tensor,
+        segment_bias_SQ: Tensor,
+        segment_place_P: Tensor,
+    ) -> list[Tensor]:
+        segments = PaddedSegments(segment_rows_SQ, segment_bias_SQ, segment_place_P)
+        features = self.visual.encode(
+            pixel_values, coordinates_P2, tap_rows_4P, tap_weights_4P, segments
+        )
+        return [features.merged, *features.levels]
+
+    def input_spec(self) -> list[InputSpec]:
+        """Its inputs, see `paddle_vl.batch.positions.VisionLayout` and `PaddedSegments`."""
+        return [
+            spec("pixel_values", [None, self.visual.config.patch_dim], "float32"),
+            spec("coordinates", [None, 2], "int64"),
+            spec("tap_rows", [4, None], "int64"),
+            spec("tap_weights", [4, None], "float32"),
+            spec("segment_rows", [None, None], "int64"),
+            spec("segment_bias", [None, None], "float32"),
+            spec("segment_place", [None], "int64"),
+        ]
+
+
+class NewKeys:
+    """A cache that keeps the keys and values of one pass, `[B, K, L, H]`."""
+
+    def append(self, key_BKLH: Tensor, value_BKLH: Tensor) -> tuple[Tensor, Tensor]:
+        self.pair = key_BKLH, value_BKLH
+        return self.pair
+
+
+class Buffers:
+    """A cache of fixed capacity, `[B, K, C, H]`; one position is written in place."""
+
+    def __init__(self, key_BKCH: Tensor, value_BKCH: Tensor, place_1: Tensor):
+        self.key_BKCH, self.value_BKCH, self.place_1 = key_BKCH, value_BKCH, place_1
+
+    def append(self, key_BK1H: Tensor, value_BK1H: Tensor) -> tuple[Tensor, Tensor]:
+        begin, end = self.place_1, self.place_1 + 1
+        self.key_BKCH[:, :, begin:end] = key_BK1H
+        self.value_BKCH[:, :, begin:end] = value_BK1H
+        return self.key_BKCH, self.value_BKCH
+
+
+class PrefillProgram(nn.Layer):
+    """Prompts to the logits after them `[B, V]`; each layer's keys and values `[B, K, L, H]`."""
+
+    def __init__(self, model: Qwen3VLForConditionalGeneration):
+        super().__init__()
+        self.config = model.config
+        self.language_model, self.lm_head = model.language_model, model.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        visual_embeds: Tensor,
+        levels: list[Tensor],
+    ) -> list[Tensor]:
+        embedding = self.language_model.embedding
+        is_image, is_video = embedding._masks(input_ids)
+        inputs = embedding(
+            {
+                "decoder_input": embedding.embed_tokens(input_ids),
+                "position_ids": position_ids,
+                "visual_pos_masks": is_image | is_video,
+                "image_embeds": visual_embeds,
+                "deepstack_image_embeds": levels,
+            }
+        )
+        place_L = paddle.arange(input_ids.shape[1], dtype="int64")
+        causal_LL = (place_L.unsqueeze(0) <= place_L.unsqueeze(1)).astype("float32")
+        visible_BLL = causal_LL.unsqueeze(0) * attention_mask.astype("float32").unsqueeze(1)
+        inputs["score_bias"] = ((1.0 - visible_BLL) * MASKED_SCORE).unsqueeze(1)
+        kept = [NewKeys() for _ in range(len(self.language_model.layers))]
+        hidden_TD = self.language_model.run(inputs, kept)
+        hidden_BLD = hidden_TD.reshape([input_ids.shape[0], -1, hidden_TD.shape[-1]])
+        logits_BV = self.lm_head(hidden_BLD[:, -1])
+        keys_values = []
+        for one in kept:
+            keys_values += one.pair
+        return [logits_BV.astype("float32"), *keys_values]
+
+    def input_spec(self) -> list:
+        """Its inputs; visual embeddings and levels `[M, D]` are in reading order, M may be 0."""
+        width = self.config.text_config.hidden_size
+        num_levels = self.language_model.embedding.num_levels
+        return [
+            spec("input_ids", [None, None], "int64"),
+            spec("attention_mask", [None, None], "int64"),
+            spec("position_ids", [3, None, None], "int64"),
+            spec("visual_embeds", [None, width], "float32"),
+            [spec(f"level_{g}", [None, width], "float32") for g in range(num_levels)],
+        ]
+
+
+class DecodeProgram(nn.Layer):
+    """One more token per prompt: logits `[B, V]`; keys and values are written into the buffers."""
+
+    def __init__(self, model: Qwen3VLForConditionalGeneration):
+        super().__init__()
+        self.config = model.config
+        self.language_model, self.lm_head = model.language_model, model.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        place_1: Tensor,
+        buffers: list[Tensor],
+    ) -> Tensor:
+        inputs = decoder_positions(self.config, {"position_ids": position_ids})
+        hidden_BD = self.language_model.embedding.embed_tokens(input_ids.reshape([-1]))
+        hidden = (1.0 - attention_mask.astype("float32")) * MASKED_SCORE
+        inputs["score_bias"] = hidden.unsqueeze(1).unsqueeze(1)
+        inputs["hidden_states"] = hidden_BD
+        caches = [
+            Buffers(buffers[2 * i], buffers[2 * i + 1], place_1)
+            for i in range(len(self.language_model.layers))
+        ]
+        hidden_BD = self.language_model.run(inputs, caches)
+        return self.lm_head(hidden_BD).astype("float32")
+
+    def input_spec(self) -> list:
+        """Its inputs; the mask `[B, C]` is 1 at real keys, the new one among them."""
+        text = self.config.text_config
+        shape = [None, text.num_key_value_heads, None, text.head_dim]
+        return [
+            spec("input_ids", [None, 1], "int64"),
+            spec("attention_mask", [None, None], "int64"),
+            spec("position_ids", [3, None, 1], "int64"),
+            spec("place", [1], "int64"),
+            [
+                spec(f"{kind}_{i}", shape, "float32")
+                for i in range(text.num_hidden_layers)
+                for kind in ("key", "value")
+            ],
+        ]
+
+
+def model_to_export(
+    model: Qwen3VLForConditionalGeneration, save_files: Callable[[Path], None]
+) -> ModelToExport:
+    """The three programs of a full model, with inputs to check them."""
+    config, text = model.config, model.config.text_config
+    vision, rng = config.vision_config, np.random.default_rng(0)
+    return ModelToExport(
+        "qwen3_vl",
+        {
+            "image_token_id": config.image_token_id,
+            "video_token_id": config.video_token_id,
+            "vocab_size": text.vocab_size,
+            "table_side": vision.table_side,
+            "merge": vision.spatial_merge_size,
+        },
+        {
+            "tower": ProgramToExport(TowerProgram(model), "tower", _tower_example(model, rng)),
+            "prefill": ProgramToExport(PrefillProgram(model), "decoder", _prompt(model, rng)),
+            "decode": ProgramToExport(DecodeProgram(model), "decoder", _step(model, rng)),
+        },
+        save_files,
+    )
+
+
+def _tower_example(
+    model: Qwen3VLForConditionalGeneration, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """An image and a video of other sizes."""
+    vision = model.config.vision_config
+    side = vision.spatial_merge_size
+    layout = vision_layout(
+        np.array([[1, side, 2 * side], [2, 2 * side, 3 * side]]),
+        table_side=vision.table_side,
+        merge=side,
+    )
+    rows_SQ, bias_SQ, place_P = padded_segments(layout.segments)
+    return {
+        "pixel_values": _normal(rng, len(place_P), vision.patch_dim),
+        "coordinates": layout.coordinates,
+        "tap_rows": layout.tap_rows,
+        "tap_weights": layout.tap_weights,
+        "segment_rows": rows_SQ,
+        "segment_bias": bias_SQ,
+        "segment_place": place_P,
+    }
+
+
+def _prompt(
+    model: Qwen3VLForConditionalGeneration, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Two prompts, one padded on the left, with six visual tokens."""
+    config = model.config
+    ids_BL = np.full((2, 9), config.vision_start_token_id, dtype=np.int64)
+    ids_BL[0, 2:6], ids_BL[1, 5:7] = config.image_token_id, config.video_token_id
+    mask_BL = np.ones_like(ids_BL)
+    mask_BL[1, :3] = 0
+    places_BL = np.maximum(mask_BL.cumsum(axis=1) - 1, 0)
+    width, num_levels = config.text_config.hidden_size, len(model.language_model.deepstack_layers)
+    return {
+        "input_ids": ids_BL,
+        "attention_mask": mask_BL,
+        "position_ids": np.stack([places_BL] * 3),
+        "visual_embeds": _normal(rng, 6, width),
+        **{f"level_{g}": _normal(rng, 6, width) for g in range(num_levels)},
+    }
+
+
+def _step(
+    model: Qwen3VLForConditionalGeneration, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """One token after five, in buffers of eight."""
+    config, text = model.config, model.config.text_config
+    mask_BC = (np.arange(8) < 6).astype(np.int64)[None].repeat(2, axis=0)
+    shape = (2, text.num_key_value_heads, 8, text.head_dim)
+    return {
+        "input_ids": np.full((2, 1), config.vision_start_token_id, dtype=np.int64),
+        "attention_mask": mask_BC,
+        "position_ids": np.full((3, 2, 1), 5, dtype=np.int64),
+        "place": np.array([5], dtype=np.int64),
+        **{
+            f"{kind}_{i}": _normal(rng, *shape)
+            for i in range(text.num_hidden_layers)
+            for kind in ("key", "value")
+        },
+    }
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(size=shape).astype(np.float32)

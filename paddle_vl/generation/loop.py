@@ -1,0 +1,83 @@
+"""The loop of generation: scores from a decoder, rules, the choice, until every prompt has ended.
+
+Shapes: B batch, L prompt length, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from paddle_vl.generation.config import GenerationConfig
+from paddle_vl.generation.sampling import LogitsRules, TokenChoice
+
+
+class Decoder(Protocol):
+    """Prompts with the tokens appended so far."""
+
+    def prefill(self) -> Tensor:
+        """Logits `[B, V]` float32 after the prompts."""
+        ...
+
+    def advance(self, token_B: np.ndarray) -> Tensor:
+        """Append a token to every prompt; logits `[B, V]` float32 after it."""
+        ...
+
+
+def checked_prompts(
+    input_ids: np.ndarray, attention_mask: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts and mask `[B, L]` int64.
+
+    Raises:
+        ValueError: a prompt is padded on the right.
+    """
+    prompt_BL = np.asarray(input_ids, dtype=np.int64)
+    mask_BL = np.ones_like(prompt_BL)
+    if attention_mask is not None:
+        mask_BL = np.asarray(attention_mask).astype(np.int64)
+    if not mask_BL[:, -1].all():
+        rows = np.flatnonzero(mask_BL[:, -1] == 0).tolist()
+        raise ValueError(
+            f"prompts {rows} are padded on the right, but generation continues at the last column: "
+            "pad them on the left (data.padding_side: left)"
+        )
+    return prompt_BL, mask_BL
+
+
+def chosen_tokens(
+    decoder: Decoder,
+    prompt_BL: np.ndarray,
+    mask_BL: np.ndarray,
+    vocab: int,
+    config: GenerationConfig,
+    on_logits: Callable[[np.ndarray], None] | None = None,
+) -> Iterator[np.ndarray]:
+    """`[B]` int64 ids, one array per step; a prompt that has ended gives the pad token.
+
+    Each step reads `[B]` ids on the host and nothing else.
+
+    Args:
+        vocab: V.
+        on_logits: called with the float32 logits `[B, V]` of every step, before any rule.
+    """
+    rules = LogitsRules(config, prompt_BL, mask_BL.astype(bool), vocab)
+    choose = TokenChoice(config, len(prompt_BL))
+    ended_B = np.zeros(len(prompt_BL), dtype=bool)
+    token_B = None
+    for _ in range(config.max_new_tokens):
+        with paddle.no_grad():
+            logits_BV = decoder.prefill() if token_B is None else decoder.advance(token_B)
+            if on_logits is not None:
+                on_logits(logits_BV.numpy())
+            chosen_B = choose(rules(logits_BV))
+            rules.append(chosen_B)
+            token_B = chosen_B.numpy()
+        if config.fill_token_id is not None:
+            token_B = np.where(ended_B, config.fill_token_id, token_B)
+        ended_B |= np.isin(token_B, config.eos_token_ids)
+        yield token_B
+        if ended_B.all():
+            return

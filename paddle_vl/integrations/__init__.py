@@ -1,0 +1,1 @@
+"""Parts of this package inside other training frameworks; each imports its framework when used."""

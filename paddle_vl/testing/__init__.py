@@ -1,0 +1,60 @@
+"""Tests of parallel models on one card, see docs/testing.md."""
+
+from paddle_vl.parallel.recorder import Collective, record_collectives
+from paddle_vl.parallel.simulated.lockstep import RanksDisagreeError
+from paddle_vl.testing.comparison import assert_equals_single_device
+from paddle_vl.testing.filling import copy_parameters
+from paddle_vl.testing.gathering import gather_gradients, gather_parameters
+from paddle_vl.testing.host_reads import forbid_host_reads, record_host_reads
+from paddle_vl.testing.mocked_rows import MockedSequenceParallel
+from paddle_vl.testing.pi07 import (
+    tiny_pi07,
+    tiny_pi07_batch,
+    tiny_pi07_config,
+    tiny_pi07_planner_config,
+)
+from paddle_vl.testing.qwen3_vl import (
+    Image,
+    Video,
+    tiny_qwen3_vl,
+    tiny_qwen3_vl_batch,
+    tiny_qwen3_vl_config,
+)
+from paddle_vl.testing.ranks import (
+    OneRank,
+    Ranks,
+    full_logits,
+    one_rank,
+    run_ranks,
+    sum_partial_gradients,
+)
+from paddle_vl.testing.recordings import first_difference
+
+__all__ = [
+    "Collective",
+    "Image",
+    "MockedSequenceParallel",
+    "OneRank",
+    "Ranks",
+    "RanksDisagreeError",
+    "Video",
+    "assert_equals_single_device",
+    "copy_parameters",
+    "first_difference",
+    "forbid_host_reads",
+    "full_logits",
+    "gather_gradients",
+    "gather_parameters",
+    "one_rank",
+    "record_collectives",
+    "record_host_reads",
+    "run_ranks",
+    "sum_partial_gradients",
+    "tiny_pi07",
+    "tiny_pi07_batch",
+    "tiny_pi07_config",
+    "tiny_pi07_planner_config",
+    "tiny_qwen3_vl",
+    "tiny_qwen3_vl_batch",
+    "tiny_qwen3_vl_config",
+]

@@ -1,0 +1,256 @@
+"""An exported Qwen3-VL answers as the model does, without the model's code.
+
+Guarantees: equal tokens at shapes that the export has not seen, with images, videos, both, text
+alone, left padding, sampling and buffers that grow; a process without the model's code gives the
+same; damaged or mismatched folders are refused by name; a program has no control flow.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paddle_vl
+from paddle_vl.checkpoint.manifest import FileSum
+from paddle_vl.export import load
+from paddle_vl.export.folder import CHECK_FILE, MANIFEST_FILE, ExportFolder
+from paddle_vl.export.writing import export_model, file_sum
+from paddle_vl.families.qwen3_vl.programs import model_to_export
+from paddle_vl.testing.qwen3_vl import patches, token_rows
+from tests.single_card_tests.families.qwen3_vl.chat_builders import (
+    random_image,
+    tiny_processor,
+    user,
+)
+from tests.support.tiny import tiny_model
+
+CHECKOUT = Path(__file__).parents[3]
+MODEL_CODE = ("model", "decoder", "embedding", "moe", "vision_tower", "generate", "programs")
+
+
+@pytest.fixture(scope="module")
+def model():
+    # The ids of the control tokens are the processor's.
+    return tiny_model(vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("export") / "out"
+    export_model(model_to_export(model, tiny_processor().save_pretrained), Path("tiny"), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def exported(folder):
+    return load(folder)
+
+
+def batch(*rows, images=None, videos=None, left_padding=0) -> dict:
+    ids_BL = token_rows(*rows)
+    mask_BL = np.ones_like(ids_BL)
+    if left_padding:
+        ids_BL[1] = np.roll(ids_BL[1], left_padding)
+        mask_BL[1, :left_padding] = 0
+    given = {"input_ids": ids_BL, "attention_mask": mask_BL}
+    if images:
+        given["pixel_values"], given["image_grid_thw"] = patches(images)
+    if videos:
+        given["pixel_values_videos"], given["video_grid_thw"] = patches(videos, seed=1)
+    return given
+
+
+BATCHES = {
+    "text": batch([1, 2, 3, 4, 5]),
+    "image": batch([1, ("image", 4), 5, 6, 7, 8, 9], images=[[1, 4, 4]]),
+    "images": batch(
+        [1, ("image", 6), 5, ("image", 1), 8], images=[[1, 4, 6], [1, 2, 2]]
+    ),
+    "video": batch([1, ("video", 2), 5, ("video", 2), 8], videos=[[2, 2, 4]]),
+    "mixed": batch(
+        [1, ("video", 4), 7, ("image", 4), 3],
+        [2, 3, ("image", 1), 5, ("video", 1), 5, 7, 8, 9, 1, 2],
+        images=[[1, 4, 4], [1, 2, 2]], videos=[[1, 4, 4], [1, 2, 2]],
+    ),
+    "padded": batch(
+        [1, 2, 3, 4, 5, 6, 7, 8], [("image", 2), 3, 4], images=[[1, 2, 4]], left_padding=4
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_tokens_are_those_of_the_model(model, exported, name):
+    scores, wanted_scores = [], []
+    found = exported.generate(**BATCHES[name], max_new_tokens=9, on_logits=scores.append)
+    wanted = model.generate(**BATCHES[name], max_new_tokens=9, on_logits=wanted_scores.append)
+    assert found.tolist() == wanted.tolist()
+    np.testing.assert_allclose(scores, wanted_scores, rtol=1e-4, atol=1e-5)
+
+
+def test_sampled_tokens_are_those_of_the_model(model, exported):
+    settings = {"do_sample": True, "seed": 3, "temperature": 1.5, "max_new_tokens": 12}
+    found = exported.generate(**BATCHES["image"], **settings)
+    assert found.tolist() == model.generate(**BATCHES["image"], **settings).tolist()
+
+
+def test_buffers_grow_when_an_answer_is_longer(model, exported, monkeypatch):
+    monkeypatch.setattr("paddle_vl.families.qwen3_vl.exported._CHUNK", 3)
+    found = exported.generate(**BATCHES["padded"], max_new_tokens=20)
+    assert found.tolist() == model.generate(**BATCHES["padded"], max_new_tokens=20).tolist()
+
+
+def test_stop_tokens_end_an_answer(model, exported):
+    first = model.generate(**BATCHES["text"], max_new_tokens=4)[0].tolist()
+    settings = {"eos_token_id": first[2], "max_new_tokens": 9}
+    assert exported.generate(**BATCHES["text"], **settings)[0].tolist() == first[:3]
+
+
+def test_a_process_without_the_models_code_gives_the_same_tokens(model, folder, tmp_path):
+    np.savez(tmp_path / "batch.npz", **BATCHES["mixed"])
+    script = f"""
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        own = [f"paddle_vl.families.qwen3_vl.{{part}}" for part in {MODEL_CODE}]
+        other = ("paddle_vl.nn", "paddle_vl.parallel", "paddle_vl.train")
+        if name in own or name.startswith(other):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+import numpy as np
+from paddle_vl.export import load
+print(load({str(folder)!r}).generate(**np.load("batch.npz"), max_new_tokens=9).tolist())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    wanted = model.generate(**BATCHES["mixed"], max_new_tokens=9)
+    assert json.loads(run.stdout.splitlines()[-1]) == wanted.tolist()
+
+
+def test_weights_are_stored_once_for_prefill_and_decode(folder):
+    assert sorted(path.name for path in folder.glob("*.pdiparams")) == [
+        "decoder.pdiparams",
+        "tower.pdiparams",
+    ]
+
+
+@pytest.mark.parametrize("name", ["tower", "prefill", "decode"])
+def test_a_program_has_no_control_flow_and_no_host_operation(folder, name):
+    operations = set()
+
+    def walk(value):
+        if isinstance(value, dict):
+            if isinstance(value.get("#"), str):
+                operations.add(value["#"].rpartition(".")[2])
+            for one in value.values():
+                walk(one)
+        elif isinstance(value, list):
+            for one in value:
+                walk(one)
+
+    walk(json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
+    assert {"matmul", "softmax"} <= operations
+    refused = ("if", "while", "py_func", "memcpy_d2h", "print", "assert", "select_input")
+    assert not operations & set(refused)
+
+
+def copied(folder: Path, out: Path) -> Path:
+    out.mkdir()
+    for path in folder.iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    return out
+
+
+@pytest.mark.parametrize("name", ["decoder.pdiparams", "prefill.json", "tokenizer.json"])
+def test_damaged_and_missing_files_are_named(folder, tmp_path, name):
+    damaged = copied(folder, tmp_path / "damaged")
+    content = bytearray((damaged / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (damaged / name).write_bytes(bytes(content))
+    with pytest.raises(RuntimeError, match=name):
+        load(damaged)
+    (damaged / name).unlink()
+    with pytest.raises(RuntimeError, match=name):
+        load(damaged)
+
+
+def with_sums(folder: Path) -> None:
+    """Write the manifest again for the files as they are."""
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    for name in manifest["files"]:
+        sum_: FileSum = file_sum(folder / name)
+        manifest["files"][name] = {"size": sum_.size, "xxh3_128": sum_.checksum}
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+
+
+def test_a_program_that_answers_wrongly_is_refused_at_load(folder, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    wrong = copied(folder, tmp_path / "wrong")
+    stored = load_file(wrong / CHECK_FILE)
+    stored["prefill.output.0"] = stored["prefill.output.0"] + np.float32(0.01)
+    save_file(stored, wrong / CHECK_FILE)
+    with_sums(wrong)
+    with pytest.raises(RuntimeError, match=r"output 0 of prefill differs by 0\.01"):
+        load(wrong)
+
+
+def test_programs_of_another_export_are_refused(folder, tmp_path):
+    mixed = copied(folder, tmp_path / "mixed")
+    (mixed / "decode.json").write_bytes((mixed / "prefill.json").read_bytes())
+    with_sums(mixed)
+    with pytest.raises(RuntimeError, match=r"decode\.json takes .*'visual_embeds'"):
+        ExportFolder.open(mixed).program("decode")
+
+
+def test_folders_that_are_no_export_are_refused(tmp_path, folder):
+    with pytest.raises(ValueError, match=r"has no export\.json: give a folder of paddle-vl export"):
+        load(tmp_path)
+    other = copied(folder, tmp_path / "other")
+    values = json.loads((other / MANIFEST_FILE).read_text()) | {"format": 99}
+    (other / MANIFEST_FILE).write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="not of format 1"):
+        load(other)
+
+
+def test_placeholders_without_pixels_are_refused(exported):
+    given = {name: BATCHES["image"][name] for name in ("input_ids", "attention_mask")}
+    with pytest.raises(
+        ValueError, match="4 image placeholder tokens in input_ids but image_grid_thw .* 0"
+    ):
+        exported.generate(**given)
+
+
+def test_an_output_folder_that_is_not_empty_is_refused(model, tmp_path):
+    (tmp_path / "kept").write_text("mine")
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
+        export_model(model_to_export(model, lambda _: None), Path("tiny"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_the_manifest_says_what_is_in_the_folder(folder):
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    assert manifest["model_type"] == "qwen3_vl"
+    assert manifest["dtype"] == "float32"
+    assert manifest["versions"]["paddle_vl"] == paddle_vl.__version__
+    assert manifest["programs"]["prefill"]["inputs"]["input_ids"] == [[-1, -1], "int64"]
+    assert set(manifest["files"]) == {path.name for path in folder.iterdir()} - {MANIFEST_FILE}
+
+
+def test_the_processor_answers_messages(exported):
+    """Ids of the tiny processor are not the tiny model's; the inputs are, so text comes out."""
+    pieces = list(exported.answer([user("What is this?")], max_new_tokens=4))
+    assert "".join(pieces) == exported.ask([user("What is this?")], max_new_tokens=4)
+    with pytest.raises(ValueError, match="0 image place.* 1 entries"):
+        exported.ask([user("What is this?")], [random_image(8, 8)])

@@ -1,0 +1,340 @@
+"""PaddleFleet's embedding and text layers with visual indices, on one card.
+
+Guarantees, against stand-ins for PaddleFleet (tests/support/paddlefleet_standin) on Paddle's own
+`PipelineLayer` and specs:
+
+- hidden states and all gradients equal those of the published layers, which search the mask in
+  every level, and of a loop over tokens; with images and videos together, which crash there, too;
+- under sequence parallelism every rank's rows equal its part of the whole; its index lists are
+  those of `compute_visual_indices` with `layout="batch_slices"`;
+- no value is read on the host, and the mask is searched once per step and modality, not per level;
+- wrong input is refused; nothing is imported or changed before it is asked for.
+
+The tests run against PaddleFleet itself as well where it can be imported, except those that use a
+mock group or look into a stand-in.
+"""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import paddle
+import pytest
+from paddle.distributed import ParallelEnv
+from paddle.distributed.fleet.meta_parallel import build_spec_layer
+
+from paddle_vl.batch.visual_index import RowPart, compute_visual_indices
+from paddle_vl.integrations import paddlefleet as integration
+from paddle_vl.integrations.paddlefleet import DEEPSTACK_KEYS, indexed_text_layer, install
+from step_counts import record_host_reads
+from tests.support import paddlefleet_cases as cases
+from tests.support.paddlefleet_standin import stand_in
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module", autouse=True, params=["stand-in", "PaddleFleet"])
+def package(request):
+    if request.param == "PaddleFleet":
+        if importlib.util.find_spec("paddlefleet") is None:
+            pytest.skip("paddlefleet cannot be imported; its wheel needs a GPU build of Paddle")
+        yield request.param
+        return
+    with stand_in(), pytest.MonkeyPatch.context() as patch:
+        if not paddle.is_compiled_with_cuda():
+            # `PipelineLayer` asks for the number of the card.
+            patch.setattr(ParallelEnv, "_device_id", 0, raising=False)
+        yield request.param
+
+
+@pytest.fixture
+def _stand_in_only(package):
+    if package != "stand-in":
+        pytest.skip("looks into the stand-in")
+
+
+def set_group(rank: int, size: int) -> None:
+    """A mock group: the forward pass of a rank needs no collective."""
+    group = SimpleNamespace(rank=rank, nranks=size, world_size=size)
+    importlib.import_module("paddlefleet.parallel_state").set_tensor_model_parallel_group(group)
+
+
+@pytest.fixture
+def _mock_group(_stand_in_only):
+    """For tests that set groups."""
+    yield
+    importlib.import_module("paddlefleet.parallel_state").set_tensor_model_parallel_group(None)
+
+
+@pytest.mark.parametrize("name", cases.BATCHES)
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_hidden_states_and_gradients_equal_the_literal_ones(name, recompute):
+    config = cases.config(recompute_granularity=recompute)
+    hidden, gradients = cases.run(cases.build(config, indexed=True), cases.batch(name))
+    expected, expected_gradients = cases.literal(config, name)
+    np.testing.assert_array_equal(hidden, expected)
+    cases.assert_same(gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("name", cases.ONE_KIND)
+def test_one_modality_equals_the_published_layers_to_the_bit(name):
+    config = cases.config()
+    hidden, gradients = cases.run(cases.build(config, indexed=True), cases.batch(name))
+    expected, expected_gradients = cases.run(cases.build(config, False), cases.batch(name))
+    np.testing.assert_array_equal(hidden, expected)
+    for key, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient, expected_gradients[key], err_msg=key)
+
+
+def test_images_and_videos_together_crash_in_the_published_embedding():
+    """If this fails, the stand-in or PaddleFleet handles both; the page then says too much."""
+    with pytest.raises(ValueError, match="ReshapeOp"):
+        cases.build(cases.config(), False)(dict(cases.batch("images and videos").dict_args))
+
+
+@pytest.mark.usefixtures("_mock_group")
+@pytest.mark.parametrize("name", cases.BATCHES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_rows_of_every_sequence_parallel_rank_are_parts_of_the_whole(name, size):
+    expected, _ = cases.literal(cases.config(), name)
+    config = cases.config(sequence_parallel=True)
+    parts = []
+    for rank in range(size):
+        set_group(rank, size)
+        parts.append(cases.build(config, indexed=True)(dict(cases.batch(name).dict_args)).numpy())
+    np.testing.assert_array_equal(np.concatenate(parts).transpose(1, 0, 2), expected)
+
+
+@pytest.mark.usefixtures("_mock_group")
+@pytest.mark.parametrize("name", ["images and videos", "a sample without", "all in one slice"])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (3, 4)])
+def test_the_embedding_adds_the_index_lists_of_the_batch_slices(name, rank, size):
+    set_group(rank, size)
+    embedding = cases.build(cases.config(sequence_parallel=True), indexed=True).run_function[0]
+    made = cases.batch(name)
+    outputs = embedding(dict(made.dict_args))
+    ids = made.dict_args["input_ids"].numpy()
+    expected = compute_visual_indices(
+        ids == cases.IMAGE,
+        ids == cases.VIDEO,
+        nonzero=np.flatnonzero,
+        part=RowPart(rank, size),
+        layout="batch_slices",
+    )
+    np.testing.assert_array_equal(outputs["visual_update_indices"].numpy(), expected.update)
+    np.testing.assert_array_equal(outputs["visual_gather_indices"].numpy(), expected.gather)
+    np.testing.assert_array_equal(outputs["visual_pos_masks"].numpy(), ids >= cases.IMAGE)
+    assert [level.shape for level in outputs["deepstack_visual_emb"]] == [
+        [(ids >= cases.IMAGE).sum(), cases.WIDTH]
+    ] * cases.LEVELS
+
+
+@pytest.mark.parametrize(
+    ("name", "searches"), [("images", 1), ("videos", 1), ("images and videos", 3), ("text", 0)]
+)
+def test_a_step_reads_nothing_on_the_host_and_searches_once_per_list(name, searches, monkeypatch):
+    """With both modalities: the token rows, the embeddings' order, and the number of images."""
+    found = []
+    nonzero = paddle.nonzero
+    monkeypatch.setattr(paddle, "nonzero", lambda *args: found.append(args) or nonzero(*args))
+    model, made = cases.build(cases.config(), indexed=True), cases.batch(name)
+    with record_host_reads() as reads:
+        cases.weighted_sum(model(dict(made.dict_args))).backward()
+    assert reads == []
+    assert len(found) == searches
+
+
+def test_levels_keep_their_places_until_the_last_is_added():
+    embedding, *layers, _ = cases.build(cases.config(), indexed=True).run_function
+    outputs = embedding(dict(cases.batch("images").dict_args))
+    levels = outputs["deepstack_visual_emb"]
+    for number, layer in enumerate(layers):
+        outputs = layer(outputs)
+        assert None not in outputs.values()
+        if number + 1 < cases.LEVELS:
+            for one, other in zip(outputs["deepstack_visual_emb"], levels, strict=True):
+                np.testing.assert_array_equal(one.numpy(), other.numpy())
+            # A pipeline stage has no gradient to send for a level that was added before it.
+            added = [level.stop_gradient for level in outputs["deepstack_visual_emb"]]
+            assert added == [True] * (number + 1) + [False] * (cases.LEVELS - number - 1)
+        else:
+            assert not set(DEEPSTACK_KEYS) & set(outputs)
+
+
+@pytest.mark.usefixtures("_mock_group")
+@pytest.mark.parametrize("name", cases.ONE_KIND)
+def test_the_embedding_alone_serves_the_published_text_layers(name):
+    set_group(1, 2)
+    config = cases.config(sequence_parallel=True)
+    outputs = []
+    for indexed in (False, True):
+        model = cases.build(config, indexed=False)
+        first = cases.build(config, indexed=indexed).run_function[0]
+        entries = first(dict(cases.batch(name).dict_args))
+        for layer in model.run_function[1:]:
+            entries = layer(entries)
+        outputs.append(entries.numpy())
+    np.testing.assert_array_equal(*outputs)
+
+
+def test_a_layer_refuses_a_level_that_it_cannot_choose_rows_of():
+    layer = cases.build(cases.config(), indexed=True).run_function[1]
+    level, update = paddle.zeros([3, cases.WIDTH]), paddle.to_tensor([1, 2])
+    embedded = cases.build(cases.config(), True).run_function[0](
+        cases.batch("one sample").dict_args
+    )
+    embedded |= {"deepstack_visual_emb": [level], "visual_update_indices": update}
+    del embedded["visual_gather_indices"]
+    with pytest.raises(ValueError, match="level has 3 rows for 2 places"):
+        layer(embedded)
+
+
+@pytest.mark.usefixtures("_stand_in_only")
+def test_head_empty_layers_do_not_shift_the_levels():
+    shifted = cases.config(num_empty_layers_add_in_head=2)
+    hidden = cases.build(shifted, indexed=True)(dict(cases.batch("images").dict_args))
+    model = cases.build(cases.config(), indexed=True)
+    for one, other in zip(model.run_function[1:5], range(4), strict=True):
+        # The stand-in draws a layer's weight from its number.
+        one.mlp.weight.set_value(cases.build(shifted, False).run_function[3 + other].mlp.weight)
+    expected = model(dict(cases.batch("images").dict_args))
+    np.testing.assert_array_equal(hidden.numpy(), expected.numpy())
+
+
+def test_install_replaces_the_classes_and_nothing_else():
+    spec = cases.make_spec(cases.config())
+    published = [layer.layer for layer in spec.sublayers_spec.transformer_layers]
+    options = [dict(layer.extra_kwargs) for layer in spec.sublayers_spec.transformer_layers]
+    assert install(spec) is spec
+    embedding = spec.sublayers_spec.embedding.layer
+    assert embedding is integration.IndexedGPTEmbedding
+    base = importlib.import_module("paddlefleet.models.gpt.gpt_embedding").GPTEmbedding
+    assert issubclass(embedding, base)
+    assert embedding.__init__ is base.__init__
+    layers = [layer.layer for layer in spec.sublayers_spec.transformer_layers]
+    assert all(map(issubclass, layers, published))
+    assert {layer.__name__ for layer in layers} == {"IndexedQwen3VLTextTransformerLayer"}
+    assert [layer.extra_kwargs for layer in spec.sublayers_spec.transformer_layers] == options
+    install(spec)
+    assert [layer.layer for layer in spec.sublayers_spec.transformer_layers] == layers
+
+
+@pytest.mark.usefixtures("_stand_in_only")
+def test_the_lines_of_the_page_switch_it_on(monkeypatch):
+    page = (ROOT / "docs" / "paddlefleet.md").read_text(encoding="utf-8")
+    builders = importlib.import_module("paddlefleet.gpt_builders")
+    monkeypatch.setattr(builders, "get_gpt_spec", builders.get_gpt_spec)
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    embedding, *layers, _ = builders.gpt_builder(cases.config(), num_stages=1).run_function
+    assert type(embedding).__name__ == "IndexedGPTEmbedding"
+    assert {type(layer).__name__ for layer in layers} == {"IndexedQwen3VLTextTransformerLayer"}
+
+
+@pytest.mark.usefixtures("_stand_in_only")
+def test_install_refuses_layers_whose_level_is_uncertain_or_never_added():
+    spec = cases.make_spec(cases.config(num_empty_layers_add_in_head=1))
+    for number, layer in enumerate(spec.sublayers_spec.transformer_layers):
+        layer.extra_kwargs["layer_number"] = number
+    with pytest.raises(ValueError, match="layer 0 has layer_number 0, .*head=1 it should be 1"):
+        install(spec)
+    published = importlib.import_module("paddlefleet.transformer.transformer_layer")
+    spec = cases.make_spec(cases.config(specific_layer=published.TransformerLayerWithOverlap))
+    with pytest.raises(ValueError, match="forward_backward_overlap_scheduler to False"):
+        install(spec)
+    assert spec.sublayers_spec.embedding.layer.__name__ == "GPTEmbedding"
+
+
+def test_the_text_layer_can_be_chosen_by_the_configuration():
+    published = cases.config().specific_layer
+    config = cases.config(specific_layer=indexed_text_layer(published))
+    layers = cases.make_spec(config).sublayers_spec.transformer_layers
+    assert {layer.layer for layer in layers} == {indexed_text_layer(published)}
+    with pytest.raises(ValueError, match="without visual_update_indices.*install"):
+        build_spec_layer(cases.make_spec(config), num_stages=1)(
+            dict(cases.batch("images").dict_args)
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_embeds": [4, 64]}, r"has 4 rows but .* \[5, 5, 5\]"),
+        ({"image_embeds": [4, 64], "deepstack_image_embeds": None}, "5 image .* but 4 image"),
+        ({"deepstack_image_embeds": [[5, 64], [3, 64]]}, r"5 rows but .* \[5, 3\]"),
+        ({"image_embeds": None}, "deepstack_image_embeds has 3 levels but image_embeds is missing"),
+        ({"input_ids": None}, "image_embeds without input_ids"),
+        ({"video_embeds": [1, 64]}, "images have 3 deepstack levels and videos 0"),
+        (
+            {"video_embeds": [1, 64], "deepstack_video_embeds": [[1, 64]] * 3},
+            "0 video placeholder tokens in input_ids but 1 video",
+        ),
+    ],
+)
+def test_embeddings_that_do_not_fit_are_refused(change, message):
+    def tensors(shape):
+        if not isinstance(shape, list):
+            return shape
+        return paddle.zeros(shape) if isinstance(shape[0], int) else [*map(paddle.zeros, shape)]
+
+    dict_args = cases.batch("images").dict_args | {k: tensors(v) for k, v in change.items()}
+    with pytest.raises(ValueError, match=message):
+        cases.build(cases.config(), indexed=True)(dict_args)
+
+
+@pytest.mark.usefixtures("_mock_group")
+def test_settings_that_do_not_fit_are_refused():
+    made = cases.batch("images")
+    with pytest.raises(ValueError, match="image_embeds with multimodal_embedding=False"):
+        cases.build(cases.config(multimodal_embedding=False), True)(dict(made.dict_args))
+    set_group(1, 2)
+    short = {"input_ids": made.dict_args["input_ids"][:, 1:]}
+    with pytest.raises((ValueError, AssertionError), match="divide"):
+        cases.build(cases.config(sequence_parallel=True), True)(dict(made.dict_args) | short)
+    with pytest.raises(ValueError, match=r"expected \[4, 2, 'D'\]"):
+        cases.build(cases.config(sequence_parallel=True), True).run_function[0](
+            dict(made.dict_args), decoder_input=paddle.zeros([8, 2, cases.WIDTH])
+        )
+
+
+def test_a_given_decoder_input_takes_the_place_of_the_embedded_text():
+    embedding = cases.build(cases.config(), indexed=True).run_function[0]
+    made = cases.batch("images")
+    hidden = embedding(dict(made.dict_args), decoder_input=paddle.ones([2, 8, cases.WIDTH]))
+    visual = made.dict_args["input_ids"].numpy() == cases.IMAGE
+    found = hidden["hidden_states"].numpy()
+    np.testing.assert_array_equal(found[visual], made.leaves["image 0"].numpy())
+    assert (found[~visual] == 1).all()
+
+
+def test_without_paddlefleet_the_classes_name_the_remedy(monkeypatch):
+    """The module itself was imported at the top of this file, without any `paddlefleet`."""
+    monkeypatch.setitem(sys.modules, "paddlefleet.models.gpt.gpt_embedding", None)
+    monkeypatch.setitem(sys.modules, "paddleformers", None)
+    with pytest.raises(ImportError, match="needs PaddleFleet, .*install the paddlefleet wheel"):
+        integration.IndexedGPTEmbedding  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'Indexed'"):
+        integration.Indexed  # noqa: B018
+
+
+@pytest.mark.usefixtures("_mock_group")
+def test_a_package_that_carries_the_same_modules_is_used_in_its_place(monkeypatch):
+    """As later PaddleFormers does, in `paddleformers.fleet`."""
+    monkeypatch.setitem(sys.modules, "elsewhere", ModuleType("elsewhere"))
+    state = importlib.import_module("paddlefleet.parallel_state")
+    monkeypatch.setitem(sys.modules, "elsewhere.parallel_state", state)
+    base = importlib.import_module("paddlefleet.models.gpt.gpt_embedding").GPTEmbedding
+    moved = type("GPTEmbedding", (base,), {"__module__": "elsewhere.models.gpt.gpt_embedding"})
+    asked = []
+    monkeypatch.setattr(
+        state, "get_tensor_model_parallel_group", lambda **_: asked.append(moved) or None
+    )
+    spec = cases.make_spec(cases.config(sequence_parallel=True))
+    spec.sublayers_spec.embedding.layer = moved
+    embedding = build_spec_layer(install(spec), num_stages=1).run_function[0]
+    embedding.embedding.tp_group = None
+    asked.clear()
+    embedding(dict(cases.batch("images").dict_args))
+    assert asked == [moved]

@@ -1,0 +1,61 @@
+"""Cells of a matrix that are not run: their results follow from their command lines."""
+
+import json
+from pathlib import Path
+
+from paddle_vl.cli.main import build_parser
+from paddle_vl.profile.cells import RESULT_FILE, Doubling
+from paddle_vl.profile.matrix import MatrixSettings, all_choices
+from paddle_vl.profile.supervise import Limits, Outcome
+from paddle_vl.profile.workload import Workload
+from tests.single_card_tests.profile.measures import cell
+
+# Largest batch that fits, and samples per second of one sample, by sharding choice.
+CAPACITY = {"dp": 3, "stage2": 6, "stage3": 5}
+SPEED = {"dp": 6.0, "stage2": 5.0, "stage3": 4.0}
+
+
+def matrix_settings(out: Path) -> MatrixSettings:
+    return MatrixSettings(
+        out=out,
+        num_processes=2,
+        choices=all_choices(["dp", "stage2"], ["none"], [1]),
+        growth=Doubling(largest=8, resolution=0),
+        seconds=30.0,
+        memory_limit_gb=2.0,
+        warmup_steps=1,
+        steps=2,
+        workload=Workload(is_synthetic=True),
+    )
+
+
+class Pretended:
+    """Runs cells by their command line alone; `broken` gives the outcome for a sharding choice."""
+
+    def __init__(self, broken: dict[str, Outcome] | None = None):
+        self.ran: list[tuple[str, int]] = []
+        self.limits: set[Limits] = set()
+        self.broken = broken or {}
+
+    def __call__(self, command: list[str], folder: Path, limits: Limits) -> Outcome:
+        options, given = self.parsed(command)
+        stage = f"stage{given['parallel.sharding_stage']}"
+        sharding = "dp" if given["parallel.sharding_degree"] == "1" else stage
+        size = int(given["train.per_device_train_batch_size"])
+        self.limits.add(limits)
+        assert Path(options.out) == folder
+        self.ran.append((sharding, size))
+        if sharding in self.broken:
+            return self.broken[sharding]
+        if size > CAPACITY[sharding]:
+            return Outcome("oom", "rank 0 uses too much")
+        speed = SPEED[sharding] * size
+        profile = cell(sharding, size, speed, memory=size / 4).profile
+        (folder / RESULT_FILE).write_text(json.dumps({**profile, "config": "not kept"}))
+        return Outcome("ok")
+
+    @staticmethod
+    def parsed(command: list[str]):
+        options = build_parser().parse_args(command[2:])
+        given = dict(override.split("=", 1) for override in options.overrides)
+        return options, {"parallel.sharding_stage": "none", **given}

@@ -1,0 +1,93 @@
+"""`paddle_vl.testing` of an installed wheel.
+
+Guarantees: a wheel of this checkout, installed into an empty environment, has the testing package;
+there, outside of the checkout, every example of docs/testing.md runs as a user's tests, and a
+user's test fails when a gather list is wrong.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+NEEDED = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+WRONG = """
+def test_wrong():
+    assert_equals_single_device(tiny_qwen3_vl, lambda model: my_step(model, 1), mp_degree=2)
+"""
+
+
+def run(*command: object, cwd: Path) -> str:
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The interpreter of an environment that has the wheel, and this one's other packages."""
+    folder = tmp_path_factory.mktemp("wheel")
+    sources = folder / "sources"
+    # Not in the checkout, where a build would leave files.
+    shutil.copytree(
+        ROOT / "paddle_vl", sources / "paddle_vl", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in NEEDED:
+        shutil.copy(ROOT / name, sources)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    offline = ("--no-deps", "--no-index")
+    run(*pip, "wheel", *offline, "--no-build-isolation", "-w", folder, sources, cwd=folder)
+    shutil.rmtree(sources)
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "environment", cwd=folder)
+    python = folder / "environment" / "bin" / "python"
+    (wheel,) = folder.glob("*.whl")
+    run(*pip, "--python", python, "install", *offline, wheel, cwd=folder)
+    # Packages of a folder in a .pth file are found last, and its own .pth files, such as that of an
+    # editable installation of the checkout, are not read.
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "environment")}))
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    return python
+
+
+def examples() -> str:
+    text = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 4
+    return "\n\n".join(blocks)
+
+
+def test_the_package_comes_from_the_wheel(installed, tmp_path):
+    program = "import paddle_vl.testing as t; print(t.__file__)"
+    found = Path(run(installed, "-c", program, cwd=tmp_path).strip().splitlines()[-1])
+    assert found.is_relative_to(installed.parents[1])
+
+
+def test_the_examples_of_the_page_run_as_a_users_tests(installed, tmp_path):
+    (tmp_path / "test_mine.py").write_text(examples() + WRONG, encoding="utf-8")
+    done = subprocess.run(
+        [installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert "mp_degree 2 with sequence parallelism: " in done.stdout
+    assert re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE) == ["test_mine.py::test_wrong"]
+    assert re.search(r"^1 failed, 10 passed", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_the_first_example_is_ten_lines():
+    first = examples().split("from paddle_vl.batch")[0]
+    assert len(first.strip().splitlines()) <= 10

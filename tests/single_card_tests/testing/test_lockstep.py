@@ -1,0 +1,230 @@
+"""Ranks that hand over to each other at collectives.
+
+Guarantees: every collective gives what NumPy gives, in every dtype, forward and in place; only one
+rank runs at a time; ranks that disagree in kind, dtype, shape, operation or number of collectives,
+that end early, fail or hang are errors that name the ranks and the places; nothing deadlocks.
+"""
+
+import threading
+import time
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_vl.testing import RanksDisagreeError, run_ranks
+
+SIZE = 3
+
+
+def group_of(placement):
+    return placement.ops.mp_group
+
+
+def own_values(rank: int, dtype: str = "float32") -> np.ndarray:
+    return np.arange(12).reshape(6, 2).astype(dtype) * (rank + 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "bfloat16"])
+def test_collectives_give_what_numpy_gives(dtype):
+    every = [own_values(rank) for rank in range(SIZE)]
+
+    def body(placement):
+        group = group_of(placement)
+        x = paddle.to_tensor(every[group.rank]).astype(dtype)
+        found = {}
+        for name, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
+            found[name] = x.clone()
+            dist.all_reduce(found[name], op=op, group=group)
+        found["gathered"] = paddle.empty([SIZE * 6, 2], dtype=dtype)
+        dist.stream.all_gather(found["gathered"], x, group=group)
+        parts: list = []
+        dist.all_gather(parts, x, group=group)
+        found["parts"] = paddle.stack(parts)
+        found["scattered"] = paddle.empty([2, 2], dtype=dtype)
+        dist.stream.reduce_scatter(found["scattered"], x, group=group)
+        found["broadcast"] = x.clone()
+        dist.broadcast(found["broadcast"], src=1, group=group)
+        # Rank r sends r + 1 rows to rank 0 and the rest to rank 2.
+        leaving = [group.rank + 1, 0, 5 - group.rank]
+        arriving = [[1, 2, 3], [0, 0, 0], [5, 4, 3]][group.rank]
+        found["exchanged"] = paddle.empty([sum(arriving), 2], dtype=dtype)
+        dist.alltoall_single(found["exchanged"], x, leaving, arriving, group=group)
+        dist.barrier(group=group)
+        return {name: value.astype("float64").numpy() for name, value in found.items()}
+
+    for rank, found in enumerate(run_ranks(body, SIZE).results):
+        wanted = {
+            "sum": sum(every),
+            "max": np.max(every, axis=0),
+            "gathered": np.concatenate(every),
+            "parts": np.stack(every),
+            "scattered": sum(every)[2 * rank : 2 * rank + 2],
+            "broadcast": every[1],
+            "exchanged": np.concatenate(
+                [[array[: r + 1], array[:0], array[r + 1 :]][rank] for r, array in enumerate(every)]
+            ),
+        }
+        assert set(found) == set(wanted)
+        for name, array in wanted.items():
+            assert (found[name] == array).all(), (rank, name)
+
+
+def test_one_rank_runs_at_a_time_and_results_are_in_order():
+    running, seen = [], []
+
+    def body(placement):
+        group = group_of(placement)
+        for _ in range(5):
+            assert not running
+            running.append(group.rank)
+            time.sleep(0.001)
+            seen.append(running.pop())
+            dist.all_reduce(paddle.ones([2]), group=group)
+        return group.rank
+
+    assert run_ranks(body, 4).results == [0, 1, 2, 3]
+    # Between two collectives every rank runs once.
+    assert [sorted(seen[i : i + 4]) for i in range(0, 20, 4)] == [[0, 1, 2, 3]] * 5
+    names = {thread.name for thread in threading.enumerate()}
+    assert not {name for name in names if name.startswith("simulated rank")}
+
+
+def other_shape(group):
+    dist.all_reduce(paddle.ones([4 + (group.rank == 2)]), group=group)
+
+
+def other_dtype(group):
+    dist.all_reduce(
+        paddle.ones([4], dtype="float64" if group.rank == 2 else "float32"), group=group
+    )
+
+
+def other_kind(group):
+    x = paddle.ones([3])
+    if group.rank == 2:
+        dist.stream.all_gather(paddle.empty([9]), x, group=group)
+    else:
+        dist.all_reduce(x, group=group)
+
+
+def other_operation(group):
+    op = dist.ReduceOp.MAX if group.rank == 2 else dist.ReduceOp.SUM
+    dist.all_reduce(paddle.ones([3]), op=op, group=group)
+
+
+@pytest.mark.parametrize(
+    ("body", "first", "second"),
+    [
+        (other_shape, r"all_reduce \(SUM\) of float32 \[4\]", r"float32 \[5\]"),
+        (other_dtype, r"all_reduce \(SUM\) of float32 \[4\]", r"float64 \[4\]"),
+        (other_kind, r"all_reduce \(SUM\) of float32 \[3\]", r"all_gather of float32 \[3\]"),
+        (other_operation, r"all_reduce \(SUM\)", r"all_reduce \(MAX\)"),
+    ],
+    ids=["shape", "dtype", "kind", "operation"],
+)
+def test_ranks_that_start_different_collectives_are_named(body, first, second):
+    def step(placement):
+        dist.all_reduce(paddle.ones([1]), group=group_of(placement))
+        body(group_of(placement))
+
+    pattern = (
+        rf"ranks 0 and 2 start different collectives as number 2: rank 0 waits in {first}.*, called"
+        rf" from testing/test_lockstep.py:\d+ in {body.__name__}; rank 2 waits in .*{second}"
+    )
+    with pytest.raises(RanksDisagreeError, match=pattern):
+        run_ranks(step, SIZE)
+
+
+def test_a_difference_in_the_backward_pass_is_named():
+    def step(placement):
+        x = paddle.ones([6, 4])
+        x.stop_gradient = False
+        y = placement.ops.enter_rows(x) if group_of(placement).rank else x[:2]
+        placement.ops.enter_columns(y).sum().backward()
+
+    pattern = "rank 0 has ended after 2 collectives.*rank 1 waits in all_gather .* in backward"
+    with pytest.raises(RanksDisagreeError, match=pattern):
+        run_ranks(step, SIZE)
+
+
+def test_a_rank_that_ends_while_others_wait_is_named():
+    def step(placement):
+        group = group_of(placement)
+        for _ in range(3 - group.rank // 2):
+            dist.all_reduce(paddle.ones([2]), group=group)
+
+    with pytest.raises(
+        RanksDisagreeError,
+        match=r"rank 0 waits in all_reduce.*rank 2 has ended after 2 collectives, the last all_red",
+    ):
+        run_ranks(step, SIZE)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("first", [False, True], ids=["after a collective", "at once"])
+def test_the_first_error_of_a_rank_is_raised_as_it_is(failing, first):
+    ended = []
+
+    def step(placement):
+        group = group_of(placement)
+        try:
+            if not first:
+                dist.all_reduce(paddle.ones([2]), group=group)
+            if group.rank == failing:
+                raise KeyError("mine")
+            dist.all_reduce(paddle.ones([2]), group=group)
+        finally:
+            ended.append(group.rank)
+
+    with pytest.raises(KeyError, match="mine") as raised:
+        run_ranks(step, SIZE)
+    if hasattr(raised.value, "__notes__"):
+        assert raised.value.__notes__ == [f"raised on simulated rank {failing} of {SIZE}"]
+    assert failing in ended
+    # No rank is left behind, and others can start.
+    assert run_ranks(lambda placement: 1, SIZE).results == [1] * SIZE
+
+
+def test_a_rank_that_never_comes_to_a_collective_is_an_error_with_its_stack():
+    release = threading.Event()
+
+    def step(placement):
+        if group_of(placement).rank == 1:
+            release.wait(2.0)
+        dist.all_reduce(paddle.ones([2]), group=group_of(placement))
+
+    with pytest.raises(TimeoutError, match=r"rank 1 ran for 0.2 s without(.*\n)*.*release.wait"):
+        run_ranks(step, 2, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x, group: dist.stream.reduce_scatter(paddle.empty([3, 2]), x, group=group),
+            "7 rows do not divide by 3 ranks",
+        ),
+        (
+            lambda x, group: dist.stream.all_gather(paddle.empty([7, 2]), x, group=group),
+            r"needs an output of 42 elements of that dtype, got .*\[7, 2\]",
+        ),
+        (
+            lambda x, group: dist.stream.all_gather(
+                paddle.empty([21, 2], dtype="float64"), x, group=group
+            ),
+            "needs an output of 42 elements of that dtype, got paddle.float64",
+        ),
+        (
+            lambda x, group: dist.alltoall_single(
+                paddle.empty([7, 2]), x, [7, 0, 0], [0, 0, 7], group=group
+            ),
+            r"rank \d sends rank \d \d rows, which expects \d",
+        ),
+        (lambda x, group: dist.send(x, 1, group=group), "simulated ranks have no send"),
+    ],
+)
+def test_what_a_collective_does_not_take_is_refused(call, message):
+    with pytest.raises((ValueError, AttributeError), match=message):
+        run_ranks(lambda placement: call(paddle.ones([7, 2]), group_of(placement)), SIZE)

@@ -1,0 +1,84 @@
+"""Flags of Paddle's allocator.
+
+Guarantees: unset flags get their defaults and are told; a flag in the environment, one that was set
+before, and a choice of another allocator stay and are told; a run logs the flags and keeps them in
+run.json, a profile in profile.json.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import paddle
+import pytest
+
+from paddle_vl.train.allocator import DEFAULTS, allocator_flags, configure_allocator
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.launch import ROOT
+
+STRATEGY, VIRTUAL = DEFAULTS
+
+
+@pytest.fixture(autouse=True)
+def flags_as_paddle_has_them():
+    kept = allocator_flags()
+    paddle.set_flags({name: flag.paddles for name, flag in DEFAULTS.items()})
+    yield
+    paddle.set_flags(kept)
+
+
+def test_unset_flags_get_a_default():
+    told = configure_allocator({})
+    assert paddle.get_flags(VIRTUAL) == {VIRTUAL: True}
+    assert told == (
+        f"Paddle's allocator: {STRATEGY}=auto_growth (default here), {VIRTUAL}=true (default here)"
+    )
+    # The same when it is called again.
+    assert configure_allocator({}) == told
+
+
+def test_a_flag_in_the_environment_stays():
+    told = configure_allocator({VIRTUAL: "0"})
+    assert paddle.get_flags(VIRTUAL) == {VIRTUAL: False}
+    assert f"{VIRTUAL}=false (set in the environment)" in told
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "origin"),
+    [
+        (STRATEGY, "naive_best_fit", f"left alone beside {STRATEGY}=naive_best_fit"),
+        ("FLAGS_use_auto_growth_v2", True, "left alone beside FLAGS_use_auto_growth_v2"),
+    ],
+)
+def test_another_allocator_is_left_alone(flag, value, origin):
+    kept = paddle.get_flags(flag)
+    paddle.set_flags({flag: value})
+    try:
+        told = configure_allocator({})
+        assert paddle.get_flags([flag, VIRTUAL]) == {flag: value, VIRTUAL: False}
+    finally:
+        paddle.set_flags(kept)
+    assert f"{VIRTUAL}=false ({origin})" in told
+
+
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_run_tells_the_flags_and_keeps_what_the_user_set(tmp_path, command):
+    run_file = write_tiny_run(tmp_path / "run")
+    arguments = {"train": ["train.max_steps=1"], "profile": ["--warmup", "0", "--steps", "1"]}
+    done = subprocess.run(
+        [sys.executable, "-m", "paddle_vl", command, str(run_file), *arguments[command]],
+        cwd=ROOT,
+        env=os.environ | {VIRTUAL: "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{STRATEGY}=auto_growth (default here)" in done.stderr
+    assert f"{VIRTUAL}=false (set in the environment)" in done.stderr
+    out = tmp_path / "run" / "out"
+    if command == "train":
+        found = json.loads((out / "run.json").read_text())["starts"][0]["allocator"]
+    else:
+        found = json.loads((out / "profile" / "profile.json").read_text())["allocator_flags"]
+    assert (found[STRATEGY], found[VIRTUAL]) == ("auto_growth", False)
