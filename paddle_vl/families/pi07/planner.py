@@ -123,8 +123,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
         assert out_BLD is not None, "the planner runs the prefix"
         response, memory = batch["response_tokens"], batch["memory_tokens"]
         response_at = out_BLD.shape[1] - response.shape[1]
-        label = len(self.tokens.label_ids[RESPONSE_LABEL])
-        memory_at = response_at - label - memory.shape[1]
+        memory_at = response_at - len(self.tokens.label_ids[RESPONSE_LABEL]) - memory.shape[1]
         sums = [
             self._segment_loss_sum(out_BLD, memory_at, memory, batch["memory_masks"]),
             self._segment_loss_sum(out_BLD, response_at, response, batch["response_masks"]),
@@ -178,8 +177,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
             )
         assert self.prefix is not None, "a full model has all layers"
         presence, batch = presence_of(batch), as_tensors(batch)
-        prefix = self.prefix(batch, presence, training=False)
-        writer = _Writer(self, prefix)
+        writer = _Writer(self, self.prefix(batch, presence, training=False))
         memory = writer.write(self.config.memory_max_length, bos_id, eos_id)
         label_Bn = self.tokens.label(RESPONSE_LABEL, memory.shape[0])
         writer.read(label_Bn, paddle.ones(label_Bn.shape, dtype="bool"))
