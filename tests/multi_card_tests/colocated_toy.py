@@ -74,7 +74,7 @@ class ToyItems:
     """The `ItemEncoder`."""
 
     section_widths: ClassVar = [WIDTH] * (1 + LEVELS)
-    splits_rows = is_known_early = True
+    splits_rows = True
 
     def __init__(self, tower: nn.Layer, frozen: bool):
         self.tower, self.frozen = tower, frozen
@@ -89,9 +89,6 @@ class ToyItems:
 
     def has_items_anywhere(self, batch):
         return batch["is_visual"]
-
-    def in_lane(self, other, own):
-        return other
 
     def encode(self, batches, own):
         pixels = []

@@ -1,139 +1,155 @@
-"""pi07's tower under the colocated schedule: videos and stills as items.
+"""pi07's tower under the colocated schedule: the images that samples have as items.
 
-An `ItemEncoder` of `paddle_vl.parallel.colocated.encoder`. The items of a batch are its videos,
-camera by camera, and then its goal images; the planner has stills only. An item has the pooled rows
-of its image, which the first stage projects. Other encoders of the prefix (texts, states) are look-
-ups and small products: they stay on the first stage.
+An `ItemEncoder` of `paddle_vl.parallel.colocated.encoder`. An item is the video of a camera, or the
+goal image of one. Images that are masked, of missing cameras and dropped goals, are no items: no
+token sees theirs. A video without real past frames is encoded as its current frame alone, which is
+the same: attention over one frame gives its value.
 
-Shapes: B batch, F frames, M rows of an item, U the tower's width.
+Rows are the tower's, pooled: they are narrower than the projector's, which stays on the first stage
+with the look-ups and small products that embed texts, states and actions.
+
+Shapes: B batch, c cameras, F frames, I items, M rows of an image, U the tower's width, Z = c * B
+images of a source, camera by camera.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
 from paddle_vl.families.pi07.policy_model import PolicyModel
-from paddle_vl.families.pi07.prefix import TOWER_ROWS
-from paddle_vl.families.pi07.prefix_layout import presence_of
+from paddle_vl.families.pi07.prefix import IMAGE_ROWS
+from paddle_vl.families.pi07.prefix_layout import CAMERA_MASKS, IMAGES
+
+# Entry of a batch with its `ImageItems`, taken on the host before masks go to the device.
+IMAGE_ITEMS = "image_items"
+# The masks of each of `IMAGES`.
+_MASKS = dict(zip(IMAGES, CAMERA_MASKS.values(), strict=True))
 
 
-class Pictures(NamedTuple):
-    """The tower's input of a batch.
+@dataclass(frozen=True, eq=False)
+class ImageItems:
+    """The items of a batch, in the order of their rows: by source, camera and sample.
 
     Attributes:
-        videos: `[B, F, 3, H, W]` by camera.
-        is_pad: `[B, F]` bool; None if all frames but the current one are padding.
-        stills: `[B, 3, H, W]` each.
+        places: source, camera and sample of each item.
+        frames: number of frames that the tower runs over, int64 `[I]`.
+        item_of: for each source the item of each image, int64 `[Z]`; -1 for a masked image.
+        is_pad: padded frames of videos, `[B, F]` bool.
     """
 
-    videos: Sequence[Any] = ()
-    is_pad: Any = None
-    stills: Sequence[Any] = ()
+    places: list[tuple[str, int, int]]
+    frames: np.ndarray
+    item_of: dict[str, np.ndarray]
+    is_pad: np.ndarray | None
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any]) -> "Pictures":
-        """Those that the prefix embeds; none of an empty batch."""
-        if not batch:
-            return cls()
-        if "images" in batch:
-            return cls(stills=batch["images"])
-        presence = batch.get("presence")
-        presence = presence_of(batch) if presence is None else presence
-        goals = (batch.get("subgoal_images") or ()) if presence.subgoal else ()
-        return cls(batch["videos"], batch.get("obs_history_is_pad"), goals)
+    def of(cls, batch: Mapping[str, Any]) -> "ImageItems":
+        """From a batch of host arrays; an empty batch has no items."""
+        places: list[tuple[str, int, int]] = []
+        frames, item_of, is_pad_BF = [], {}, batch.get("obs_history_is_pad")
+        for source, masks in _MASKS.items():
+            if not batch.get(masks):
+                continue
+            is_real_cB = np.stack([np.asarray(mask, dtype=bool) for mask in batch[masks]])
+            own = np.argwhere(is_real_cB).tolist()
+            numbers = np.full(is_real_cB.shape, -1, dtype=np.int64)
+            numbers[is_real_cB] = len(places) + np.arange(len(own))
+            item_of[source] = numbers.reshape(-1)
+            places += [(source, camera, sample) for camera, sample in own]
+            frames_B = np.ones(is_real_cB.shape[1], dtype=np.int64)
+            if source == "videos" and is_pad_BF is not None:
+                is_pad_BF = np.asarray(is_pad_BF, dtype=bool)
+                frames_B[~is_pad_BF[:, :-1].all(axis=1)] = is_pad_BF.shape[1]
+            frames += [frames_B[sample] for _, sample in own]
+        return cls(places, np.array(frames, dtype=np.int64), item_of, is_pad_BF)
 
-    @property
-    def num_frames(self) -> int:
-        return self.videos[0].shape[1] if self.videos else 0
 
-    @property
-    def num_videos(self) -> int:
-        return sum(video.shape[0] for video in self.videos)
+class PooledRows:
+    """Rows of a batch's images, in place of their pixels.
 
-    @property
-    def num_stills(self) -> int:
-        return sum(still.shape[0] for still in self.stills)
+    Args:
+        rows_IMU: of the items; None without items.
+        empty_1MU: rows of an image that is masked.
+    """
 
-    def video(self, item: int) -> tuple[Any, Any]:
-        """`[F, 3, H, W]` and its padding `[F]`."""
-        camera, sample = divmod(item, self.videos[0].shape[0])
-        if self.is_pad is None:
-            return self.videos[camera][sample], np.ones([self.num_frames], dtype=bool)
-        return self.videos[camera][sample], self.is_pad[sample]
+    def __init__(self, items: ImageItems, rows_IMU: Tensor | None, empty_1MU: Tensor):
+        self.items, self.rows_IMU, self.empty_1MU = items, rows_IMU, empty_1MU
 
-    def still(self, item: int) -> Any:
-        """`[3, H, W]`."""
-        camera, sample = divmod(item, self.stills[0].shape[0])
-        return self.stills[camera][sample]
+    def of(self, sources: Sequence[str]) -> Tensor:
+        """`[Z * M, U]`: rows of all images of some sources; zeros for those that are masked."""
+        items_Z = np.concatenate([self.items.item_of[source] for source in sources])
+        parts = [self.empty_1MU] if self.rows_IMU is None else [self.rows_IMU, self.empty_1MU]
+        # The last one is the empty image.
+        numbers_Z = np.where(items_Z < 0, len(self.items.places), items_Z)
+        rows_ZMU = paddle.index_select(paddle.concat(parts), paddle.to_tensor(numbers_Z))
+        return rows_ZMU.reshape([-1, rows_ZMU.shape[-1]])
 
 
 class PI07Encoder:
-    """The tower of a model whose every rank has it.
+    """The tower of a model whose every rank has it."""
 
-    Args:
-        agrees_on_presence: see `PolicyBatchAdapter`.
-    """
-
-    # The prefix is whole on every mp rank, and cut into rows behind it.
+    # The prefix is whole on every mp rank, and its rows are divided behind it.
     splits_rows = False
 
-    def __init__(self, model: PolicyModel, agrees_on_presence: bool):
+    def __init__(self, model: PolicyModel):
         assert model.prefix is not None, "every stage has the tower"
         self.video_encoder = model.prefix.video_encoder
-        self.agrees_on_presence = agrees_on_presence
         self.section_widths = [self.video_encoder.tower.config.hidden_size]
-
-    @property
-    def is_known_early(self) -> bool:
-        """Goal images are encoded if any rank has one, which ranks agree on before a step."""
-        return not self.agrees_on_presence
 
     def parameters(self) -> list[Tensor]:
         """Of the tower."""
         return self.video_encoder.tower.parameters()
 
     def items(self, batch: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and relative costs of the items."""
-        pictures = Pictures.of(batch)
-        costs = [pictures.num_frames] * pictures.num_videos + [1] * pictures.num_stills
-        rows = np.full(len(costs), self.video_encoder.num_tokens, dtype=np.int64)
-        return rows, np.array(costs, dtype=np.int64)
+        """Rows of each item, and its frames as its cost."""
+        items = _items(batch)
+        return np.full(len(items.places), self.video_encoder.num_tokens), items.frames
 
     def has_items_anywhere(self, batch: Mapping[str, Any]) -> bool:
-        """Every batch has images."""
+        """Always, as the tower of one device has gradients, if only zeros, in every step."""
         return True
-
-    def in_lane(self, other: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Another data lane's batch as its ranks have it: with the presence agreed on."""
-        if not other or not self.agrees_on_presence or "presence" not in own:
-            return other
-        return {**other, "presence": own["presence"]}
 
     def encode(self, batches: Sequence[Mapping[str, Any]], own: Sequence[np.ndarray]) -> Tensor:
         """`[M, U]`: rows of the given items of each batch, in one forward pass of the tower."""
-        videos, pads, stills, is_video = [], [], [], []
-        for batch, items in zip(batches, own, strict=True):
-            pictures = Pictures.of(batch)
-            for item in map(int, items):
-                is_video.append(item < pictures.num_videos)
-                if is_video[-1]:
-                    video, pad = pictures.video(item)
-                    videos.append(video)
-                    pads.append(pad)
+        # Pixels by kind, in the order in which the tower returns their rows, and their places.
+        videos, pads, frames, stills = [], [], [], []
+        places: dict[str, list[int]] = {"videos": [], "frames": [], "stills": []}
+        number = 0
+        for batch, chosen in zip(batches, own, strict=True):
+            items = _items(batch)
+            for item in chosen.tolist():
+                source, camera, sample = items.places[item]
+                pixels = np.asarray(batch[source][camera][sample])
+                if source != "videos":
+                    stills.append(pixels)
+                    places["stills"].append(number)
+                elif items.frames[item] == 1:
+                    frames.append(pixels[-1])
+                    places["frames"].append(number)
                 else:
-                    stills.append(pictures.still(item - pictures.num_videos))
-        rows_MU = self.video_encoder.pooled_rows(_stacked(videos), _stacked(pads), _stacked(stills))
-        # The tower returns videos first.
-        kinds = np.array(is_video)
-        place = np.where(kinds, kinds.cumsum() - 1, kinds.sum() + (~kinds).cumsum() - 1)
-        if (np.diff(place) == 1).all():
+                    assert items.is_pad is not None, "else the past is padding"
+                    videos.append(pixels)
+                    pads.append(items.is_pad[sample])
+                    places["videos"].append(number)
+                number += 1
+        images = [_stacked(frames), _stacked(stills)]
+        if images[0] is not None:
+            # Frames of videos are in [0, 1], stills in [-1, 1].
+            images[0] = images[0] * 2.0 - 1.0
+        images = [image for image in images if image is not None]
+        rows_MU = self.video_encoder.pooled_rows(
+            _stacked(videos), _stacked(pads), paddle.concat(images) if images else None
+        )
+        order = np.argsort([place for of_kind in places.values() for place in of_kind])
+        if (order == np.arange(number)).all():
             return rows_MU
-        count = self.video_encoder.num_tokens
-        rows = (place[:, None] * count + np.arange(count)).reshape(-1)
-        return paddle.index_select(rows_MU, paddle.to_tensor(rows))
+        rows_IMU = rows_MU.reshape([number, -1, rows_MU.shape[-1]])
+        ordered = paddle.index_select(rows_IMU, paddle.to_tensor(order))
+        return ordered.reshape([-1, rows_MU.shape[-1]])
 
     def sections_of(self, chunk: Any) -> set[int]:
         """The first stage uses the rows."""
@@ -142,14 +158,19 @@ class PI07Encoder:
     def language_batch(
         self, batch: Mapping[str, Any], sections: Mapping[int, Tensor]
     ) -> dict[str, Any]:
-        """The batch with the tower's rows; its images stay for their shapes."""
-        return {**batch, TOWER_ROWS: sections[0]} if sections else dict(batch)
+        """The batch with the tower's rows; its images stay on the host, for their shapes."""
+        rest = {name: value for name, value in batch.items() if name != IMAGE_ITEMS}
+        shape = [-1, self.video_encoder.num_tokens, self.section_widths[0]]
+        rows = sections[0].reshape(shape) if sections else None
+        dtype = self.video_encoder.tower.patch_embedding.weight.dtype
+        empty = paddle.zeros([1, *shape[1:]], dtype=dtype)
+        return {**rest, IMAGE_ROWS: PooledRows(_items(batch), rows, empty)}
 
 
-def _stacked(arrays: Sequence[Any]) -> Any:
-    """Arrays or tensors as one tensor; None for none."""
-    if not arrays:
-        return None
-    if all(isinstance(array, np.ndarray) for array in arrays):
-        return paddle.to_tensor(np.stack(arrays))
-    return paddle.stack([paddle.to_tensor(array) for array in arrays])
+def _items(batch: Mapping[str, Any]) -> ImageItems:
+    items = batch.get(IMAGE_ITEMS)
+    return ImageItems.of(batch) if items is None else items
+
+
+def _stacked(arrays: Sequence[np.ndarray]) -> Tensor | None:
+    return paddle.to_tensor(np.stack(arrays)) if arrays else None

@@ -31,7 +31,7 @@ from paddle_vl.families.pi07.decoder import (
 )
 from paddle_vl.families.pi07.layers import GroupedProjection, fresh_std
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
-from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding, TowerAlone
+from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
 from paddle_vl.families.pi07.prefix_layout import (
     PREFIX_BLOCKS,
     PrefixMasks,
@@ -186,7 +186,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
     """
 
     config: PI07Config
-    prefix: Any
+    prefix: PrefixEmbedding | None
 
     def __init__(
         self,
@@ -208,12 +208,10 @@ class PI07LowLevelFlowMatching(PolicyModel):
         camera_tokens = vlm.gemma3_config.mm_tokens_per_image
         self.tokens = PrefixTokens(PREFIX_BLOCKS, label_ids, camera_tokens)
         self.prefix, self.suffix, self.da_head, self.action_out_proj = None, None, None, None
-        if self.placement.stage_layers.embedding:
+        if self.placement.stage_layers.tower:
             self.prefix = PrefixEmbedding(config, self.tokens, num_groups, self.placement)
+        if self.placement.stage_layers.embedding:
             self.suffix = SuffixEmbedding(config, num_groups)
-        elif self.placement.stage_layers.tower:
-            stride = config.spacetime_layer_stride
-            self.prefix = TowerAlone(vlm.gemma3_config, config.n_obs_steps, stride, self.placement)
         self.decoder = InterleavedDecoder(vlm, self.placement)
         if self.placement.stage_layers.head:
             assert vlm.discrete_action_vocab_size is not None, "the first stage refuses None"

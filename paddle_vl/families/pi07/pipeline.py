@@ -22,9 +22,9 @@ from paddle_vl.families.pi07.engine_config import Gemma3Config, Gemma3TextConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
-from paddle_vl.families.pi07.prefix_layout import PrefixMasks, Presence, presence_of
+from paddle_vl.families.pi07.prefix import IMAGE_ROWS
+from paddle_vl.families.pi07.prefix_layout import IMAGES, PrefixMasks, Presence, presence_of
 
-_IMAGES = ("videos", "images", "subgoal_images")
 _DRAWN = ("noise", "time", "delay")
 # Relative cost of a frozen tower: forward only, while a backward pass costs two forward passes.
 FROZEN_SHARE = 1 / 3
@@ -64,10 +64,8 @@ class PI07Stage(ABC):
         """
         model, presence = self.model, _presence(batch)
         batch = {name: value for name, value in batch.items() if name != "presence"}
-        # Other stages need the masks of the images, not the images. Under the colocated schedule
-        # the first one needs their shapes.
-        is_colocated = model.placement.stage_layers.encoder_everywhere
-        unread = () if self.is_first and not is_colocated else _IMAGES
+        # Other stages need the masks of the images, not the images; with their rows no stage does.
+        unread = () if self.is_first and IMAGE_ROWS not in batch else IMAGES
         batch |= as_tensors({name: batch[name] for name in batch if name not in unread})
         masks = model.tokens.masks(batch, presence)
         prefix_view, suffix_view = model.prefix_view(masks), self._suffix_view(masks)

@@ -33,7 +33,7 @@ from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.families.pi07.layers import PAD_ID
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
-from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix, TowerAlone, no_stride
+from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix
 from paddle_vl.families.pi07.prefix_layout import (
     MEMORY_LABEL,
     PLANNER_BLOCKS,
@@ -54,7 +54,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
     """Prefix embedding, the backbone half of the decoder, and a head tied to the token table."""
 
     config: PI07PlannerConfig
-    prefix: Any
+    prefix: PlannerEmbedding | None
 
     def __init__(
         self,
@@ -83,11 +83,9 @@ class PI07HighLevelPlannerModel(PolicyModel):
                 )
         stage = self.placement.stage_layers
         self.prefix, self.lm_head, table = None, None, None
-        if stage.embedding:
+        if stage.tower:
             self.prefix = PlannerEmbedding(config, self.tokens, self.placement)
-            table = self.prefix.embed_tokens.weight
-        elif stage.tower:
-            self.prefix = TowerAlone(backbone, 1, no_stride(backbone), self.placement)
+            table = self.prefix.embed_tokens.weight if stage.embedding else None
         self.decoder = InterleavedDecoder(config.vlm_config, self.placement)
         if stage.head:
             text = backbone.text_config

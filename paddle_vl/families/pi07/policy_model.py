@@ -14,7 +14,7 @@ from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import InterleavedDecoder, block_mask, prefix_positions
 from paddle_vl.families.pi07.decoder_layers import StreamView
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.families.pi07.prefix import Prefix
+from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix, PrefixEmbedding
 from paddle_vl.families.pi07.prefix_layout import PrefixMasks, PrefixTokens
 from paddle_vl.nn.linear import separate
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
@@ -54,13 +54,13 @@ class PolicyModel(Materializable, nn.Layer):
 
     Attributes:
         tokens: lengths and masks of the prefix.
-        prefix: its embedding, `PrefixEmbedding` or `PlannerEmbedding`; on pipeline stages without
-            it None, or under the colocated schedule a `TowerAlone`.
+        prefix: its embedding; on pipeline stages without it None, or under the colocated schedule
+            its tower alone.
         placement: which shards and layers this rank has.
     """
 
     tokens: PrefixTokens
-    prefix: Any
+    prefix: PrefixEmbedding | PlannerEmbedding | None
     decoder: InterleavedDecoder
 
     def __init__(
@@ -87,8 +87,10 @@ class PolicyModel(Materializable, nn.Layer):
     @property
     def tables(self) -> list[nn.Layer]:
         """This rank's token embedding and vocabulary head; tied ones share their `weight`."""
-        has_embedding = self.placement.stage_layers.embedding
-        layers = [self.prefix.embed_tokens.table] if has_embedding else []
+        layers = []
+        if self.placement.stage_layers.embedding:
+            assert self.prefix is not None, "the first stage embeds"
+            layers.append(self.prefix.embed_tokens.table)
         head = getattr(self, "lm_head", None)
         return layers if head is None else [*layers, head]
 

@@ -15,7 +15,6 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.engine_config import Gemma3Config
 from paddle_vl.families.pi07.layers import GroupedProjection, PaddedEmbedding
 from paddle_vl.families.pi07.prefix_layout import (
     Block,
@@ -29,22 +28,9 @@ from paddle_vl.nn.linear import Embedding
 from paddle_vl.nn.operations import slice_axis
 from paddle_vl.nn.placement import Placement
 
-# Entry of a batch under the colocated schedule: the tower's pooled rows `[images * M, U]`.
-TOWER_ROWS = "tower_rows"
-
-
-class TowerAlone(nn.Layer):
-    """The tower on a pipeline stage without the rest of the prefix (`schedule: colocated`).
-
-    Args:
-        max_num_frames, stride: of `VideoEncoder`.
-    """
-
-    def __init__(
-        self, config: Gemma3Config, max_num_frames: int, stride: int, placement: Placement
-    ):
-        super().__init__()
-        self.video_encoder = VideoEncoder(config, max_num_frames, stride, placement, False)
+# Entry of a batch under the colocated schedule: the tower's rows of its images, a `PooledRows` of
+# `paddle_vl.families.pi07.colocated`.
+IMAGE_ROWS = "image_rows"
 
 
 class Prefix(NamedTuple):
@@ -63,6 +49,8 @@ class Prefix(NamedTuple):
 
 class PrefixEmbedding(nn.Layer):
     """Embeds the low-level policy's prefix: videos, texts, states and, in training, actions.
+
+    On a pipeline stage without embeddings the tower alone (`schedule: colocated`).
 
     Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching.
     """
@@ -95,6 +83,8 @@ class PrefixEmbedding(nn.Layer):
         self.video_encoder = VideoEncoder(
             backbone, config.n_obs_steps, config.spacetime_layer_stride, placement
         )
+        if not placement.stage_layers.embedding:
+            return
         vocab_size = backbone.text_config.vocab_size
         self.embed_tokens = PaddedEmbedding(
             placement.layers.vocab_embedding(vocab_size, width), scale=width**0.5
@@ -147,8 +137,9 @@ class PrefixEmbedding(nn.Layer):
         videos, history = batch["videos"], batch.get("obs_history_is_pad")
         goals = batch.get("subgoal_images") or []
         has_goals = bool(goals) and with_goals
-        if TOWER_ROWS in batch:
-            rows_ZMD = self.video_encoder.project(batch[TOWER_ROWS])
+        if IMAGE_ROWS in batch:
+            sources = ["videos", "subgoal_images"] if has_goals else ["videos"]
+            rows_ZMD = self.video_encoder.project(batch[IMAGE_ROWS].of(sources))
         else:
             if history is not None:
                 history = paddle.concat([history] * len(videos))
@@ -187,6 +178,8 @@ class PrefixEmbedding(nn.Layer):
 class PlannerEmbedding(nn.Layer):
     """Embeds the planner's prefix: images and texts.
 
+    On a pipeline stage without embeddings the tower alone (`schedule: colocated`).
+
     Source: `embed_prefix` of OpenTau's PI07HighLevelPlannerModel.
     """
 
@@ -200,7 +193,11 @@ class PlannerEmbedding(nn.Layer):
         backbone = config.vlm_config.gemma3_config
         width = backbone.text_config.hidden_size
         self.tokens = tokens
-        self.video_encoder = VideoEncoder(backbone, 1, no_stride(backbone), placement)
+        # One frame: a stride beyond the last layer disables temporal attention.
+        layers = backbone.vision_config.num_hidden_layers
+        self.video_encoder = VideoEncoder(backbone, 1, layers + 1, placement)
+        if not placement.stage_layers.embedding:
+            return
         self.embed_tokens = PaddedEmbedding(
             placement.layers.vocab_embedding(backbone.text_config.vocab_size, width, is_tied=True),
             scale=width**0.5,
@@ -220,18 +217,13 @@ class PlannerEmbedding(nn.Layer):
         texts = [block for block in blocks if block.source is not Source.IMAGES]
         ids = {block.name: self.tokens.ids(block, batch) for block in texts}
         rows = look_up(self.embed_tokens, ids)
-        if TOWER_ROWS in batch:
-            images = self.video_encoder.project(batch[TOWER_ROWS])
+        if IMAGE_ROWS in batch:
+            images = self.video_encoder.project(batch[IMAGE_ROWS].of(["images"]))
         else:
             images = self.video_encoder.embed_image(paddle.concat(batch["images"]))
         rows["images"] = of_cameras(images, len(batch["images"]))
         masks = self.tokens.masks(batch, presence, training)
         return Prefix(joined(blocks, rows, presence, training), *masks)
-
-
-def no_stride(config: Gemma3Config) -> int:
-    """A stride beyond the last layer, which disables temporal attention, for single frames."""
-    return config.vision_config.num_hidden_layers + 1
 
 
 def look_up(table: PaddedEmbedding, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -39,6 +39,8 @@ CAMERA_MASKS = {
     Source.IMAGES: "img_masks",
     Source.SUBGOALS: "subgoal_img_masks",
 }
+# The same with the pixels.
+IMAGES = ("videos", "images", "subgoal_images")
 
 
 class Attends(Enum):

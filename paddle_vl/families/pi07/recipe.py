@@ -145,7 +145,8 @@ class PI07Recipe(Family):
         samples = self.train_data if self.eval_data is None else self.eval_data
         agrees = self.config.parallel.branch_sync == "all_reduce"
         make_example = partial(first_batch, samples, collator)
-        adapter = self.adapter_class(make_example, agrees, policy.model.tokens)
+        is_colocated = placement.stage_layers.encoder_everywhere
+        adapter = self.adapter_class(make_example, agrees, policy.model.tokens, is_colocated)
         return BuiltModel(policy.model, adapter, collator, policy.save_pretrained)
 
     def named_parameters(self, model: nn.Layer) -> list[tuple[str, Tensor]]:
@@ -170,7 +171,7 @@ class PI07Recipe(Family):
         return names
 
     def item_encoder(self, model: Any) -> PI07Encoder:
-        return PI07Encoder(model, self.config.parallel.branch_sync == "all_reduce")
+        return PI07Encoder(model)
 
     def flop_counter(self, model: nn.Layer, trained: Collection[str]) -> FlopCounter:
         return self.counter_class(model.config, model.label_ids, trained, self.loss.trained_terms)

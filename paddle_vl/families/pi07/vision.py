@@ -6,11 +6,14 @@ video is output. Over 350 lines, to keep the forward pass from pixels to tokens 
 Shapes: B videos of F frames, S still images, P = B * F + S frames in all, videos first; N patches
 of a frame, U tower width, h heads, H head width; M tokens of an image, D backbone width.
 
+Tensor parallelism of a colocated encoder divides the linears that a layer names in `column_blocks`
+(output features) and `row_linears` (input features); a rank then has some of the heads.
+
 Source: SiglipVisionModel and Gemma3MultiModalProjector of HF transformers; the temporal part is
 OpenTau's SpaceTimeSiglip video encoder.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import paddle
@@ -287,12 +290,11 @@ def frame_codes(num_frames: int, width: int) -> np.ndarray:
 
 
 class VideoEncoder(nn.Layer):
-    """Tower and projector.
+    """Tower and projector; on a pipeline stage without embeddings the tower alone.
 
     Args:
         max_num_frames: most frames of a video, `n_obs_steps`.
         stride: every `stride`-th layer of the tower attends over past frames.
-        projects: False for the tower alone, on a stage without the prefix.
     """
 
     def __init__(
@@ -301,13 +303,12 @@ class VideoEncoder(nn.Layer):
         max_num_frames: int,
         stride: int,
         placement: Placement,
-        projects: bool = True,
     ):
         super().__init__()
         self.max_num_frames, self.placement = max_num_frames, placement
         self.tower = placement.layers.tower(SiglipTower(config.vision_config, stride))
         self.window = config.vision_config.grid_side // round(config.mm_tokens_per_image**0.5)
-        self.projector: Any = MultiModalProjector(config) if projects else None
+        self.projector = MultiModalProjector(config) if placement.stage_layers.embedding else None
         self.num_tokens = config.mm_tokens_per_image
 
     def forward(
@@ -354,13 +355,14 @@ class VideoEncoder(nn.Layer):
         rows_MU = self.placement.ops.encode_items(encode, costs_I, rows_I, self.tower, width)
         return self.project(rows_MU)
 
-    def project(self, rows_MU: Tensor) -> Tensor:
-        """Tokens `[n, M, D]` from the pooled rows of n images."""
-        return self.projector(rows_MU.reshape([-1, self.num_tokens, rows_MU.shape[1]]))
-
     def embed_image(self, images_SCHW: Tensor) -> Tensor:
         """Tokens `[S, M, D]` of independent images with values in [-1, 1]."""
         return self(None, stills_SCHW=images_SCHW)
+
+    def project(self, rows_MU: Tensor) -> Tensor:
+        """Tokens `[Z, M, D]` of Z images from the pooled rows of all of them."""
+        assert self.projector is not None, "the first stage projects"
+        return self.projector(rows_MU.reshape([-1, self.num_tokens, rows_MU.shape[-1]]))
 
     def pooled_rows(
         self,

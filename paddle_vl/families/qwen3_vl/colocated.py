@@ -46,7 +46,6 @@ class Qwen3VLEncoder:
     """
 
     splits_rows = True
-    is_known_early = True
 
     def __init__(self, model: Qwen3VLForConditionalGeneration):
         self.model, self.vision = model, model.config.vision_config
@@ -68,10 +67,6 @@ class Qwen3VLEncoder:
     def has_items_anywhere(self, batch: VLBatch) -> bool:
         """Whether any data-parallel rank's batch has images or videos, as the ranks agreed."""
         return bool(batch.get(RANKS_WITH_VISUAL, 0))
-
-    def in_lane(self, other: VLBatch, own: VLBatch) -> VLBatch:
-        """Another data lane's batch, as it is."""
-        return other
 
     def encode(self, batches: Sequence[VLBatch], own: Sequence[np.ndarray]) -> Tensor:
         """`[M, C]`: rows of the given items of each batch, in one forward pass of the tower."""

@@ -30,8 +30,8 @@ class ItemEncoder(Protocol):
     """A family's encoder. M rows, C the sum of `section_widths`.
 
     Attributes:
-        splits_rows: whether mp ranks use different rows of a batch under sequence parallelism.
-        is_known_early: whether the items of a batch are known before ranks agree on a step.
+        splits_rows: whether mp ranks use different rows of a batch under sequence parallelism, so
+            that each has a part of their gradients.
     """
 
     @property
@@ -40,27 +40,17 @@ class ItemEncoder(Protocol):
     @property
     def splits_rows(self) -> bool: ...
 
-    @property
-    def is_known_early(self) -> bool: ...
-
     def parameters(self) -> list[Tensor]:
         """Of the encoder, trained and frozen."""
         ...
 
     def items(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The items of a batch as `Items`; from its host arrays alone."""
+        """The items of a batch as `Items`; from its host arrays alone. All ranks that load a batch
+        find the same items, without agreeing on anything; an empty batch has none."""
         ...
 
     def has_items_anywhere(self, batch: Any) -> bool:
         """Whether any rank's micro-batch at this position has items; the same on every rank."""
-        ...
-
-    def in_lane(self, other: Any, own: Any) -> Any:
-        """Another data lane's batch as that lane's ranks have it, once they have agreed.
-
-        Args:
-            own: this lane's batch at the same position.
-        """
         ...
 
     def encode(self, batches: Sequence[Any], own: Sequence[np.ndarray]) -> Tensor:

@@ -116,8 +116,7 @@ class ColocatedRunner(PipelineRunner):
         Without collectives: a rank whose data fails would leave the others waiting. So not with a
         divided encoder, and the rows are exchanged in the next step.
         """
-        is_divided = self.groups.mp_group.nranks > 1
-        if self.upcoming is None or is_divided or not self.encoder.is_known_early:
+        if self.upcoming is None or self.groups.mp_group.nranks > 1:
             return
         batches = self.upcoming()
         if batches:
@@ -157,12 +156,7 @@ class ColocatedRunner(PipelineRunner):
                 lanes.append(list(batches))
             else:
                 place = number - (number > own)
-                lanes.append(
-                    [
-                        self.encoder.in_lane(each[place] if each else {}, batch)
-                        for each, batch in zip(others, batches, strict=True)
-                    ]
-                )
+                lanes.append([each[place] if each else {} for each in others])
         return lanes
 
     def _batch_of(self, number: int, micro_batch: int) -> Any:
