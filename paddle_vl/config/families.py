@@ -173,6 +173,7 @@ register_family(
         ("pi07_low_level",),
         "paddle_vl.families.pi07.settings:PI07Run",
         "paddle_vl.families.pi07.recipe:PI07Recipe",
+        "paddle_vl.families.pi07.exported:ExportedPI07Policy",
     )
 )
 register_family(
@@ -181,5 +182,6 @@ register_family(
         ("pi07_high_level",),
         "paddle_vl.families.pi07.settings:PI07Run",
         "paddle_vl.families.pi07.recipe:PI07PlannerRecipe",
+        "paddle_vl.families.pi07.exported:ExportedPI07Planner",
     )
 )

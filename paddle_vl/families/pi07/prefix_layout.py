@@ -267,6 +267,48 @@ class PrefixTokens:
         marks_1L = paddle.to_tensor(marks_1L) if xp is paddle else marks_1L
         return PrefixMasks(pad_BL, xp.broadcast_to(marks_1L, pad_BL.shape), num_seen)
 
+    def masks_of_all(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """`pad_masks` and `att_masks` with all blocks of inference laid out, for programs.
+
+        The blocks that `masks` leaves out are padding, which no token sees and which counts for no
+        position. So real tokens have the same numbers.
+
+        Args:
+            batch: see `masks`; it has all fields of the layout.
+        """
+        is_present = self._present(batch)
+        pads, marks = [], []
+        for block in self.inference_blocks:
+            pad_Bn = self._pad(block, batch, paddle)
+            if block.is_optional:
+                pad_Bn = paddle.logical_and(pad_Bn, is_present[block.when])
+            pads.append(pad_Bn)
+            if block.source is Source.STATE:
+                marks.append((paddle.arange(batch["state"].shape[1]) == 0).unsqueeze(0))
+            else:
+                num_cameras = len(self._cameras(block, batch)) or 1
+                of_block = _marks(block.attends, self._num_tokens(block, batch), num_cameras)
+                marks.append(paddle.to_tensor(np.array([of_block], dtype=bool)))
+        pad_BL, marks_1L = paddle.concat(pads, axis=1), paddle.concat(marks, axis=1)
+        return pad_BL, paddle.logical_or(marks_1L, paddle.zeros_like(pad_BL))
+
+    @property
+    def inference_blocks(self) -> list[Block]:
+        """The blocks of inference, whatever a batch has."""
+        return [block for block in self.blocks if block.when is not When.TRAINING]
+
+    def _present(self, batch: Mapping[str, Any]) -> dict[When, Tensor]:
+        """Whether to lay out the optional blocks, as tensors."""
+        found = {}
+        for when, name in ((When.RESPONSE, "response_masks"), (When.METADATA, "metadata_masks")):
+            if name in batch:
+                found[when] = batch[name].any()
+        if CAMERA_MASKS[Source.SUBGOALS] in batch:
+            found[When.SUBGOAL] = paddle.stack(list(batch[CAMERA_MASKS[Source.SUBGOALS]])).any()
+        found[When.ANY_FIELD] = paddle.stack(list(found.values())).any()
+        found[When.NO_FIELD] = paddle.logical_not(found[When.ANY_FIELD])
+        return found
+
     def counts(self, batch: Mapping[str, np.ndarray], presence: Presence) -> "PrefixCounts":
         """Sums over a training batch of NumPy arrays, see `PrefixCounts`."""
         (pad_BL, marks_BL, num_seen), num_pairs = self.masks(batch, presence, xp=np), 0
@@ -283,8 +325,8 @@ class PrefixTokens:
 
     def label(self, text: str, size: int) -> Tensor:
         """Token ids of a label, repeated for `size` samples, int64 `[size, n]`."""
-        ids = np.array(self.label_ids[text], dtype=np.int64)
-        return paddle.to_tensor(np.tile(ids, (size, 1)))
+        ids = np.array([self.label_ids[text]], dtype=np.int64)
+        return paddle.tile(paddle.to_tensor(ids), [size, 1])
 
     def _laid_out(
         self, batch: Mapping[str, Any], presence: Presence, training: bool
