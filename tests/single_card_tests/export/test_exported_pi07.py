@@ -17,57 +17,108 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddle_vl import PI07LowLevelPolicy
-from paddle_vl.config.families import family_of_folder
 from paddle_vl.export import load
 from paddle_vl.export.writing import export_model
-from paddle_vl.families.pi07.inputs.normalizers import STATISTICS_FILE
+from paddle_vl.families.pi07.exporting import policy_to_export
+from paddle_vl.families.pi07.inputs.normalizers import STATISTICS_FILE, load_statistics
 from tests.single_card_tests.families.pi07.test_policy import (
     character_tokenizer,
     golden_policy,
     observation,
     raw_batch,
 )
-from tests.support.pi07_golden import case
+from tests.support.pi07_golden import (
+    CharacterTokenizer,
+    case,
+    group_statistics,
+    policy_config,
+    under,
+)
 
 CHECKOUT = Path(__file__).parents[3]
 MODEL_CODE = (
     *("base_policy", "decoder", "decoder_layers", "exporting", "flow", "layers", "planner"),
-    *("planner_programs", "policy", "policy_model", "prefix", "programs", "vision"),
+    *("planner_programs", "policy", "policy_model", "prefix", "prefix_layout", "program_inputs"),
+    *("programs", "vision"),
 )
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
 
 
-def saved_policy(folder: Path, **changes) -> Path:
-    """A folder of the golden policy with a tokenizer that can be saved."""
-    policy = golden_policy(dataset_names=["a", "b"], max_delay=3, **changes)
+def written(policy: PI07LowLevelPolicy, out: Path) -> Path:
+    """An export of a policy with a tokenizer that can be saved."""
     policy.tokenizer, policy.action_tokenizer = character_tokenizer(), None
-    policy.save_pretrained(folder)
-    return folder
-
-
-def exported_from(source: Path, out: Path) -> Path:
-    export_model(family_of_folder(source).recipe_class().to_export(source, None), source, out)
+    policy.eval()
+    export_model(policy_to_export(policy), Path("golden"), out)
     return out
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return saved_policy(tmp_path_factory.mktemp("policy"))
+def policy() -> PI07LowLevelPolicy:
+    return golden_policy(dataset_names=["a", "b"], max_delay=3)
 
 
 @pytest.fixture(scope="module")
-def policy(source) -> PI07LowLevelPolicy:
-    return PI07LowLevelPolicy.from_pretrained(source)
-
-
-@pytest.fixture(scope="module")
-def folder(source, tmp_path_factory) -> Path:
-    return exported_from(source, tmp_path_factory.mktemp("export") / "out")
+def folder(policy, tmp_path_factory) -> Path:
+    return written(policy, tmp_path_factory.mktemp("export") / "out")
 
 
 @pytest.fixture(scope="module")
 def exported(folder):
     return load(folder)
+
+
+def golden_inputs(config) -> dict:
+    """Inputs of the golden sampling case, their texts padded to the lengths of this policy."""
+    found = under(case("01_all_fields")[1], "in.")
+    for one in ("video", "vid_mask", "subgoal_image", "subgoal_img_mask"):
+        found[f"{one}s"] = [found.pop(f"{one}{i}") for i in range(2)]
+    lengths = {"lang": "prompt", "response": "response", "metadata": "metadata"}
+    for name, setting in lengths.items():
+        for kind in ("tokens", "masks"):
+            short = found[f"{name}_{kind}"]
+            missing = getattr(config, f"{setting}_max_length") - short.shape[1]
+            found[f"{name}_{kind}"] = np.pad(short, ((0, 0), (0, missing)))
+    return found | {"group_index": np.zeros(len(found["state"]), np.int64)}
+
+
+def test_the_golden_actions(exported):
+    inputs, wanted = golden_inputs(exported.config), case("10_sample_all_fields")[1]["out.actions"]
+    found = exported.sample_chunk(inputs, inputs["noise"], 0, None)
+    np.testing.assert_allclose(found, wanted, **TOLERANCE)
+
+
+def test_the_golden_rollout(exported, monkeypatch):
+    tensors = case("18_policy_level")[1]
+    monkeypatch.setattr(exported, "tokenizer", CharacterTokenizer())
+    exported.begin(policy_config())
+    for step in range(4):
+        if step == 3:
+            exported.action_queue.clear()
+        found = exported.select_action(observation(step), tensors["rollout.noise"])
+        np.testing.assert_allclose(found, tensors[f"rollout.step{step}.out.action"], **TOLERANCE)
+    exported.begin(exported.config)
+
+
+def test_another_policy_is_exported_too(tmp_path):
+    """One frame, a state and an action projection for each group, and `sdpa` attention."""
+    changes = {"n_obs_steps": 1, "per_group_projection": True, "dataset_names": ["a", "b"]}
+    config = policy_config(**changes).changed(attention_implementation="sdpa")
+    paddle.seed(1)
+    policy = PI07LowLevelPolicy(config, CharacterTokenizer(), statistics=group_statistics())
+    assert policy.model.decoder.attention_implementation == "sdpa"
+    projector = policy.model.prefix.video_encoder.projector
+    projector.mm_input_projection_weight.set_value(
+        paddle.randn(projector.mm_input_projection_weight.shape)
+    )
+    exported = load(written(policy, tmp_path / "out"))
+    batch, noise = batch_of(3)
+    for name in ("state", "camera0", "camera1"):
+        batch[name] = batch[name][:, -1:]
+    batch.pop("obs_history_is_pad")
+    for index in ([0, 1, 1], [1, 0, 1]):
+        batch["dataset_index"] = index
+        found = exported.sample_actions(batch, noise)
+        np.testing.assert_allclose(found, policy.sample_actions(batch, noise), **TOLERANCE)
 
 
 def batch_of(size: int, **changes) -> tuple[dict, np.ndarray]:
@@ -140,13 +191,13 @@ def test_the_number_of_frames_is_free(policy, exported, frames, with_history):
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 7, 10])
-def test_the_number_of_steps_is_an_input(source, exported, num_steps, monkeypatch):
-    config = PI07LowLevelPolicy.from_pretrained(source).config.changed(num_steps=num_steps)
-    policy = PI07LowLevelPolicy.from_pretrained(source, config=config)
+def test_the_number_of_steps_is_an_input(policy, exported, num_steps, monkeypatch):
     monkeypatch.setattr(exported, "num_steps", num_steps)
     batch, noise = batch_of(1)
-    found = exported.sample_actions(batch, noise)
-    np.testing.assert_allclose(found, policy.sample_actions(batch, noise), **TOLERANCE)
+    inputs = policy.inputs.observed(batch).inputs
+    found = exported.sample_chunk(inputs, noise, 0, None)
+    wanted = policy.model.sample_actions(inputs, noise, num_steps=num_steps)
+    np.testing.assert_allclose(found, wanted.numpy(), **TOLERANCE)
 
 
 def test_noise_is_drawn_as_by_the_policy(policy, exported):
@@ -157,7 +208,7 @@ def test_noise_is_drawn_as_by_the_policy(policy, exported):
     np.testing.assert_allclose(exported.sample_actions(batch), wanted, **TOLERANCE)
 
 
-def test_the_rollout_of_an_episode(policy, exported):
+def test_chunks_of_an_episode_begin_with_what_runs_on(policy, exported):
     noise = case("18_policy_level")[1]["rollout.noise"]
     for one in (policy, exported):
         one.reset()
@@ -248,8 +299,6 @@ def test_the_experts_weights_are_stored_once(folder):
 
 
 def test_statistics_of_another_policy_are_refused(folder, tmp_path):
-    from paddle_vl.families.pi07.inputs.normalizers import load_statistics
-
     stored = load_file(folder / STATISTICS_FILE)
     stored["normalize_inputs.buffer_state.min"] = np.zeros((3, 5), np.float32)
     save_file(stored, tmp_path / STATISTICS_FILE)
