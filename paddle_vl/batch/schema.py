@@ -5,7 +5,7 @@ A batch is a mapping, since it crosses worker processes and a model takes HF's k
 `Annotated[Array, Axes(...)]`; those of pi07 are in `paddle_vl.families.pi07.inputs.collate`.
 
 Axes, package-wide: B batch, L padded length, T token rows (batch folded in), P patches, I media
-items, S segments; a number is an axis of that size.
+items, R real token rows, S segments; a number is an axis of that size.
 """
 
 from collections.abc import Mapping
@@ -59,5 +59,7 @@ class VLBatch(TextFields, total=False):
     visual_source_indices: Annotated[Array, Axes("M", "int64")]
     # Offsets of packed samples, see `paddle_vl.batch.positions`. For attention; read on the host.
     cu_seqlens: Annotated[Array, Axes("S", "int32")]
+    # Token rows that are not padding, of models with experts. For the experts.
+    real_row_indices: Annotated[Array, Axes("R", "int64")]
     # Visual rows that no token takes. From `VLBatchAdapter.synchronized`; read on the host.
     num_unused_visual_rows: int

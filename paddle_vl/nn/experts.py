@@ -1,16 +1,18 @@
 """Mixture of experts: a gated MLP per expert, applied to the token rows that were routed to it.
 
-Shapes: T token rows; K experts of each; N = T * K assignments of a row to an expert, numbered
-`t * K + k`; E experts; D width; I features in, O features out of a product.
+Shapes: T token rows of a batch, R of them routed; K experts of each; N = R * K assignments of a row
+to an expert, numbered `r * K + k`; E experts; D width; I features in, O features out of a product.
+
+Padding is not routed: its rows are left out before the router and get zeros from the experts.
 
 The assignments are sorted by expert, so that the rows of one expert are contiguous. In eager mode
 the gradient of a permutation is the inverse permutation, a gather; a scatter would add values in an
-order that may change from run to run. Shapes depend on T only, and on a GPU the host reads nothing.
+order that may change from run to run. Shapes depend on R only, and on a GPU the host reads nothing.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import paddle
 import paddle.nn.functional as F
@@ -35,13 +37,89 @@ class Dispatch(NamedTuple):
     counts: Tensor
 
 
-def sort_by_expert(indices_TK: Tensor, num_experts: int) -> Dispatch:
+class Plan(NamedTuple):
+    """Where a layer's rows go.
+
+    Attributes:
+        indices: `[R, K]` int64, the experts of each row.
+        dispatch: the same, sorted by expert.
+        exchange: the plan of `Experts.exchange`; None without expert parallelism.
+    """
+
+    indices: Tensor
+    dispatch: Dispatch
+    exchange: Any = None
+
+
+class RoutedRows:
+    """The token rows of a micro-batch that go to experts, and the plans of its layers.
+
+    One object for all layers of a forward pass. A layer that is recomputed takes the plan of its
+    first pass: it chooses the same experts, sorts nothing, and the ranks of an expert-parallel
+    group neither send sizes nor read them on the host again.
+
+    Not a tuple, which Paddle would search for tensors.
+
+    Args:
+        num_rows: T.
+        index_R: int64, the rows that are not padding, ascending; None for all rows.
+
+    Attributes:
+        num_real: number of rows that are not padding.
+        index_R: rows to route; None for all. Paddle's kernels fail on zero rows, so of a batch of
+            padding the first row is routed; it changes no output, no gradient and no count.
+    """
+
+    def __init__(self, num_rows: int, index_R: Tensor | None = None):
+        self.num_rows = num_rows
+        self.num_real = num_rows
+        # Without an index the sizes may be those of a traced program.
+        if index_R is not None:
+            self.num_real = index_R.shape[0]
+            if self.num_real == num_rows:
+                index_R = None
+            elif self.num_real == 0:
+                index_R = paddle.zeros([1], dtype="int64")
+        self.index_R = index_R
+        self._plans: dict[nn.Layer, Plan] = {}
+
+    def taken(self, x_TD: Tensor) -> Tensor:
+        """The rows to route, `[R, D]`."""
+        return x_TD if self.index_R is None else paddle.index_select(x_TD, self.index_R)
+
+    def placed(self, y_RD: Tensor) -> Tensor:
+        """The rows at their places among all rows, zeros at padding: `[T, D]`."""
+        if self.index_R is None:
+            return y_RD
+        if self.num_real == 0:
+            y_RD = y_RD * 0.0
+        zeros_TD = paddle.zeros([self.num_rows, y_RD.shape[1]], dtype=y_RD.dtype)
+        return paddle.scatter(zeros_TD, self.index_R, y_RD)
+
+    def kept_plan(self, layer: nn.Layer) -> Plan | None:
+        """The plan of the layer's first pass while it is recomputed, else None."""
+        return self._plans.get(layer) if paddle.is_grad_enabled() else None
+
+    def plan(self, layer: nn.Layer, make: Callable[[], Plan]) -> Plan:
+        """The kept plan of a layer, or a new one, which is kept if recomputation may follow."""
+        plan = self.kept_plan(layer)
+        if plan is not None:
+            del self._plans[layer]
+            return plan
+        plan = make()
+        # The first pass of a recomputed layer runs without gradients.
+        if layer.training and not paddle.is_grad_enabled():
+            self._plans[layer] = plan
+        return plan
+
+
+def sort_by_expert(indices_RK: Tensor, num_experts: int) -> Dispatch:
     """Sort assignments by expert, stably.
 
     Args:
-        indices_TK: int64 experts of each token row.
+        indices_RK: int64 experts of each routed row.
     """
-    expert_N = indices_TK.reshape([-1])
+    expert_N = indices_RK.reshape([-1])
     order_N = paddle.argsort(expert_N, stable=True)
     numbers_N = paddle.arange(expert_N.shape[0], dtype="int64")
     place_N = paddle.scatter(paddle.zeros_like(numbers_N), order_N, numbers_N)
@@ -53,17 +131,17 @@ def sort_by_expert(indices_TK: Tensor, num_experts: int) -> Dispatch:
     return Dispatch(order_N, place_N, paddle.diff(ends_E, prepend=paddle.zeros_like(ends_E[:1])))
 
 
-def permute_rows(x_TD: Tensor, dispatch: Dispatch) -> Tensor:
-    """Each token row once for each of its experts, sorted by expert: `[N, D]`."""
-    return _permuted(x_TD, dispatch.order, dispatch.place, dispatch.order.shape[0] // x_TD.shape[0])
+def permute_rows(x_RD: Tensor, dispatch: Dispatch) -> Tensor:
+    """Each row once for each of its experts, sorted by expert: `[N, D]`."""
+    return _permuted(x_RD, dispatch.order, dispatch.place, dispatch.order.shape[0] // x_RD.shape[0])
 
 
-def unpermute_rows(y_ND: Tensor, dispatch: Dispatch, weights_TK: Tensor) -> Tensor:
-    """Weighted sum over each token's K rows, which are in the order of `permute_rows`: `[T, D]`."""
+def unpermute_rows(y_ND: Tensor, dispatch: Dispatch, weights_RK: Tensor) -> Tensor:
+    """Weighted sum over each row's K results, in the order of `permute_rows`: `[R, D]`."""
     order_N, place_N, _ = dispatch
     y_ND = reorder_rows(y_ND, place_N, order_N)
-    y_TKD = y_ND.reshape([*weights_TK.shape, -1])
-    return paddle.matmul(weights_TK.unsqueeze(1), y_TKD).squeeze(1)
+    y_RKD = y_ND.reshape([-1, weights_RK.shape[1], y_ND.shape[-1]])
+    return paddle.matmul(weights_RK.unsqueeze(1), y_RKD).squeeze(1)
 
 
 @operation
@@ -73,23 +151,23 @@ def reorder_rows(y_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
 
 
 @operation
-def _permuted(x_TD: Tensor, order_N: Tensor, place_N: Tensor, copies: int) -> Tensor:
-    return paddle.index_select(x_TD, order_N // copies)
+def _permuted(x_RD: Tensor, order_N: Tensor, place_N: Tensor, copies: int) -> Tensor:
+    return paddle.index_select(x_RD, order_N // copies)
 
 
 @_permuted.register("cpu", "gpu")
 class _PermuteRows(PyLayer):
     @staticmethod
-    def forward(ctx, x_TD, order_N, place_N, copies):
+    def forward(ctx, x_RD, order_N, place_N, copies):
         ctx.save_for_backward(place_N)
-        ctx.shape = [*x_TD.shape[:1], copies, -1]
-        return paddle.index_select(x_TD, order_N // copies)
+        ctx.shape = [*x_RD.shape[:1], copies, -1]
+        return paddle.index_select(x_RD, order_N // copies)
 
     @staticmethod
     def backward(ctx, grad_ND):
         (place_N,) = ctx.saved_tensor()
-        grad_TKD = paddle.index_select(grad_ND, place_N).reshape(ctx.shape)
-        return grad_TKD.sum(axis=1), None, None
+        grad_RKD = paddle.index_select(grad_ND, place_N).reshape(ctx.shape)
+        return grad_RKD.sum(axis=1), None, None
 
 
 @reorder_rows.register("cpu", "gpu")
@@ -137,8 +215,9 @@ class Blocks(NamedTuple):
     def of(cls, counts_E: Tensor, total: int) -> "Blocks":
         """Blocks for `total` rows, `counts_E` of each expert."""
         num_experts = counts_E.shape[0]
-        rows = -(-total // num_experts)
-        num_blocks = (total + min(num_experts, total) * (rows - 1)) // rows
+        rows = (total + num_experts - 1) // num_experts
+        # The last blocks of all experts; with fewer rows than experts a block is one row.
+        num_blocks = (total + num_experts * (rows - 1)) // rows
         ends_E, blocks_E = counts_E.cumsum(), (counts_E + (rows - 1)) // rows
         block_ends_E = blocks_E.cumsum()
         numbers_N = paddle.arange(total, dtype="int64")
@@ -165,6 +244,18 @@ def blocked_product(
     return paddle.index_select(y_BRO.reshape([-1, y_BRO.shape[-1]]), blocks.place)
 
 
+class Exchange(Protocol):
+    """Runs experts that are divided over ranks, see `paddle_vl.parallel.expert_parallel`."""
+
+    def plan(self, counts_E: Tensor) -> Any:
+        """What is exchanged for these numbers of rows per expert; collective."""
+        ...
+
+    def __call__(self, run: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, plan: Any) -> Tensor:
+        """`run`, which is `Experts.run_experts`, on each row's own rank: `[N, D]`; collective."""
+        ...
+
+
 class Experts(nn.Layer):
     """`down(silu(gate(x)) * up(x))` by each row's experts, summed with the rows' weights.
 
@@ -172,9 +263,9 @@ class Experts(nn.Layer):
 
     Attributes:
         num_experts: E, the experts of the layer on all ranks.
-        exchange: sends rows to their experts' ranks and back; called with `run_experts`, sorted
-            rows and their counts. None without expert parallelism.
-        tokens_per_expert: `[E]` int64, rows of each expert in the last forward; None before.
+        exchange: sends rows to their experts' ranks and back; None without expert parallelism.
+        tokens_per_expert: `[E]` int64, rows of each expert in the last forward, without padding;
+            None before.
     """
 
     def __init__(self, num_experts: int, width: int, inner: int, init_std: float = 0.02):
@@ -186,24 +277,45 @@ class Experts(nn.Layer):
         self.down_proj = self.create_parameter(
             [num_experts, inner, width], default_initializer=Normal(std=init_std)
         )
-        self.exchange: Callable[..., Tensor] | None = None
+        self.exchange: Exchange | None = None
         self.tokens_per_expert: Tensor | None = None
 
-    def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Output rows `[T, D]`.
+    def forward(
+        self,
+        x_RD: Tensor,
+        indices_RK: Tensor,
+        weights_RK: Tensor,
+        rows: RoutedRows | None = None,
+    ) -> Tensor:
+        """Output of all token rows `[T, D]`, zeros at padding.
 
         Args:
-            indices_TK: each row's experts, int64.
-            weights_TK: their weights, in the dtype of the rows.
+            x_RD: the rows of `RoutedRows.taken`.
+            indices_RK: their experts, int64.
+            weights_RK: the weights of these, in the dtype of the rows.
+            rows: which rows they are; None if no row is padding.
         """
-        dispatch = sort_by_expert(indices_TK, self.num_experts)
+        rows = rows or RoutedRows(x_RD.shape[0])
         if paddle.in_dynamic_mode():
-            self.tokens_per_expert = dispatch.counts
-        run = (
-            self.run_experts if self.exchange is None else partial(self.exchange, self.run_experts)
-        )
-        rows_ND = run(permute_rows(x_TD, dispatch), dispatch.counts)
-        return unpermute_rows(rows_ND, dispatch, weights_TK)
+            plan = rows.plan(self, partial(self._plan, indices_RK, rows.num_real > 0))
+        else:
+            # A traced program does not convert a function in a `partial`.
+            plan = self._plan(indices_RK, True)
+        dispatch = plan.dispatch
+        x_ND = permute_rows(x_RD, dispatch)
+        if self.exchange is None:
+            y_ND = self.run_experts(x_ND, dispatch.counts)
+        else:
+            y_ND = self.exchange(self.run_experts, x_ND, plan.exchange)
+        return rows.placed(unpermute_rows(y_ND, dispatch, weights_RK))
+
+    def _plan(self, indices_RK: Tensor, counts: bool) -> Plan:
+        dispatch = sort_by_expert(indices_RK, self.num_experts)
+        if paddle.in_dynamic_mode():
+            own_E = dispatch.counts
+            self.tokens_per_expert = own_E if counts else paddle.zeros_like(own_E)
+        exchange = None if self.exchange is None else self.exchange.plan(dispatch.counts)
+        return Plan(indices_RK, dispatch, exchange)
 
     def run_experts(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
         """This rank's experts applied to rows sorted by expert: `[N, D]`."""

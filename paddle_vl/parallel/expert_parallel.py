@@ -4,21 +4,23 @@ An all-to-all sends each row to the ranks of its experts, and another one return
 group consists of neighbouring dp ranks, which have different samples. An expert gets the rows of
 all of them, so its gradient needs an all-reduce only over the ranks with the same experts.
 
-The host reads the row counts once per layer and pass, for the all-to-all of uneven sizes.
+An all-to-all of uneven sizes needs them on the host. They depend on the layer's routing, and so on
+the output of the layer before: the host reads them once per layer and micro-batch, in the forward
+pass. The backward pass and a recomputed forward use the same sizes (`RoutedRows.plan`).
 
-Shapes: N assignments of this rank's rows, sorted by expert; R received rows; S ranks of the group;
-E experts, H of them on this rank.
+Shapes: N assignments of this rank's rows, sorted by expert; R received rows and one of zeros; S
+ranks of the group; E experts, H of them on this rank.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.experts import Experts, reorder_rows
+from paddle_vl.nn.experts import Dispatch, Experts, reorder_rows, sort_by_expert
 from paddle_vl.parallel.collectives import all_gathered
 
 
@@ -46,45 +48,62 @@ class FleetExpertSharding:
         return experts
 
 
+class ExchangePlan(NamedTuple):
+    """Which rows leave and arrive.
+
+    Attributes:
+        leaving, arriving: rows to and from each rank of the group.
+        sorting: sorts the arriving rows, and one row of zeros behind them, by expert.
+    """
+
+    leaving: list[int]
+    arriving: list[int]
+    sorting: Dispatch
+
+
 class RowExchange:
     """Runs a rank's experts on the rows that all ranks of the group send it."""
 
     def __init__(self, group, num_experts: int):
         self.group, self.num_local = group, num_experts // group.nranks
 
+    def plan(self, counts_E: Tensor) -> ExchangePlan:
+        """Gather the row counts of all ranks and read them: the one host read of a layer.
+
+        Args:
+            counts_E: int64, this rank's rows per expert.
+        """
+        size, rank, num_local = self.group.nranks, self.group.rank, self.num_local
+        counts_SE = all_gathered(counts_E.unsqueeze(0), self.group)
+        counts_SS = counts_SE.reshape([size, size, num_local]).sum(axis=2).numpy()
+        leaving, arriving = counts_SS[rank].tolist(), counts_SS[:, rank].tolist()
+        # Rows arrive in the order (rank, expert). Paddle's kernels fail on zero rows, so the last
+        # expert always gets one more row of zeros.
+        own_SH = counts_SE[:, rank * num_local : (rank + 1) * num_local]
+        block_R = paddle.searchsorted(
+            own_SH.reshape([-1]).cumsum(),
+            paddle.arange(sum(arriving) + 1, dtype="int64"),
+            right=True,
+        )
+        expert_R = block_R.clip(max=size * num_local - 1) % num_local
+        return ExchangePlan(leaving, arriving, sort_by_expert(expert_R, num_local))
+
     def __call__(
-        self, run: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, counts_E: Tensor
+        self, run: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, plan: ExchangePlan
     ) -> Tensor:
         """The experts' output for this rank's rows, in the rows' order.
 
         Args:
             run: applies this rank's experts to rows sorted by expert with `[H]` counts.
             x_ND: this rank's rows, sorted by expert.
-            counts_E: int64, rows per expert.
+            plan: for the counts of these rows.
         """
-        size, rank = self.group.nranks, self.group.rank
-        counts_SE = all_gathered(counts_E.unsqueeze(0), self.group).numpy()
-        counts_SSH = counts_SE.reshape([size, size, self.num_local])
-        leaving, arriving_SH = counts_SSH[rank].sum(axis=1), counts_SSH[:, rank]
-        arriving = arriving_SH.sum(axis=1)
-        order, inverse = _by_expert(arriving_SH)
-        x_RD = _AllToAll.apply(x_ND, leaving.tolist(), arriving.tolist(), self.group)
-        counts_H = arriving_SH.sum(axis=0)
-        # Paddle's kernels fail on zero rows, so the last expert always gets one more row of zeros.
-        counts_H[-1] += 1
-        x_RD = paddle.concat([reorder_rows(x_RD, order, inverse), paddle.zeros_like(x_ND[:1])])
-        y_RD = run(x_RD, paddle.to_tensor(counts_H))[:-1]
-        y_RD = reorder_rows(y_RD, inverse, order)
-        return _AllToAll.apply(y_RD, arriving.tolist(), leaving.tolist(), self.group)
-
-
-def _by_expert(arriving_SH: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The permutation from (rank, expert) order to expert order, and its inverse: `[R]` int64."""
-    expert_R = np.tile(np.arange(arriving_SH.shape[1]), len(arriving_SH)).repeat(
-        arriving_SH.reshape(-1)
-    )
-    order_R = np.argsort(expert_R, kind="stable")
-    return paddle.to_tensor(order_R), paddle.to_tensor(np.argsort(order_R, kind="stable"))
+        leaving, arriving, (order_R, place_R, counts_H) = plan
+        x_RD = _AllToAll.apply(x_ND, leaving, arriving, self.group)
+        x_RD = paddle.concat([x_RD, paddle.zeros_like(x_ND[:1])])
+        y_RD = run(reorder_rows(x_RD, order_R, place_R), counts_H)
+        y_RD = reorder_rows(y_RD, place_R, order_R)[:-1]
+        return _AllToAll.apply(y_RD, arriving, leaving, self.group)
 
 
 class _AllToAll(PyLayer):

@@ -18,7 +18,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 from paddle.nn.initializer import Normal
 
-from paddle_vl.nn.experts import Experts
+from paddle_vl.nn.experts import Experts, RoutedRows
 from paddle_vl.nn.linear import AdaptableLinear, Columns, Linear, linear, mark_fused, split_columns
 from paddle_vl.nn.operations import slice_axis
 
@@ -127,8 +127,14 @@ class SplitExperts(Experts):
         super().__init__(num_experts, width, inner, init_std)
         self.group, self.sequence_parallel = group, sequence_parallel
 
-    def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        terms_TD = super().forward(x_TD, indices_TK, weights_TK)
+    def forward(
+        self,
+        x_RD: Tensor,
+        indices_RK: Tensor,
+        weights_RK: Tensor,
+        rows: RoutedRows | None = None,
+    ) -> Tensor:
+        terms_TD = super().forward(x_RD, indices_RK, weights_RK, rows)
         if self.sequence_parallel:
             return ReduceScatterOp.apply(terms_TD)
         return cast(Tensor, fleet_ops._mp_allreduce(terms_TD, group=self.group))

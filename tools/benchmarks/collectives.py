@@ -16,6 +16,8 @@ visual rows and G deepstack levels:
 - sequence parallelism: each of those all-reduces is a reduce-scatter and an all-gather; gradients
   are gathered once more after the embedding, and that of the visual rows is one all-reduce.
 - dp: one all-reduce of all gradients per bucket, nothing in forward and backward.
+- ep: per layer with experts one all-gather of sizes and two all-to-alls of rows in the forward, two
+  all-to-alls in the backward.
 - pp: per micro-batch and stage boundary one message of token rows forward, with level rows as long
   as a later layer adds them, and one back. With V virtual stages the first stage sends V
   forward and V - 1 backward, with dualpipev one each way. No shapes are sent.

@@ -120,16 +120,17 @@ def _run_forward(
         masks = recorded.get("visual_pos_masks", np.zeros_like(real_BL))
         report.exact("positions", "visual_pos_masks", masks, tensors["visual_pos_masks"])
     for name, value in recorded.routers(tensors):
+        # Padding is not routed.
         compared.add(name)
         rows = real_BL.reshape(-1)
         if "indices" in name:
-            report.exact("router", name, value[rows], np.sort(tensors[name][rows], axis=-1))
+            report.exact("router", name, value, np.sort(tensors[name][rows], axis=-1))
         else:
             wanted = tensors[name]
             if "weights" in name:
                 order = tensors[name.replace("weights", "indices")].argsort(axis=-1)
                 wanted = np.take_along_axis(wanted, order, axis=-1)
-            report.absolute("router", name, value[rows], wanted[rows], ACTIVATION)
+            report.absolute("router", name, value, wanted[rows], ACTIVATION)
     for name, value in recorded.items():
         is_level = name.startswith("lm.deepstack_visual_embeds")
         group = "levels" if is_level else "embeds" if "embeds" in name else "layers"

@@ -81,7 +81,8 @@ class Recording(dict):
         return self
 
     def routers(self, tensors: dict) -> Iterator[tuple[str, np.ndarray]]:
-        """Logits, weights and indices of the case's MoE layers, sorted by expert."""
+        """Logits, weights and indices of the real tokens in the case's MoE layers, sorted by
+        expert."""
         for i, routing in self.routings.items():
             indices = routing.indices.numpy()
             order = indices.argsort(axis=-1)

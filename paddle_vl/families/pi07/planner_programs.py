@@ -5,6 +5,8 @@ M tokens of an image, D width, L prompt tokens, n new tokens, S capacity of the 
 vocabulary, K key heads, H head width.
 """
 
+from typing import cast
+
 import paddle
 from paddle import Tensor, nn
 
@@ -44,7 +46,8 @@ class PrefillProgram(nn.Layer):
     def __init__(self, model: PI07HighLevelPlannerModel):
         super().__init__()
         self.config = model.config
-        self.decoder, self.lm_head = model.decoder, model.lm_head
+        assert model.prefix is not None, "a full model has all layers"
+        self.decoder, self.lm_head = model.decoder, cast(nn.Layer, model.lm_head)
         self.embed_tokens = model.prefix.embed_tokens
         self._embed_all, self._view_of = model.prefix.embed_all, model.view_of
 
@@ -76,7 +79,8 @@ class DecodeProgram(nn.Layer):
     def __init__(self, model: PI07HighLevelPlannerModel):
         super().__init__()
         self.config = model.config
-        self.decoder, self.lm_head = model.decoder, model.lm_head
+        assert model.prefix is not None, "a full model has all layers"
+        self.decoder, self.lm_head = model.decoder, cast(nn.Layer, model.lm_head)
         self.embed_tokens = model.prefix.embed_tokens
 
     def forward(

@@ -10,7 +10,7 @@ from paddle.static import InputSpec
 from paddle_vl.families.pi07.engine_config import Gemma3Config
 
 
-def spec(name: str, shape: Any, dtype: str) -> InputSpec:
+def spec(name: str, shape: Any, dtype: Any) -> InputSpec:
     """An input of a program, without a gradient: a program keeps what a backward pass needs."""
     return InputSpec(shape, dtype, name, stop_gradient=True)
 

@@ -33,6 +33,7 @@ class PrefixProgram(nn.Layer):
     def __init__(self, model: PI07LowLevelFlowMatching):
         super().__init__()
         self.config = model.config
+        assert model.prefix is not None, "a full model has all layers"
         self.prefix, self.decoder = model.prefix, model.decoder
         self._view_of = model.view_of
 

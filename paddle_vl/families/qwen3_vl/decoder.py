@@ -23,6 +23,7 @@ from paddle_vl.nn.attention import (
     biased_attention,
     causal_attention,
 )
+from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.norm import RMSNorm
 from paddle_vl.nn.operations import swiglu
@@ -147,7 +148,7 @@ class LanguageModel(nn.Layer):
             layers: numbers of the layers.
             x_TD: this rank's token rows.
             levels: deepstack levels `[M_local, D]` by the layer that they follow.
-            inputs: `rotary_pos_emb`, and optionally `attention_mask`, `packed` and
+            inputs: `rotary_pos_emb`, and optionally `attention_mask`, `packed`, `routed_rows` and
                 `visual_update_indices`, as `GPTEmbedding` returns them.
             caches, balance: as of `forward`.
         """
@@ -155,16 +156,15 @@ class LanguageModel(nn.Layer):
         key_bias = inputs.get("score_bias")
         if inputs.get("attention_mask") is not None:
             key_bias = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
-        packed = inputs.get("packed")
+        packed, rows = inputs.get("packed"), inputs.get("routed_rows")
         for i in layers:
             cache = None if caches is None else caches[i]
+            shared = (cos_BLH, sin_BLH, key_bias, cache, packed)
             if balance is not None and self.layers[i].has_experts:
-                x_TD, sums_2E = self.layers[i](
-                    x_TD, cos_BLH, sin_BLH, key_bias, cache, packed, balance.real_T
-                )
+                x_TD, sums_2E = self.layers[i](x_TD, *shared, rows, True)
                 balance.add(sums_2E)
             else:
-                x_TD = self.layers[i](x_TD, cos_BLH, sin_BLH, key_bias, cache, packed)
+                x_TD = self.layers[i](x_TD, *shared, rows)
             if i in levels:
                 x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
         return x_TD
@@ -238,16 +238,17 @@ class DecoderLayer(nn.Layer):
         key_bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
-        real_T: Tensor | None = None,
+        rows: RoutedRows | None = None,
+        with_sums: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The token rows; with experts and `real_T` also the layer's `routing_sums`."""
+        """The token rows; with experts and `with_sums` also the layer's `routing_sums`."""
         x_TD = x_TD + self.self_attn(
             self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias, cache, packed
         )
         rows_TD = self.post_attention_layernorm(x_TD)
         if not self.has_experts:
             return x_TD + self.mlp(rows_TD)
-        mlp_TD, sums_2E = self.mlp(rows_TD, real_T)
+        mlp_TD, sums_2E = self.mlp(rows_TD, rows, with_sums)
         return x_TD + mlp_TD if sums_2E is None else (x_TD + mlp_TD, sums_2E)
 
 

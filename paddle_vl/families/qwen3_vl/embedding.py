@@ -27,7 +27,7 @@ KINDS = ("image", "video")
 # HF's and PaddleFleet's name of the levels of all visual tokens in reading order.
 LEVELS_IN_ORDER = ("deepstack_visual_embeds", "deepstack_visual_emb")
 INPUTS = (
-    "input_ids", "decoder_input", "position_ids", "attention_mask", "packed",
+    "input_ids", "decoder_input", "position_ids", "attention_mask", "packed", "routed_rows",
     "image_embeds", "video_embeds", "deepstack_image_embeds", "deepstack_video_embeds",
     *LEVELS_IN_ORDER, "visual_pos_masks", "visual_update_indices", "visual_gather_indices",
     "visual_source_indices", "num_unused_visual_rows",
@@ -40,10 +40,9 @@ def decoder_positions(config: Qwen3VLConfig, dict_args: dict[str, Any]) -> dict[
     position_ids = dict_args["position_ids"]
     cos_sin = mrope_cos_sin(position_ids, text.head_dim, text.rope_theta, text.mrope_section)
     outputs = {"position_ids": position_ids, "rotary_pos_emb": cos_sin}
-    if dict_args.get("attention_mask") is not None:
-        outputs["attention_mask"] = dict_args["attention_mask"]
-    if dict_args.get("packed") is not None:
-        outputs["packed"] = dict_args["packed"]
+    for name in ("attention_mask", "packed", "routed_rows"):
+        if dict_args.get(name) is not None:
+            outputs[name] = dict_args[name]
     return outputs
 
 
@@ -163,7 +162,7 @@ class GPTEmbedding(nn.Layer):
         Args:
             dict_args: `position_ids` `[3, B, L]` int64; `input_ids` `[B, L]` int64, or
                 `decoder_input` `[B, L, D]` or `[T, D]` in place of their embeddings; optionally
-                `attention_mask` and `packed`, passed on. With visual tokens also
+                `attention_mask`, `packed` and `routed_rows`, passed on. With visual tokens also
 
                 - their embeddings: `image_embeds` / `video_embeds` `[M, D]`; neither if
                   `decoder_input` has them in place, as in HF;
@@ -177,7 +176,7 @@ class GPTEmbedding(nn.Layer):
 
         Returns:
             `hidden_states` `[T, D]`; `position_ids`; `rotary_pos_emb`, cosine and sine `[B, L, H]`;
-            `attention_mask` and `packed` if given; and, unless the batch is all text,
+            what is passed on, if given; and, unless the batch is all text,
             `visual_pos_masks` `[B, L]` bool if known, `deepstack_visual_emb` (G tensors
             `[M_local, D]` in the dtype of the hidden states), `visual_update_indices` and
             `visual_gather_indices` `[M_local]`.

@@ -17,6 +17,7 @@ from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.qwen3_vl.processor_fit import check_processor_fits, model_collator
+from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 
 NO_TASK = "(no task)"
 
@@ -62,7 +63,10 @@ def build_evaluation(folder: Path, options: EvaluationOptions) -> Evaluation:
     check_processor_fits(model.config, processor)
     loader = PrefetchLoader(
         dataset,
-        model_collator(processor),
+        model_collator(
+            processor,
+            lists_real_rows=isinstance(model.config.text_config, Qwen3VLMoeTextConfig),
+        ),
         options.batch_size,
         shuffle=False,
         drop_last=False,

@@ -24,7 +24,7 @@ from paddle_vl.batch.positions import (
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.decoder import KeyValueCache, LanguageModel
-from paddle_vl.families.qwen3_vl.moe import LoadBalance
+from paddle_vl.families.qwen3_vl.moe import LoadBalance, routed_rows
 from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 from paddle_vl.families.qwen3_vl.vision_tower import VisionFeatures, VisionTower
@@ -127,8 +127,9 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
 
         Raises:
             ValueError: placeholders, grids and patches do not agree; router logits of a model
-                without experts; labels with `logits_to_keep`; segments that do not tile the token
-                rows, or packed samples with caches.
+                without experts, or of a padded batch in a traced program; labels with
+                `logits_to_keep`; segments that do not tile the token rows, or packed samples with
+                caches.
         """
         if labels is not None and logits_to_keep:
             raise ValueError(
@@ -153,7 +154,12 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         )
         balance = None
         if caches is None and self.config.text_config.has_balance_loss(output_router_logits):
-            balance = LoadBalance(device_tensor(attention_mask), tuple(input_ids.shape))
+            if attention_mask is not None and not paddle.in_dynamic_mode():
+                raise ValueError(
+                    "the load-balancing loss leaves padding out, which a traced program cannot: "
+                    "trace with output_router_logits=False, or without attention_mask"
+                )
+            balance = LoadBalance(dict_args["routed_rows"].num_real)
         hidden_TD = self.language_model(dict_args, caches, balance)
         shape = list(input_ids.shape)
         if logits_to_keep:
@@ -176,6 +182,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         num_unused_visual_rows: int = 0,
         has_left_padding: bool | None = None,
         cu_seqlens: Array | None = None,
+        real_row_indices: Array | None = None,
     ) -> dict[str, Any]:
         """The input of `GPTEmbedding` without the outputs of the vision tower.
 
@@ -196,6 +203,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             cu_seqlens: `[S + 1]` int32 offsets of packed samples on the host, see
                 `paddle_vl.batch.positions`. Padding is a segment of its own; the first label of
                 each sample must be -100. Not with caches.
+            real_row_indices: `[R]` int64 token rows that are not padding, for a model with experts;
+                None to take them from the mask, see `routed_rows`.
 
         Raises:
             ValueError: segments that do not tile the token rows.
@@ -219,9 +228,13 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         mask_is_needed = (
             attention_mask is not None and has_left_padding is not False and offsets is None
         )
+        rows = None
+        if isinstance(self.config.text_config, Qwen3VLMoeTextConfig):
+            rows = routed_rows(tuple(input_ids.shape), attention_mask, real_row_indices)
         return {
             "input_ids": device_tensor(input_ids),
             "position_ids": device_tensor(position_ids),
+            "routed_rows": rows,
             "attention_mask": device_tensor(attention_mask) if mask_is_needed else None,
             "packed": packed,
             "visual_update_indices": device_tensor(visual_update_indices),
@@ -335,7 +348,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         )
 
     def tokens_per_expert(self) -> dict[int, Tensor]:
-        """Token rows per expert in the last call, padding included: `[E]` int64 by layer.
+        """Token rows per expert in the last call, without padding: `[E]` int64 by layer.
 
         Empty for a model without experts, and before the first call.
         """

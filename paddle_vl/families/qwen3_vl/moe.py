@@ -1,17 +1,24 @@
 """Mixture of experts in place of a layer's MLP, and the load-balancing loss.
 
-Shapes: B batch, L padded length, T token rows, D width, E experts, K experts per token.
+Padded token rows are not routed (`paddle_vl.nn.experts.RoutedRows`): they take no expert's time,
+are in no count and in no balance, and keep their residual. Attention hides them from real tokens,
+whose values are HF's.
+
+Shapes: B batch, L padded length, T token rows, R of them routed, D width, E experts, K experts per
+token, S keys with a cache.
 
 Source: Qwen3VLMoeTextSparseMoeBlock and load_balancing_loss_func of HF transformers.
 """
 
 from typing import NamedTuple
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
+from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.operations import column_sum
 from paddle_vl.nn.placement import Placement
 
@@ -20,10 +27,10 @@ class Routing(NamedTuple):
     """Routing of token rows to experts.
 
     Attributes:
-        logits: `[T, E]` in the dtype of the token rows.
-        probabilities: `[T, E]` float32, the softmax of the logits.
-        weights: `[T, K]` weights of the K most probable experts, of sum 1, in the rows' dtype.
-        indices: `[T, K]` int64 numbers of these experts.
+        logits: `[R, E]` in the dtype of the token rows.
+        probabilities: `[R, E]` float32, the softmax of the logits.
+        weights: `[R, K]` weights of the K most probable experts, of sum 1, in the rows' dtype.
+        indices: `[R, K]` int64 numbers of these experts.
     """
 
     logits: Tensor
@@ -40,19 +47,24 @@ class Router(nn.Layer):
         # The checkpoint key is `gate.weight`, so the linear itself is not a sublayer.
         self.weight, self.num_experts_per_tok = linear.weight, num_experts_per_tok
 
-    def forward(self, x_TD: Tensor) -> Routing:
-        logits_TE = paddle.matmul(x_TD, self.weight)
-        probabilities_TE = F.softmax(logits_TE.astype("float32"), axis=-1)
-        weights_TK, indices_TK = probabilities_TE.topk(self.num_experts_per_tok, axis=-1)
-        weights_TK = weights_TK / weights_TK.sum(axis=-1, keepdim=True)
+    def forward(self, x_RD: Tensor, indices_RK: Tensor | None = None) -> Routing:
+        """Route rows; to given experts, if a first pass has chosen them."""
+        logits_RE = paddle.matmul(x_RD, self.weight)
+        probabilities_RE = F.softmax(logits_RE.astype("float32"), axis=-1)
+        if indices_RK is None:
+            weights_RK, chosen_RK = probabilities_RE.topk(self.num_experts_per_tok, axis=-1)
+        else:
+            chosen_RK = indices_RK
+            weights_RK = paddle.take_along_axis(probabilities_RE, chosen_RK, axis=-1)
+        weights_RK = weights_RK / weights_RK.sum(axis=-1, keepdim=True)
         # Paddle treats the indices as differentiable, which fails if the router is the first
         # trained layer.
-        indices_TK = indices_TK.detach()
-        return Routing(logits_TE, probabilities_TE, weights_TK.astype(x_TD.dtype), indices_TK)
+        chosen_RK = chosen_RK.detach()
+        return Routing(logits_RE, probabilities_RE, weights_RK.astype(x_RD.dtype), chosen_RK)
 
 
 class SparseMoE(nn.Layer):
-    """Runs each token row through its K experts."""
+    """Runs each token row that is not padding through its K experts."""
 
     def __init__(self, config: Qwen3VLMoeTextConfig, placement: Placement):
         super().__init__()
@@ -65,53 +77,84 @@ class SparseMoE(nn.Layer):
             config.num_experts, width, config.moe_intermediate_size, std
         )
 
-    def forward(self, x_TD: Tensor, real_T: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The weighted sums of the experts' outputs `[T, D]`, and `routing_sums` with `real_T`."""
+    def forward(
+        self, x_TD: Tensor, rows: RoutedRows | None = None, with_sums: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weighted sums of the experts' outputs `[T, D]`, zeros at padding.
+
+        Args:
+            x_TD: this rank's token rows.
+            rows: those of the batch to route; None if none is padding.
+            with_sums: also return `routing_sums`.
+        """
         x_TD = self.placement.ops.enter_columns(x_TD)
-        routing = self.gate(x_TD)
+        rows = rows or RoutedRows(x_TD.shape[0])
+        x_RD = rows.taken(x_TD)
+        kept = rows.kept_plan(self.experts)
+        routing = self.gate(x_RD) if kept is None else self.gate(x_RD, kept.indices)
         sums_2E = None
-        if real_T is not None:
-            probabilities_TE = self.placement.ops.enter_replicated(routing.probabilities)
-            sums_2E = routing_sums(probabilities_TE, routing.indices, real_T)
-        return self.experts(x_TD, routing.indices, routing.weights), sums_2E
+        if with_sums:
+            probabilities_RE = self.placement.ops.enter_replicated(routing.probabilities)
+            sums_2E = routing_sums(probabilities_RE, routing.indices)
+        return self.experts(x_RD, routing.indices, routing.weights, rows), sums_2E
 
 
-def routing_sums(probabilities_TE: Tensor, indices_TK: Tensor, real_T: Tensor) -> Tensor:
-    """Per expert, the number of real tokens routed to it and its summed probability.
+def routed_rows(
+    shape_BL: tuple[int, int],
+    attention_mask: np.ndarray | Tensor | None,
+    real_row_indices: np.ndarray | Tensor | None = None,
+) -> RoutedRows:
+    """The rows of a batch that are not padding.
+
+    Args:
+        attention_mask: `[B, L]`, 1 at real tokens, or with a cache `[B, S]`, whose last L columns
+            count; None if nothing is padding. A tensor without `real_row_indices` costs a host
+            read. In a traced program, whose shapes cannot depend on it, all rows are routed.
+        real_row_indices: `[R]` int64, from the collator.
+    """
+    batch, length = shape_BL
+    if real_row_indices is None and attention_mask is not None and paddle.in_dynamic_mode():
+        on_host = attention_mask
+        if isinstance(on_host, Tensor):
+            on_host = on_host.numpy()
+        real_row_indices = np.flatnonzero(on_host[:, -length:])
+    if isinstance(real_row_indices, np.ndarray):
+        real_row_indices = paddle.to_tensor(real_row_indices)
+    return RoutedRows(batch * length, real_row_indices)
+
+
+def routing_sums(probabilities_RE: Tensor, indices_RK: Tensor) -> Tensor:
+    """Per expert, the number of tokens routed to it and its summed probability.
 
     The load-balancing loss needs only these sums and the number of tokens. Sums of layers or of
     shards of a batch may be added.
 
     Args:
-        probabilities_TE, indices_TK: of `Routing`.
-        real_T: float32, 1 at real tokens, 0 at padding.
+        probabilities_RE, indices_RK: of `Routing`.
 
     Returns:
         `[2, E]` float32; the gradient flows through the second row only.
     """
-    chosen_TE = paddle.put_along_axis(
-        paddle.zeros(probabilities_TE.shape, dtype="float32"),
-        indices_TK,
+    chosen_RE = paddle.put_along_axis(
+        paddle.zeros(probabilities_RE.shape, dtype="float32"),
+        indices_RK,
         paddle.ones([1, 1], dtype="float32"),
         axis=1,
     )
-    real_T1 = real_T.unsqueeze(1)
-    return paddle.stack([column_sum(chosen_TE * real_T1), column_sum(probabilities_TE * real_T1)])
+    return paddle.stack([column_sum(chosen_RE), column_sum(probabilities_RE)])
 
 
 class LoadBalance:
     """Collects the routing of all layers with experts in a forward pass.
 
     Attributes:
-        real_T: float32, 1 at real tokens of the batch, 0 at padding.
+        num_tokens: tokens of the batch without padding.
         sums_2E: `routing_sums` of all layers so far; None before the first.
         num_layers: number of these layers.
     """
 
-    def __init__(self, attention_mask_BL: Tensor | None, shape_BL: tuple[int, int]):
-        if attention_mask_BL is None:
-            attention_mask_BL = paddle.ones(shape_BL)
-        self.real_T = attention_mask_BL.astype("float32").reshape([-1])
+    def __init__(self, num_tokens: int):
+        self.num_tokens = num_tokens
         self.sums_2E: Tensor | None = None
         self.num_layers = 0
 
@@ -124,9 +167,11 @@ class LoadBalance:
         """`E * sum_e f_e * P_e` with the tokens of all layers pooled: a float32 scalar.
 
         f_e is the share of tokens with expert e among their K, P_e its mean probability. The value
-        is about K if all experts are used equally, and 0 without layers with experts.
+        is about K if all experts are used equally, and 0 without layers with experts or tokens.
         """
         if self.sums_2E is None:
             return paddle.zeros([])
-        means_2E = self.sums_2E / (self.real_T.sum() * self.num_layers)
+        if self.num_tokens == 0:
+            return self.sums_2E.sum() * 0.0
+        means_2E = self.sums_2E / (self.num_tokens * self.num_layers)
         return means_2E.shape[1] * (means_2E[0] * means_2E[1]).sum()

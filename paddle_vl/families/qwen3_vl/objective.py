@@ -118,7 +118,7 @@ def empty_batch(length: int) -> VLBatch:
     ids_BL = np.zeros([1, length], dtype=np.int64)
     return {
         "input_ids": ids_BL,
-        "attention_mask": np.ones_like(ids_BL),
+        "attention_mask": np.zeros_like(ids_BL),
         "labels": np.full_like(ids_BL, -100),
         "position_ids": np.zeros([3, 1, length], dtype=np.int64),
         "num_target_tokens": 0,
@@ -129,7 +129,7 @@ def empty_batch(length: int) -> VLBatch:
 def expert_counts(model: nn.Layer) -> Tensor | None:
     """Token rows of each expert in this rank's last micro-batch, `[layers, experts]` int64.
 
-    None without experts. Padding rows count. Layers of other pipeline stages are 0.
+    None without experts. Padding does not count. Layers of other pipeline stages are 0.
     """
     text = model.config.text_config
     layers = [i for i in range(text.num_hidden_layers) if text.has_experts(i)]

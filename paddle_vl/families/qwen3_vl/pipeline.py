@@ -135,8 +135,7 @@ class Qwen3VLStage:
         )
         balance = None
         if self.sends_sums:
-            mask_BL = device_tensor(batch["attention_mask"])
-            balance = LoadBalance(mask_BL, tuple(batch["input_ids"].shape))
+            balance = LoadBalance(dict_args["routed_rows"].num_real)
         if self.is_first:
             inputs = model.language_model.embedding(dict_args | self._encode_visual(batch))
             x_TD = inputs["hidden_states"]

@@ -43,6 +43,7 @@ from paddle_vl.families.qwen3_vl.processor_fit import (
     model_config,
 )
 from paddle_vl.families.qwen3_vl.settings import PARTS, Qwen3VLRun
+from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
@@ -91,6 +92,7 @@ class Qwen3VLRecipe(Family):
             padding_side=self.config.data.padding_side,
             pad_to_multiple_of=self.config.data.pad_to_multiple_of,
             part=placement.ops.row_part,
+            lists_real_rows=isinstance(self.model_config.text_config, Qwen3VLMoeTextConfig),
         )
         model = self._model(placement)
         return BuiltModel(

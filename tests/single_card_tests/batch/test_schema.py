@@ -63,7 +63,7 @@ def _declared(hint: Any, value: Any) -> list[tuple[np.ndarray, Axes]]:
 
 
 def vl_batches() -> dict[str, dict]:
-    collator = VLCollator(pad_token_id=PAD, image_token_id=IMAGE, video_token_id=VIDEO)
+    collator = VLCollator(PAD, IMAGE, VIDEO, lists_real_rows=True)
     text, image, both = (make_sample(runs) for runs in ([3], [2, (1, 2)], [(2, 2), (1, 1, 2)]))
     return {
         "text": collator([text]),

@@ -24,7 +24,7 @@ from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     tiny_processor,
     user,
 )
-from tests.support.tiny import patches, tiny_model, token_rows
+from tests.support.tiny import EXPERTS, patches, tiny_model, token_rows
 
 CHECKOUT = Path(__file__).parents[3]
 MODEL_CODE = ("model", "decoder", "embedding", "moe", "vision_tower", "generate", "programs")
@@ -253,3 +253,13 @@ def test_the_processor_answers_messages(exported):
     assert "".join(pieces) == exported.ask([user("What is this?")], max_new_tokens=4)
     with pytest.raises(ValueError, match="0 image place.* 1 entries"):
         exported.ask([user("What is this?")], [random_image(8, 8)])
+
+
+def test_a_model_with_experts_is_exported_too(tmp_path):
+    """Fewer assignments than experts, and more: the number of rows of a block differs."""
+    model = tiny_model(vocab_size=320, **EXPERTS)
+    export_model(model_to_export(model, tiny_processor().save_pretrained), Path("tiny"), tmp_path)
+    exported = load(tmp_path)
+    for name in ("text", "mixed", "padded"):
+        found = exported.generate(**BATCHES[name], max_new_tokens=9)
+        assert found.tolist() == model.generate(**BATCHES[name], max_new_tokens=9).tolist()

@@ -3,7 +3,7 @@
 Guarantees: the output and every gradient equal a loop over experts, with rows spread over experts,
 all rows at one expert, and experts without rows, for the plain product and the kernels; the GPU
 kernel reads nothing on the host; repeated runs are bit-identical; order and counts are checked, and
-so are frozen experts.
+so are frozen experts. Rows that are not routed get zeros and pass no gradient.
 """
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 
 from paddle_vl.nn.experts import (
     Experts,
+    RoutedRows,
     grouped_linear,
     permute_rows,
     sort_by_expert,
@@ -147,3 +148,41 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen, kernels):
             assert leaf.grad is None
         else:
             np.testing.assert_array_equal(leaf.grad.numpy(), expected, err_msg=name)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("real", [[0, 2, 5], [1], list(range(TOKENS))], ids=str)
+def test_rows_that_are_not_routed_get_zeros_and_pass_no_gradient(real, kernels):
+    module, (x_TD, weights_TK) = layer(), inputs()
+    rows = RoutedRows(TOKENS, paddle.to_tensor(real))
+    chosen = paddle.to_tensor(CHOICES["mixed"])[real]
+    with use_kernels(kernels):
+        out_TD = module(rows.taken(x_TD), chosen, weights_TK[real], rows)
+        (out_TD * out_TD).sum().backward()
+    whole, x_grad = out_TD.numpy(), x_TD.grad.numpy()
+    alone, (x_TD, weights_TK) = layer(), inputs()
+    with use_kernels(kernels):
+        out_RD = alone(x_TD[real], chosen, weights_TK[real])
+        (out_RD * out_RD).sum().backward()
+    np.testing.assert_array_equal(whole[real], out_RD.numpy())
+    np.testing.assert_array_equal(x_grad, x_TD.grad.numpy())
+    others = np.setdiff1d(np.arange(TOKENS), real)
+    assert not whole[others].any()
+    assert not x_grad[others].any()
+    for found, wanted in zip(module.parameters(), alone.parameters(), strict=True):
+        np.testing.assert_array_equal(found.grad.numpy(), wanted.grad.numpy())
+    assert module.tokens_per_expert.tolist() == alone.tokens_per_expert.tolist()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_without_a_row_to_route_output_gradients_and_counts_are_zero(kernels):
+    module, (x_TD, weights_TK) = layer(), inputs()
+    rows = RoutedRows(TOKENS, paddle.zeros([0], dtype="int64"))
+    chosen = paddle.to_tensor(CHOICES["mixed"])[:1]
+    with use_kernels(kernels):
+        out_TD = module(rows.taken(x_TD), chosen, weights_TK[:1], rows)
+        (out_TD + 1).square().sum().backward()
+    assert out_TD.shape == [TOKENS, WIDTH]
+    assert module.tokens_per_expert.tolist() == [0] * NUM_EXPERTS
+    for tensor in (out_TD, x_TD.grad, *(parameter.grad for parameter in module.parameters())):
+        assert not tensor.numpy().any()

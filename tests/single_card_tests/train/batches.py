@@ -33,6 +33,7 @@ def image_batch(texts: list[list[int]], prompt_lengths: list[int], seed: int = 0
         "image_grid_thw": grids,
         "num_target_tokens": int((labels[:, 1:] != -100).sum()),
         "has_left_padding": False,
+        "real_row_indices": np.flatnonzero(mask),
         **host_visual_indices(input_ids, num_image_rows=4 * len(texts), **ids),
     }
 

@@ -3,7 +3,8 @@
 Guarantees: a step's loss is the cross entropy over all target tokens plus the mean of the auxiliary
 losses over micro-batches and data shards, and its gradients are those of that loss; evaluation
 reports cross entropy only; runs report tokens per expert, also for layers on other ranks, and runs
-of dense models do not; pipeline stages in sequence equal the unsharded model.
+of dense models do not; padding to a multiple changes neither losses nor tokens per expert, and
+leaving it out reads nothing on the host; pipeline stages in sequence equal the unsharded model.
 """
 
 import json
@@ -17,6 +18,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.families.qwen3_vl.objective import VLLoss, expert_counts
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.build import build_trainer
+from step_counts import record_host_reads
 from tests.single_card_tests.train.batches import image_batch, split_batch, vl_runner
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 from tests.support.tiny import EXPERTS, tiny_model
@@ -66,7 +68,8 @@ def test_load_is_over_all_experts_of_all_layers_and_parts_of_the_data():
     model, batch = tiny_model(**EXPERTS), image_batch(TEXTS, PROMPTS)
     model(**batch)
     counts = np.concatenate([count.numpy() for count in model.tokens_per_expert().values()])
-    assert counts.sum() == 2 * 2 * batch["input_ids"].size
+    # Two experts per real token in two layers.
+    assert counts.sum() == 2 * 2 * batch["attention_mask"].sum()
     own = VLLoss().metric_counts(model)
     assert VLLoss().metrics({name: 2 * count.numpy() for name, count in own.items()}) == {
         "tokens_per_expert_min": 2 * counts.min(),
@@ -90,11 +93,19 @@ def test_a_run_reports_tokens_per_expert_and_saves_what_loads(experts, tmp_path:
     if experts:
         form |= {"model_type": "qwen3_vl_moe"}
     run_file = write_tiny_run(tmp_path / "data", model=form)
-    config = load_run_config(run_file, [f"train.output_dir={tmp_path / 'out'}"])
-    assert build_trainer(config).run() is None
-    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
+    runs = []
+    for name, multiple in (("out", 1), ("padded", 32))[: 1 + bool(experts)]:
+        overrides = [f"train.output_dir={tmp_path / name}", f"data.pad_to_multiple_of={multiple}"]
+        with record_host_reads() as reads:
+            assert build_trainer(load_run_config(run_file, overrides)).run() is None
+        assert not [place for place in reads if "moe.py" in place]
+        runs.append([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()])
+    lines = runs[0]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    for line in lines:
+    for line, other in zip(lines, runs[-1], strict=True):
+        # Padding is in no count and no balance.
+        for key in ("loss", *(name for name in line if name.startswith("tokens_per_exp"))):
+            assert other[key] == pytest.approx(line[key], rel=1e-5), key
         found = {name: value for name, value in line.items() if name.startswith("tokens_per_exp")}
         assert len(found) == (3 if experts else 0)
         if experts:

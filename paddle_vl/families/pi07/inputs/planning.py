@@ -67,7 +67,7 @@ def _written(reader: TokenReader, batch_size: int, length: int, rules: WritingRu
         ended &= tokens.shape[1] > 1
         token = np.where(ended, rules.pad_id, token)
         tokens = np.concatenate([tokens, token], axis=1)
-        reader.read(token, ~ended)
+        reader.read(token, np.asarray(~ended))
     return tokens
 
 

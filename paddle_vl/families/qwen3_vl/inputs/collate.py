@@ -42,6 +42,7 @@ class VLCollator:
         spatial_merge_size: patches per side of a visual token.
         pad_to_multiple_of: divides the padded length.
         part: this model-parallel rank's shard of the token rows, for the visual indices.
+        lists_real_rows: whether batches have `real_row_indices`, for a model with experts.
     """
 
     pad_token_id: int
@@ -51,6 +52,7 @@ class VLCollator:
     padding_side: PaddingSide = "right"
     pad_to_multiple_of: int = 1
     part: RowPart = WHOLE_BATCH
+    lists_real_rows: bool = False
 
     def __call__(
         self,
@@ -67,7 +69,7 @@ class VLCollator:
         Returns:
             All required fields of a `VLBatch`; pixels and grids if samples have any; the visual
             indices, `visual_source_indices` only with images and videos; `cu_seqlens` only with
-            `segments`.
+            `segments`; `real_row_indices` only if asked for.
 
         Raises:
             ValueError: no sample, placeholders that do not match the grids, or B * L token rows
@@ -99,6 +101,8 @@ class VLCollator:
                 part=self.part,
             )
         )
+        if self.lists_real_rows:
+            batch["real_row_indices"] = np.flatnonzero(batch["attention_mask"])
         if segments is not None:
             batch["cu_seqlens"] = segment_offsets(segments, length)
         batch["position_ids"], _ = mrope_position_ids(

@@ -213,3 +213,22 @@ def test_packing_leaves_the_labels_of_the_samples_alone():
     sample["labels"] = sample["input_ids"].copy()
     PackedCollator(collator())([[sample, sample]])
     np.testing.assert_array_equal(sample["labels"], sample["input_ids"])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_real_rows_are_listed_for_a_model_with_experts(side):
+    samples = [make_sample([n], seed=n) for n in (2, 5, 1)]
+    batch = collator(padding_side=side, pad_to_multiple_of=8, lists_real_rows=True)(samples)
+    wanted = [
+        i * 8 + place
+        for i, sample in enumerate(samples)
+        for place in (range(8) if side == "right" else range(8 - len(sample["input_ids"]), 8))
+        if side == "left" or place < len(sample["input_ids"])
+    ]
+    assert batch["real_row_indices"].tolist() == wanted
+    assert batch["real_row_indices"].dtype == np.int64
+    assert "real_row_indices" not in collator()(samples)
+    packed = PackedCollator(collator(pad_to_multiple_of=8, lists_real_rows=True))
+    # Three, six and two tokens: a row of nine with a tail, one of two, and an empty one.
+    found = packed([samples[:2], samples[2:], []])["real_row_indices"].tolist()
+    assert found == [*range(9), 16, 17]

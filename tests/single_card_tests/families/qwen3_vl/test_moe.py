@@ -19,7 +19,15 @@ from paddle_vl.families.qwen3_vl.moe import LoadBalance, Router, SparseMoE, rout
 from paddle_vl.families.qwen3_vl.pipeline import layer_costs
 from paddle_vl.nn.linear import Linear
 from paddle_vl.parallel.recompute import recompute_layers
-from tests.support.tiny import EXPERTS, GOLDEN, IMAGE, patches, tiny_config, tiny_model, token_rows
+from tests.support.tiny import (
+    EXPERTS,
+    GOLDEN,
+    IMAGE,
+    patches,
+    tiny_config,
+    tiny_model,
+    token_rows,
+)
 
 MODEL = GOLDEN / "qwen_vl" / "models" / "moe"
 
@@ -32,6 +40,19 @@ def batch(length: int | None = None) -> dict:
         "labels": np.where((ids != IMAGE) & (ids != 0), ids, -100),
         "pixel_values": pixels, "image_grid_thw": grid,
     }  # fmt: skip
+
+
+def alone(inputs: dict) -> list[dict]:
+    """The two samples of a padded `batch`, the first with the image, without padding."""
+    samples = []
+    for i in range(2):
+        real = inputs["attention_mask"][i].astype(bool)
+        keys = ("input_ids", "attention_mask", "labels")
+        samples.append({key: inputs[key][i : i + 1, real] for key in keys})
+    return [
+        samples[0] | {key: inputs[key] for key in ("pixel_values", "image_grid_thw")},
+        samples[1],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -137,19 +158,19 @@ def test_routing_takes_the_largest_and_makes_their_weights_sum_to_one():
 
 
 def auxiliary_loss(model, inputs: dict) -> float:
-    """`E * sum f P` from the routers' outputs, with NumPy."""
+    """`E * sum f P` from the routers' outputs for each sample without padding, with NumPy."""
     routings = []
     hooks = [
         layer.mlp.gate.register_forward_post_hook(lambda *call: routings.append(call[-1]))
         for layer in model.decoder_layers
         if layer.has_experts
     ]
-    model(**inputs)
+    for sample in alone(inputs):
+        model(**sample)
     for hook in hooks:
         hook.remove()
-    real = inputs["attention_mask"].reshape(-1).astype(bool)
-    chosen = np.concatenate([routing.indices.numpy()[real] for routing in routings])
-    probabilities = np.concatenate([routing.probabilities.numpy()[real] for routing in routings])
+    chosen = np.concatenate([routing.indices.numpy() for routing in routings])
+    probabilities = np.concatenate([routing.probabilities.numpy() for routing in routings])
     num_experts = probabilities.shape[1]
     share = np.bincount(chosen.reshape(-1), minlength=num_experts) / len(chosen)
     return num_experts * float((share * probabilities.mean(axis=0)).sum())
@@ -161,7 +182,8 @@ def test_auxiliary_loss_pools_layers_and_leaves_padding_out():
     wanted = auxiliary_loss(model, inputs)
     assert output.aux_loss.item() == pytest.approx(wanted, rel=1e-5)
     everything = inputs | {"attention_mask": np.ones_like(inputs["attention_mask"])}
-    assert abs(auxiliary_loss(model, everything) - wanted) > 1e-3
+    with_padding = model(**everything, output_router_logits=True).aux_loss.item()
+    assert abs(with_padding - wanted) > 1e-3
     plain = model(**inputs)
     assert plain.aux_loss is None
     assert output.loss_sum.item() == plain.loss_sum.item()
@@ -200,20 +222,18 @@ def test_sums_of_parts_of_a_batch_add_up():
     rng = np.random.default_rng(0)
     probabilities = paddle.to_tensor(rng.dirichlet(np.ones(5), size=9).astype(np.float32))
     indices = probabilities.topk(2)[1]
-    real = paddle.to_tensor([1.0, 1, 0, 1, 1, 1, 0, 1, 1])
-    whole = routing_sums(probabilities, indices, real)
+    whole = routing_sums(probabilities, indices)
     parts = [
-        routing_sums(probabilities[part], indices[part], real[part])
-        for part in (slice(0, 4), slice(4, 9))
+        routing_sums(probabilities[part], indices[part]) for part in (slice(0, 4), slice(4, 9))
     ]
     np.testing.assert_allclose((parts[0] + parts[1]).numpy(), whole.numpy(), rtol=1e-6)
-    assert whole.sum(axis=1).tolist() == pytest.approx([14, 7], rel=1e-6)
+    assert whole.sum(axis=1).tolist() == pytest.approx([18, 9], rel=1e-6)
 
 
 def test_experts_used_alike_give_k():
-    balance = LoadBalance(None, (2, 3))
+    balance = LoadBalance(6)
     indices = paddle.to_tensor([[0, 1], [1, 2], [2, 0]] * 2)
-    balance.add(routing_sums(paddle.full([6, 3], 1 / 3), indices, balance.real_T))
+    balance.add(routing_sums(paddle.full([6, 3], 1 / 3), indices))
     assert balance.loss().item() == pytest.approx(2)
 
 
@@ -236,7 +256,9 @@ def test_the_last_calls_tokens_per_expert_are_known_by_layer():
     model(**inputs)
     counts = model.tokens_per_expert()
     assert list(counts) == [0, 2]
-    assert [int(count.sum()) for count in counts.values()] == [2 * inputs["input_ids"].size] * 2
+    assert [int(count.sum()) for count in counts.values()] == [
+        2 * inputs["attention_mask"].sum()
+    ] * 2
     assert tiny_model().tokens_per_expert() == {}
 
 

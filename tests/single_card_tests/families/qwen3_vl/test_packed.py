@@ -15,7 +15,7 @@ from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage
 from paddle_vl.parallel.recompute import recompute_layers
 from tests.support.tiny import EXPERTS, IMAGE, VIDEO, patches, tiny_model, token_rows
 
-COLLATOR = VLCollator(0, IMAGE, VIDEO, pad_to_multiple_of=4)
+COLLATOR = VLCollator(0, IMAGE, VIDEO, pad_to_multiple_of=4, lists_real_rows=True)
 
 
 def sample(items: list, images: list = (), videos: list = ()) -> dict:
@@ -84,6 +84,14 @@ def test_loss_and_gradients_equal_the_samples_alone(alone, text, batch, recomput
     loss.backward()
     assert float(loss) == pytest.approx(alone[1], rel=1e-6)
     assert_gradients(model, alone[0])
+
+
+def test_the_tail_of_a_row_is_routed_to_no_expert(batch):
+    model = tiny_model(**EXPERTS)
+    model(**batch)
+    real = sum(len(one["input_ids"]) for row in ROWS for one in row)
+    assert real == batch["attention_mask"].sum() < batch["input_ids"].size / 2
+    assert [int(count.sum()) for count in model.tokens_per_expert().values()] == [2 * real] * 2
 
 
 @pytest.mark.parametrize("cut", [1, 2])
