@@ -1,7 +1,7 @@
 """An exported policy and an exported planner: raw observations to raw actions, and to texts.
 
 Neither imports the model's code. Shapes: B batch, c cameras, V = c * B videos of F frames,
-camera-major, S goal images, G goal images of a sample, L prefix tokens, n new tokens, C steps of a
+camera-major, S goal images, G of them of a sample, L prefix tokens, n new tokens, C steps of a
 chunk (policy) or capacity of the buffers (planner), A action values.
 """
 
@@ -25,8 +25,6 @@ from paddle_vl.families.pi07.inputs.normalizers import (
 )
 from paddle_vl.families.pi07.inputs.planning import BOS, Plan, WritingRules, plan_of, write_plan
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
-
-_TEXT_KINDS = ("tokens", "masks")
 
 
 class ExportedPI07Policy(ActingPolicy):
@@ -88,17 +86,16 @@ def prefix_inputs(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
     goal_masks = inputs["subgoal_img_masks"]
     has_goal = any(mask.any() for mask in goal_masks)
     stills_SCHW = np.concatenate(goals) if has_goal else video_VFCHW[:0, 0]
-    rows_BG, masks_BG = np.zeros((batch, cameras), np.int64), np.zeros((batch, cameras), bool)
-    for i, mask_B in enumerate(goal_masks if has_goal else ()):
-        rows_BG[:, i] = len(video_VFCHW) + i * batch + np.arange(batch)
-        masks_BG[:, i] = mask_B
+    num_goals = len(goals) if has_goal else 0
+    rows_GB = np.arange(num_goals * batch).reshape(num_goals, batch) + len(video_VFCHW)
+    masks_GB = np.array(goal_masks[:num_goals], dtype=bool).reshape(num_goals, batch)
     return {
         "videos": video_VFCHW,
         "frame_is_pad": np.concatenate([frame_is_pad] * cameras),
         "stills": stills_SCHW,
-        "subgoal_rows": rows_BG,
+        "subgoal_rows": np.ascontiguousarray(rows_GB.T),
         "vid_masks": np.stack(inputs["vid_masks"], axis=1),
-        "subgoal_masks": masks_BG,
+        "subgoal_masks": np.ascontiguousarray(masks_GB.T),
         "state": state,
         "history_is_pad": np.ones(state.shape[:2], bool) if history_BF is None else history_BF,
         "group_index": inputs["group_index"],
@@ -193,7 +190,13 @@ def _by_layer(keys_values: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _texts(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, np.ndarray]:
-    return {f"{name}_{kind}": inputs[f"{name}_{kind}"] for name in names for kind in _TEXT_KINDS}
+    """Token ids and masks, without the columns that are padding in all samples."""
+    found = {}
+    for name in names:
+        length = max(1, int(inputs[f"{name}_masks"].sum(axis=1).max()))
+        for kind in ("tokens", "masks"):
+            found[f"{name}_{kind}"] = np.ascontiguousarray(inputs[f"{name}_{kind}"][:, :length])
+    return found
 
 
 def _only(given: Mapping[str, Any], program: Program) -> dict[str, Any]:

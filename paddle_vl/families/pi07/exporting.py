@@ -9,6 +9,7 @@ from paddle.static import InputSpec
 
 from paddle_vl.export.writing import ModelToExport, ProgramToExport
 from paddle_vl.families.pi07.base_policy import BasePolicy
+from paddle_vl.families.pi07.inputs.model_inputs import cameras_of
 from paddle_vl.families.pi07.inputs.normalizers import STATISTICS_FILE, save_statistics
 from paddle_vl.families.pi07.layers import PAD_ID
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
@@ -64,8 +65,10 @@ def planner_to_export(planner: PI07HighLevelPlanner) -> ModelToExport:
 
 def _prefix_example(program: PrefixProgram, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Two samples, of which one has a subgoal and neither has a response."""
+    cameras = len(cameras_of(program.config.input_features))
     found = _example(program, rng)
-    cameras = found["vid_masks"].shape[1]
+    for name in ("vid_masks", "subgoal_masks", "subgoal_rows"):
+        found[name] = np.ascontiguousarray(found[name][:, :cameras])
     frames = _FRAMES if "frame_is_pad" in found else 1
     shape = found["stills"].shape[1:]
     found["videos"] = rng.random((cameras * _SAMPLES, frames, *shape), dtype=np.float32)
@@ -100,7 +103,8 @@ def _example(program: Any, rng: np.random.Generator) -> dict[str, np.ndarray]:
     if "step" in found:
         found["step"] = np.array([-0.25], dtype=np.float32)
     if "image_rows" in found:
-        cameras = found["img_masks"].shape[1]
+        cameras = len(cameras_of(program.config.input_features))
+        found["img_masks"] = np.ones((_SAMPLES, cameras), dtype=bool)
         found["image_rows"] = _drawn(rng, (cameras * _SAMPLES, *found["image_rows"].shape[1:]))
     if "input_ids" in found:
         found["input_ids"] = found["input_ids"][:, :2]

@@ -11,7 +11,6 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.families.pi07.decoder_layers import KeyValueBuffers
-from paddle_vl.families.pi07.inputs.model_inputs import cameras_of
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.program_inputs import (
     PLANNER_TEXTS,
@@ -52,9 +51,7 @@ class PrefillProgram(nn.Layer):
         self._embed_all, self._view_of = model.prefix.embed_all, model.view_of
 
     def forward(self, image_rows: Tensor, img_masks: Tensor, texts: list[Tensor]) -> list[Tensor]:
-        cameras = len(cameras_of(self.config.input_features))
-        masks = [img_masks[:, i] for i in range(cameras)]
-        batch = {"img_masks": masks, **text_fields(PLANNER_TEXTS, texts)}
+        batch = {"img_masks": img_masks, **text_fields(PLANNER_TEXTS, texts)}
         embs_BLD, pad_BL, marks_BL = self._embed_all(batch, image_rows)
         view = self._view_of(pad_BL, marks_BL)
         out = self.decoder(embs_BLD, prefix_view=view, keep=True)
@@ -64,12 +61,11 @@ class PrefillProgram(nn.Layer):
     def input_spec(self) -> list:
         """Its inputs; rows of the images are camera-major."""
         backbone = self.config.vlm_config.gemma3_config
-        cameras = len(cameras_of(self.config.input_features))
         rows = [None, backbone.mm_tokens_per_image, backbone.text_config.hidden_size]
         return [
             spec("image_rows", rows, "float32"),
-            spec("img_masks", [None, cameras], "bool"),
-            text_specs(self.config, PLANNER_TEXTS),
+            spec("img_masks", [None, None], "bool"),
+            text_specs(PLANNER_TEXTS),
         ]
 
 

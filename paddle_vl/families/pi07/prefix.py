@@ -132,22 +132,21 @@ class PrefixEmbedding(nn.Layer):
 
         Args:
             batch: see `PI07LowLevelFlowMatching.forward`, but `videos` `[V, F, 3, H, W]` are those
-                of all cameras and samples, camera-major, with `frame_is_pad` `[V, F]`.
+                of all cameras and samples, camera-major, with `frame_is_pad` `[V, F]`; camera masks
+                are `[B, c]`.
             stills_SCHW: goal images in [-1, 1]; S may be 0.
             subgoal_rows_BG: int64 row of each sample's G goal images among videos and stills; any
-                row where it is masked.
+                row where it is masked. G may be 0.
         """
         blocks = self.tokens.inference_blocks
         texts = [block for block in blocks if block.source in (Source.FIELD, Source.LABEL)]
         ids = {one.name: self.tokens.ids(one, batch) for one in texts}
         rows = look_up(self.embed_tokens, ids)
         rows_ZMD = self.video_encoder.tokens(batch["videos"], batch["frame_is_pad"], stills_SCHW)
-        num_tokens, width = rows_ZMD.shape[1:]
         videos_ZMD = rows_ZMD[: batch["videos"].shape[0]]
-        rows["videos"] = of_cameras(videos_ZMD, len(batch["vid_masks"]))
-        subgoals = paddle.index_select(rows_ZMD, subgoal_rows_BG.flatten())
-        goals = subgoal_rows_BG.shape[1]
-        rows["subgoals"] = subgoals.reshape([-1, goals * num_tokens, width])
+        rows["videos"] = of_cameras(videos_ZMD, batch["vid_masks"].shape[1])
+        goals_BGMD = paddle.gather_nd(rows_ZMD, subgoal_rows_BG.unsqueeze(-1))
+        rows["subgoals"] = goals_BGMD.flatten(1, 2)
         rows["state"] = self._state(batch)
         pad_BL, marks_BL = self.tokens.masks_of_all(batch)
         return paddle.concat([rows[each.name] for each in blocks], axis=1), pad_BL, marks_BL
@@ -236,12 +235,12 @@ class PlannerEmbedding(nn.Layer):
         """`embs`, `pad_masks` and `att_masks` with all blocks laid out, for programs.
 
         Args:
-            batch: see `PI07HighLevelPlannerModel.forward`, without images.
+            batch: see `PI07HighLevelPlannerModel.forward`, without images; camera masks `[B, c]`.
             image_rows_ZMD: tokens of the images, camera-major.
         """
         blocks = self.tokens.inference_blocks
         rows = self._texts(blocks, batch)
-        rows["images"] = of_cameras(image_rows_ZMD, len(batch["img_masks"]))
+        rows["images"] = of_cameras(image_rows_ZMD, batch["img_masks"].shape[1])
         pad_BL, marks_BL = self.tokens.masks_of_all(batch)
         return paddle.concat([rows[each.name] for each in blocks], axis=1), pad_BL, marks_BL
 

@@ -1,6 +1,6 @@
 """Inputs that the programs of the policy and of the planner share."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
@@ -15,26 +15,22 @@ def spec(name: str, shape: Any, dtype: Any) -> InputSpec:
     return InputSpec(shape, dtype, name, stop_gradient=True)
 
 
-# Texts of the inputs, with the setting of each one's length.
-TEXTS = {
-    "lang": "prompt_max_length",
-    "response": "response_max_length",
-    "metadata": "metadata_max_length",
-}
-PLANNER_TEXTS = {"lang": "prompt_max_length", "metadata": "metadata_max_length"}
+# Texts of the inputs.
+TEXTS = ("lang", "response", "metadata")
+PLANNER_TEXTS = ("lang", "metadata")
 
 
-def text_specs(config: Any, texts: Mapping[str, str]) -> list[InputSpec]:
-    """Token ids and masks of the texts."""
+def text_specs(texts: Sequence[str]) -> list[InputSpec]:
+    """Token ids and masks of the texts, of any length from 1."""
     return [
-        spec(f"{name}_{kind}", [None, getattr(config, length)], dtype)
-        for name, length in texts.items()
+        spec(f"{name}_{kind}", [None, None], dtype)
+        for name in texts
         for kind, dtype in (("tokens", "int64"), ("masks", "bool"))
     ]
 
 
 @paddle.jit.not_to_static
-def text_fields(texts: Mapping[str, str], tensors: list[Tensor]) -> dict[str, Tensor]:
+def text_fields(texts: Sequence[str], tensors: list[Tensor]) -> dict[str, Tensor]:
     """The entries of a batch for tensors in the order of `text_specs`."""
     names = [f"{name}_{kind}" for name in texts for kind in ("tokens", "masks")]
     return dict(zip(names, tensors, strict=True))

@@ -14,7 +14,6 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.families.pi07.flow import GivenActions, PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.inputs.model_inputs import cameras_of
 from paddle_vl.families.pi07.program_inputs import (
     TEXTS,
     flat,
@@ -50,12 +49,11 @@ class PrefixProgram(nn.Layer):
         history_is_pad: Tensor,
         group_index: list[Tensor],
     ) -> list[Tensor]:
-        cameras = len(cameras_of(self.config.input_features))
         batch = {
             "videos": videos,
             "frame_is_pad": frame_is_pad[0] if frame_is_pad else None,
-            "vid_masks": [vid_masks[:, i] for i in range(cameras)],
-            "subgoal_img_masks": [subgoal_masks[:, j] for j in range(cameras)],
+            "vid_masks": vid_masks,
+            "subgoal_img_masks": subgoal_masks,
             "state": state,
             "obs_history_is_pad": history_is_pad,
             "group_index": group_index[0] if group_index else None,
@@ -71,16 +69,15 @@ class PrefixProgram(nn.Layer):
         config = self.config
         vision = config.vlm_config.gemma3_config.vision_config
         image = [3, vision.image_size, vision.image_size]
-        cameras = len(cameras_of(config.input_features))
         looks_back = config.n_obs_steps > 1
         return [
             spec("videos", [None, None if looks_back else 1, *image], "float32"),
             [spec("frame_is_pad", [None, None], "bool")] if looks_back else [],
             spec("stills", [None, *image], "float32"),
-            spec("subgoal_rows", [None, cameras], "int64"),
-            spec("vid_masks", [None, cameras], "bool"),
-            spec("subgoal_masks", [None, cameras], "bool"),
-            text_specs(config, TEXTS),
+            spec("subgoal_rows", [None, None], "int64"),
+            spec("vid_masks", [None, None], "bool"),
+            spec("subgoal_masks", [None, None], "bool"),
+            text_specs(TEXTS),
             spec("state", [None, None, config.max_state_dim], "float32"),
             spec("history_is_pad", [None, None], "bool"),
             group_specs(config),
