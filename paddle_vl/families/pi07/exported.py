@@ -119,9 +119,9 @@ class ExportedPI07Planner:
             self.config.memory_max_length,
             self.config.response_max_length,
             sizes["response_label"],
-            self.tokenizer.token_id(BOS),
-            self.tokenizer.token_id(EOS),
-            sizes["pad_id"],
+            bos_id=self.tokenizer.token_id(BOS),
+            eos_id=self.tokenizer.token_id(EOS),
+            pad_id=sizes["pad_id"],
         )
 
     @property

@@ -58,7 +58,7 @@ class AdaptiveRMSNorm(nn.Layer):
         terms = self.dense(cond_TE)
         samples = x_TD.shape[0] // terms.shape[0]
         if not (isinstance(samples, int) and samples == 1):
-            terms = paddle.tile(terms, [samples, 1])
+            terms = terms.unsqueeze(0).expand([samples, -1, -1]).flatten(0, 1)
         scale, shift, gate = paddle.chunk(terms, 3, axis=-1)
         quotient = rms_quotient(x_TD, self.epsilon)
         y = quotient * (1.0 + scale.astype("float32")) + shift.astype("float32")

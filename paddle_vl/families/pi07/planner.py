@@ -324,6 +324,6 @@ class PI07HighLevelPlanner(BasePolicy):
     def plan(self, batch: Mapping[str, Any]) -> Plan:
         """Greedily decoded memory and subtask for raw observations."""
         self.eval()
-        bos_id, eos_id = self.tokenizer.token_id(BOS), self.tokenizer.token_id(EOS)
+        eos_id, bos_id = self.tokenizer.token_id(EOS), self.tokenizer.token_id(BOS)
         written = self.model.generate(self.observation_inputs(batch), bos_id, eos_id)
         return plan_of(written, self.tokenizer, eos_id)

@@ -51,7 +51,7 @@ class FrameHistory:
         self.num_videos, self.num_frames = num_videos, num_frames
         self.mask = mask
         code_stills = paddle.zeros([num_stills, code_FU.shape[1]], dtype=code_FU.dtype)
-        code_videos = paddle.tile(code_FU, [num_videos, 1])
+        code_videos = code_FU.unsqueeze(0).expand([num_videos, -1, -1]).flatten(0, 1)
         self.code_P1U = paddle.concat([code_videos, code_stills]).unsqueeze(1)
 
     @property
