@@ -20,13 +20,16 @@ from paddle_vl import PI07LowLevelPolicy
 from paddle_vl.export import load
 from paddle_vl.export.writing import export_model
 from paddle_vl.families.pi07.exporting import policy_to_export
+from paddle_vl.families.pi07.inputs.model_inputs import as_arrays
 from paddle_vl.families.pi07.inputs.normalizers import STATISTICS_FILE, load_statistics
+from paddle_vl.families.pi07.prefix_layout import presence_of
 from tests.single_card_tests.families.pi07.test_policy import (
     character_tokenizer,
     golden_policy,
     observation,
     raw_batch,
 )
+from tests.support.exports import HOST_OPERATIONS, operations
 from tests.support.pi07_golden import (
     CharacterTokenizer,
     case,
@@ -165,6 +168,25 @@ def test_every_field_changes_the_actions(policy):
         assert all(np.abs(one - other).max() > 1e-3 for other in chunks[:i]), i
 
 
+def test_a_prefix_has_few_tokens_that_no_sample_needs(policy, exported, monkeypatch):
+    """Their labels and a token of each text, but neither padded texts nor goal images."""
+    seen = {}
+
+    def kept(inputs):
+        seen["found"] = program(inputs)
+        return seen["found"]
+
+    program = exported._prefix
+    kept.input_names = program.input_names
+    monkeypatch.setattr(exported, "_prefix", kept)
+    batch, noise = batch_of(2, **PRESENCES["none"])
+    exported.sample_actions(batch, noise)
+    inputs = as_arrays(policy.inputs.observed(batch).inputs)
+    length = policy.model.tokens.length(inputs, presence_of(inputs), training=False)
+    labels = sum(len(ids) for ids in policy.model.tokens.label_ids.values())
+    assert seen["found"][0].shape[1] <= length + labels + 2
+
+
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("delay", [0, 2])
 def test_batches_and_delays_are_free(policy, exported, size, delay):
@@ -266,31 +288,12 @@ print(json.dumps(load({str(folder)!r}).sample_actions(batch, noise).tolist()))
     np.testing.assert_allclose(found, policy.sample_actions(batch, noise), **TOLERANCE)
 
 
-def operations(file: Path) -> list[str]:
-    """The names of all operations of a program."""
-    found = []
-
-    def walk(value):
-        if isinstance(value, dict):
-            if isinstance(value.get("#"), str):
-                found.append(value["#"].rpartition(".")[2])
-            for one in value.values():
-                walk(one)
-        elif isinstance(value, list):
-            for one in value:
-                walk(one)
-
-    walk(json.loads(file.read_text(encoding="utf-8")))
-    return found
-
-
 @pytest.mark.parametrize(("name", "loops"), [("prefix", 0), ("step", 0), ("actions", 1)])
 def test_the_loop_over_the_steps_is_the_only_control_flow(folder, name, loops):
     found = operations(folder / f"{name}.json")
     assert {"matmul", "softmax"} <= set(found)
     assert found.count("while") == loops
-    refused = ("if", "py_func", "memcpy_d2h", "print", "assert", "select_input")
-    assert not set(found) & set(refused)
+    assert not set(found) & set(HOST_OPERATIONS)
 
 
 def test_the_experts_weights_are_stored_once(folder):
