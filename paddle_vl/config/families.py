@@ -184,6 +184,7 @@ register_family(
         ("pi07_low_level",),
         "paddle_vl.families.pi07.settings:PI07Run",
         "paddle_vl.families.pi07.recipe:PI07Recipe",
+        "paddle_vl.families.pi07.exported:ExportedPI07Policy",
     )
 )
 register_family(
@@ -192,5 +193,6 @@ register_family(
         ("pi07_high_level",),
         "paddle_vl.families.pi07.settings:PI07Run",
         "paddle_vl.families.pi07.recipe:PI07PlannerRecipe",
+        "paddle_vl.families.pi07.exported:ExportedPI07Planner",
     )
 )

@@ -41,6 +41,11 @@ class Program:
         self._order = order
         self._inputs = inputs
 
+    @property
+    def input_names(self) -> list[str]:
+        """In the program's order."""
+        return list(self._order)
+
     def input_width(self, name: str) -> int:
         """Size of an input's last dim."""
         return self._inputs[name][0][-1]

@@ -72,11 +72,14 @@ class RoutedRows:
 
     def __init__(self, num_rows: int, index_R: Tensor | None = None):
         self.num_rows = num_rows
-        self.num_real = num_rows if index_R is None else index_R.shape[0]
-        if self.num_real == num_rows:
-            index_R = None
-        elif self.num_real == 0:
-            index_R = paddle.zeros([1], dtype="int64")
+        self.num_real = num_rows
+        # Without an index the sizes may be those of a traced program.
+        if index_R is not None:
+            self.num_real = index_R.shape[0]
+            if self.num_real == num_rows:
+                index_R = None
+            elif self.num_real == 0:
+                index_R = paddle.zeros([1], dtype="int64")
         self.index_R = index_R
         self._plans: dict[nn.Layer, Plan] = {}
 
@@ -137,7 +140,7 @@ def unpermute_rows(y_ND: Tensor, dispatch: Dispatch, weights_RK: Tensor) -> Tens
     """Weighted sum over each row's K results, in the order of `permute_rows`: `[R, D]`."""
     order_N, place_N, _ = dispatch
     y_ND = reorder_rows(y_ND, place_N, order_N)
-    y_RKD = y_ND.reshape([*weights_RK.shape, -1])
+    y_RKD = y_ND.reshape([-1, weights_RK.shape[1], y_ND.shape[-1]])
     return paddle.matmul(weights_RK.unsqueeze(1), y_RKD).squeeze(1)
 
 
@@ -212,8 +215,9 @@ class Blocks(NamedTuple):
     def of(cls, counts_E: Tensor, total: int) -> "Blocks":
         """Blocks for `total` rows, `counts_E` of each expert."""
         num_experts = counts_E.shape[0]
-        rows = -(-total // num_experts)
-        num_blocks = (total + min(num_experts, total) * (rows - 1)) // rows
+        rows = (total + num_experts - 1) // num_experts
+        # The last blocks of all experts; with fewer rows than experts a block is one row.
+        num_blocks = (total + num_experts * (rows - 1)) // rows
         ends_E, blocks_E = counts_E.cumsum(), (counts_E + (rows - 1)) // rows
         block_ends_E = blocks_E.cumsum()
         numbers_N = paddle.arange(total, dtype="int64")
@@ -292,7 +296,11 @@ class Experts(nn.Layer):
             rows: which rows they are; None if no row is padding.
         """
         rows = rows or RoutedRows(x_RD.shape[0])
-        plan = rows.plan(self, partial(self._plan, indices_RK, rows.num_real > 0))
+        if paddle.in_dynamic_mode():
+            plan = rows.plan(self, partial(self._plan, indices_RK, rows.num_real > 0))
+        else:
+            # A traced program does not convert a function in a `partial`.
+            plan = self._plan(indices_RK, True)
         dispatch = plan.dispatch
         x_ND = permute_rows(x_RD, dispatch)
         if self.exchange is None:

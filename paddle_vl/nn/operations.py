@@ -19,11 +19,12 @@ entropy of tokens.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
+from paddle.jit.dy2static.program_translator import convert_to_static
 
 Device = Literal["cpu", "gpu"]
 P = ParamSpec("P")
@@ -50,7 +51,12 @@ class Operation(Generic[P, R]):
         OPERATIONS.append(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.kernels.get(_device_of(args[0]), self.plain)(*args, **kwargs)
+        kernel = self.kernels.get(_device_of(args[0]))
+        if kernel is None:
+            # A traced program does not convert what is called through a reference by itself:
+            # free sizes would be -1.
+            kernel = self.plain if paddle.in_dynamic_mode() else convert_to_static(self.plain)
+        return kernel(*args, **kwargs)
 
     def register(self, *devices: Device) -> Callable[[K], K]:
         """Decorator: the kernel for these devices in eager mode, a function of the same arguments
@@ -64,8 +70,12 @@ class Operation(Generic[P, R]):
         return add
 
 
+@paddle.jit.not_to_static
 def operation(plain: Callable[P, R]) -> Operation[P, R]:
     """Decorator: make an `Operation` of a function whose first argument is a tensor."""
+    if plain.__name__.startswith("_orig_"):
+        # dy2static decorates the code again that it has made of a plain implementation.
+        return cast(Any, plain)
     return Operation(plain)
 
 

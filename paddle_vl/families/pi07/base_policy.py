@@ -37,6 +37,7 @@ from paddle_vl.families.pi07.checkpoint_map import (
 )
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
+from paddle_vl.families.pi07.inputs.normalizers import NORMALIZERS
 from paddle_vl.families.pi07.policy_config import CONFIG_FILES, CURRENT_CONFIG_VERSION, read_config
 from paddle_vl.families.pi07.policy_model import PolicyModel
 from paddle_vl.nn.linear import default_dtype
@@ -44,13 +45,6 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
 MODEL_PREFIX = "model."
-# Names of a policy's normalizers in its checkpoint.
-NORMALIZERS = (
-    "normalize_inputs",
-    "normalize_targets",
-    "normalize_discrete_actions",
-    "unnormalize_outputs",
-)
 _EMBEDDING_KEY = "gemma3_with_expert.gemma3.model.language_model.embed_tokens.weight"
 _HEAD_KEY = "gemma3_with_expert.gemma3.lm_head.weight"
 _DISCRETE_HEAD_KEY = "gemma3_with_expert.da_head.bias"

@@ -76,17 +76,17 @@ class SuffixView:
 
     Args:
         own: positions and mask of the suffix.
-        num_keys: number of leading prefix keys that it sees.
+        num_keys: number of leading prefix keys that it sees; None for all.
         insulated: stop gradients from it into the prefix (`knowledge_insulation`).
     """
 
-    def __init__(self, own: StreamView, num_keys: int, insulated: bool):
+    def __init__(self, own: StreamView, num_keys: int | None, insulated: bool):
         self.own, self.num_keys, self.insulated = own, num_keys, insulated
 
     def read(self, prefix: KeyValue) -> KeyValue:
         """The keys and values that the suffix sees."""
         key, value = prefix
-        if key.shape[1] != self.num_keys:
+        if self.num_keys is not None and key.shape[1] != self.num_keys:
             key, value = key[:, : self.num_keys], value[:, : self.num_keys]
         return (key.detach(), value.detach()) if self.insulated else (key, value)
 
@@ -324,4 +324,4 @@ class InterleavedDecoder(nn.Layer):
 
     def _leave(self, x_TD: Tensor, view: StreamView) -> Tensor:
         x_TD = self.placement.ops.leave_rows(x_TD, view.num_rows)
-        return x_TD.reshape([*view.shape, -1])
+        return x_TD.reshape([*view.shape, x_TD.shape[-1]])

@@ -8,6 +8,8 @@ Source: Gemma3DecoderLayer of HF transformers; the adaptive expert is openpi's; 
 InterleavedDecoderLayer.
 """
 
+from collections.abc import Sequence
+
 import paddle
 from paddle import Tensor, nn
 
@@ -20,6 +22,33 @@ from paddle_vl.nn.placement import Placement
 
 # Keys and values `[B, S, K, H]`; keys are normalized and rotated.
 KeyValue = tuple[Tensor, Tensor]
+
+
+class KeyValueBuffers:
+    """Keys and values of fixed capacity, for programs; new ones are written in place.
+
+    Args:
+        key_BSKH, value_BSKH: the buffers.
+        place_1: int64, where the first new token is written.
+    """
+
+    def __init__(self, key_BSKH: Tensor, value_BSKH: Tensor, place_1: Tensor):
+        self.key_BSKH, self.value_BSKH, self.place_1 = key_BSKH, value_BSKH, place_1
+
+    def written(self, key_BnKH: Tensor, value_BnKH: Tensor) -> KeyValue:
+        """Both buffers in full, the new ones in place."""
+        begin, end = self.place_1, self.place_1 + key_BnKH.shape[1]
+        self.key_BSKH[:, begin:end] = key_BnKH
+        self.value_BSKH[:, begin:end] = value_BnKH
+        return self.key_BSKH, self.value_BSKH
+
+
+def appended(past: KeyValue | KeyValueBuffers, key_BnKH: Tensor, value_BnKH: Tensor) -> KeyValue:
+    """Earlier keys and values followed by new ones."""
+    if isinstance(past, KeyValueBuffers):
+        return past.written(key_BnKH, value_BnKH)
+    keys = paddle.concat([past[0], key_BnKH], axis=1)
+    return keys, paddle.concat([past[1], value_BnKH], axis=1)
 
 
 class StreamView:
@@ -50,6 +79,14 @@ class StreamView:
     def num_rows(self) -> int:
         """B * L."""
         return self.shape[0] * self.shape[1]
+
+    def prepare(self, num_heads: Sequence[int]) -> None:
+        """Make what all layers share now, outside of a loop of a program that reads it."""
+        for rotary in self.rotary.values():
+            for heads in num_heads:
+                rotary.tables(heads)
+        if self.implementation == "sdpa":
+            self.mask.prepare()
 
     def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """Attention output `[B, L, N, H]`."""
@@ -166,19 +203,22 @@ class Attention(nn.Layer):
     def forward(
         self, x_TD: Tensor, view: StreamView, rope_base: float, past: KeyValue | None
     ) -> tuple[Tensor, KeyValue]:
-        heads = [*view.shape, -1, self.head_dim]
-        q_BLNH, k_BSKH, v_BSKH = (
-            rows.reshape(heads) for rows in self.qkv_proj(x_TD, view.num_rows)
-        )
+        rows_TC = self.qkv_proj(x_TD, view.num_rows)
+        q_BLNH = self._of_heads(rows_TC[0], view)
+        k_BSKH = self._of_heads(rows_TC[1], view)
+        v_BSKH = self._of_heads(rows_TC[2], view)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BSKH = self.q_norm(q_BLNH), self.k_norm(k_BSKH)
         rotary = view.rotary[rope_base]
         q_BLNH, k_BSKH = rotary(q_BLNH), rotary(k_BSKH)
         if past is not None:
-            k_BSKH = paddle.concat([past[0], k_BSKH], axis=1)
-            v_BSKH = paddle.concat([past[1], v_BSKH], axis=1)
-        out_TD = view.attend(q_BLNH, k_BSKH, v_BSKH).reshape([view.num_rows, -1])
+            k_BSKH, v_BSKH = appended(past, k_BSKH, v_BSKH)
+        out_TD = view.attend(q_BLNH, k_BSKH, v_BSKH).reshape([-1, rows_TC[0].shape[-1]])
         return self.o_proj(self.placement.ops.pad_rows(out_TD)), (k_BSKH, v_BSKH)
+
+    def _of_heads(self, rows_TC: Tensor, view: StreamView) -> Tensor:
+        num_heads = rows_TC.shape[-1] // self.head_dim
+        return rows_TC.reshape([*view.shape, num_heads, self.head_dim])
 
 
 class GemmaMLP(nn.Layer):

@@ -29,6 +29,7 @@ from paddle_vl.families.pi07.decoder import (
     suffix_mask,
     suffix_positions,
 )
+from paddle_vl.families.pi07.decoder_layers import KeyValue
 from paddle_vl.families.pi07.layers import GroupedProjection, fresh_std
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
 from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
@@ -164,6 +165,28 @@ def token_slot_loss(logits_BLV: Tensor, tokens_BL: Tensor, masks_BL: Tensor) -> 
     return LossTerms(losses_BL.mean(), losses_BL.sum(axis=1), masks_BL.sum(axis=1))
 
 
+class GivenActions:
+    """The first steps of a chunk, which are known: those that run while it is computed.
+
+    Args:
+        action_prefix: `[B, C, A]`; None if there are none.
+        num_steps: C.
+        delay: number of known steps; int64 `[1]` in a program.
+    """
+
+    def __init__(self, action_prefix: Tensor | None, num_steps: int, delay: int | Tensor):
+        self.action_prefix = action_prefix
+        self._is_given_1C = (paddle.arange(num_steps) < delay).unsqueeze(0)
+        self.is_free_1C = paddle.logical_not(self._is_given_1C).astype("float32")
+
+    def put(self, x_BCA: Tensor) -> Tensor:
+        """The chunk with the known steps in place."""
+        if self.action_prefix is None:
+            return x_BCA
+        given_BCA = self.action_prefix.astype(x_BCA.dtype)
+        return paddle.where(self._is_given_1C.unsqueeze(-1), given_BCA, x_BCA)
+
+
 def time_step(num_steps: int) -> np.float32:
     """Euler step of the time; negative, since it runs from noise at 1 to actions at 0."""
     return np.float32(-1.0 / num_steps)
@@ -291,14 +314,19 @@ class PI07LowLevelFlowMatching(PolicyModel):
 
     def suffix_view(self, prefix: Prefix | PrefixMasks) -> SuffixView:
         """Positions and mask of a chunk of actions after a prefix."""
+        view = self.chunk_view(prefix.pad_masks[:, : prefix.num_seen])
+        view.num_keys = prefix.num_seen
+        return view
+
+    def chunk_view(self, seen_BL: Tensor) -> SuffixView:
+        """`suffix_view` after a prefix of these real tokens."""
         steps = self.config.chunk_size
-        seen_BL = prefix.pad_masks[:, : prefix.num_seen]
         pad_BC = paddle.ones([seen_BL.shape[0], steps], dtype="bool")
         own = self.decoder.view(
             suffix_positions(seen_BL, steps),
             suffix_mask(seen_BL, pad_BC, suffix_marks(pad_BC)),
         )
-        return SuffixView(own, prefix.num_seen, self.config.knowledge_insulation)
+        return SuffixView(own, None, self.config.knowledge_insulation)
 
     def losses(
         self, out: DecoderOutput, noisy: NoisyActions, batch: Mapping[str, Any]
@@ -384,19 +412,30 @@ class PI07LowLevelFlowMatching(PolicyModel):
         suffix_view = self.suffix_view(prefix)
         shape = [prefix.embs.shape[0], config.chunk_size, config.max_action_dim]
         x_BCA = paddle.randn(shape, dtype="float32") if noise is None else noise
-        is_given_1C = (paddle.arange(config.chunk_size) < delay).unsqueeze(0)
-
-        def with_given(x_BCA: Tensor) -> Tensor:
-            if action_prefix is None:
-                return x_BCA
-            given_BCA = action_prefix.astype(x_BCA.dtype)
-            return paddle.where(is_given_1C.unsqueeze(-1), given_BCA, x_BCA)
-
+        given = GivenActions(action_prefix, config.chunk_size, delay)
+        step = float(time_step(num_steps))
         for time in times(num_steps):
-            x_BCA = with_given(x_BCA)
-            time_1C = paddle.logical_not(is_given_1C).astype("float32") * float(time)
-            rows, cond = self.suffix(x_BCA, time_1C, group_B)
-            out = self.decoder(None, rows, cond, suffix_view=suffix_view, cache=cache)
-            assert out.suffix is not None, "a suffix was given"
-            x_BCA = x_BCA + self.velocity(out.suffix, group_B) * float(time_step(num_steps))
-        return with_given(x_BCA)
+            x_BCA = self.euler_step(x_BCA, float(time), step, given, suffix_view, cache, group_B)
+        return given.put(x_BCA)
+
+    def euler_step(
+        self,
+        x_BCA: Tensor,
+        time: float | Tensor,
+        step: float | Tensor,
+        given: "GivenActions",
+        view: SuffixView,
+        cache: list[KeyValue],
+        group_B: Tensor | None = None,
+    ) -> Tensor:
+        """The actions `[B, C, A]` one step later.
+
+        Args:
+            time, step: numbers, or float32 `[1]`.
+            cache: keys and values of the prefix, see `decode`.
+        """
+        assert self.suffix is not None, "a full model has all layers"
+        x_BCA = given.put(x_BCA)
+        rows, cond = self.suffix(x_BCA, given.is_free_1C * time, group_B)
+        out = self.decoder(None, rows, cond, suffix_view=view, cache=cache)
+        return x_BCA + self.velocity(out.suffix, group_B) * step

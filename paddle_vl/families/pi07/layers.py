@@ -57,7 +57,8 @@ class AdaptiveRMSNorm(nn.Layer):
         """
         terms = self.dense(cond_TE)
         samples = x_TD.shape[0] // terms.shape[0]
-        terms = terms if samples == 1 else paddle.concat([terms] * samples)
+        if not (isinstance(samples, int) and samples == 1):
+            terms = terms.unsqueeze(0).expand([samples, -1, -1]).flatten(0, 1)
         scale, shift, gate = paddle.chunk(terms, 3, axis=-1)
         quotient = rms_quotient(x_TD, self.epsilon)
         y = quotient * (1.0 + scale.astype("float32")) + shift.astype("float32")
@@ -89,10 +90,10 @@ class Rotary:
 
     def __call__(self, x_BLNH: Tensor) -> Tensor:
         """Queries or keys, rotated in float32 and cast back."""
-        cos, sin = self._tables(x_BLNH.shape[2])
+        cos, sin = self.tables(x_BLNH.shape[2])
         return apply_rotary(x_BLNH.unsqueeze(-2), cos, sin).squeeze(-2)
 
-    def _tables(self, heads: int) -> tuple[Tensor, Tensor]:
+    def tables(self, heads: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine `[B, L, N, H]`, repeated for every head: Paddle's CPU kernels are slow at
         broadcasting over a middle dim."""
         if heads not in self._by_heads:

@@ -11,7 +11,7 @@ Source: PI07HighLevelPlannerPolicy and PI07HighLevelPlannerModel of OpenTau.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import paddle
@@ -30,6 +30,14 @@ from paddle_vl.families.pi07.decoder import (
 from paddle_vl.families.pi07.decoder_layers import KeyValue
 from paddle_vl.families.pi07.inputs.model_inputs import EOS, PlannerInputs
 from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
+from paddle_vl.families.pi07.inputs.normalizers import planner_normalizers
+from paddle_vl.families.pi07.inputs.planning import (
+    BOS,
+    Plan,
+    WritingRules,
+    plan_of,
+    write_plan,
+)
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.families.pi07.layers import PAD_ID
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
@@ -46,8 +54,6 @@ from paddle_vl.families.pi07.prefix_layout import (
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.nn.operations import IGNORE_INDEX
 from paddle_vl.nn.placement import Placement
-
-_BOS = "<bos>"
 
 
 class PI07HighLevelPlannerModel(PolicyModel):
@@ -177,15 +183,20 @@ class PI07HighLevelPlannerModel(PolicyModel):
             )
         assert self.prefix is not None, "a full model has all layers"
         presence, batch = presence_of(batch), as_tensors(batch)
-        writer = _Writer(self, self.prefix(batch, presence, training=False))
-        memory = writer.write(self.config.memory_max_length, bos_id, eos_id)
-        label_Bn = self.tokens.label(RESPONSE_LABEL, memory.shape[0])
-        writer.read(label_Bn, paddle.ones(label_Bn.shape, dtype="bool"))
-        return memory, writer.write(self.config.response_max_length, bos_id, eos_id)
+        prefix = self.prefix(batch, presence, training=False)
+        rules = WritingRules(
+            self.config.memory_max_length,
+            self.config.response_max_length,
+            self.tokens.label_ids[RESPONSE_LABEL],
+            bos_id,
+            eos_id,
+            PAD_ID,
+        )
+        return write_plan(_Reader(self, prefix), prefix.embs.shape[0], rules)
 
 
-class _Writer:
-    """Greedy decoding with cached keys and values of all tokens read so far."""
+class _Reader:
+    """Keys and values of all tokens read so far, see `TokenReader`."""
 
     def __init__(self, model: PI07HighLevelPlannerModel, prefix: Prefix):
         assert model.prefix is not None, "a full model has all layers"
@@ -195,43 +206,21 @@ class _Writer:
         self.cache: list[KeyValue] = output.cache
         self.last_B1D = output.prefix[:, -1:]
 
-    def read(self, ids_Bn: Tensor, pad_Bn: Tensor) -> None:
+    def read(self, ids_Bn: np.ndarray, is_real_Bn: np.ndarray) -> None:
         """Append tokens; each sees all real tokens before it."""
+        ids, pad_Bn = paddle.to_tensor(ids_Bn), paddle.to_tensor(is_real_Bn)
         decoder = self.model.decoder
         marks = paddle.ones(pad_Bn.shape, dtype="bool")
         positions = suffix_positions(self.pad_BL, 1) + prefix_positions(pad_Bn)
         view = decoder.view(positions, suffix_mask(self.pad_BL, pad_Bn, marks))
-        rows = self.embed_tokens(ids_Bn)
+        rows = self.embed_tokens(ids)
         output = decoder(rows, prefix_view=view, cache=self.cache, keep=True)
         self.pad_BL = paddle.concat([self.pad_BL, pad_Bn], axis=1)
         self.cache, self.last_B1D = output.cache, output.prefix[:, -1:]
 
-    def write(self, length: int, bos_id: int, eos_id: int) -> np.ndarray:
-        """Decode a segment, int64 `[B, length]`."""
-        size = self.last_B1D.shape[0]
-        tokens = np.full((size, 1), bos_id, dtype=np.int64)
-        self.read(paddle.to_tensor(tokens), paddle.ones([size, 1], dtype="bool"))
-        while tokens.shape[1] < length:
-            token = self.model.head(self.last_B1D).argmax(axis=-1).numpy()
-            # Not after BOS alone: the first token after it is always decoded.
-            ended = np.isin(tokens, (eos_id, PAD_ID)).any(axis=1, keepdims=True)
-            ended &= tokens.shape[1] > 1
-            token = np.where(ended, PAD_ID, token)
-            tokens = np.concatenate([tokens, token], axis=1)
-            self.read(paddle.to_tensor(token), paddle.to_tensor(np.asarray(~ended)))
-        return tokens
-
-
-class Plan(NamedTuple):
-    """The planner's texts, one per sample.
-
-    Attributes:
-        memory: the next step's `past_memory`.
-        response: the next subtask, the low-level policy's `response`.
-    """
-
-    memory: list[str]
-    response: list[str]
+    def next_tokens(self) -> np.ndarray:
+        """The likeliest token after them, `[B, 1]`."""
+        return self.model.head(self.last_B1D).argmax(axis=-1).numpy()
 
 
 class PI07HighLevelPlanner(BasePolicy):
@@ -312,9 +301,7 @@ class PI07HighLevelPlanner(BasePolicy):
                 f"there are statistics of {num_groups} groups, dataset_names has "
                 f"{config.dataset_names}: name every group there, in the order of the statistics"
             )
-        modes, version = config.normalization_mapping, config.normalization_version
-        inputs = Normalizer(config.input_features, modes, version, num_groups)
-        return {"normalize_inputs": inputs}
+        return planner_normalizers(config, num_groups)
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The losses of raw demonstrations, see `PI07HighLevelPlannerModel.forward`."""
@@ -336,13 +323,6 @@ class PI07HighLevelPlanner(BasePolicy):
     def plan(self, batch: Mapping[str, Any]) -> Plan:
         """Greedily decoded memory and subtask for raw observations."""
         self.eval()
-        eos_id = self.tokenizer.token_id(EOS)
-        written = self.model.generate(
-            self.observation_inputs(batch), self.tokenizer.token_id(_BOS), eos_id
-        )
-        return Plan(*([self._text(row, eos_id) for row in ids_Bn] for ids_Bn in written))
-
-    def _text(self, ids: np.ndarray, eos_id: int) -> str:
-        """The text before the first EOS or padding, without special tokens."""
-        end = np.flatnonzero((ids == eos_id) | (ids == self.tokenizer.pad_id))
-        return self.tokenizer.decode(ids[: end[0] if end.size else None])
+        eos_id, bos_id = self.tokenizer.token_id(EOS), self.tokenizer.token_id(BOS)
+        written = self.model.generate(self.observation_inputs(batch), bos_id, eos_id)
+        return plan_of(written, self.tokenizer, eos_id)

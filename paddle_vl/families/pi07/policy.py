@@ -21,22 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paddle
 from paddle import Tensor
 
 from paddle_vl.compat import renamed_argument
-from paddle_vl.families.pi07.base_policy import NORMALIZERS, BasePolicy, PolicyCheckpoint
+from paddle_vl.families.pi07.base_policy import BasePolicy, PolicyCheckpoint
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.inputs.acting import ActionQueue, ObservationHistory
+from paddle_vl.families.pi07.inputs.acting import ActingPolicy
 from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
-from paddle_vl.families.pi07.inputs.model_inputs import (
-    PolicyInputs,
-    as_arrays,
-    cameras_of,
-    padded_action_prefix,
-)
+from paddle_vl.families.pi07.inputs.model_inputs import PolicyInputs, cameras_of
 from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
+from paddle_vl.families.pi07.inputs.normalizers import policy_normalizers
 from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.families.pi07.prefix_layout import LABELS
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
@@ -46,7 +41,7 @@ from paddle_vl.nn.placement import Placement
 ACTION_TOKENIZER_FOLDER = "action_tokenizer"
 
 
-class PI07LowLevelPolicy(BasePolicy):
+class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
     """The model with its tokenizers, normalizers and the state of an episode.
 
     Attributes:
@@ -96,8 +91,7 @@ class PI07LowLevelPolicy(BasePolicy):
         if statistics is not None:
             for normalizer in self.normalizers.values():
                 normalizer.set_statistics(statistics)
-        self.history = ObservationHistory(config.n_obs_steps, config.history_interval)
-        self.action_queue = ActionQueue(config.n_action_steps, config.max_delay)
+        self.begin(config)
 
     @classmethod
     @renamed_argument("fills", "materialize")
@@ -174,14 +168,7 @@ class PI07LowLevelPolicy(BasePolicy):
                 f"there are statistics of {num_groups} groups, dataset_names has {names}: name "
                 "every group there, in the order of the statistics"
             )
-        inputs, outputs = config.input_features, config.output_features
-        modes, version = config.normalization_mapping, config.normalization_version
-        discrete = {"ACTION": "MIN_MAX"}
-        made = ((inputs, modes), (outputs, modes), (outputs, discrete), (outputs, modes))
-        return {
-            name: Normalizer(features, of_kind, version, num_groups)
-            for name, (features, of_kind) in zip(NORMALIZERS, made, strict=True)
-        }
+        return policy_normalizers(config, num_groups)
 
     def forward(
         self,
@@ -213,64 +200,20 @@ class PI07LowLevelPolicy(BasePolicy):
         """The model's inputs, see `PolicyInputs.training_inputs`."""
         return self.inputs.training_inputs(batch)
 
-    @paddle.no_grad()
-    def sample_actions(
+    def sample_chunk(
         self,
-        batch: Mapping[str, Any],
-        noise: np.ndarray | Tensor | None = None,
-        delay: int = 0,
-        action_prefix: np.ndarray | Tensor | None = None,
+        inputs: Mapping[str, Any],
+        noise: np.ndarray | Tensor | None,
+        delay: int,
+        action_prefix: np.ndarray | None,
     ) -> np.ndarray:
-        """A chunk of raw actions for raw observations, `[B, C, action dims]` float32.
-
-        Args:
-            noise: `[B, C, max_action_dim]`; drawn if None.
-            delay: number of first actions of the chunk that are already known, at most `max_delay`.
-            action_prefix: these actions, raw, `[B, delay, action dims]`.
-
-        Raises:
-            ValueError: an entry is missing or does not fit.
-        """
-        if not 0 <= delay <= self.config.max_delay:
-            raise ValueError(f"delay is {delay}; max_delay allows 0 to {self.config.max_delay}")
-        inputs, _, index_B = self.inputs.observed(as_arrays(batch))
-        if action_prefix is not None:
-            raw = as_arrays({"actions": action_prefix})
-            given = self.normalizers["normalize_targets"].normalize(raw, index_B)["actions"]
-            action_prefix = padded_action_prefix(given, self.config)
-        chunk = self.model.sample_actions(inputs, noise, int(delay), action_prefix)
-        dims = self.config.output_features["actions"].shape[0]
-        actions = {"actions": chunk[:, :, :dims].numpy()}
-        return self.normalizers["unnormalize_outputs"].unnormalize(actions, index_B)["actions"]
+        return self.model.sample_actions(inputs, noise, delay, action_prefix).numpy()
 
     def select_action(
         self, batch: Mapping[str, Any], noise: np.ndarray | Tensor | None = None
     ) -> np.ndarray:
-        """The next raw action, `[B, action dims]`, for the current raw observation.
-
-        Keeps past observations and the rest of the predicted chunk: call it at every step of an
-        episode, and `reset` before each episode.
-
-        Args:
-            batch: one step; entries have no F axis.
-            noise: see `sample_actions`; used at steps that predict a chunk.
-        """
         self.eval()
-        batch = as_arrays(batch)
-        if "state" not in batch:
-            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
-        present = [name for name in cameras_of(self.config.input_features) if name in batch]
-        batch = self.history.extended(batch, ["state", *present])
-        if self.action_queue.is_due:
-            committed = self.action_queue.committed()
-            delay = 0 if committed is None else committed.shape[1]
-            self.action_queue.refill(self.sample_actions(batch, noise, delay, committed), delay)
-        return self.action_queue.pop()
-
-    def reset(self) -> None:
-        """Begin a new episode: forget observations and actions."""
-        self.history.clear()
-        self.action_queue.clear()
+        return super().select_action(batch, noise)
 
 
 def _check_features(config: PI07Config) -> None:

@@ -96,8 +96,11 @@ class PolicyModel(Materializable, nn.Layer):
 
     def prefix_view(self, masks: Prefix | PrefixMasks) -> StreamView:
         """Positions and mask of a prefix, for the decoder."""
-        visible = block_mask(masks.pad_masks, masks.att_masks)
-        return self.decoder.view(prefix_positions(masks.pad_masks), visible)
+        return self.view_of(masks.pad_masks, masks.att_masks)
+
+    def view_of(self, pad_BL: Tensor, marks_BL: Tensor) -> StreamView:
+        """`prefix_view` of the two masks."""
+        return self.decoder.view(prefix_positions(pad_BL), block_mask(pad_BL, marks_BL))
 
     def stored_parameters(self) -> list[StoredParameter]:
         """This rank's parameters with checkpoint keys, without `model.`, and their shards.

@@ -133,6 +133,32 @@ class PrefixEmbedding(nn.Layer):
                 found[block.name] = self._actions(batch)
         return found
 
+    def embed_all(
+        self, batch: Mapping[str, Any], stills_SCHW: Tensor, subgoal_rows_BG: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`embs`, `pad_masks` and `att_masks` with all blocks laid out, for programs.
+
+        Args:
+            batch: see `PI07LowLevelFlowMatching.forward`, but `videos` `[V, F, 3, H, W]` are those
+                of all cameras and samples, camera-major, with `frame_is_pad` `[V, F]`; camera masks
+                are `[B, c]`.
+            stills_SCHW: goal images in [-1, 1]; S may be 0.
+            subgoal_rows_BG: int64 row of each sample's G goal images among videos and stills; any
+                row where it is masked. G may be 0.
+        """
+        blocks = self.tokens.inference_blocks
+        texts = [block for block in blocks if block.source in (Source.FIELD, Source.LABEL)]
+        ids = {one.name: self.tokens.ids(one, batch) for one in texts}
+        rows = look_up(self.embed_tokens, ids)
+        rows_ZMD = self.video_encoder.tokens(batch["videos"], batch["frame_is_pad"], stills_SCHW)
+        videos_ZMD = rows_ZMD[: batch["videos"].shape[0]]
+        rows["videos"] = of_cameras(videos_ZMD, batch["vid_masks"].shape[1])
+        goals_BGMD = paddle.gather_nd(rows_ZMD, subgoal_rows_BG.unsqueeze(-1))
+        rows["subgoals"] = goals_BGMD.flatten(1, 2)
+        rows["state"] = self._state(batch)
+        pad_BL, marks_BL = self.tokens.masks_of_all(batch)
+        return paddle.concat([rows[each.name] for each in blocks], axis=1), pad_BL, marks_BL
+
     def _pictures(self, batch: Mapping[str, Any], with_goals: bool) -> dict[str, Tensor]:
         videos, history = batch["videos"], batch.get("obs_history_is_pad")
         goals = batch.get("subgoal_images") or []
@@ -214,9 +240,7 @@ class PlannerEmbedding(nn.Layer):
             ValueError: metadata is to be laid out and the batch has no field for it.
         """
         blocks = self.tokens.embedded(batch, presence, training)
-        texts = [block for block in blocks if block.source is not Source.IMAGES]
-        ids = {block.name: self.tokens.ids(block, batch) for block in texts}
-        rows = look_up(self.embed_tokens, ids)
+        rows = self._texts(blocks, batch)
         if IMAGE_ROWS in batch:
             images = self.video_encoder.project(batch[IMAGE_ROWS].of(["images"]))
         else:
@@ -225,13 +249,33 @@ class PlannerEmbedding(nn.Layer):
         masks = self.tokens.masks(batch, presence, training)
         return Prefix(joined(blocks, rows, presence, training), *masks)
 
+    def embed_all(
+        self, batch: Mapping[str, Any], image_rows_ZMD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`embs`, `pad_masks` and `att_masks` with all blocks laid out, for programs.
+
+        Args:
+            batch: see `PI07HighLevelPlannerModel.forward`, without images; camera masks `[B, c]`.
+            image_rows_ZMD: tokens of the images, camera-major.
+        """
+        blocks = self.tokens.inference_blocks
+        rows = self._texts(blocks, batch)
+        rows["images"] = of_cameras(image_rows_ZMD, batch["img_masks"].shape[1])
+        pad_BL, marks_BL = self.tokens.masks_of_all(batch)
+        return paddle.concat([rows[each.name] for each in blocks], axis=1), pad_BL, marks_BL
+
+    def _texts(self, blocks: Sequence[Block], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        texts = [block for block in blocks if block.source is not Source.IMAGES]
+        ids = {one.name: self.tokens.ids(one, batch) for one in texts}
+        return look_up(self.embed_tokens, ids)
+
 
 def look_up(table: PaddedEmbedding, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rows `[B, n, D]` of blocks of text from their ids `[B, n]`."""
     # One look-up for all blocks, as each look-up has a gradient as large as the table.
     ids = list(texts.values())
     rows = paddle.split(table(paddle.concat(ids, axis=1)), [x.shape[1] for x in ids], axis=1)
-    return dict(zip(texts, rows, strict=True))
+    return {name: rows[i] for i, name in enumerate(texts)}
 
 
 def of_cameras(rows_ZMD: Tensor, num_cameras: int) -> Tensor:

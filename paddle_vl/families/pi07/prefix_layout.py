@@ -8,6 +8,8 @@ differs between batches and ranks: only their blocks are laid out, that is, part
 Shapes: B batch, L prefix tokens, n tokens of a block, M tokens of an image, c cameras, F frames of
 the history. Masks are True for real tokens. `xp` is `numpy` or `paddle`.
 
+Over 350 lines, since embedding, masks and counts must agree.
+
 Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching and PI07HighLevelPlannerModel.
 """
 
@@ -269,6 +271,53 @@ class PrefixTokens:
         marks_1L = paddle.to_tensor(marks_1L) if xp is paddle else marks_1L
         return PrefixMasks(pad_BL, xp.broadcast_to(marks_1L, pad_BL.shape), num_seen)
 
+    def masks_of_all(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """`pad_masks` and `att_masks` with all blocks of inference laid out, for programs.
+
+        The blocks that `masks` leaves out are padding, which no token sees and which counts for no
+        position. So real tokens have the same numbers.
+
+        Args:
+            batch: see `masks`; it has all fields of the layout. Camera masks are `[B, c]`.
+        """
+        is_present = self._present(batch)
+        pads, marks = [], []
+        for block in self.inference_blocks:
+            pad_Bn = self._pad(block, batch, paddle)
+            if block.is_optional:
+                pad_Bn = paddle.logical_and(pad_Bn, is_present[block.when])
+            pads.append(pad_Bn)
+            marks.append(self._free_marks(block, pad_Bn))
+        return paddle.concat(pads, axis=1), paddle.concat(marks, axis=1)
+
+    def _free_marks(self, block: Block, pad_Bn: Tensor) -> Tensor:
+        """Marks as of `_marks`, `[B, n]`, for any number of tokens."""
+        if block.attends is Attends.CAUSAL:
+            return paddle.ones_like(pad_Bn)
+        if block.attends is Attends.JOINED:
+            return paddle.zeros_like(pad_Bn)
+        place_n = paddle.arange(pad_Bn.shape[1])
+        if block.source in CAMERA_MASKS:
+            place_n = place_n % self.camera_tokens
+        return paddle.logical_or((place_n == 0).unsqueeze(0), paddle.zeros_like(pad_Bn))
+
+    @property
+    def inference_blocks(self) -> list[Block]:
+        """The blocks of inference, whatever a batch has."""
+        return [block for block in self.blocks if block.when is not When.TRAINING]
+
+    def _present(self, batch: Mapping[str, Any]) -> dict[When, Tensor]:
+        """Whether to lay out the optional blocks, as tensors."""
+        names = {
+            When.RESPONSE: "response_masks",
+            When.METADATA: "metadata_masks",
+            When.SUBGOAL: CAMERA_MASKS[Source.SUBGOALS],
+        }
+        found = {when: batch[name].any() for when, name in names.items() if name in batch}
+        found[When.ANY_FIELD] = paddle.stack([each for each in found.values()]).any()
+        found[When.NO_FIELD] = paddle.logical_not(found[When.ANY_FIELD])
+        return found
+
     def counts(self, batch: Mapping[str, np.ndarray], presence: Presence) -> "PrefixCounts":
         """Sums over a training batch of NumPy arrays, see `PrefixCounts`."""
         (pad_BL, marks_BL, num_seen), num_pairs = self.masks(batch, presence, xp=np), 0
@@ -285,8 +334,8 @@ class PrefixTokens:
 
     def label(self, text: str, size: int) -> Tensor:
         """Token ids of a label, repeated for `size` samples, int64 `[size, n]`."""
-        ids = np.array(self.label_ids[text], dtype=np.int64)
-        return paddle.to_tensor(np.tile(ids, (size, 1)))
+        ids = np.array([self.label_ids[text]], dtype=np.int64)
+        return paddle.tile(paddle.to_tensor(ids), [size, 1])
 
     def _laid_out(
         self, batch: Mapping[str, Any], presence: Presence, training: bool
@@ -309,10 +358,11 @@ class PrefixTokens:
     def _pad(self, block: Block, batch: Mapping[str, Any], xp: Any) -> Any:
         """`[B, n]` bool."""
         if block.source in CAMERA_MASKS:
-            pad_Bc1 = xp.stack(list(self._cameras(block, batch)), axis=1)[:, :, None]
-            size, cameras, _ = pad_Bc1.shape
-            pad_BcM = xp.broadcast_to(pad_Bc1, [size, cameras, self.camera_tokens])
-            return pad_BcM.reshape([size, cameras * self.camera_tokens])
+            pad_Bc = _by_camera(self._cameras(block, batch), xp)
+            if xp is np:
+                return np.repeat(pad_Bc, self.camera_tokens, axis=1)
+            pad_BcM = paddle.expand(pad_Bc.unsqueeze(-1), [-1, -1, self.camera_tokens])
+            return pad_BcM.flatten(1, 2)
         if block.source is Source.STATE:
             return real_frames(batch, xp)
         if block.source is Source.ACTIONS:
@@ -322,9 +372,14 @@ class PrefixTokens:
         shape = [batch["lang_masks"].shape[0], len(self.label_ids[block.text])]
         pad = xp.ones(shape, dtype="bool")
         if block.hidden_without_subgoal:
-            has_goal = xp.stack(list(batch[CAMERA_MASKS[Source.SUBGOALS]])).any(axis=0)
+            has_goal = _by_camera(batch[CAMERA_MASKS[Source.SUBGOALS]], xp).any(axis=1)
             pad = xp.logical_and(pad, has_goal[:, None])
         return pad
+
+
+def _by_camera(masks: Any, xp: Any) -> Any:
+    """The masks of all cameras, `[B, c]`; a list has one for each."""
+    return xp.stack(list(masks), axis=1) if isinstance(masks, list | tuple) else masks
 
 
 class PrefixCounts(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paddle import Tensor, nn
 
@@ -71,6 +71,9 @@ from paddle_vl.families.pi07.policy_settings import with_settings
 from paddle_vl.families.pi07.settings import PARTS, PI07Run
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
+
+if TYPE_CHECKING:
+    from paddle_vl.export.writing import ModelToExport
 
 # All evaluations draw the same noise.
 EVALUATION_SEED = 0
@@ -202,6 +205,16 @@ class PI07Recipe(Family):
             "paddle_vl.PI07LowLevelPolicy.from_pretrained(...), the planner's texts by "
             "paddle_vl.PI07HighLevelPlanner"
         )
+
+    @classmethod
+    def to_export(cls, folder: Path, base: str | None) -> "ModelToExport":
+        from paddle_vl.families.pi07.exporting import planner_to_export, policy_to_export
+
+        if base is not None:
+            raise ValueError(f"{folder} is a pi07 policy, which has no adapters: leave --base out")
+        policy: Any = cls.policy_class.from_pretrained(folder)
+        is_planner = isinstance(policy, PI07HighLevelPlanner)
+        return planner_to_export(policy) if is_planner else policy_to_export(policy)
 
     @classmethod
     def with_synthetic_data(cls, config: PI07Run, data: SyntheticData) -> PI07Run:

@@ -56,7 +56,8 @@ class FrameHistory:
         self.num_videos, self.num_frames = num_videos, num_frames
         self.mask = mask
         code_stills = paddle.zeros([num_stills, code_FU.shape[1]], dtype=code_FU.dtype)
-        self.code_P1U = paddle.concat([code_FU] * num_videos + [code_stills]).unsqueeze(1)
+        code_videos = code_FU.unsqueeze(0).expand([num_videos, -1, -1]).flatten(0, 1)
+        self.code_P1U = paddle.concat([code_videos, code_stills]).unsqueeze(1)
 
     @property
     def num_video_frames(self) -> int:
@@ -106,21 +107,23 @@ class SiglipTower(nn.Layer):
             _, patches, width = x_PNU.shape
             frames = history.num_video_frames
             videos, stills = slice_axis(x_PNU, 0, frames), slice_axis(x_PNU, frames, x_PNU.shape[0])
-            x_BFNU = videos.reshape([history.num_videos, history.num_frames, patches, width])
+            x_BFNU = videos.reshape([-1, history.num_frames, patches, width])
             x_PNU = paddle.concat([x_BFNU[:, -1], stills])
         return self.post_layernorm(x_PNU)
 
     def _patches(self, pixels_PCHW: Tensor) -> Tensor:
-        frames, size, side = pixels_PCHW.shape[0], self.config.patch_size, self.config.grid_side
-        wanted = [3, side * size, side * size]
-        if list(pixels_PCHW.shape[1:]) != wanted:
-            raise ValueError(
-                f"frames are {list(pixels_PCHW.shape[1:])}; the tower takes {wanted} "
-                "(vision_config.image_size)"
-            )
-        patches = pixels_PCHW.reshape([frames, 3, side, size, side, size])
-        patches = patches.transpose([0, 2, 4, 1, 3, 5]).reshape([frames, side * side, -1])
+        size, side = self.config.patch_size, self.config.grid_side
+        _check_frames(pixels_PCHW, side * size)
+        patches = pixels_PCHW.reshape([-1, 3, side, size, side, size]).transpose([0, 2, 4, 1, 3, 5])
+        patches = patches.reshape([-1, side * side, 3 * size * size])
         return patches.astype(self.patch_embedding.weight.dtype)
+
+
+@paddle.jit.not_to_static
+def _check_frames(pixels_PCHW: Tensor, side: int) -> None:
+    shape, wanted = list(pixels_PCHW.shape[1:]), [3, side, side]
+    if shape != wanted:
+        raise ValueError(f"frames are {shape}; the tower takes {wanted} (vision_config.image_size)")
 
 
 class _Positions(nn.Layer):
@@ -178,10 +181,11 @@ class SiglipAttention(nn.Layer):
 
     def forward(self, x_PNU: Tensor, history: FrameHistory | None = None) -> Tensor:
         frames, patches, _ = x_PNU.shape
-        rows = [frames * patches, -1, self.head_dim]
-        q_QhH, k_QhH, v_QhH = (
-            project(x_PNU).reshape(rows) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = self.q_proj(x_PNU), self.k_proj(x_PNU), self.v_proj(x_PNU)
+        # A rank may have some of the heads.
+        width = q.shape[-1]
+        heads = [-1, width // self.head_dim, self.head_dim]
+        q_QhH, k_QhH, v_QhH = q.reshape(heads), k.reshape(heads), v.reshape(heads)
         if history is not None:
             # Sliced and concatenated even without stills, for the same graph on all ranks.
             rows = history.num_video_frames * patches
@@ -189,26 +193,26 @@ class SiglipAttention(nn.Layer):
             videos = _attend_in_time(q, k, v, patches, history)
             v_QhH = paddle.concat([videos, slice_axis(v_QhH, rows, v_QhH.shape[0])])
         out = segment_attention(q_QhH, k_QhH, v_QhH, ((frames, patches),))
-        return self.out_proj(out.reshape([frames, patches, -1]))
+        return self.out_proj(out.reshape([-1, patches, width]))
 
 
 def _attend_in_time(
     q_QhH: Tensor, k_QhH: Tensor, v_QhH: Tensor, patches: int, history: FrameHistory
 ) -> Tensor:
     """Values `[Q, h, H]` of the patches of videos, Q = B * F * N, after temporal attention."""
-    rows, heads, width = q_QhH.shape
+    _, heads, width = q_QhH.shape
     videos, frames = history.num_videos, history.num_frames
 
     def by_patch(x_QhH: Tensor) -> Tensor:
         x = x_QhH.reshape([videos, frames, patches, heads * width]).transpose([0, 2, 1, 3])
-        return x.reshape([videos * patches, frames, heads, width])
+        return x.reshape([-1, frames, heads, width])
 
     # "sdpa" gives zero for a frame that sees none; spatial attention uses it as a value.
     out = masked_attention(
         by_patch(q_QhH), by_patch(k_QhH), by_patch(v_QhH), history.mask, width**-0.5, "sdpa"
     )
     out = out.reshape([videos, patches, frames, heads * width]).transpose([0, 2, 1, 3])
-    return out.reshape([rows, heads, width])
+    return out.reshape([-1, heads, width])
 
 
 class SiglipMLP(nn.Layer):
@@ -263,9 +267,10 @@ def pooled(x_BNU: Tensor, side: int, window: int) -> Tensor:
 
     Apart from the projector: ranks that divide the tower's work exchange pooled rows.
     """
-    batch, _, width = x_BNU.shape
-    grid = x_BNU.transpose([0, 2, 1]).reshape([batch, width, side, side])
-    return F.avg_pool2d(grid, window, window).reshape([batch, width, -1]).transpose([0, 2, 1])
+    width, num_tokens = x_BNU.shape[-1], (side // window) ** 2
+    grid = x_BNU.transpose([0, 2, 1]).reshape([-1, width, side, side])
+    means = F.avg_pool2d(grid, window, window)
+    return means.reshape([-1, width, num_tokens]).transpose([0, 2, 1])
 
 
 def frame_codes(num_frames: int, width: int) -> np.ndarray:
@@ -362,7 +367,14 @@ class VideoEncoder(nn.Layer):
     def project(self, rows_MU: Tensor) -> Tensor:
         """Tokens `[Z, M, D]` of Z images from the pooled rows of all of them."""
         assert self.projector is not None, "the first stage projects"
-        return self.projector(rows_MU.reshape([-1, self.num_tokens, rows_MU.shape[-1]]))
+        width = self.tower.config.hidden_size
+        return self.projector(rows_MU.reshape([-1, self.num_tokens, width]))
+
+    def tokens(
+        self, video_BFCHW: Tensor | None, is_pad_BF: Tensor | None, stills_SCHW: Tensor
+    ) -> Tensor:
+        """`forward` of tensors alone, on one device; sizes may be those of a traced program."""
+        return self.project(self.pooled_rows(video_BFCHW, is_pad_BF, stills_SCHW))
 
     def pooled_rows(
         self,
@@ -380,9 +392,10 @@ class VideoEncoder(nn.Layer):
             pixels = [stills_SCHW]
         if video_BFCHW is not None:
             videos, frames = video_BFCHW.shape[:2]
-            unit = video_BFCHW.reshape([videos * frames, *video_BFCHW.shape[2:]])
+            unit = video_BFCHW.reshape([-1, *video_BFCHW.shape[2:]])
             pixels = [unit * 2.0 - 1.0, *pixels]
-            history = None if frames == 1 else self._history(videos, frames, is_pad_BF, num_stills)
+            if self.max_num_frames > 1 and not _is_one(frames):
+                history = self._history(videos, frames, is_pad_BF, num_stills)
         rows_ZNU = self.tower(pixels[0] if len(pixels) == 1 else paddle.concat(pixels), history)
         rows_ZMU = pooled(rows_ZNU, self.tower.config.grid_side, self.window)
         return rows_ZMU.reshape([-1, rows_ZNU.shape[-1]])
@@ -396,9 +409,23 @@ class VideoEncoder(nn.Layer):
         visible_B1FF = visible_frames(is_pad_BF).unsqueeze(1)
         per_patch = visible_B1FF.expand([batch, vision.num_patches, frames, frames])
         dtype = self.tower.patch_embedding.weight.dtype
-        code = paddle.to_tensor(frame_codes(frames, vision.hidden_size)).astype(dtype)
+        code = self._codes(frames).astype(dtype)
         mask = AttentionMask(per_patch.reshape([-1, frames, frames]))
         return FrameHistory(batch, frames, code, mask, num_stills)
+
+    def _codes(self, frames: int) -> Tensor:
+        width = self.tower.config.hidden_size
+        if isinstance(frames, int):
+            return paddle.to_tensor(frame_codes(frames, width))
+        # Codes depend on the frames up to the current one only.
+        most = min(self.max_num_frames, int(_LONGEST) + 1)
+        return paddle.to_tensor(frame_codes(most, width))[most - frames :]
+
+
+@paddle.jit.not_to_static
+def _is_one(size: int) -> bool:
+    """False for a size that a traced program does not know."""
+    return isinstance(size, int) and size == 1
 
 
 def _chosen(x: Tensor | None, items: np.ndarray) -> Tensor | None:

@@ -1,15 +1,24 @@
-"""The state of an episode when a policy acts: past observations and predicted actions.
+"""Acting: raw actions for raw observations, and the state of an episode between them.
 
 Shapes: B batch, F frames of an observation, C steps of a chunk, A action dims.
 
 Source: the observation buffers and the action queue of OpenTau's `select_action`.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.families.pi07.inputs.model_inputs import (
+    PolicyInputs,
+    as_arrays,
+    cameras_of,
+    padded_action_prefix,
+)
 
 
 class ObservationHistory:
@@ -103,3 +112,94 @@ class ActionQueue:
     def clear(self) -> None:
         """Begin a new episode."""
         self._actions.clear()
+
+
+class ActingPolicy(ABC):
+    """What a policy does around its model when it acts.
+
+    Attributes:
+        history, action_queue: the state of an episode.
+    """
+
+    config: PI07Config
+
+    def begin(self, config: PI07Config) -> None:
+        """Make the state of an episode."""
+        self.history = ObservationHistory(config.n_obs_steps, config.history_interval)
+        self.action_queue = ActionQueue(config.n_action_steps, config.max_delay)
+
+    @property
+    @abstractmethod
+    def inputs(self) -> PolicyInputs:
+        """Makes the model's inputs from raw batches."""
+
+    @abstractmethod
+    def sample_chunk(
+        self,
+        inputs: Mapping[str, Any],
+        noise: Any,
+        delay: int,
+        action_prefix: np.ndarray | None,
+    ) -> np.ndarray:
+        """The model's actions, `[B, C, max_action_dim]` float32.
+
+        Args:
+            inputs: of the model, see `PolicyInputs.observed`.
+            noise: of the same shape; drawn if None.
+            delay: number of known steps, the first of `action_prefix` `[B, C, max_action_dim]`.
+        """
+
+    def sample_actions(
+        self, batch: Mapping[str, Any], noise: Any = None, delay: int = 0, action_prefix: Any = None
+    ) -> np.ndarray:
+        """A chunk of raw actions for raw observations, `[B, C, action dims]` float32.
+
+        Args:
+            batch: see `paddle_vl.families.pi07.policy`.
+            noise: `[B, C, max_action_dim]`, array or tensor; drawn if None.
+            delay: number of first actions of the chunk that are already known, at most `max_delay`.
+            action_prefix: these actions, raw, `[B, delay, action dims]`.
+
+        Raises:
+            ValueError: an entry is missing or does not fit.
+        """
+        if not 0 <= delay <= self.config.max_delay:
+            raise ValueError(f"delay is {delay}; max_delay allows 0 to {self.config.max_delay}")
+        if delay and action_prefix is None:
+            raise ValueError(f"delay is {delay}: action_prefix must give these first steps")
+        maker = self.inputs
+        inputs, _, index_B = maker.observed(as_arrays(batch))
+        if action_prefix is not None:
+            raw = as_arrays({"actions": action_prefix})
+            given = maker.normalizers["normalize_targets"].normalize(raw, index_B)["actions"]
+            action_prefix = padded_action_prefix(given, self.config)
+        chunk = self.sample_chunk(inputs, noise, int(delay), action_prefix)
+        dims = self.config.output_features["actions"].shape[0]
+        actions = {"actions": chunk[:, :, :dims]}
+        return maker.normalizers["unnormalize_outputs"].unnormalize(actions, index_B)["actions"]
+
+    def select_action(self, batch: Mapping[str, Any], noise: Any = None) -> np.ndarray:
+        """The next raw action, `[B, action dims]`, for the current raw observation.
+
+        Keeps past observations and the rest of the predicted chunk: call it at every step of an
+        episode, and `reset` before each episode.
+
+        Args:
+            batch: one step; entries have no F axis.
+            noise: see `sample_actions`; used at steps that predict a chunk.
+        """
+        batch = as_arrays(batch)
+        if "state" not in batch:
+            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
+        present = [name for name in cameras_of(self.config.input_features) if name in batch]
+        batch = self.history.extended(batch, ["state", *present])
+        if self.action_queue.is_due:
+            committed = self.action_queue.committed()
+            delay = 0 if committed is None else committed.shape[1]
+            self.action_queue.refill(self.sample_actions(batch, noise, delay, committed), delay)
+        return self.action_queue.pop()
+
+    def reset(self) -> None:
+        """Begin a new episode: forget observations and actions."""
+        self.history.clear()
+        self.action_queue.clear()

@@ -1,0 +1,310 @@
+"""An exported pi07 policy acts as the policy does, without the model's code.
+
+Guarantees: equal actions at shapes that the export has not seen, for every set of optional fields,
+batch size, delay, number of frames and of steps; the golden rollout; groups with projections of
+their own and both attention implementations; a process without the model's code gives the same; a
+program has no control flow but the loop over the steps.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from paddle_vl import PI07LowLevelPolicy
+from paddle_vl.export import load
+from paddle_vl.export.writing import export_model
+from paddle_vl.families.pi07.exporting import policy_to_export
+from paddle_vl.families.pi07.inputs.model_inputs import as_arrays
+from paddle_vl.families.pi07.inputs.normalizers import STATISTICS_FILE, load_statistics
+from paddle_vl.families.pi07.prefix_layout import presence_of
+from tests.single_card_tests.families.pi07.test_policy import (
+    character_tokenizer,
+    golden_policy,
+    observation,
+    raw_batch,
+)
+from tests.support.exports import HOST_OPERATIONS, operations
+from tests.support.pi07_golden import (
+    CharacterTokenizer,
+    case,
+    group_statistics,
+    policy_config,
+    under,
+)
+
+CHECKOUT = Path(__file__).parents[3]
+MODEL_CODE = (
+    *("base_policy", "decoder", "decoder_layers", "exporting", "flow", "layers", "planner"),
+    *("planner_programs", "policy", "policy_model", "prefix", "prefix_layout", "program_inputs"),
+    *("programs", "vision"),
+)
+TOLERANCE = {"rtol": 0, "atol": 1e-5}
+
+
+def written(policy: PI07LowLevelPolicy, out: Path) -> Path:
+    """An export of a policy with a tokenizer that can be saved."""
+    policy.tokenizer, policy.action_tokenizer = character_tokenizer(), None
+    policy.eval()
+    export_model(policy_to_export(policy), Path("golden"), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def policy() -> PI07LowLevelPolicy:
+    return golden_policy(dataset_names=["a", "b"], max_delay=3)
+
+
+@pytest.fixture(scope="module")
+def folder(policy, tmp_path_factory) -> Path:
+    return written(policy, tmp_path_factory.mktemp("export") / "out")
+
+
+@pytest.fixture(scope="module")
+def exported(folder):
+    return load(folder)
+
+
+def golden_inputs(config) -> dict:
+    """Inputs of the golden sampling case, their texts padded to the lengths of this policy."""
+    found = under(case("01_all_fields")[1], "in.")
+    for one in ("video", "vid_mask", "subgoal_image", "subgoal_img_mask"):
+        found[f"{one}s"] = [found.pop(f"{one}{i}") for i in range(2)]
+    lengths = {"lang": "prompt", "response": "response", "metadata": "metadata"}
+    for name, setting in lengths.items():
+        for kind in ("tokens", "masks"):
+            short = found[f"{name}_{kind}"]
+            missing = getattr(config, f"{setting}_max_length") - short.shape[1]
+            found[f"{name}_{kind}"] = np.pad(short, ((0, 0), (0, missing)))
+    return found | {"group_index": np.zeros(len(found["state"]), np.int64)}
+
+
+def test_the_golden_actions(exported):
+    inputs, wanted = golden_inputs(exported.config), case("10_sample_all_fields")[1]["out.actions"]
+    found = exported.sample_chunk(inputs, inputs["noise"], 0, None)
+    np.testing.assert_allclose(found, wanted, **TOLERANCE)
+
+
+def test_the_golden_rollout(exported, monkeypatch):
+    tensors = case("18_policy_level")[1]
+    monkeypatch.setattr(exported, "tokenizer", CharacterTokenizer())
+    exported.begin(policy_config())
+    for step in range(4):
+        if step == 3:
+            exported.action_queue.clear()
+        found = exported.select_action(observation(step), tensors["rollout.noise"])
+        np.testing.assert_allclose(found, tensors[f"rollout.step{step}.out.action"], **TOLERANCE)
+    exported.begin(exported.config)
+
+
+def test_another_policy_is_exported_too(tmp_path):
+    """One frame, a state and an action projection for each group, and `sdpa` attention."""
+    changes = {"n_obs_steps": 1, "per_group_projection": True, "dataset_names": ["a", "b"]}
+    config = policy_config(**changes).changed(attention_implementation="sdpa")
+    paddle.seed(1)
+    policy = PI07LowLevelPolicy(config, CharacterTokenizer(), statistics=group_statistics())
+    assert policy.model.decoder.attention_implementation == "sdpa"
+    projector = policy.model.prefix.video_encoder.projector
+    projector.mm_input_projection_weight.set_value(
+        paddle.randn(projector.mm_input_projection_weight.shape)
+    )
+    exported = load(written(policy, tmp_path / "out"))
+    batch, noise = batch_of(3)
+    for name in ("state", "camera0", "camera1"):
+        batch[name] = batch[name][:, -1:]
+    batch.pop("obs_history_is_pad")
+    for index in ([0, 1, 1], [1, 0, 1]):
+        batch["dataset_index"] = index
+        found = exported.sample_actions(batch, noise)
+        np.testing.assert_allclose(found, policy.sample_actions(batch, noise), **TOLERANCE)
+
+
+def batch_of(size: int, **changes) -> tuple[dict, np.ndarray]:
+    """A raw observation of that many samples with changed entries, and noise; None removes one."""
+    raw, drawn = raw_batch()
+    rows = np.arange(size) % 2
+    found = {
+        name: [value[i] for i in rows] if isinstance(value, list) else np.asarray(value)[rows]
+        for name, value in raw.items()
+        if not isinstance(value, str)
+    }
+    found["state"] = found["state"] + np.arange(size, dtype=np.float32)[:, None, None] / 16
+    found |= changes
+    noise = np.random.default_rng(size).normal(size=(size, *drawn["noise"].shape[1:]))
+    return {k: v for k, v in found.items() if v is not None}, noise.astype(np.float32)
+
+
+NO_METADATA = dict.fromkeys(
+    ("speed", "quality", "mistake", "fps", "robot_type", "control_mode"), None
+)
+NO_GOALS = {"subgoal0": None, "subgoal1": None, "subgoal_is_pad": None}
+PRESENCES = {
+    "all": {},
+    "none": {"response": None, **NO_METADATA, **NO_GOALS},
+    "response": {**NO_METADATA, **NO_GOALS},
+    "metadata": {"response": None, **NO_GOALS},
+    "subgoals": {"response": None, **NO_METADATA},
+    "all but the response": {"response": None},
+    "goals that are padding": {"subgoal_is_pad": np.ones(2, bool)},
+}
+
+
+@pytest.mark.parametrize("name", PRESENCES)
+def test_actions_are_those_of_the_policy(policy, exported, name):
+    batch, noise = batch_of(2, **PRESENCES[name])
+    found = exported.sample_actions(batch, noise)
+    np.testing.assert_allclose(found, policy.sample_actions(batch, noise), **TOLERANCE)
+
+
+def test_every_field_changes_the_actions(policy):
+    """Else the cases above would not tell one presence from another."""
+    chunks = [policy.sample_actions(*batch_of(2, **given)) for given in PRESENCES.values()]
+    for i, one in enumerate(chunks[:-1]):
+        assert all(np.abs(one - other).max() > 1e-3 for other in chunks[:i]), i
+
+
+def test_a_prefix_has_few_tokens_that_no_sample_needs(policy, exported, monkeypatch):
+    """Their labels and a token of each text, but neither padded texts nor goal images."""
+    seen = {}
+
+    def kept(inputs):
+        seen["found"] = program(inputs)
+        return seen["found"]
+
+    program = exported._prefix
+    kept.input_names = program.input_names
+    monkeypatch.setattr(exported, "_prefix", kept)
+    batch, noise = batch_of(2, **PRESENCES["none"])
+    exported.sample_actions(batch, noise)
+    inputs = as_arrays(policy.inputs.observed(batch).inputs)
+    length = policy.model.tokens.length(inputs, presence_of(inputs), training=False)
+    labels = sum(len(ids) for ids in policy.model.tokens.label_ids.values())
+    assert seen["found"][0].shape[1] <= length + labels + 2
+
+
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("delay", [0, 2])
+def test_batches_and_delays_are_free(policy, exported, size, delay):
+    batch, noise = batch_of(size)
+    known = np.random.default_rng(3).normal(size=(size, delay, 7)).astype(np.float32)
+    given = {"delay": delay, "action_prefix": known if delay else None}
+    found = exported.sample_actions(batch, noise, **given)
+    np.testing.assert_allclose(found, policy.sample_actions(batch, noise, **given), **TOLERANCE)
+    if delay:
+        np.testing.assert_allclose(found[:, :delay], known, **TOLERANCE)
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+@pytest.mark.parametrize("with_history", [False, True])
+def test_the_number_of_frames_is_free(policy, exported, frames, with_history):
+    batch, noise = batch_of(2)
+    for name in ("state", "camera0", "camera1", "obs_history_is_pad"):
+        if name in batch:
+            batch[name] = batch[name][:, -frames:]
+    if not with_history:
+        batch.pop("obs_history_is_pad", None)
+    found = exported.sample_actions(batch, noise)
+    np.testing.assert_allclose(found, policy.sample_actions(batch, noise), **TOLERANCE)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 7, 10])
+def test_the_number_of_steps_is_an_input(policy, exported, num_steps, monkeypatch):
+    monkeypatch.setattr(exported, "num_steps", num_steps)
+    batch, noise = batch_of(1)
+    inputs = policy.inputs.observed(batch).inputs
+    found = exported.sample_chunk(inputs, noise, 0, None)
+    wanted = policy.model.sample_actions(inputs, noise, num_steps=num_steps)
+    np.testing.assert_allclose(found, wanted.numpy(), **TOLERANCE)
+
+
+def test_noise_is_drawn_as_by_the_policy(policy, exported):
+    batch, _ = batch_of(1)
+    paddle.seed(5)
+    wanted = policy.sample_actions(batch)
+    paddle.seed(5)
+    np.testing.assert_allclose(exported.sample_actions(batch), wanted, **TOLERANCE)
+
+
+def test_chunks_of_an_episode_begin_with_what_runs_on(policy, exported):
+    noise = case("18_policy_level")[1]["rollout.noise"]
+    for one in (policy, exported):
+        one.reset()
+    for step in range(4):
+        found = exported.select_action(observation(step), noise)
+        wanted = policy.select_action(observation(step), noise)
+        np.testing.assert_allclose(found, wanted, **TOLERANCE)
+
+
+def test_wrong_inputs_are_refused(exported):
+    batch, noise = batch_of(2)
+    with pytest.raises(ValueError, match=r"delay is 4; max_delay allows 0 to 3"):
+        exported.sample_actions(batch, noise, delay=4)
+    with pytest.raises(ValueError, match=r"delay is 2: action_prefix must give"):
+        exported.sample_actions(batch, noise, delay=2)
+    with pytest.raises(ValueError, match=r"noise has shape \[1, 6, 7\]; \[2, 6, 7\] is needed"):
+        exported.sample_actions(batch, noise[:1])
+    with pytest.raises(ValueError, match="the batch has no 'state'"):
+        exported.sample_actions({name: batch[name] for name in batch if name != "state"})
+
+
+def test_a_process_without_the_models_code_gives_the_same_actions(policy, folder, tmp_path):
+    batch, noise = batch_of(2)
+    words = {k: v for k, v in batch.items() if isinstance(v, list)}
+    np.savez(tmp_path / "batch.npz", noise=noise, **{k: batch[k] for k in batch if k not in words})
+    (tmp_path / "words.json").write_text(json.dumps(words))
+    script = f"""
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        own = [f"paddle_vl.families.pi07.{{part}}" for part in {MODEL_CODE}]
+        other = ("paddle_vl.nn", "paddle_vl.parallel", "paddle_vl.train")
+        if name in own or name.startswith(other):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+import json
+import numpy as np
+from paddle_vl.export import load
+batch = dict(np.load("batch.npz")) | json.load(open("words.json"))
+noise = batch.pop("noise")
+print(json.dumps(load({str(folder)!r}).sample_actions(batch, noise).tolist()))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = np.array(json.loads(run.stdout.splitlines()[-1]))
+    np.testing.assert_allclose(found, policy.sample_actions(batch, noise), **TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "loops"), [("prefix", 0), ("step", 0), ("actions", 1)])
+def test_the_loop_over_the_steps_is_the_only_control_flow(folder, name, loops):
+    found = operations(folder / f"{name}.json")
+    assert {"matmul", "softmax"} <= set(found)
+    assert found.count("while") == loops
+    assert not set(found) & set(HOST_OPERATIONS)
+
+
+def test_the_experts_weights_are_stored_once(folder):
+    names = sorted(path.name for path in folder.glob("*.pdiparams"))
+    assert names == ["expert.pdiparams", "prefix.pdiparams"]
+
+
+def test_statistics_of_another_policy_are_refused(folder, tmp_path):
+    stored = load_file(folder / STATISTICS_FILE)
+    stored["normalize_inputs.buffer_state.min"] = np.zeros((3, 5), np.float32)
+    save_file(stored, tmp_path / STATISTICS_FILE)
+    normalizers = load(folder).normalizers
+    with pytest.raises(RuntimeError, match=r"no normalize_inputs\.buffer_state\.min of shape \[2,"):
+        load_statistics(normalizers, tmp_path / STATISTICS_FILE)

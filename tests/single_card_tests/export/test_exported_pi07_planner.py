@@ -1,0 +1,154 @@
+"""An exported pi07 planner plans as the planner does, without the model's code.
+
+Guarantees: equal tokens and texts at batch sizes that the export has not seen, with and without
+metadata, for plans that end early; `paddle-vl export` writes the folder of a checkpoint; a program
+has no control flow; a process without the model's code gives the same.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.cli.main import main
+from paddle_vl.export import load
+from tests.single_card_tests.export.test_exported_pi07 import CHECKOUT, MODEL_CODE
+from tests.single_card_tests.families.pi07.test_planner_policy import batch, planner
+from tests.support.exports import HOST_OPERATIONS, operations
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Weights that write other tokens for every observation, some plans with an early end."""
+    found = planner(dataset_names=["a", "b"])
+    paddle.seed(11)
+    for parameter in found.model.parameters():
+        if parameter.ndim == 2:
+            parameter.set_value(paddle.randn(parameter.shape) * parameter.shape[0] ** -0.5)
+    found.eval()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(made, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("planner")
+    made.save_pretrained(root / "checkpoint")
+    arguments = ["--checkpoint", str(root / "checkpoint"), "--output", str(root / "export")]
+    assert main(["export", *arguments]) == 0
+    return root / "export"
+
+
+@pytest.fixture(scope="module")
+def exported(folder):
+    return load(folder)
+
+
+def batch_of(size: int, **changes) -> dict:
+    rows, found = np.arange(size) % 2, batch(next_memory=None, response=None)
+    random = np.random.default_rng(size)
+    for name, value in found.items():
+        found[name] = [value[i] for i in rows] if isinstance(value, list) else value[rows]
+    found["prompt"] = [f"{text}{i}" for i, text in enumerate(found["prompt"])]
+    found["camera0"] = random.uniform(0, 1, found["camera0"].shape).astype(np.float32)
+    return found | changes
+
+
+METADATA = {"speed": [3, 4], "speed_is_pad": [False, True]}
+
+
+def model_tokens(made, inputs: dict, eos_id: int) -> list:
+    return [ids.tolist() for ids in made.model.generate(inputs, 2, eos_id)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_tokens_are_those_of_the_planner(made, exported, size):
+    inputs = made.observation_inputs(batch_of(size))
+    assert [ids.tolist() for ids in exported.generate(inputs)] == model_tokens(made, inputs, 1)
+
+
+def test_tokens_with_metadata_are_those_of_the_planner(made, exported):
+    plain = made.observation_inputs(batch_of(2))
+    inputs = made.observation_inputs(batch_of(2, **METADATA))
+    found = [ids.tolist() for ids in exported.generate(inputs)]
+    assert found == model_tokens(made, inputs, 1)
+    assert found != model_tokens(made, plain, 1), "metadata must matter"
+
+
+def test_plans_end_at_eos_as_the_planners(made, exported, monkeypatch):
+    inputs = made.observation_inputs(batch_of(2))
+    memory = made.model.generate(inputs, 2, 1)[0]
+    eos_id = int(memory[0, 3])
+    wanted = model_tokens(made, inputs, eos_id)
+    assert wanted[0][0][4:] == [0] * (len(wanted[0][0]) - 4)
+    monkeypatch.setattr(exported, "_rules", exported._rules._replace(eos_id=eos_id))
+    assert [ids.tolist() for ids in exported.generate(inputs)] == wanted
+
+
+def test_plans_are_the_planners_texts(made, exported):
+    assert exported.plan(batch_of(5)) == made.plan(batch_of(5))
+
+
+def test_a_process_without_the_models_code_gives_the_same_plan(made, folder, tmp_path):
+    given = batch_of(2)
+    arrays = {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
+    np.savez(tmp_path / "batch.npz", **arrays)
+    words = {name: value for name, value in given.items() if name not in arrays}
+    (tmp_path / "words.json").write_text(json.dumps(words))
+    script = f"""
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        own = [f"paddle_vl.families.pi07.{{part}}" for part in {MODEL_CODE}]
+        other = ("paddle_vl.nn", "paddle_vl.parallel", "paddle_vl.train")
+        if name in own or name.startswith(other):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+import json
+import numpy as np
+from paddle_vl.export import load
+batch = dict(np.load("batch.npz")) | json.load(open("words.json"))
+print(json.dumps(load({str(folder)!r}).plan(batch)))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1]) == list(made.plan(given))
+
+
+@pytest.mark.parametrize("name", ["images", "prefill", "decode"])
+def test_a_planners_program_has_no_control_flow_and_no_host_operation(folder, name):
+    found = set(operations(folder / f"{name}.json"))
+    assert {"matmul", "softmax"} <= found
+    assert not found & {*HOST_OPERATIONS, "while"}
+
+
+def test_the_decoders_weights_are_stored_once(folder):
+    names = sorted(path.name for path in folder.glob("*.pdiparams"))
+    assert names == ["decoder.pdiparams", "images.pdiparams"]
+
+
+def test_the_manifest_names_the_checkpoint(folder):
+    manifest = json.loads((folder / "export.json").read_text())
+    assert manifest["model_type"] == "pi07_high_level"
+    assert manifest["source"]["folder"] == "checkpoint"
+    assert {"model.safetensors", "config.json"} <= set(manifest["source"]["files"])
+    assert manifest["programs"]["decode"]["inputs"]["input_ids"] == [[-1, -1], "int64"]
+
+
+def test_base_models_of_adapters_are_refused(folder, tmp_path, capsys):
+    checkpoint = folder.parent / "checkpoint"
+    arguments = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")]
+    assert main(["export", *arguments, "--base", str(checkpoint)]) != 0
+    assert "has no adapters: leave --base out" in capsys.readouterr().err
