@@ -3,6 +3,7 @@
 export.json            what is in the folder, see `ExportManifest`
 NAME.json              a program in Paddle's format
 WEIGHTS.pdiparams      weights, once for all programs that have the same ones
+onnx/NAME.onnx         a program in ONNX, if asked for; its weights are in onnx/weights.bin
 check.safetensors      for each program inputs and outputs of the model itself
 config.json, ...       the model's configuration, tokenizer and processor files
 """
@@ -11,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -21,13 +22,24 @@ from paddle_vl.checkpoint.manifest import (
     files_as_json,
     files_from_json,
 )
+from paddle_vl.export.onnx_program import OnnxProgram
 from paddle_vl.export.program import Program
 from paddle_vl.files.text_file import read_json_object
 
 MANIFEST_FILE = "export.json"
 CHECK_FILE = "check.safetensors"
+ONNX_FOLDER = "onnx"
+ONNX_WEIGHTS = "weights.bin"
 FORMAT = 1
 REMEDY = "export the checkpoint again (paddle-vl export)"
+Runtime = Literal["paddle", "onnxruntime"]
+RUNTIMES = get_args(Runtime)
+AnyProgram = Program | OnnxProgram
+
+
+def onnx_file(name: str) -> str:
+    """Path of an ONNX program in an export's folder."""
+    return f"{ONNX_FOLDER}/{name}.onnx"
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,8 @@ class ExportManifest:
         versions: of paddle_vl and paddle.
         tolerance: greatest difference of the stored answers, relative to their largest value.
         programs: by name.
+        onnx: programs in ONNX by name; none unless they were asked for.
+        files: size and checksum of every other file.
     """
 
     model_type: str
@@ -66,6 +80,7 @@ class ExportManifest:
     versions: Mapping[str, str]
     tolerance: float
     programs: Mapping[str, ProgramEntry]
+    onnx: Mapping[str, ProgramEntry] = field(default_factory=dict)
     files: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -88,9 +103,10 @@ class ExportManifest:
             raise ValueError(f"{folder / MANIFEST_FILE} is not of format {FORMAT}: {REMEDY}")
         try:
             values["files"] = files_from_json(values["files"])
-            values["programs"] = {
-                name: ProgramEntry(**entry) for name, entry in values["programs"].items()
-            }
+            for kind in ("programs", "onnx"):
+                values[kind] = {
+                    name: ProgramEntry(**entry) for name, entry in values.get(kind, {}).items()
+                }
             found = cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RuntimeError(
@@ -118,17 +134,36 @@ class ExportFolder:
             raise RuntimeError(f"{path} is damaged: {'; '.join(damaged)}. {REMEDY}")
         return cls(path, manifest)
 
-    def program(self, name: str) -> Program:
+    def program(self, name: str, runtime: Runtime = "paddle") -> AnyProgram:
         """A program, ready to run, after its answer to the stored input was found right.
 
         Raises:
-            RuntimeError: the answer is wrong, as an optimization pass of the predictor can make it.
+            ValueError: the folder has no program of this name for the runtime.
+            RuntimeError: the answer is wrong, as an optimization pass of the runtime can make it.
         """
-        entry = self.manifest.programs[name]
-        program = Program(self.path / f"{name}.json", self.path / entry.weights, entry.inputs)
+        entries = self.manifest.onnx if runtime == "onnxruntime" else self.manifest.programs
+        if name not in entries:
+            raise ValueError(
+                f"{self.path} has no program {name} for {runtime}: export the checkpoint again "
+                f"(paddle-vl export{' --onnx' if runtime == 'onnxruntime' else ''})"
+            )
+        entry, prefix = entries[name], name
+        if runtime == "onnxruntime":
+            program: AnyProgram = OnnxProgram(self.path / onnx_file(name), entry.inputs)
+            prefix = f"onnx.{name}"
+        else:
+            file, weights = self.path / f"{name}.json", self.path / entry.weights
+            program = Program(file, weights, entry.inputs)
+        self._check_answer(program, entry, prefix, runtime)
+        return program
+
+    def _check_answer(
+        self, program: AnyProgram, entry: ProgramEntry, name: str, runtime: Runtime
+    ) -> None:
         stored = load_file(self.path / CHECK_FILE)
         inputs = {key: stored[f"{name}.input.{key}"] for key in entry.inputs}
         found = program({key: array.copy() for key, array in inputs.items()})
+        version = self.manifest.versions[runtime]
         for i, output in enumerate(found):
             wanted = stored[f"{name}.output.{i}"].astype(np.float64)
             array = output.astype("float32").numpy().astype(np.float64)
@@ -142,7 +177,6 @@ class ExportFolder:
             if not error <= limit:
                 raise RuntimeError(
                     f"{self.path}: output {i} of {name} differs by {error:.2g} from the stored "
-                    f"answer, more than {limit:.2g}: this version of Paddle's predictor computes "
-                    f"it wrongly on this machine. Use paddle {self.manifest.versions['paddle']}"
+                    f"answer, more than {limit:.2g}: this version of {runtime} computes it "
+                    f"wrongly on this machine. Use {runtime} {version}"
                 )
-        return program
