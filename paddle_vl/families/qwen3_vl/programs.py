@@ -21,7 +21,7 @@ from paddle_vl.batch.positions import padded_segments, vision_layout
 from paddle_vl.export.writing import ModelToExport, ProgramToExport
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments
+from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments, bias_of_groups
 
 
 def spec(name: str, shape: Any, dtype: Any) -> InputSpec:
@@ -106,6 +106,8 @@ class PrefillProgram(nn.Layer):
     def __init__(self, model: Qwen3VLForConditionalGeneration):
         super().__init__()
         self.config = model.config
+        text = model.config.text_config
+        self.groups = text.num_attention_heads // text.num_key_value_heads
         self.language_model, self.lm_head = model.language_model, model.lm_head
 
     def forward(
@@ -130,7 +132,7 @@ class PrefillProgram(nn.Layer):
         place_L = paddle.arange(input_ids.shape[1], dtype="int64")
         causal_LL = (place_L.unsqueeze(0) <= place_L.unsqueeze(1)).astype("float32")
         visible_BLL = causal_LL.unsqueeze(0) * attention_mask.astype("float32").unsqueeze(1)
-        inputs["score_bias"] = ((1.0 - visible_BLL) * MASKED_SCORE).unsqueeze(1)
+        inputs["score_bias"] = bias_of_groups((1.0 - visible_BLL) * MASKED_SCORE, self.groups)
         kept = [NewKeys() for _ in range(len(self.language_model.layers))]
         hidden_TD = self.language_model.run(inputs, kept)
         hidden_BLD = hidden_TD.reshape([input_ids.shape[0], -1, hidden_TD.shape[-1]])
