@@ -46,7 +46,8 @@ def onnx_file(name: str) -> str:
 
 def as_tensor(array: np.ndarray, dtype: str) -> Tensor:
     """A copy of an array as an input of that dtype; half precision is stored as float32."""
-    return paddle.to_tensor(array.copy()).astype(dtype)
+    tensor: Any = paddle.to_tensor(array.copy())
+    return tensor.astype(dtype)
 
 
 @dataclass(frozen=True)
