@@ -205,6 +205,15 @@ def add_export(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="write the programs in ONNX, too (needs the extra paddle-vl[onnx])",
     )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights and computation; half precision needs a GPU (default float32)",
+    )
+    parser.add_argument(
+        "--int8", action="store_true", help="weight-only int8: not there yet, refused with reasons"
+    )
     _add_base(parser)
     parser.set_defaults(run=export)
 
@@ -214,17 +223,18 @@ def export(options: argparse.Namespace) -> int:
     configure_runtime()
     from paddle_vl.config.families import family_of_folder
     from paddle_vl.export.folder import onnx_file
-    from paddle_vl.export.writing import check_output, export_model
+    from paddle_vl.export.writing import check_dtype, check_output, export_model
     from paddle_vl.train.checkpoint import model_folder
 
     folder, out = model_folder(Path(options.checkpoint)), Path(options.output)
     check_output(out)
+    check_dtype(options.dtype, options.onnx, options.int8)
     if options.onnx:
         from paddle_vl.export.onnx_writing import check_packages
 
         check_packages()
     model = family_of_folder(folder).recipe_class().to_export(folder, options.base)
-    manifest = export_model(model, folder, out, options.onnx)
+    manifest = export_model(model, folder, out, options.onnx, options.dtype)
     programs = dict(manifest.programs)
     programs |= {onnx_file(name): program for name, program in manifest.onnx.items()}
     for name, program in programs.items():

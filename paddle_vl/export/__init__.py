@@ -1,10 +1,13 @@
 """Static programs of a model in a folder: written by `paddle-vl export`, run by `load`."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paddle_vl.export.folder import Runtime
 
 
-def load(folder: str | Path, runtime: str = "paddle") -> Any:
+def load(folder: str | Path, runtime: "Runtime" = "paddle") -> Any:
     """The exported model of a folder; no model code is imported.
 
     Args:
@@ -25,6 +28,6 @@ def load(folder: str | Path, runtime: str = "paddle") -> Any:
 
     if runtime not in RUNTIMES:
         raise ValueError(f"the runtime is {runtime!r}: use one of {', '.join(RUNTIMES)}")
-    opened = ExportFolder.open(Path(folder))
+    opened = ExportFolder.open(Path(folder), runtime)
     entry = family_of({"model_type": opened.manifest.model_type})
-    return entry.exported_class()(opened, runtime)
+    return entry.exported_class()(opened)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import paddle
+from paddle import Tensor
 from safetensors.numpy import load_file
 
 from paddle_vl.checkpoint.manifest import (
@@ -40,6 +42,12 @@ AnyProgram = Program | OnnxProgram
 def onnx_file(name: str) -> str:
     """Path of an ONNX program in an export's folder."""
     return f"{ONNX_FOLDER}/{name}.onnx"
+
+
+def as_tensor(array: np.ndarray, dtype: str) -> Tensor:
+    """A copy of an array as an input of that dtype; half precision is stored as float32."""
+    tensor: Any = paddle.to_tensor(array.copy())
+    return tensor.astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -117,13 +125,18 @@ class ExportManifest:
 
 @dataclass(frozen=True)
 class ExportFolder:
-    """A folder whose files are complete and undamaged."""
+    """A folder whose files are complete and undamaged.
+
+    Attributes:
+        runtime: what runs its programs.
+    """
 
     path: Path
     manifest: ExportManifest
+    runtime: Runtime = "paddle"
 
     @classmethod
-    def open(cls, path: Path) -> "ExportFolder":
+    def open(cls, path: Path, runtime: Runtime = "paddle") -> "ExportFolder":
         """Check every file's size and checksum.
 
         Raises:
@@ -132,38 +145,39 @@ class ExportFolder:
         manifest = ExportManifest.read(path)
         if damaged := list(damaged_files(path, manifest.files)):
             raise RuntimeError(f"{path} is damaged: {'; '.join(damaged)}. {REMEDY}")
-        return cls(path, manifest)
+        return cls(path, manifest, runtime)
 
-    def program(self, name: str, runtime: Runtime = "paddle") -> AnyProgram:
+    def program(self, name: str) -> AnyProgram:
         """A program, ready to run, after its answer to the stored input was found right.
 
         Raises:
             ValueError: the folder has no program of this name for the runtime.
             RuntimeError: the answer is wrong, as an optimization pass of the runtime can make it.
         """
-        entries = self.manifest.onnx if runtime == "onnxruntime" else self.manifest.programs
+        is_onnx = self.runtime == "onnxruntime"
+        entries = self.manifest.onnx if is_onnx else self.manifest.programs
         if name not in entries:
             raise ValueError(
-                f"{self.path} has no program {name} for {runtime}: export the checkpoint again "
-                f"(paddle-vl export{' --onnx' if runtime == 'onnxruntime' else ''})"
+                f"{self.path} has no program {name} for {self.runtime}: export the checkpoint "
+                f"again (paddle-vl export{' --onnx' if is_onnx else ''})"
             )
-        entry, prefix = entries[name], name
-        if runtime == "onnxruntime":
+        entry = entries[name]
+        if is_onnx:
             program: AnyProgram = OnnxProgram(self.path / onnx_file(name), entry.inputs)
-            prefix = f"onnx.{name}"
         else:
             file, weights = self.path / f"{name}.json", self.path / entry.weights
             program = Program(file, weights, entry.inputs)
-        self._check_answer(program, entry, prefix, runtime)
+        self._check_answer(program, entry, f"onnx.{name}" if is_onnx else name)
         return program
 
-    def _check_answer(
-        self, program: AnyProgram, entry: ProgramEntry, name: str, runtime: Runtime
-    ) -> None:
+    def _check_answer(self, program: AnyProgram, entry: ProgramEntry, name: str) -> None:
         stored = load_file(self.path / CHECK_FILE)
-        inputs = {key: stored[f"{name}.input.{key}"] for key in entry.inputs}
-        found = program({key: array.copy() for key, array in inputs.items()})
-        version = self.manifest.versions[runtime]
+        inputs = {
+            key: as_tensor(stored[f"{name}.input.{key}"], dtype)
+            for key, (_, dtype) in entry.inputs.items()
+        }
+        found = program(inputs)
+        runtime, version = self.runtime, self.manifest.versions[self.runtime]
         for i, output in enumerate(found):
             wanted = stored[f"{name}.output.{i}"].astype(np.float64)
             array = output.astype("float32").numpy().astype(np.float64)

@@ -51,7 +51,8 @@ class OnnxProgram:
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """The outputs as arrays."""
-        return self._session.run(None, {name: inputs[name] for name in self._inputs})
+        outputs = self._session.run(None, {name: inputs[name] for name in self._inputs})
+        return [np.asarray(output) for output in outputs]
 
     def __call__(self, inputs: Mapping[str, np.ndarray | Tensor]) -> list[Tensor]:
         """The outputs as tensors."""

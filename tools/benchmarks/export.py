@@ -33,7 +33,7 @@ from harness import ROOT, Table, in_rounds, launch, leave, make_data, parser, qu
 CONFIG = ROOT / "configs/bench/qwen3_vl_step.yaml"
 BATCHES = (1, 8)
 DYNAMIC, STATIC, ONNX, HF = "dynamic", "static", "ONNX", "HF transformers"
-RUNTIMES = {STATIC: "paddle", ONNX: "onnxruntime"}
+RUNTIMES: dict[str, Any] = {STATIC: "paddle", ONNX: "onnxruntime"}
 
 
 def build(work: Path) -> tuple[Any, Any]:
@@ -185,10 +185,12 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     make_data("qwen3_vl", work / "data")
     run_here(options, "write", work)
     sides = [DYNAMIC, STATIC, *([] if options.no_onnx else [ONNX])]
-    runs = {side: lambda side=side: run_here(options, side, work) for side in sides}
-    if options.against:
-        runs[HF] = lambda: run_reference(options)
-    rounds = in_rounds(list(runs), options.rounds, lambda side: runs[side]())
+
+    def run(side: str) -> dict[str, Any]:
+        return run_reference(options) if side == HF else run_here(options, side, work)
+
+    every = [*sides, *([HF] if options.against else [])]
+    rounds = in_rounds(every, options.rounds, run)
     for side in sides:
         if rounds[0][side]["tokens"] != rounds[0][DYNAMIC]["tokens"]:
             raise RuntimeError(f"{side} gives other tokens than the model")

@@ -20,7 +20,7 @@ from paddle_vl.batch.positions import (
 from paddle_vl.batch.visual_index import check_visual_counts, compute_visual_indices
 from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
-from paddle_vl.export.folder import ExportFolder, Runtime
+from paddle_vl.export.folder import ExportFolder
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig
 from paddle_vl.generation.loop import checked_prompts, chosen_tokens
@@ -49,13 +49,13 @@ class ExportedQwen3VL:
         generation_config: the checkpoint's; None without.
     """
 
-    def __init__(self, folder: ExportFolder, runtime: Runtime = "paddle"):
+    def __init__(self, folder: ExportFolder):
         self._sizes = Sizes(**folder.manifest.sizes)
         self._tower, self._prefill, self._decode = (
-            folder.program(name, runtime) for name in ("tower", "prefill", "decode")
+            folder.program(name) for name in ("tower", "prefill", "decode")
         )
         # Programs in ONNX return longer copies of the keys and values.
-        self._writes_in_place = runtime == "paddle"
+        self._writes_in_place = folder.runtime == "paddle"
         self.processor = Qwen3VLProcessor.from_pretrained(folder.path)
         has_settings = (folder.path / FILE_NAME).is_file()
         self.generation_config = (

@@ -18,7 +18,7 @@ from paddle import Tensor, nn
 from paddle.static import InputSpec
 
 from paddle_vl.batch.positions import padded_segments, vision_layout
-from paddle_vl.export.writing import ModelToExport, ProgramToExport
+from paddle_vl.export.writing import DTYPES, ModelToExport, ProgramToExport
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments, bias_of_groups
@@ -150,8 +150,11 @@ class PrefillProgram(nn.Layer):
             spec("input_ids", [None, None], "int64"),
             spec("attention_mask", [None, None], "int64"),
             spec("position_ids", [3, None, None], "int64"),
-            spec("visual_embeds", [None, width], "float32"),
-            [spec(f"level_{g}", [None, width], "float32") for g in range(num_levels)],
+            spec("visual_embeds", [None, width], self.lm_head.weight.dtype),
+            [
+                spec(f"level_{g}", [None, width], self.lm_head.weight.dtype)
+                for g in range(num_levels)
+            ],
         ]
 
 
@@ -204,7 +207,7 @@ class DecodeProgram(nn.Layer):
         text = self.config.text_config
         shape = [None, text.num_key_value_heads, None, text.head_dim]
         return [
-            spec(f"{kind}_{i}", shape, "float32")
+            spec(f"{kind}_{i}", shape, self.lm_head.weight.dtype)
             for i in range(text.num_hidden_layers)
             for kind in ("key", "value")
         ]
@@ -259,6 +262,7 @@ def model_to_export(
             "prefill": ProgramToExport(PrefillProgram(model), "decoder", prompt),
             "decode": ProgramToExport(PastDecodeProgram(model), "decoder", _past_of(step)),
         },
+        DTYPES,
     )
 
 

@@ -91,10 +91,10 @@ def test_damaged_onnx_weights_are_named(folder, tmp_path):
 
 @needs_onnx
 def test_an_export_without_onnx_is_refused_by_onnxruntime(folder):
-    opened = ExportFolder.open(folder)
+    opened = ExportFolder.open(folder, "onnxruntime")
     without = replace(opened, manifest=replace(opened.manifest, onnx={}))
     with pytest.raises(ValueError, match=r"no program tower for onnxruntime: .*--onnx"):
-        without.program("tower", "onnxruntime")
+        without.program("tower")
     with pytest.raises(ValueError, match="runtime is 'tensorrt': use one of paddle, onnxruntime"):
         load(folder, "tensorrt")
 
