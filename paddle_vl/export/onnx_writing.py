@@ -4,6 +4,9 @@ While a program is traced for ONNX, functions of Paddle that paddle2onnx cannot 
 into something else, are replaced by equal compositions. Other programs and the model itself are
 not touched.
 
+Weights do not pass through paddle2onnx, which writes an empty file for more than 2 GB of them: they
+are inputs of the program that it converts, and get their values afterwards.
+
 paddle2onnx aborts its process on an operator that it does not know, without naming it, so it runs
 in a process of its own, and the operators are named from its list.
 """
@@ -30,8 +33,6 @@ from paddle_vl.export.writing import ProgramToExport, save_program
 PACKAGES = ("onnx", "onnxruntime", "paddle2onnx")
 # The first with ScatterND's sum.
 OPSET = 17
-# Smaller constants stay in the program, where shapes are read from them.
-_SMALLEST_WEIGHT = 1024
 # Names of paddle2onnx's list where they differ from those of a program's operators.
 _NAMES = {
     "add": "elementwise_add", "subtract": "elementwise_sub", "multiply": "elementwise_mul",
@@ -51,8 +52,8 @@ import paddle2onnx
 opset, *programs = sys.argv[1:]
 for program in programs:
     paddle2onnx.export(
-        program + ".json", program + ".pdiparams", program + ".onnx", opset_version=int(opset),
-        auto_upgrade_opset=False, optimize_tool="None", external_file=program + ".onnx.data",
+        program + ".json", program + ".no_weights", program + ".onnx", opset_version=int(opset),
+        auto_upgrade_opset=False, optimize_tool="None",
     )
 """
 _LIST = """
@@ -89,9 +90,11 @@ def write_onnx(programs: Mapping[str, ProgramToExport], folder: Path) -> None:
         with compositions():
             for name, program in programs.items():
                 save_program(program.layer, traced[name])
+                _make_weights_inputs(traced[name].with_suffix(".json"))
         _convert(list(traced.values()))
-        for name, program in traced.items():
-            weights.move_out(program.with_suffix(".onnx"), folder / onnx_file(name))
+        for name, program in programs.items():
+            source = traced[name].with_suffix(".onnx")
+            weights.write(source, program.layer.parameters(), folder / onnx_file(name))
 
 
 def _swiglu(x: Tensor, y: Tensor | None = None, name: str | None = None) -> Tensor:
@@ -134,6 +137,35 @@ def compositions() -> Iterator[None]:
     finally:
         for module, name, function in kept:
             setattr(module, name, function)
+
+
+def _make_weights_inputs(program: Path) -> None:
+    """Replace the weights of a saved program by inputs of their names."""
+    values = json.loads(program.read_text(encoding="utf-8"))
+    (block,) = values["program"]["regions"][0]["blocks"]
+    for operator in block["ops"]:
+        if operator["#"] != "p":
+            continue
+        output, name = operator["O"], operator["A"][3]
+        dtype, shape = output["TT"]["D"][0]["#"], output["TT"]["D"][1]
+        if dtype != "0.t_f32":
+            raise RuntimeError(f"{program.name}: weight {name} is no float32 but {dtype}")
+        attributes = {
+            "name": {"#": "0.a_str", "D": name},
+            "shape": {"#": "1.a_intarray", "D": shape},
+            "dtype": {"#": "1.a_dtype", "D": "float32"},
+            "place": {"#": "1.a_place", "D": [0, 0, ""]},
+        }
+        stop_gradient = {"#": "0.a_array", "D": [{"#": "0.a_bool", "D": True}]}
+        operator.clear()
+        operator |= {
+            "#": "1.data",
+            "A": [{"AT": value, "N": key} for key, value in attributes.items()],
+            "I": [],
+            "O": [output],
+            "OA": [{"AT": stop_gradient, "N": "stop_gradient"}],
+        }
+    program.write_text(json.dumps(values), encoding="utf-8")
 
 
 def _convert(programs: list[Path]) -> None:
@@ -203,30 +235,34 @@ class _Weights:
         self._places: dict[tuple[int, str], int] = {}
         path.touch()
 
-    def move_out(self, source: Path, target: Path) -> None:
-        """Write a program again with its weights in the file."""
+    def write(self, source: Path, parameters: list[Tensor], target: Path) -> None:
+        """Write a program again; inputs that are weights get their values, in the file."""
         import onnx
         from onnx.external_data_helper import set_external_data
 
         model = onnx.load(str(source))
-        with self._path.open("ab") as stream:
-            for tensor in self._tensors(model):
-                data = tensor.raw_data
-                place = self._places.get(key := (len(data), xxhash.xxh3_128_hexdigest(data)))
-                if place is None:
-                    # onnxruntime maps the file, in pages.
-                    stream.write(bytes(-stream.tell() % 4096))
-                    place = self._places[key] = stream.tell()
-                    stream.write(data)
-                set_external_data(tensor, ONNX_WEIGHTS, offset=place, length=len(data))
-                tensor.ClearField("raw_data")
+        values = {parameter.name: parameter for parameter in parameters}
+        inputs = list(model.graph.input)
+        del model.graph.input[:]
+        model.graph.input.extend(one for one in inputs if one.name not in values)
+        for name in [one.name for one in inputs if one.name in values]:
+            array = values[name].numpy()
+            tensor = onnx.TensorProto(
+                name=name, data_type=onnx.TensorProto.FLOAT, dims=array.shape, raw_data=b"0"
+            )
+            place, size = self._place(array.tobytes())
+            set_external_data(tensor, ONNX_WEIGHTS, offset=place, length=size)
+            tensor.ClearField("raw_data")
+            model.graph.initializer.append(tensor)
         onnx.save(model, str(target))
 
-    @staticmethod
-    def _tensors(model: Any) -> list[Any]:
-        """Large tensors of a program: initializers and constants."""
-        tensors = list(model.graph.initializer)
-        for node in model.graph.node:
-            if node.op_type == "Constant":
-                tensors += [one.t for one in node.attribute if one.name == "value"]
-        return [one for one in tensors if len(one.raw_data) >= _SMALLEST_WEIGHT]
+    def _place(self, data: bytes) -> tuple[int, int]:
+        """Offset and size of a weight in the file, to which it is added if it is new."""
+        key = (len(data), xxhash.xxh3_128_hexdigest(data))
+        if key not in self._places:
+            with self._path.open("ab") as stream:
+                # onnxruntime maps the file, in pages.
+                stream.write(bytes(-stream.tell() % 4096))
+                self._places[key] = stream.tell()
+                stream.write(data)
+        return self._places[key], len(data)

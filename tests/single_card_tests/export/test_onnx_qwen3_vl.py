@@ -65,12 +65,7 @@ def test_weights_of_all_onnx_programs_are_stored_once(folder):
     places = {}
     for name in ("tower", "prefill", "decode"):
         program = onnx.load(str(folder / "onnx" / f"{name}.onnx"), load_external_data=False)
-        tensors = [
-            attribute.t
-            for node in program.graph.node
-            for attribute in node.attribute
-            if attribute.t.external_data
-        ]
+        tensors = [one for one in program.graph.initializer if one.external_data]
         places[name] = {one.external_data[1].value for one in tensors}
         assert {one.external_data[0].value for one in tensors} == {"weights.bin"}
     assert len(places["prefill"]) > 10
