@@ -7,6 +7,8 @@ query heads per key head, H head width, P packed rows.
 The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
 Kernels: query blocks on the CPU (`paddle_vl.nn.cpu.attention`), FlashMask for packed samples on a
 GPU (`paddle_vl.nn.gpu.attention`).
+
+Over 350 lines, since all forms of attention that must agree are here.
 """
 
 from collections.abc import Sequence
