@@ -3,6 +3,7 @@
 export.json            what is in the folder, see `ExportManifest`
 NAME.json              a program in Paddle's format
 WEIGHTS.pdiparams      weights, once for all programs that have the same ones
+onnx/NAME.onnx         a program in ONNX, if asked for; its weights are in onnx/weights.bin
 check.safetensors      for each program inputs and outputs of the model itself
 config.json, ...       the model's configuration, tokenizer and processor files
 """
@@ -11,9 +12,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
+import paddle
+from paddle import Tensor
 from safetensors.numpy import load_file
 
 from paddle_vl.checkpoint.manifest import (
@@ -21,13 +24,30 @@ from paddle_vl.checkpoint.manifest import (
     files_as_json,
     files_from_json,
 )
+from paddle_vl.export.onnx_program import OnnxProgram
 from paddle_vl.export.program import Program
 from paddle_vl.files.text_file import read_json_object
 
 MANIFEST_FILE = "export.json"
 CHECK_FILE = "check.safetensors"
+ONNX_FOLDER = "onnx"
+ONNX_WEIGHTS = "weights.bin"
 FORMAT = 1
 REMEDY = "export the checkpoint again (paddle-vl export)"
+Runtime = Literal["paddle", "onnxruntime"]
+RUNTIMES = get_args(Runtime)
+AnyProgram = Program | OnnxProgram
+
+
+def onnx_file(name: str) -> str:
+    """Path of an ONNX program in an export's folder."""
+    return f"{ONNX_FOLDER}/{name}.onnx"
+
+
+def as_tensor(array: np.ndarray, dtype: str) -> Tensor:
+    """A copy of an array as an input of that dtype; half precision is stored as float32."""
+    tensor: Any = paddle.to_tensor(array.copy())
+    return tensor.astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,8 @@ class ExportManifest:
         versions: of paddle_vl and paddle.
         tolerance: greatest difference of the stored answers, relative to their largest value.
         programs: by name.
+        onnx: programs in ONNX by name; none unless they were asked for.
+        files: size and checksum of every other file.
     """
 
     model_type: str
@@ -66,6 +88,7 @@ class ExportManifest:
     versions: Mapping[str, str]
     tolerance: float
     programs: Mapping[str, ProgramEntry]
+    onnx: Mapping[str, ProgramEntry] = field(default_factory=dict)
     files: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -88,9 +111,10 @@ class ExportManifest:
             raise ValueError(f"{folder / MANIFEST_FILE} is not of format {FORMAT}: {REMEDY}")
         try:
             values["files"] = files_from_json(values["files"])
-            values["programs"] = {
-                name: ProgramEntry(**entry) for name, entry in values["programs"].items()
-            }
+            for kind in ("programs", "onnx"):
+                values[kind] = {
+                    name: ProgramEntry(**entry) for name, entry in values.get(kind, {}).items()
+                }
             found = cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RuntimeError(
@@ -101,13 +125,18 @@ class ExportManifest:
 
 @dataclass(frozen=True)
 class ExportFolder:
-    """A folder whose files are complete and undamaged."""
+    """A folder whose files are complete and undamaged.
+
+    Attributes:
+        runtime: what runs its programs.
+    """
 
     path: Path
     manifest: ExportManifest
+    runtime: Runtime = "paddle"
 
     @classmethod
-    def open(cls, path: Path) -> "ExportFolder":
+    def open(cls, path: Path, runtime: Runtime = "paddle") -> "ExportFolder":
         """Check every file's size and checksum.
 
         Raises:
@@ -116,19 +145,39 @@ class ExportFolder:
         manifest = ExportManifest.read(path)
         if damaged := list(damaged_files(path, manifest.files)):
             raise RuntimeError(f"{path} is damaged: {'; '.join(damaged)}. {REMEDY}")
-        return cls(path, manifest)
+        return cls(path, manifest, runtime)
 
-    def program(self, name: str) -> Program:
+    def program(self, name: str) -> AnyProgram:
         """A program, ready to run, after its answer to the stored input was found right.
 
         Raises:
-            RuntimeError: the answer is wrong, as an optimization pass of the predictor can make it.
+            ValueError: the folder has no program of this name for the runtime.
+            RuntimeError: the answer is wrong, as an optimization pass of the runtime can make it.
         """
-        entry = self.manifest.programs[name]
-        program = Program(self.path / f"{name}.json", self.path / entry.weights, entry.inputs)
+        is_onnx = self.runtime == "onnxruntime"
+        entries = self.manifest.onnx if is_onnx else self.manifest.programs
+        if name not in entries:
+            raise ValueError(
+                f"{self.path} has no program {name} for {self.runtime}: export the checkpoint "
+                f"again (paddle-vl export{' --onnx' if is_onnx else ''})"
+            )
+        entry = entries[name]
+        if is_onnx:
+            program: AnyProgram = OnnxProgram(self.path / onnx_file(name), entry.inputs)
+        else:
+            file, weights = self.path / f"{name}.json", self.path / entry.weights
+            program = Program(file, weights, entry.inputs)
+        self._check_answer(program, entry, f"onnx.{name}" if is_onnx else name)
+        return program
+
+    def _check_answer(self, program: AnyProgram, entry: ProgramEntry, name: str) -> None:
         stored = load_file(self.path / CHECK_FILE)
-        inputs = {key: stored[f"{name}.input.{key}"] for key in entry.inputs}
-        found = program({key: array.copy() for key, array in inputs.items()})
+        inputs = {
+            key: as_tensor(stored[f"{name}.input.{key}"], dtype)
+            for key, (_, dtype) in entry.inputs.items()
+        }
+        found = program(inputs)
+        runtime, version = self.runtime, self.manifest.versions[self.runtime]
         for i, output in enumerate(found):
             wanted = stored[f"{name}.output.{i}"].astype(np.float64)
             array = output.astype("float32").numpy().astype(np.float64)
@@ -142,7 +191,6 @@ class ExportFolder:
             if not error <= limit:
                 raise RuntimeError(
                     f"{self.path}: output {i} of {name} differs by {error:.2g} from the stored "
-                    f"answer, more than {limit:.2g}: this version of Paddle's predictor computes "
-                    f"it wrongly on this machine. Use paddle {self.manifest.versions['paddle']}"
+                    f"answer, more than {limit:.2g}: this version of {runtime} computes it "
+                    f"wrongly on this machine. Use {runtime} {version}"
                 )
-        return program

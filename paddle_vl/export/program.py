@@ -30,7 +30,7 @@ class Program:
             config.disable_gpu()
             # oneDNN's in-place pass gives wrong cosines in silence (paddlepaddle 3.3.1).
             config.disable_mkldnn()
-        config.set_cpu_math_library_num_threads(_num_threads())
+        config.set_cpu_math_library_num_threads(num_threads())
         self._predictor = inference.create_predictor(config)
         order = self._predictor.get_input_names()
         if set(order) != set(inputs):
@@ -58,5 +58,6 @@ class Program:
         )
 
 
-def _num_threads() -> int:
+def num_threads() -> int:
+    """Threads of a runtime: OMP_NUM_THREADS, or all cores."""
     return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))

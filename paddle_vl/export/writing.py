@@ -3,8 +3,8 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,17 @@ from paddle_vl.checkpoint.manifest import FileSum
 from paddle_vl.export.folder import (
     CHECK_FILE,
     MANIFEST_FILE,
+    ONNX_FOLDER,
+    ONNX_WEIGHTS,
     ExportFolder,
     ExportManifest,
     ProgramEntry,
+    as_tensor,
 )
 
-# Relative to the largest value: float32 sums in another order.
-TOLERANCE = 1e-4
+# By dtype, relative to the largest value: sums in another order.
+TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+DTYPES = tuple(TOLERANCES)
 
 
 @dataclass(frozen=True)
@@ -52,32 +56,53 @@ class ModelToExport:
         sizes: what the runtime must know of the configuration.
         programs: by name.
         save_files: writes configuration, tokenizer and processor files into a folder.
+        onnx_programs: those that are written for ONNX, by name; their layers are others than those
+            of `programs`, which are traced once. Programs in ONNX cannot write into their inputs.
+        dtypes: of weights that its programs can have.
     """
 
     model_type: str
     sizes: Mapping[str, Any]
     programs: Mapping[str, ProgramToExport]
     save_files: Callable[[Path], None]
+    onnx_programs: Mapping[str, ProgramToExport] = field(default_factory=dict)
+    dtypes: Sequence[str] = ("float32",)
 
 
-def export_model(model: ModelToExport, source: Path, out: Path) -> ExportManifest:
+def export_model(
+    model: ModelToExport, source: Path, out: Path, onnx: bool = False, dtype: str = "float32"
+) -> ExportManifest:
     """Write the export; the folder gets its name when it is complete and has been run.
 
     Args:
         source: the checkpoint, named in the manifest with the checksums of its files.
+        onnx: write the programs in ONNX, too.
+        dtype: of weights and computation; the model's parameters are cast to it.
 
     Raises:
-        ValueError: `out` exists and is not an empty folder.
-        RuntimeError: the predictor's answer differs from the model's.
+        ValueError: `out` exists and is not an empty folder; ONNX is asked for and the family has no
+            programs for it; or the dtype cannot be exported on this machine.
+        RuntimeError: the answer of a runtime differs from the model's, or paddle2onnx does not
+            convert a program.
     """
     check_output(out)
+    if onnx and not model.onnx_programs:
+        raise ValueError(f"{model.model_type} has no programs for ONNX: export it without --onnx")
+    check_dtype(dtype, onnx)
+    if dtype not in model.dtypes:
+        raise ValueError(
+            f"{model.model_type} cannot be exported in {dtype}: its programs are in "
+            f"{', '.join(model.dtypes)}"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
     try:
-        manifest = _write(model, source, partial)
+        manifest = _write(model, source, partial, onnx, dtype)
         opened = ExportFolder.open(partial)
         for name in manifest.programs:
             opened.program(name)
+        for name in manifest.onnx:
+            replace(opened, runtime="onnxruntime").program(name)
         if out.exists():
             out.rmdir()
         os.replace(partial, out)
@@ -96,26 +121,57 @@ def check_output(out: Path) -> None:
         raise ValueError(f"{out} exists and is not an empty folder: name a new one")
 
 
-def _write(model: ModelToExport, source: Path, folder: Path) -> ExportManifest:
+def check_dtype(dtype: str, onnx: bool = False, int8: bool = False) -> None:
+    """Refuse a dtype of weights that cannot be exported here.
+
+    Raises:
+        ValueError: half precision on a CPU or in ONNX, int8 weights, or an unknown dtype.
+    """
+    if int8:
+        raise ValueError(
+            "--int8: programs with int8 weights are not there yet. Paddle computes with them in "
+            "weight_only_linear, which has no CPU kernel: leave --int8 out, or on a GPU export in "
+            "--dtype bfloat16"
+        )
+    if dtype not in DTYPES:
+        raise ValueError(f"the dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
+    if dtype == "float32":
+        return
+    if not paddle.get_device().startswith("gpu"):
+        raise ValueError(
+            f"--dtype {dtype}: Paddle's CPU build has no half-precision kernels for linear layers "
+            "and scatter, so that such programs can be neither traced nor run on this machine: "
+            "export on a machine with a GPU and paddlepaddle-gpu, or in float32"
+        )
+    if onnx:
+        raise ValueError(f"--onnx writes float32 programs: leave --dtype {dtype} out")
+
+
+def _write(
+    model: ModelToExport, source: Path, folder: Path, onnx: bool, dtype: str
+) -> ExportManifest:
+    if dtype != "float32":
+        for program in model.programs.values():
+            program.layer.to(dtype=dtype)
     entries, stored = {}, {}
     for name, program in model.programs.items():
-        program.layer.eval()
-        with paddle.no_grad():
-            outputs = _answer(program)
-        stored |= {f"{name}.input.{key}": array for key, array in program.example.items()}
-        stored |= {
-            f"{name}.output.{i}": output.astype("float32").numpy()
-            for i, output in enumerate(outputs)
-        }
-        specs = _flat(program.layer.input_spec())
-        _save(program.layer, folder / name)
+        answer = _stored_answer(program, name)
+        stored |= answer
+        save_program(program.layer, folder / name)
         weights = f"{program.weights}.pdiparams"
         _keep_once(folder / f"{name}.pdiparams", folder / weights)
-        entries[name] = ProgramEntry(
-            weights,
-            {spec.name: (list(spec.shape), _name_of(spec.dtype)) for spec in specs},
-            len(outputs),
-        )
+        entries[name] = _entry(program, weights, len(answer))
+    versions = {"paddle_vl": paddle_vl.__version__, "paddle": paddle.__version__}
+    onnx_entries = {}
+    if onnx:
+        from paddle_vl.export.onnx_writing import package_versions, write_onnx
+
+        versions |= package_versions()
+        for name, program in model.onnx_programs.items():
+            answer = _stored_answer(program, f"onnx.{name}")
+            stored |= answer
+            onnx_entries[name] = _entry(program, f"{ONNX_FOLDER}/{ONNX_WEIGHTS}", len(answer))
+        write_onnx(model.onnx_programs, folder)
     save_file(
         {key: np.ascontiguousarray(array) for key, array in stored.items()}, folder / CHECK_FILE
     )
@@ -123,18 +179,37 @@ def _write(model: ModelToExport, source: Path, folder: Path) -> ExportManifest:
     manifest = ExportManifest(
         model.model_type,
         model.sizes,
-        "float32",
+        dtype,
         {"folder": source.name, "files": _sums(source)},
-        {"paddle_vl": paddle_vl.__version__, "paddle": paddle.__version__},
-        TOLERANCE,
+        versions,
+        TOLERANCES[dtype],
         entries,
+        onnx_entries,
         {name: sum_ for name, sum_ in _file_sums(folder).items() if name != MANIFEST_FILE},
     )
     manifest.write(folder)
     return manifest
 
 
-def _save(layer: nn.Layer, path: Path) -> None:
+def _stored_answer(program: ProgramToExport, name: str) -> dict[str, np.ndarray]:
+    """The example's inputs and the model's own outputs, under the names of `check.safetensors`."""
+    program.layer.eval()
+    with paddle.no_grad():
+        outputs = _answer(program)
+    stored = {f"{name}.input.{key}": array for key, array in program.example.items()}
+    return stored | {
+        f"{name}.output.{i}": output.astype("float32").numpy() for i, output in enumerate(outputs)
+    }
+
+
+def _entry(program: ProgramToExport, weights: str, num_stored: int) -> ProgramEntry:
+    specs = _flat(program.layer.input_spec())
+    inputs = {spec.name: (list(spec.shape), _name_of(spec.dtype)) for spec in specs}
+    return ProgramEntry(weights, inputs, num_stored - len(program.example))
+
+
+def save_program(layer: nn.Layer, path: Path) -> None:
+    """Trace a layer and write PATH.json and PATH.pdiparams."""
     traced = paddle.jit.to_static(layer, full_graph=True, input_spec=layer.input_spec())
     paddle.jit.save(traced, str(path))
 
@@ -143,7 +218,9 @@ def _answer(program: ProgramToExport) -> list[Tensor]:
     """The model's own outputs for the example, in eager mode."""
     arguments = []
     for spec in program.layer.input_spec():
-        tensors = [paddle.to_tensor(program.example[one.name].copy()) for one in _flat([spec])]
+        tensors = [
+            as_tensor(program.example[one.name], _name_of(one.dtype)) for one in _flat([spec])
+        ]
         arguments.append(tensors if isinstance(spec, list) else tensors[0])
     outputs = program.layer(*arguments)
     return list(outputs) if isinstance(outputs, list | tuple) else [outputs]

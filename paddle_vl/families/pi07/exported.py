@@ -12,8 +12,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.export.folder import ExportFolder
-from paddle_vl.export.program import Program
+from paddle_vl.export.folder import AnyProgram, ExportFolder
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.inputs.acting import ActingPolicy
 from paddle_vl.families.pi07.inputs.model_inputs import EOS, PlannerInputs, PolicyInputs
@@ -154,7 +153,9 @@ class ExportedPI07Planner:
 class _Reader:
     """A prompt and the tokens after it, with keys and values in buffers, see `TokenReader`."""
 
-    def __init__(self, decode: Program, pad_BL: Tensor, keys_values: Sequence[Tensor], room: int):
+    def __init__(
+        self, decode: AnyProgram, pad_BL: Tensor, keys_values: Sequence[Tensor], room: int
+    ):
         self._decode, self._place = decode, pad_BL.shape[1]
         self._pad_BC = np.pad(pad_BL.numpy(), ((0, 0), (0, room)))
         self._buffers = _by_layer([_with_room(tensor, room) for tensor in keys_values])
@@ -199,6 +200,6 @@ def _texts(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, np.ndar
     return found
 
 
-def _only(given: Mapping[str, Any], program: Program) -> dict[str, Any]:
+def _only(given: Mapping[str, Any], program: AnyProgram) -> dict[str, Any]:
     """What the program takes: without groups or a history it has fewer inputs."""
     return {name: given[name] for name in program.input_names}

@@ -289,7 +289,7 @@ class SelfAttention(nn.Layer):
         q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         q_BLNH = apply_rotary(q_BLNH, cos_BLH, sin_BLH)
         k_BLKH = apply_rotary(k_BLKH, cos_BLH, sin_BLH)
-        if key_bias is not None and len(key_bias.shape) == 4:
+        if key_bias is not None and len(key_bias.shape) > 2:
             # A traced program: its cache has heads first, like the buffers that it writes.
             key, value = k_BLKH.transpose([0, 2, 1, 3]), v_BLKH.transpose([0, 2, 1, 3])
             if cache is not None:

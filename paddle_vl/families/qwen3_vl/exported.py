@@ -51,9 +51,11 @@ class ExportedQwen3VL:
 
     def __init__(self, folder: ExportFolder):
         self._sizes = Sizes(**folder.manifest.sizes)
-        self._tower = folder.program("tower")
-        self._prefill = folder.program("prefill")
-        self._decode = folder.program("decode")
+        self._tower, self._prefill, self._decode = (
+            folder.program(name) for name in ("tower", "prefill", "decode")
+        )
+        # Programs in ONNX return longer copies of the keys and values.
+        self._writes_in_place = folder.runtime == "paddle"
         self.processor = Qwen3VLProcessor.from_pretrained(folder.path)
         has_settings = (folder.path / FILE_NAME).is_file()
         self.generation_config = (
@@ -207,7 +209,7 @@ class _Decoder:
             spatial_merge_size=sizes.merge,
         )
         self._next_position_B = mask_BL.sum(axis=1) + rope_deltas_B
-        self._room = min(max_new_tokens, _CHUNK)
+        self._room = min(max_new_tokens, _CHUNK) if model._writes_in_place else 0
         self._buffers: list[Tensor] = []
 
     def prefill(self) -> Tensor:
@@ -221,14 +223,16 @@ class _Decoder:
                 **{f"level_{g}": level for g, level in enumerate(levels)},
             }
         )
-        self._buffers = [_with_room(tensor, self._room) for tensor in keys_values]
+        self._buffers = keys_values
+        if self._room:
+            self._buffers = [_with_room(tensor, self._room) for tensor in keys_values]
         return logits_BV
 
     def advance(self, token_B: np.ndarray) -> Tensor:
-        place, capacity = self._mask_BS.shape[1], self._buffers[0].shape[2]
-        if place == capacity:
+        place, in_place = self._mask_BS.shape[1], self._model._writes_in_place
+        if in_place and place == self._buffers[0].shape[2]:
             self._buffers = [_with_room(tensor, max(place, _CHUNK)) for tensor in self._buffers]
-            capacity = self._buffers[0].shape[2]
+        capacity = self._buffers[0].shape[2] if in_place else place + 1
         token_B1 = np.ascontiguousarray(token_B[:, None], dtype=np.int64)
         self._mask_BS = np.concatenate([self._mask_BS, np.ones_like(token_B1)], axis=1)
         mask_BC = np.zeros((len(token_B), capacity), dtype=np.int64)
@@ -236,15 +240,16 @@ class _Decoder:
         position_ids = np.broadcast_to(self._next_position_B[:, None], (3, len(token_B), 1))
         self._next_position_B = self._next_position_B + 1
         names = [f"{kind}_{i}" for i in range(len(self._buffers) // 2) for kind in ("key", "value")]
-        (logits_BV,) = self._model._decode(
-            {
-                "input_ids": token_B1,
-                "attention_mask": mask_BC,
-                "position_ids": np.ascontiguousarray(position_ids),
-                "place": np.array([place]),
-                **dict(zip(names, self._buffers, strict=True)),
-            }
-        )
+        inputs = {
+            "input_ids": token_B1,
+            "attention_mask": mask_BC,
+            "position_ids": np.ascontiguousarray(position_ids),
+            **dict(zip(names, self._buffers, strict=True)),
+        }
+        if in_place:
+            inputs["place"] = np.array([place])
+        logits_BV, *longer = self._model._decode(inputs)
+        self._buffers = longer or self._buffers
         return logits_BV
 
 

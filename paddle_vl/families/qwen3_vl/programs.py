@@ -18,10 +18,10 @@ from paddle import Tensor, nn
 from paddle.static import InputSpec
 
 from paddle_vl.batch.positions import padded_segments, vision_layout
-from paddle_vl.export.writing import ModelToExport, ProgramToExport
+from paddle_vl.export.writing import DTYPES, ModelToExport, ProgramToExport
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments
+from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments, bias_of_groups
 
 
 def spec(name: str, shape: Any, dtype: Any) -> InputSpec:
@@ -86,12 +86,28 @@ class Buffers:
         return self.key_BKCH, self.value_BKCH
 
 
+class Past(NewKeys):
+    """A cache of the keys and values so far, `[B, K, S, H]`; new ones are appended to copies."""
+
+    def __init__(self, key_BKSH: Tensor, value_BKSH: Tensor):
+        self.past = key_BKSH, value_BKSH
+
+    def append(self, key_BK1H: Tensor, value_BK1H: Tensor) -> tuple[Tensor, Tensor]:
+        self.pair = (
+            paddle.concat([self.past[0], key_BK1H], axis=2),
+            paddle.concat([self.past[1], value_BK1H], axis=2),
+        )
+        return self.pair
+
+
 class PrefillProgram(nn.Layer):
     """Prompts to the logits after them `[B, V]`; each layer's keys and values `[B, K, L, H]`."""
 
     def __init__(self, model: Qwen3VLForConditionalGeneration):
         super().__init__()
         self.config = model.config
+        text = model.config.text_config
+        self.groups = text.num_attention_heads // text.num_key_value_heads
         self.language_model, self.lm_head = model.language_model, model.lm_head
 
     def forward(
@@ -116,7 +132,7 @@ class PrefillProgram(nn.Layer):
         place_L = paddle.arange(input_ids.shape[1], dtype="int64")
         causal_LL = (place_L.unsqueeze(0) <= place_L.unsqueeze(1)).astype("float32")
         visible_BLL = causal_LL.unsqueeze(0) * attention_mask.astype("float32").unsqueeze(1)
-        inputs["score_bias"] = ((1.0 - visible_BLL) * MASKED_SCORE).unsqueeze(1)
+        inputs["score_bias"] = bias_of_groups((1.0 - visible_BLL) * MASKED_SCORE, self.groups)
         kept = [NewKeys() for _ in range(len(self.language_model.layers))]
         hidden_TD = self.language_model.run(inputs, kept)
         hidden_BLD = hidden_TD.reshape([input_ids.shape[0], -1, hidden_TD.shape[-1]])
@@ -134,8 +150,11 @@ class PrefillProgram(nn.Layer):
             spec("input_ids", [None, None], "int64"),
             spec("attention_mask", [None, None], "int64"),
             spec("position_ids", [3, None, None], "int64"),
-            spec("visual_embeds", [None, width], "float32"),
-            [spec(f"level_{g}", [None, width], "float32") for g in range(num_levels)],
+            spec("visual_embeds", [None, width], self.lm_head.weight.dtype),
+            [
+                spec(f"level_{g}", [None, width], self.lm_head.weight.dtype)
+                for g in range(num_levels)
+            ],
         ]
 
 
@@ -155,33 +174,65 @@ class DecodeProgram(nn.Layer):
         place_1: Tensor,
         buffers: list[Tensor],
     ) -> Tensor:
+        caches = [
+            Buffers(buffers[2 * i], buffers[2 * i + 1], place_1)
+            for i in range(len(self.language_model.layers))
+        ]
+        return self.logits(input_ids, attention_mask, position_ids, caches)
+
+    def logits(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, caches: Any
+    ) -> Tensor:
+        """Logits `[B, V]` after one token, whose keys and values the caches get."""
         inputs = decoder_positions(self.config, {"position_ids": position_ids})
         hidden_BD = self.language_model.embedding.embed_tokens(input_ids.reshape([-1]))
         hidden = (1.0 - attention_mask.astype("float32")) * MASKED_SCORE
         inputs["score_bias"] = hidden.unsqueeze(1).unsqueeze(1)
         inputs["hidden_states"] = hidden_BD
-        caches = [
-            Buffers(buffers[2 * i], buffers[2 * i + 1], place_1)
-            for i in range(len(self.language_model.layers))
-        ]
         hidden_BD = self.language_model.run(inputs, caches)
         return self.lm_head(hidden_BD).astype("float32")
 
     def input_spec(self) -> list:
         """Its inputs; the mask `[B, C]` is 1 at real keys, the new one among them."""
-        text = self.config.text_config
-        shape = [None, text.num_key_value_heads, None, text.head_dim]
+        return [*self._token_specs(), spec("place", [1], "int64"), self._cache_specs()]
+
+    def _token_specs(self) -> list[InputSpec]:
         return [
             spec("input_ids", [None, 1], "int64"),
             spec("attention_mask", [None, None], "int64"),
             spec("position_ids", [3, None, 1], "int64"),
-            spec("place", [1], "int64"),
-            [
-                spec(f"{kind}_{i}", shape, "float32")
-                for i in range(text.num_hidden_layers)
-                for kind in ("key", "value")
-            ],
         ]
+
+    def _cache_specs(self) -> list[InputSpec]:
+        text = self.config.text_config
+        shape = [None, text.num_key_value_heads, None, text.head_dim]
+        return [
+            spec(f"{kind}_{i}", shape, self.lm_head.weight.dtype)
+            for i in range(text.num_hidden_layers)
+            for kind in ("key", "value")
+        ]
+
+
+class PastDecodeProgram(DecodeProgram):
+    """`DecodeProgram` for ONNX, whose programs cannot write into inputs: it returns longer copies.
+
+    Outputs: logits, then each layer's keys and values with the new ones, `[B, K, S + 1, H]`.
+    """
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
+    ) -> list[Tensor]:
+        caches = [
+            Past(past[2 * i], past[2 * i + 1]) for i in range(len(self.language_model.layers))
+        ]
+        outputs = [self.logits(input_ids, attention_mask, position_ids, caches)]
+        for cache in caches:
+            outputs += cache.pair
+        return outputs
+
+    def input_spec(self) -> list:
+        """Its inputs; the mask `[B, S + 1]` is 1 at real keys, the new one among them."""
+        return [*self._token_specs(), self._cache_specs()]
 
 
 def model_to_export(
@@ -190,6 +241,7 @@ def model_to_export(
     """The three programs of a full model, with inputs to check them."""
     config, text = model.config, model.config.text_config
     vision, rng = config.vision_config, np.random.default_rng(0)
+    tower, prompt, step = _tower_example(model, rng), _prompt(model, rng), _step(model, rng)
     return ModelToExport(
         "qwen3_vl",
         {
@@ -200,11 +252,17 @@ def model_to_export(
             "merge": vision.spatial_merge_size,
         },
         {
-            "tower": ProgramToExport(TowerProgram(model), "tower", _tower_example(model, rng)),
-            "prefill": ProgramToExport(PrefillProgram(model), "decoder", _prompt(model, rng)),
-            "decode": ProgramToExport(DecodeProgram(model), "decoder", _step(model, rng)),
+            "tower": ProgramToExport(TowerProgram(model), "tower", tower),
+            "prefill": ProgramToExport(PrefillProgram(model), "decoder", prompt),
+            "decode": ProgramToExport(DecodeProgram(model), "decoder", step),
         },
         save_files,
+        {
+            "tower": ProgramToExport(TowerProgram(model), "tower", tower),
+            "prefill": ProgramToExport(PrefillProgram(model), "decoder", prompt),
+            "decode": ProgramToExport(PastDecodeProgram(model), "decoder", _past_of(step)),
+        },
+        DTYPES,
     )
 
 
@@ -269,6 +327,15 @@ def _step(
             for kind in ("key", "value")
         },
     }
+
+
+def _past_of(step: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same step with the keys and values before it."""
+    place = int(step["place"][0])
+    cut = {name: array[:, :, :place] for name, array in step.items() if array.ndim == 4}
+    mask_BS = step["attention_mask"][:, : place + 1]
+    given = {name: step[name] for name in ("input_ids", "position_ids")}
+    return {**given, "attention_mask": mask_BS, **cut}
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -1,0 +1,155 @@
+"""Qwen3-VL in ONNX answers as the model does.
+
+Guarantees: equal tokens on onnxruntime at shapes that the export has not seen; compositions equal
+the functions that they replace and leave the model alone; weights are stored once; an operator that
+cannot be converted is named with its layer; what is missing is refused with the remedy.
+"""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+from paddle import nn
+
+from paddle_vl.export import load, onnx_writing
+from paddle_vl.export.folder import ExportFolder
+from paddle_vl.export.onnx_writing import check_packages, compositions, write_onnx
+from paddle_vl.export.writing import ProgramToExport, export_model
+from paddle_vl.families.qwen3_vl.programs import model_to_export, spec
+from tests.single_card_tests.export.test_exported_qwen3_vl import BATCHES
+from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
+from tests.support.tiny import tiny_model
+
+MISSING = [name for name in onnx_writing.PACKAGES if importlib.util.find_spec(name) is None]
+needs_onnx = pytest.mark.skipif(
+    bool(MISSING), reason=f"the extra onnx is not installed: {', '.join(MISSING)}"
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("onnx") / "out"
+    to_export = model_to_export(model, tiny_processor().save_pretrained)
+    export_model(to_export, Path("tiny"), out, onnx=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def exported(folder):
+    return load(folder, "onnxruntime")
+
+
+@needs_onnx
+@pytest.mark.parametrize("name", BATCHES)
+def test_onnxruntimes_tokens_are_those_of_the_model(model, exported, name):
+    scores, wanted_scores = [], []
+    found = exported.generate(**BATCHES[name], max_new_tokens=9, on_logits=scores.append)
+    wanted = model.generate(**BATCHES[name], max_new_tokens=9, on_logits=wanted_scores.append)
+    assert found.tolist() == wanted.tolist()
+    np.testing.assert_allclose(scores, wanted_scores, rtol=1e-4, atol=1e-5)
+
+
+@needs_onnx
+def test_weights_of_all_onnx_programs_are_stored_once(folder):
+    import onnx
+
+    places = {}
+    for name in ("tower", "prefill", "decode"):
+        program = onnx.load(str(folder / "onnx" / f"{name}.onnx"), load_external_data=False)
+        tensors = [one for one in program.graph.initializer if one.external_data]
+        places[name] = {one.external_data[1].value for one in tensors}
+        assert {one.external_data[0].value for one in tensors} == {"weights.bin"}
+    assert len(places["prefill"]) > 10
+    assert places["prefill"] == places["decode"]
+    assert not places["tower"] & places["decode"]
+
+
+@needs_onnx
+def test_damaged_onnx_weights_are_named(folder, tmp_path):
+    whole = (folder / "onnx" / "weights.bin").read_bytes()
+    try:
+        (folder / "onnx" / "weights.bin").write_bytes(b"\xff" + whole[1:])
+        with pytest.raises(RuntimeError, match=r"onnx/weights\.bin"):
+            load(folder, "onnxruntime")
+    finally:
+        (folder / "onnx" / "weights.bin").write_bytes(whole)
+
+
+@needs_onnx
+def test_an_export_without_onnx_is_refused_by_onnxruntime(folder):
+    opened = ExportFolder.open(folder, "onnxruntime")
+    without = replace(opened, manifest=replace(opened.manifest, onnx={}))
+    with pytest.raises(ValueError, match=r"no program tower for onnxruntime: .*--onnx"):
+        without.program("tower")
+    with pytest.raises(ValueError, match="runtime is 'tensorrt': use one of paddle, onnxruntime"):
+        load(folder, "tensorrt")
+
+
+class Search(nn.Layer):
+    """Has an operator without a counterpart in ONNX."""
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return paddle.searchsorted(paddle.to_tensor([0.0, 1.0]), x)
+
+
+class Searching(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.search, self.linear = Search(), nn.Linear(2, 2)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.search(self.linear(x))
+
+    def input_spec(self) -> list:
+        return [spec("x", [None, 2], "float32")]
+
+
+@needs_onnx
+def test_an_operator_that_onnx_lacks_is_named_with_its_layer(tmp_path):
+    program = ProgramToExport(Searching(), "w", {"x": np.zeros((1, 2), np.float32)})
+    with pytest.raises(RuntimeError, match=r"searching: searchsorted in Search\. Give"):
+        write_onnx({"searching": program}, tmp_path)
+
+
+def test_compositions_equal_what_they_replace():
+    x, y = paddle.randn([5, 8]), paddle.randn([5, 8])
+    rows = paddle.to_tensor([3, 0])
+
+    def results() -> list[np.ndarray]:
+        found = [
+            F.swiglu(x),
+            F.swiglu(x, y),
+            F.gelu(x),
+            F.gelu(x, approximate=True),
+            paddle.index_add(x, rows, 0, y[:2]),
+        ]
+        return [one.numpy() for one in found]
+
+    wanted, function = results(), F.swiglu
+    with compositions():
+        assert F.swiglu is not function
+        found = results()
+        with pytest.raises(ValueError, match="axis 1 has no composition"):
+            paddle.index_add(x, rows, 1, y[:, :2])
+    assert F.swiglu is function
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_missing_packages_and_programs_are_refused(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_writing, "PACKAGES", ("onnx", "no_such_package"))
+    with pytest.raises(ValueError, match=r"no_such_package: pip install 'paddle-vl\[onnx\]'"):
+        check_packages()
+    without = replace(model_to_export(model, lambda _: None), onnx_programs={})
+    with pytest.raises(ValueError, match="qwen3_vl has no programs for ONNX"):
+        export_model(without, Path("tiny"), tmp_path / "out", onnx=True)
+    assert not list(tmp_path.iterdir())
