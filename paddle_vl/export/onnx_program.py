@@ -45,6 +45,11 @@ class OnnxProgram:
             )
         self._inputs = inputs
 
+    @property
+    def input_names(self) -> list[str]:
+        """Names of the inputs."""
+        return list(self._inputs)
+
     def input_width(self, name: str) -> int:
         """Size of an input's last dim."""
         return self._inputs[name][0][-1]
