@@ -110,13 +110,14 @@ class MeanLosses(NamedTuple):
         loss: weighted sum of the terms.
         terms: mean of each term, by name.
         counts: divisor of each term, by name; target tokens for a language model.
-        by_source: the same for each source of the evaluation data; empty without named sources.
+        by_source: a `MeanLosses` for each source of the evaluation data; empty without named ones.
     """
 
     loss: float
     terms: dict[str, float]
     counts: dict[str, int]
-    by_source: Mapping[str, "MeanLosses"] = {}
+    # pdoc cannot resolve a NamedTuple's own name.
+    by_source: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)

@@ -162,5 +162,5 @@ def test_a_wait_names_the_document(num_workers):
 
 
 def test_epochs_are_no_length_of_a_run():
-    with pytest.raises(ValueError, match=r"set train.max_steps instead"):
+    with pytest.raises(ValueError, match=r"set train\.max_steps or train\.max_tokens instead"):
         loader().batches_in(2.0)
