@@ -254,17 +254,28 @@ def _wrong_size(path: Path, name: str, wanted: FileSum) -> str | None:
     return f"{name} {has}, {wanted.size} were written"
 
 
+def file_sum(file: Path, drop_cache: bool = False) -> FileSum:
+    """Size and checksum of a file as it is.
+
+    Args:
+        drop_cache: see `damaged_files`.
+    """
+    with file.open("rb", buffering=0) as stream:
+        if drop_cache and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        size = os.fstat(stream.fileno()).st_size
+        hash_, buffer = xxhash.xxh3_128(), bytearray(min(_READ_BYTES, max(size, 1)))
+        view = memoryview(buffer)
+        while count := stream.readinto(buffer):
+            hash_.update(view[:count])
+    return FileSum(size, hash_.hexdigest())
+
+
 def _wrong_sum(folder: Path, name: str, wanted: FileSum, drop_cache: bool) -> str | None:
-    hash_, buffer = xxhash.xxh3_128(), bytearray(min(_READ_BYTES, max(wanted.size, 1)))
-    view = memoryview(buffer)
     try:
-        with (folder / name).open("rb", buffering=0) as stream:
-            if drop_cache and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while count := stream.readinto(buffer):
-                hash_.update(view[:count])
+        found = file_sum(folder / name, drop_cache)
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    if hash_.hexdigest() == wanted.checksum:
+    if found.checksum == wanted.checksum:
         return None
     return f"{name} does not have the checksum that was written, its contents have changed"

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import paddle
-import xxhash
 from paddle import Tensor, nn
 from safetensors.numpy import save_file
 
 import paddle_vl
-from paddle_vl.checkpoint.manifest import FileSum
+from paddle_vl.checkpoint.manifest import FileSum, file_sum
 from paddle_vl.export.folder import (
     CHECK_FILE,
     MANIFEST_FILE,
@@ -256,12 +255,3 @@ def _sums(source: Path) -> dict[str, str]:
     names = ("*.safetensors", "config.json")
     files = sorted(path for name in names for path in source.glob(name))
     return {path.name: file_sum(path).checksum for path in files}
-
-
-def file_sum(path: Path) -> FileSum:
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 23):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileSum(size, digest.hexdigest())

@@ -1,8 +1,14 @@
-"""What an exported program consists of."""
+"""What an exported program consists of, and processes that have no model code."""
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+CHECKOUT = Path(__file__).parents[2]
 
 # Operations that a program must not have: control flow by the host's choice, and the host itself.
 HOST_OPERATIONS = ("if", "py_func", "memcpy_d2h", "print", "assert", "select_input")
@@ -24,3 +30,37 @@ def operations(file: Path) -> list[str]:
 
     walk(json.loads(file.read_text(encoding="utf-8")))
     return found
+
+
+def output_without_model_code(
+    family: str, modules: Sequence[str], script: str, folder: Path
+) -> Any:
+    """The JSON value that a script prints last, in a process that cannot import the model's code.
+
+    Args:
+        family: folder of the model family.
+        modules: its modules that are refused, beside `nn`, `parallel` and `train`.
+        folder: working directory.
+    """
+    refusal = f"""
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        own = [f"paddle_vl.families.{family}.{{part}}" for part in {tuple(modules)}]
+        other = ("paddle_vl.nn", "paddle_vl.parallel", "paddle_vl.train")
+        if name in own or name.startswith(other):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", refusal + script],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])

@@ -7,10 +7,9 @@ from typing import Any
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
+from paddle_vl.families.qwen3_vl.answers import answer_pieces
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.generation.config import GenerationConfig
-from paddle_vl.generation.text_pieces import text_pieces
 
 
 class Chat:
@@ -54,24 +53,5 @@ class Chat:
         videos: Sequence[VideoSource] = (),
         **settings: Any,
     ) -> Iterator[str]:
-        """The model's answer in pieces of complete characters, see `text_pieces`.
-
-        Args:
-            messages: `{"role": ..., "content": ...}`, the last one the user's.
-            images: paths, PIL images or uint8 arrays for the `<image>` tags, in order.
-            videos: paths, `VideoFrames` or uint8 arrays of frames for the `<video>` tags.
-            settings: of `GenerationConfig`, overriding the model's own; where neither has
-                `eos_token_id`, the tokenizer's are used.
-
-        Raises:
-            ValueError: an unusable message, image or video, a number of tags that differs from that
-                of images or videos, or a bad setting.
-            RuntimeError: a video file without PyAV installed.
-        """
-        config = self.model.generation_config or GenerationConfig()
-        config = config.updated(**settings)
-        if config.eos_token_id is None:
-            config = config.updated(eos_token_id=self.processor.eos_token_ids)
-        inputs = self.processor(messages=messages, images=images, videos=videos)
-        steps = self.model.stream(**inputs, generation_config=config)
-        return text_pieces((int(token_id) for (token_id,) in steps), self.processor.decode)
+        """The model's answer in pieces; arguments and errors as of `answer_pieces`."""
+        return answer_pieces(self.model, self.processor, messages, images, videos, **settings)

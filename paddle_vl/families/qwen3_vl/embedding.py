@@ -240,12 +240,11 @@ class GPTEmbedding(nn.Layer):
         if mask_BL is None:
             if dict_args.get("input_ids") is None:
                 return None
-            image_mask_BL, video_mask_BL = self._masks(dict_args["input_ids"])
+            image_mask_BL, video_mask_BL = self.placeholder_masks(dict_args["input_ids"])
             return image_mask_BL | video_mask_BL
         shape = dict_args["position_ids"].shape[1:]
         fits = len(mask_BL.shape) == 2 and str(mask_BL.dtype).endswith("bool")
-        if paddle.in_dynamic_mode():
-            fits = fits and mask_BL.shape == shape
+        fits = fits and (not paddle.in_dynamic_mode() or mask_BL.shape == shape)
         if not fits:
             raise ValueError(
                 f"visual_pos_masks is {mask_BL.dtype} of shape {list(mask_BL.shape)}: it must be "
@@ -253,7 +252,8 @@ class GPTEmbedding(nn.Layer):
             )
         return mask_BL
 
-    def _masks(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def placeholder_masks(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """True at the placeholders of images, and of videos."""
         return input_ids == self.config.image_token_id, input_ids == self.config.video_token_id
 
     def _carried_indices(
@@ -285,7 +285,7 @@ class GPTEmbedding(nn.Layer):
         """Indices of this rank's visual rows from the mask or the placeholders."""
         first_BL, second_BL = mask_BL, None
         if dict_args.get("input_ids") is not None and visual.embeds:
-            image_mask_BL, video_mask_BL = self._masks(dict_args["input_ids"])
+            image_mask_BL, video_mask_BL = self.placeholder_masks(dict_args["input_ids"])
             first_BL = image_mask_BL if "image" in visual.embeds else video_mask_BL
             second_BL = video_mask_BL if len(visual.embeds) == 2 else None
         part = self.placement.ops.row_part
@@ -312,7 +312,7 @@ class GPTEmbedding(nn.Layer):
         if not paddle.in_dynamic_mode():
             return
         if ids is not None and (embeds or visual is None):
-            image_mask_BL, video_mask_BL = self._masks(ids)
+            image_mask_BL, video_mask_BL = self.placeholder_masks(ids)
             check_visual_counts(
                 _count(image_mask_BL), embeds["image"].shape[0] if "image" in embeds else 0,
                 _count(video_mask_BL), embeds["video"].shape[0] if "video" in embeds else 0,

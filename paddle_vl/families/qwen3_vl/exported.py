@@ -21,10 +21,10 @@ from paddle_vl.batch.visual_index import check_visual_counts, compute_visual_ind
 from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
 from paddle_vl.export.folder import ExportFolder
+from paddle_vl.families.qwen3_vl.answers import answer_pieces
 from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig
 from paddle_vl.generation.loop import checked_prompts, chosen_tokens
-from paddle_vl.generation.text_pieces import text_pieces
 
 # Buffers grow by this many positions, at least.
 _CHUNK = 256
@@ -106,21 +106,8 @@ class ExportedQwen3VL:
         videos: Sequence[VideoSource] = (),
         **settings: Any,
     ) -> Iterator[str]:
-        """The answer in pieces of complete characters.
-
-        Args:
-            messages: `{"role": ..., "content": ...}`, the last one the user's.
-            images: paths, PIL images or uint8 arrays for the `<image>` tags, in order.
-            videos: paths, frames or uint8 arrays of frames for the `<video>` tags.
-            settings: of `GenerationConfig`.
-        """
-        config = (self.generation_config or GenerationConfig()).updated(**settings)
-        if config.eos_token_id is None:
-            config = config.updated(eos_token_id=self.processor.eos_token_ids)
-        inputs = self.processor(messages=messages, images=images, videos=videos)
-        given: dict[str, Any] = dict(inputs)
-        steps = self.stream(**given, generation_config=config)
-        return text_pieces((int(token_id) for (token_id,) in steps), self.processor.decode)
+        """The answer in pieces; arguments and errors as of `answer_pieces`."""
+        return answer_pieces(self, self.processor, messages, images, videos, **settings)
 
     def visual_rows(
         self, prompt_BL: np.ndarray, images: "_Items", videos: "_Items"

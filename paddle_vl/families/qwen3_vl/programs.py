@@ -119,7 +119,7 @@ class PrefillProgram(nn.Layer):
         levels: list[Tensor],
     ) -> list[Tensor]:
         embedding = self.language_model.embedding
-        is_image, is_video = embedding._masks(input_ids)
+        is_image, is_video = embedding.placeholder_masks(input_ids)
         inputs = embedding(
             {
                 "decoder_input": embedding.embed_tokens(input_ids),

@@ -5,7 +5,7 @@ deepstack levels. Hidden states as in `embedding.py`.
 
 Source of the interface: `transformer/transformer_layer.py` of PaddleFleet and
 `Qwen3VLTextTransformerLayer` of PaddleFormers; the dictionary of a layer crosses pipeline stages as
-`dict_to_tuple_helper` of `paddle.distributed.fleet.meta_parallel` makes it a tuple.
+`dict_to_tuple_helper` of fleet's `meta_parallel` makes it a tuple.
 """
 
 import functools

@@ -7,8 +7,6 @@ program has no control flow but the loop over the steps.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +27,7 @@ from tests.single_card_tests.families.pi07.test_policy import (
     observation,
     raw_batch,
 )
-from tests.support.exports import HOST_OPERATIONS, operations
+from tests.support.exports import HOST_OPERATIONS, operations, output_without_model_code
 from tests.support.pi07_golden import (
     CharacterTokenizer,
     case,
@@ -38,7 +36,6 @@ from tests.support.pi07_golden import (
     under,
 )
 
-CHECKOUT = Path(__file__).parents[3]
 MODEL_CODE = (
     *("base_policy", "decoder", "decoder_layers", "exporting", "flow", "layers", "planner"),
     *("planner_programs", "policy", "policy_model", "prefix", "prefix_layout", "program_inputs"),
@@ -258,16 +255,6 @@ def test_a_process_without_the_models_code_gives_the_same_actions(policy, folder
     np.savez(tmp_path / "batch.npz", noise=noise, **{k: batch[k] for k in batch if k not in words})
     (tmp_path / "words.json").write_text(json.dumps(words))
     script = f"""
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        own = [f"paddle_vl.families.pi07.{{part}}" for part in {MODEL_CODE}]
-        other = ("paddle_vl.nn", "paddle_vl.parallel", "paddle_vl.train")
-        if name in own or name.startswith(other):
-            raise ImportError(name)
-
-sys.meta_path.insert(0, Refuse())
 import json
 import numpy as np
 from paddle_vl.export import load
@@ -275,17 +262,8 @@ batch = dict(np.load("batch.npz")) | json.load(open("words.json"))
 noise = batch.pop("noise")
 print(json.dumps(load({str(folder)!r}).sample_actions(batch, noise).tolist()))
 """
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    found = np.array(json.loads(run.stdout.splitlines()[-1]))
-    np.testing.assert_allclose(found, policy.sample_actions(batch, noise), **TOLERANCE)
+    found = output_without_model_code("pi07", MODEL_CODE, script, tmp_path)
+    np.testing.assert_allclose(np.array(found), policy.sample_actions(batch, noise), **TOLERANCE)
 
 
 @pytest.mark.parametrize(("name", "loops"), [("prefix", 0), ("step", 0), ("actions", 1)])

@@ -6,8 +6,6 @@ has no control flow; a process without the model's code gives the same.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +14,9 @@ import pytest
 
 from paddle_vl.cli.main import main
 from paddle_vl.export import load
-from tests.single_card_tests.export.test_exported_pi07 import CHECKOUT, MODEL_CODE
+from tests.single_card_tests.export.test_exported_pi07 import MODEL_CODE
 from tests.single_card_tests.families.pi07.test_planner_policy import batch, planner
-from tests.support.exports import HOST_OPERATIONS, operations
+from tests.support.exports import HOST_OPERATIONS, operations, output_without_model_code
 
 
 @pytest.fixture(scope="module")
@@ -99,32 +97,14 @@ def test_a_process_without_the_models_code_gives_the_same_plan(made, folder, tmp
     words = {name: value for name, value in given.items() if name not in arrays}
     (tmp_path / "words.json").write_text(json.dumps(words))
     script = f"""
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        own = [f"paddle_vl.families.pi07.{{part}}" for part in {MODEL_CODE}]
-        other = ("paddle_vl.nn", "paddle_vl.parallel", "paddle_vl.train")
-        if name in own or name.startswith(other):
-            raise ImportError(name)
-
-sys.meta_path.insert(0, Refuse())
 import json
 import numpy as np
 from paddle_vl.export import load
 batch = dict(np.load("batch.npz")) | json.load(open("words.json"))
 print(json.dumps(load({str(folder)!r}).plan(batch)))
 """
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.splitlines()[-1]) == list(made.plan(given))
+    found = output_without_model_code("pi07", MODEL_CODE, script, tmp_path)
+    assert found == list(made.plan(given))
 
 
 @pytest.mark.parametrize("name", ["images", "prefill", "decode"])
