@@ -50,7 +50,7 @@ def describe_wait(
     if owners:
         return f"{text}; {_worker(dataset, owners[0])}"
     others = "; ".join(_worker(dataset, worker) for worker in workers)
-    return f"{text}; no worker has begun it: {others or 'none has started'}"
+    return f"{text}; no worker is at it: {others or 'none has started'}"
 
 
 def _worker(dataset: SampleSource, worker: WorkerProgress) -> str:

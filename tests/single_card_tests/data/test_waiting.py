@@ -79,11 +79,11 @@ def test_workers_that_are_at_other_batches_are_told():
     workers = [WorkerProgress(0, 11, job=3, sample=7), WorkerProgress(1, 12, job=None, sample=None)]
     text = describe_wait(PendingBatch(0, 4, [8], job=4), NumberDataset(9), workers)
     assert text.endswith(
-        "no worker has begun it: worker 0 (process 11) is at sample 7; worker 1 (process 12) has "
+        "no worker is at it: worker 0 (process 11) is at sample 7; worker 1 (process 12) has "
         "had no batch yet"
     )
     none = describe_wait(PendingBatch(0, 4, [8], job=4), NumberDataset(9), [])
-    assert none.endswith("no worker has begun it: none has started")
+    assert none.endswith("no worker is at it: none has started")
 
 
 def test_a_worker_behind_its_last_sample_is_between_samples():

@@ -195,7 +195,10 @@ def test_fetching_ahead_is_waiting_once_the_device_has_no_work(clock, is_done, e
 
 
 class OpensPipe(logging.Handler):
-    """Releases the blocked sample when a message names the process that loads it."""
+    """Releases the blocked sample when a message names its batch and the process that loads it.
+
+    A worker may be at the sample while an earlier batch is still on its way.
+    """
 
     def __init__(self, pipe: Path, who: str):
         super().__init__()
@@ -203,8 +206,9 @@ class OpensPipe(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
-        if self.naming is None and self.messages[-1].endswith(self.who):
-            self.naming = self.messages[-1]
+        text = self.messages[-1]
+        if self.naming is None and "data: batch 1 of" in text and text.endswith(self.who):
+            self.naming = text
             self.pipe.open("w").close()
 
 
