@@ -151,6 +151,9 @@ class TrainConfig(Section):
     recompute: Literal["none", "full"] = "none"
     """activation recomputation: full discards every layer's activations and runs the layer again in
     the backward pass"""
+    kernels: Literal["fused", "plain"] = "fused"
+    """fused: this package's kernels and Paddle's fused ones; plain: Paddle's basic operators one by
+    one, which round after each as the original models do: slower, with more memory, to compare"""
     eval_steps: Annotated[int | None, Field(ge=1)] = None
     """steps between evaluations; null: at the end only"""
     save_steps: Annotated[int | None, Field(ge=1)] = 500

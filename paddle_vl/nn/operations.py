@@ -10,7 +10,8 @@ differentiable, and can be traced into a program.
     def _rms_norm_on_cpu(x, weight_C, epsilon): ...
 
 A call takes the kernel of its first tensor's device. Without one, or while a program is traced, it
-takes the plain implementation. `use_kernels` forces one choice, for tests.
+takes the plain implementation. `choose_kernels("plain")` makes every call of the process take it,
+and `use_kernels` forces one choice, for tests.
 
 Small operations are here too: sums, activations, slices, dropout of token rows, and the cross
 entropy of tokens.
@@ -33,6 +34,8 @@ R = TypeVar("R")
 K = TypeVar("K")
 
 OPERATIONS: list["Operation[Any, Any]"] = []
+Kernels = Literal["fused", "plain"]
+_chosen: Kernels = "fused"
 _forced: Device | Literal["plain"] | None = None
 
 
@@ -79,6 +82,28 @@ def operation(plain: Callable[P, R]) -> Operation[P, R]:
     return Operation(plain)
 
 
+def choose_kernels(kernels: Kernels) -> None:
+    """Take kernels or plain implementations from now on, in the whole process.
+
+    Args:
+        kernels: `fused` takes the kernels of the tensors' device; `plain` takes the plain
+            implementations on every device, which round after each operator as the original
+            models do. The setting `train.kernels`.
+
+    Raises:
+        ValueError: another choice.
+    """
+    global _chosen
+    if kernels not in ("fused", "plain"):
+        raise ValueError(f"kernels is {kernels!r}; 'fused' or 'plain'")
+    _chosen = kernels
+
+
+def chosen_kernels() -> Kernels:
+    """The last choice of `choose_kernels`; `fused` before the first."""
+    return _chosen
+
+
 @contextmanager
 def use_kernels(device: Device | Literal["plain"]) -> Iterator[None]:
     """Take the kernels of this device, or the plain implementations, wherever tensors lie.
@@ -97,6 +122,8 @@ def use_kernels(device: Device | Literal["plain"]) -> Iterator[None]:
 def _device_of(x: Any) -> str | None:
     if _forced is not None:
         return _forced
+    if _chosen == "plain":
+        return "plain"
     if not paddle.in_dynamic_mode():
         return None
     place = x.place

@@ -19,6 +19,7 @@ from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses
 from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.operations import choose_kernels
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
 from paddle_vl.parallel.colocated.runner import ColocatedRunner
 from paddle_vl.parallel.colocated.store import PartsStore
@@ -116,6 +117,7 @@ def _build(
         folder = Path(config.model.pretrained)
         check_pretrained(folder, config.train.verify_checkpoint, ranks)
     seed_everything(config.train.seed)
+    choose_kernels(config.train.kernels)
     family = run_family(config, checkpoint)
     if several:
         check_fields_agree(family.fields, topology.describe())
