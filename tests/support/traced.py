@@ -2,7 +2,7 @@
 
 Paddle's CPU build can trace bfloat16 but not compute in it. Hand-written gradient functions
 (`PyLayer`) are traced forward, and backward with gradients of the output dtypes. Kernels are those
-of a GPU.
+of a GPU, and Paddle chooses the kernels of attention as on one (`tests.support.gpu`).
 """
 
 import traceback
@@ -15,13 +15,13 @@ import paddle
 import pytest
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.operations import OPERATIONS, use_kernels
+from paddle_vl.nn.operations import OPERATIONS
+from tests.support.gpu import pretended_gpu
 
 # GPU kernels; each is traced as one operator with the dtype of its first tensor, as on a GPU.
 KERNELS = (
     (paddle, "scatter"),
     (paddle, "index_add"),
-    (paddle.nn.functional, "scaled_dot_product_attention"),
     (paddle.nn.functional, "silu"),
     (paddle.nn.functional, "swiglu"),
 )
@@ -61,10 +61,11 @@ def trace(
         dropped: a cast to leave out.
 
     Returns:
-        Operators, those of `KERNELS` first; every `Cast` of a bfloat16 tensor.
+        Operators, those of `KERNELS` and of attention first; every `Cast` of a bfloat16 tensor.
     """
     casts: list[Cast] = []
-    with pytest.MonkeyPatch.context() as patch, _static_mode(), use_kernels("gpu"):
+    gpu = pretended_gpu(dtype=None)
+    with pytest.MonkeyPatch.context() as patch, _static_mode(), gpu as calls:
         program = paddle.static.Program()
         patch.setattr(paddle, "in_dynamic_mode", lambda: True)
         patch.setattr(PyLayer, "apply", classmethod(_apply_and_backward))
@@ -79,6 +80,7 @@ def trace(
         patch.setattr(paddle.pir.Value, "astype", _recorded(casts, dropped))
         with paddle.static.program_guard(program, paddle.static.Program()):
             build()
+        kernels += [Operator(call.name, call.dtypes, call.dtypes[:1]) for call in calls]
         return kernels + [_described(op) for op in program.global_block().ops], casts
 
 

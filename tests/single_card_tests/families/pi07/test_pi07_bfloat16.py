@@ -1,10 +1,10 @@
 """The casts of a bfloat16 pi07, checked by the dtype of every operator that a GPU would run.
 
-Guarantees, for both attention implementations and for forward and backward of every hand-written
-gradient: norms, rotary embedding, eager scores and softmax, the flow and both losses run in
-float32, the time embedding in float64; all other products, the tower's attention, and tensors
-between layers and between pipeline stages stay in bfloat16; no operator mixes dtypes; removing any
-single cast makes these tests fail.
+Guarantees, for both attention implementations, for eager attention composed of operators, and for
+forward and backward of every hand-written gradient: norms, rotary embedding, composed scores and
+softmax, the flow and both losses run in float32, the time embedding in float64; all other products,
+attention, and tensors between layers and between pipeline stages stay in bfloat16; no operator
+mixes dtypes; removing any single cast makes these tests fail.
 """
 
 from collections import Counter
@@ -18,7 +18,9 @@ from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.pipeline import PI07LowLevelStage
 from paddle_vl.families.pi07.prefix_layout import Presence
+from paddle_vl.nn.attention import eager_or_sdpa_attention
 from paddle_vl.nn.linear import default_dtype
+from tests.support.gpu import FLASH
 from tests.support.pi07_golden import case, config_values
 from tests.support.traced import Cast, Operator, trace
 
@@ -29,7 +31,7 @@ CAMERA_FIELDS = {
     "subgoal_img_masks": "subgoal_img_mask",
 }
 WIDE = {"rsqrt", "cos", "sin", "softmax", "cross_entropy_with_softmax", "square", "mean"}
-NARROW = {"scaled_dot_product_attention", "gelu", "silu", "embedding", "pool2d"}
+NARROW = {*FLASH, "gelu", "silu", "embedding", "pool2d"}
 LAYERS, TOWER_LAYERS = 2, 2
 EVERYTHING = Presence(True, True, True)
 
@@ -60,8 +62,13 @@ def model_and_batch(implementation: str) -> tuple[PI07LowLevelFlowMatching, dict
 
 
 def run_model(implementation: str) -> None:
-    model, batch = model_and_batch(implementation)
-    model(batch, EVERYTHING, per_sample=True)
+    """`composed` is eager attention without its kernel for GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if implementation == "composed":
+            patch.delitem(eager_or_sdpa_attention.kernels, "gpu")
+            implementation = "eager"
+        model, batch = model_and_batch(implementation)
+        model(batch, EVERYTHING, per_sample=True)
 
 
 def violations(operators: list[Operator], casts: list[Cast], implementation: str) -> list[str]:
@@ -74,7 +81,7 @@ def violations(operators: list[Operator], casts: list[Cast], implementation: str
             found.append(f"{name} in float32")
     wide_products = operators.count(Operator("matmul", ("float32",) * 2, ("float32",)))
     # Attention scores of both streams.
-    if wide_products != (2 * LAYERS if implementation == "eager" else 0):
+    if wide_products != (2 * LAYERS if implementation == "composed" else 0):
         found.append(f"{wide_products} products in float32")
     widened = sum(op == Operator("cast", ("bfloat16",), ("float32",)) for op in operators)
     if widened != len(casts):
@@ -82,7 +89,7 @@ def violations(operators: list[Operator], casts: list[Cast], implementation: str
     return found
 
 
-@pytest.fixture(scope="module", params=["eager", "sdpa"])
+@pytest.fixture(scope="module", params=["eager", "sdpa", "composed"])
 def traced(request):
     return request.param, *trace(lambda: run_model(request.param))
 
@@ -98,7 +105,7 @@ def test_every_operator_has_the_dtype_it_should(traced):
     for name in ("cos", "sin"):
         dtypes = Counter(op.gives for op in operators if op.name == name)
         assert dtypes == {("float32",): 4, ("float64",): 1}
-    assert names["softmax"] == (2 * LAYERS if implementation == "eager" else 0)
+    assert names["softmax"] == (2 * LAYERS if implementation == "composed" else 0)
     loss = next(op for op in operators if op.name == "cross_entropy_with_softmax")
     assert loss.gives == ("float32", "float32")
 
@@ -115,13 +122,13 @@ def test_stages_of_a_pipeline_exchange_bfloat16():
 
 
 def test_no_cast_can_be_dropped():
-    # Eager attention has all casts of sdpa and more.
-    run = partial(run_model, "eager")
+    # Composed attention has all casts of the kernels and more.
+    run = partial(run_model, "composed")
     casts = sorted(set(trace(run)[1]))
     assert len(casts) >= 13
     for cast in casts:
         try:
-            found = violations(*trace(run, dropped=cast), "eager")
+            found = violations(*trace(run, dropped=cast), "composed")
         except TypeError as error:
             # Paddle's CPU build lacks this kernel in bfloat16.
             found = ["bfloat16"] if "dtype: bfloat16" in str(error) else []

@@ -16,13 +16,14 @@ from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.testing.qwen3_vl import EXPERTS
 from tests.single_card_tests.train.batches import image_batch
+from tests.support.gpu import FLASH
 from tests.support.tiny import tiny_config
 from tests.support.traced import Cast, Operator, trace
 
 HOST = ("image_grid_thw", "num_target_tokens", "has_left_padding")
 # Operators that must never see bfloat16, and those that must never see float32.
 WIDE = {"rsqrt", "cos", "sin", "exp", "log", "softmax", "cross_entropy_with_softmax"}
-NARROW = {"matmul", "scaled_dot_product_attention", "swiglu", "gelu", "scatter", "index_add"}
+NARROW = {"matmul", *FLASH, "swiglu", "gelu", "scatter", "index_add"}
 
 
 def run_model(**text_settings) -> None:
