@@ -27,11 +27,17 @@ def need(fits: bool, kernel: str, wanted: str, **found: Any) -> None:
         raise ContractError(f"{kernel} needs {wanted}; found {shown}")
 
 
-def need_contiguous(kernel: str, **tensors: Tensor | None) -> None:
-    """Raise a `ContractError` for a tensor that is not contiguous, which Paddle would copy."""
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            need(tensor.is_contiguous(), kernel, f"contiguous {name}", strides=tensor.strides)
+def contiguous(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, each copied if it is not contiguous: Paddle does so before such a kernel, with a
+    launch of its own."""
+    found = []
+    for tensor in tensors:
+        if tensor.is_contiguous():
+            found.append(tensor)
+        else:
+            with launched("contiguous"):
+                found.append(tensor.contiguous())
+    return found
 
 
 def is_float32(x: Tensor) -> bool:

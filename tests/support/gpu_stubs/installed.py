@@ -11,7 +11,7 @@ from paddle.incubate.nn import functional as incubate
 from paddle.nn import functional as F
 
 from paddle_vl.nn import operations
-from tests.support.gpu_stubs import norms, products
+from tests.support.gpu_stubs import norms, products, rotary
 
 STANDINS = (
     (F, "rms_norm", norms.rms_norm),
@@ -19,6 +19,7 @@ STANDINS = (
     (incubate, "fused_rms_norm_ext", norms.fused_rms_norm_ext),
     (incubate, "fused_rms_norm", norms.fused_rms_norm),
     (incubate, "batched_gemm", products.batched_gemm),
+    (incubate, "fused_rotary_position_embedding", rotary.fused_rotary_position_embedding),
     (_C_ops, "rms_norm_grad", norms.rms_norm_grad),
 )
 

@@ -1,8 +1,8 @@
-"""Stand-ins of `rms_norm`, `fused_rms_norm_ext`, `fused_rms_norm` with a residual, and `layer_norm`.
+"""Stand-ins of Paddle's RMSNorms (with a residual too) and LayerNorm.
 
-Contracts: rms_norm_cuda_kernel.h, layer_norm_cuda_kernel.h, rms_norm_kernel.cu and layer_norm_kernel.cu
-of Paddle 3.3.1. All statistics are float32; the launches are those of rows whose width is a multiple
-of 4.
+Contracts: rms_norm_cuda_kernel.h, layer_norm_cuda_kernel.h, rms_norm_kernel.cu and
+layer_norm_kernel.cu of Paddle 3.3.1. Statistics are float32; the launches are those of rows whose
+width is a multiple of 4.
 """
 
 from typing import Any
@@ -11,13 +11,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from tests.support.gpu_stubs.contract import (
-    is_float32,
-    is_half,
-    launched,
-    need,
-    need_contiguous,
-)
+from tests.support.gpu_stubs.contract import contiguous, is_float32, is_half, launched, need
 
 # Above so many rows the gradient of the weight is summed in two steps, if the rows are short.
 _MANY_ROWS, _SHORT = 64 * 1024, 2048
@@ -28,11 +22,10 @@ def rms_norm(x, normalized_shape, weight=None, eps=1e-5, name=None):
     need(is_float32(x) or is_half(x), kernel, "float32 or bfloat16 rows", x=x)
     need(list(normalized_shape) == list(x.shape[-1:]), kernel, "the last dim", of=normalized_shape)
     need(x.size > 0, kernel, "rows", x=x)
-    need_contiguous(kernel, x=x, weight=weight)
-    need(weight is not None, kernel, "a weight: it reads the data of an absent one")
+    need(weight is not None, kernel, "a weight")
     fits = weight.dtype == x.dtype and list(weight.shape) == list(normalized_shape)
     need(fits, kernel, "a weight of the rows' dtype and width", x=x, weight=weight)
-    return _RMSNorm.apply(kernel, x, weight, eps, x.dtype)
+    return _RMSNorm.apply(kernel, *contiguous(x, weight), eps, x.dtype)
 
 
 def fused_rms_norm_ext(x, scale, epsilon=1e-5, name=None):
@@ -41,8 +34,7 @@ def fused_rms_norm_ext(x, scale, epsilon=1e-5, name=None):
     need(x.size > 0, kernel, "rows", x=x)
     need(is_float32(scale) or is_half(scale), kernel, "a float32 or bfloat16 scale", scale=scale)
     need(list(scale.shape) == list(x.shape[-1:]), kernel, "a scale of the rows' width", scale=scale)
-    need_contiguous(kernel, x=x, scale=scale)
-    return _RMSNorm.apply(kernel, x, scale, epsilon, scale.dtype)
+    return _RMSNorm.apply(kernel, *contiguous(x, scale), epsilon, scale.dtype)
 
 
 def fused_rms_norm(
@@ -57,7 +49,7 @@ def fused_rms_norm(
     need(list(x.shape) == list(residual.shape), kernel, "one shape", x=x, residual=residual)
     need(begin_norm_axis == len(x.shape) - 1, kernel, "the last dim", axis=begin_norm_axis)
     need(norm_bias is None and bias is None and quant_scale <= 0, kernel, "neither bias nor scale")
-    need_contiguous(kernel, x=x, residual=residual, norm_weight=norm_weight)
+    x, residual = contiguous(x, residual)
     # It has no gradient for the residual: the caller must have one of its own.
     need(x.stop_gradient or not paddle.is_grad_enabled(), kernel, "a gradient of the caller's")
     with launched(kernel):
@@ -71,7 +63,7 @@ def rms_norm_grad(x, scale, invvar, y_grad, normalized_shape, epsilon):
     same = x.dtype == scale.dtype == y_grad.dtype and is_float32(invvar)
     need(same, kernel, "one dtype, and float32 roots", x=x, scale=scale, grad=y_grad, roots=invvar)
     need(list(x.shape) == list(y_grad.shape), kernel, "one shape", x=x, y_grad=y_grad)
-    need_contiguous(kernel, x=x, scale=scale, invvar=invvar, y_grad=y_grad)
+    x, y_grad = contiguous(x, y_grad)
     with launched(kernel, 1 + _weight_launches(x)):
         return _backward(x, scale, invvar, y_grad, True, True)
 
@@ -94,11 +86,10 @@ class _RMSNorm(PyLayer):
         x, scale, inverse = ctx.saved_tensor()
         need(grad.dtype == ctx.dtype, ctx.kernel, "a gradient of the result's dtype", grad=grad)
         needs_x, needs_scale = ctx.needs
-        if ctx.kernel == "rms_norm":
-            number = needs_x + _weight_launches(x) * needs_scale
-        else:
-            # The gradient of the scale is computed whether it is needed or not, in two steps.
-            number = 3
+        (grad,) = contiguous(grad)
+        # The other one computes the gradient of the scale whether it is needed or not.
+        own = ctx.kernel == "rms_norm"
+        number = needs_x + _weight_launches(x) * needs_scale if own else 3
         with launched(f"{ctx.kernel}_grad", number):
             return _backward(x, scale, inverse, grad, needs_x, needs_scale)
 
@@ -138,8 +129,7 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, epsilon=1e-5, name=N
     )
     fits = weight.dtype == x.dtype or is_float32(weight)
     need(fits, kernel, "a weight in float32 or the rows' dtype", x=x, weight=weight)
-    need_contiguous(kernel, x=x, weight=weight, bias=bias)
-    return _LayerNorm.apply(x, weight, bias, epsilon)
+    return _LayerNorm.apply(*contiguous(x, weight, bias), epsilon)
 
 
 class _LayerNorm(PyLayer):
@@ -161,6 +151,7 @@ class _LayerNorm(PyLayer):
     def backward(ctx, grad):
         x, weight, mean, variance = ctx.saved_tensor()
         needs_x, needs_weight, needs_bias = ctx.needs
+        (grad,) = contiguous(grad)
         with launched("layer_norm_grad", needs_x + 2 * (needs_weight or needs_bias)):
             wide, dtype, grad = x.astype("float64"), x.dtype, grad.astype("float64")
             inverse = paddle.rsqrt(variance.astype("float64") + ctx.epsilon)

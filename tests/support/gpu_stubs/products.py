@@ -2,14 +2,14 @@
 
 import paddle
 
-from tests.support.gpu_stubs.contract import is_float32, is_half, launched, need, need_contiguous
+from tests.support.gpu_stubs.contract import contiguous, is_float32, is_half, launched, need
 
 
 def batched_gemm(lhs, rhs, batch_sizes, trans_lhs=False, trans_rhs=False):
     kernel = "batched_gemm"
     need(is_float32(lhs) or is_half(lhs), kernel, "float32 or bfloat16", lhs=lhs)
     need(lhs.dtype == rhs.dtype, kernel, "one dtype", lhs=lhs, rhs=rhs)
-    need_contiguous(kernel, lhs=lhs, rhs=rhs)
+    lhs, rhs = contiguous(lhs, rhs)
     whole = all(type(size) is int and size >= 0 for size in batch_sizes)
     need(whole, kernel, "a list of numbers on the host", batch_sizes=batch_sizes)
     need(sum(batch_sizes) == lhs.shape[0], kernel, "sizes of all rows", lhs=lhs, sizes=batch_sizes)
