@@ -22,7 +22,7 @@ _LARGEST_EPSILON = 1e-3
 
 @rms_norm.register("gpu")
 def _rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    if x.size == 0 or weight_C.dtype != x.dtype:
+    if 0 in x.shape or weight_C.dtype != x.dtype:
         return rms_norm.plain(x, weight_C, epsilon)
     return F.rms_norm(x, [x.shape[-1]], weight_C, epsilon)[0]
 
@@ -31,7 +31,7 @@ def _rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
 def _add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    if x_TD.size == 0 or not x_TD.dtype == residual_TD.dtype == weight_D.dtype:
+    if 0 in x_TD.shape or not x_TD.dtype == residual_TD.dtype == weight_D.dtype:
         return add_rms_norm.plain(x_TD, residual_TD, weight_D, epsilon)
     return _AddRMSNorm.apply(x_TD, residual_TD, weight_D, epsilon)
 
@@ -64,7 +64,7 @@ class _AddRMSNorm(PyLayer):
 def _gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     """`rms_norm` takes a weight in the dtype of `x`, which would round `1 + weight`; this kernel
     takes a float32 one, and returns float32."""
-    if x.size == 0:
+    if 0 in x.shape:
         return gemma_rms_norm.plain(x, weight_C, epsilon)
     scale_C = 1.0 + weight_C.astype("float32")
     return incubate.fused_rms_norm_ext(x, scale_C, epsilon)[0].astype(x.dtype)
@@ -72,7 +72,7 @@ def _gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
 
 @rms_quotient.register("gpu")
 def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
-    if x.size == 0:
+    if 0 in x.shape:
         return rms_quotient.plain(x, epsilon)
     ones_C = paddle.ones([x.shape[-1]], dtype="float32")
     return incubate.fused_rms_norm_ext(x, ones_C, epsilon)[0]
@@ -80,6 +80,6 @@ def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
 
 @layer_norm.register("gpu")
 def _layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    if x.size == 0 or epsilon > _LARGEST_EPSILON:
+    if 0 in x.shape or epsilon > _LARGEST_EPSILON:
         return layer_norm.plain(x, weight_C, bias_C, epsilon)
     return F.layer_norm(x, [x.shape[-1]], weight_C, bias_C, epsilon)

@@ -1,10 +1,10 @@
 """The casts of a bfloat16 pi07, checked by the dtype of every operator that a GPU would run.
 
-Guarantees, for both attention implementations and for forward and backward of every hand-written
-gradient: norms, rotary embedding, eager scores and softmax, the flow and both losses run in
-float32, the time embedding in float64; all other products, the tower's attention, and tensors
-between layers and between pipeline stages stay in bfloat16; no operator mixes dtypes; removing any
-single cast makes these tests fail.
+Guarantees, for both attention implementations, with plain operators and with the fused kernels of a
+GPU (forward, and backward of every hand-written gradient): norms, rotary embedding in plain
+operators, eager scores and softmax, the flow and both losses run in float32, the time embedding in
+float64; all other products, the tower's attention, and tensors between layers and between pipeline
+stages stay in bfloat16; no operator mixes dtypes; removing any single cast makes these tests fail.
 """
 
 from collections import Counter
@@ -29,7 +29,12 @@ CAMERA_FIELDS = {
     "subgoal_img_masks": "subgoal_img_mask",
 }
 WIDE = {"rsqrt", "cos", "sin", "softmax", "cross_entropy_with_softmax", "square", "mean"}
-NARROW = {"scaled_dot_product_attention", "gelu", "silu", "embedding", "pool2d"}
+NARROW = {
+    *("scaled_dot_product_attention", "gelu", "silu", "embedding", "pool2d", "layer_norm"),
+    "fused_rotary_position_embedding",
+}
+# Rows, and a float32 scale that keeps the product in float32.
+SCALED = Operator("fused_rms_norm_ext", ("bfloat16", "float32"), ("float32", "float32"))
 LAYERS, TOWER_LAYERS = 2, 2
 EVERYTHING = Presence(True, True, True)
 
@@ -72,6 +77,8 @@ def violations(operators: list[Operator], casts: list[Cast], implementation: str
             found.append(f"{name} in bfloat16")
         if name in NARROW and "float32" in takes + gives:
             found.append(f"{name} in float32")
+        if name == SCALED.name and (takes, gives) != SCALED[1:]:
+            found.append(f"{name} of {takes}")
     wide_products = operators.count(Operator("matmul", ("float32",) * 2, ("float32",)))
     # Attention scores of both streams.
     if wide_products != (2 * LAYERS if implementation == "eager" else 0):
@@ -82,18 +89,24 @@ def violations(operators: list[Operator], casts: list[Cast], implementation: str
     return found
 
 
-@pytest.fixture(scope="module", params=["eager", "sdpa"])
+@pytest.fixture(scope="module", params=[("eager", "gpu"), ("sdpa", "gpu"), ("eager", "plain")])
 def traced(request):
-    return request.param, *trace(lambda: run_model(request.param))
+    implementation, kernels = request.param
+    return *request.param, *trace(lambda: run_model(implementation), chosen=kernels)
 
 
 def test_every_operator_has_the_dtype_it_should(traced):
-    implementation, operators, casts = traced
+    implementation, kernels, operators, casts = traced
     assert violations(operators, casts, implementation) == []
     names = Counter(op.name for op in operators)
     # Norms: 6 per backbone layer, 2 per expert layer, a final one each; 2 per tower layer, the
     # tower's last one and the projector's, in one pass of videos and subgoals.
-    assert names["rsqrt"] == 8 * LAYERS + 2 + 2 * TOWER_LAYERS + 2
+    gemma_norms, tower_norms = 8 * LAYERS + 3, 2 * TOWER_LAYERS + 1
+    if kernels == "gpu":
+        assert names["fused_rms_norm_ext"] == gemma_norms
+        assert names["layer_norm"] == tower_norms
+        assert names["fused_rotary_position_embedding"] == 4 * LAYERS
+    assert names["rsqrt"] == (0 if kernels == "gpu" else gemma_norms + tower_norms)
     # Two rotary bases per stream in float32, and the time embedding.
     for name in ("cos", "sin"):
         dtypes = Counter(op.gives for op in operators if op.name == name)
@@ -114,14 +127,15 @@ def test_stages_of_a_pipeline_exchange_bfloat16():
     assert violations(*trace(run_stages), "eager") == []
 
 
-def test_no_cast_can_be_dropped():
+@pytest.mark.parametrize("kernels", ["gpu", "plain"])
+def test_no_cast_can_be_dropped(kernels):
     # Eager attention has all casts of sdpa and more.
-    run = partial(run_model, "eager")
-    casts = sorted(set(trace(run)[1]))
-    assert len(casts) >= 13
+    run = partial(trace, partial(run_model, "eager"), chosen=kernels)
+    casts = sorted(set(run()[1]))
+    assert len(casts) >= (5 if kernels == "gpu" else 9)
     for cast in casts:
         try:
-            found = violations(*trace(run, dropped=cast), "eager")
+            found = violations(*run(dropped=cast), "eager")
         except TypeError as error:
             # Paddle's CPU build lacks this kernel in bfloat16.
             found = ["bfloat16"] if "dtype: bfloat16" in str(error) else []
