@@ -172,6 +172,12 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return F.swiglu(gate, up)
 
 
+@operation
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`gelu(gate) * up` with the tanh form of GELU, as in Gemma."""
+    return F.gelu(gate, approximate=True) * up
+
+
 def slice_axis(x: Tensor, begin: int, end: int, axis: int = 0) -> Tensor:
     """`x[begin:end]` along an axis, always as an operation of the graph.
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import Tensor
-from paddle.autograd import PyLayer
 
 from paddle_vl.nn.operations import operation
 
@@ -155,26 +154,3 @@ def rotate_half(x: Tensor) -> Tensor:
     """`[-x2, x1]` for the halves `[x1, x2]` of the last dim."""
     half = x.shape[-1] // 2
     return paddle.concat([-x[..., half:], x[..., :half]], axis=-1)
-
-
-@apply_rotary.register("gpu")
-def _apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    # One by one: both outputs of one PyLayer pass gradients, so an unused one would pass zeros.
-    cos, sin = tables.for_product(1)
-    return _Rotary.apply(q_TNH, cos, sin), _Rotary.apply(k_TKH, cos, sin)
-
-
-class _Rotary(PyLayer):
-    """Keeps the tables for the backward pass only, not the float32 copy of `x`."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _rotation(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensor()
-        wide = grad.astype(cos.dtype)
-        # The transpose of rotate_half is its negative.
-        return (wide * cos - rotate_half(wide * sin)).astype(grad.dtype), None, None

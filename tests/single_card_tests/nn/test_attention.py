@@ -20,7 +20,7 @@ from paddle_vl.nn.attention import (
     segment_attention,
 )
 from paddle_vl.nn.cpu.attention import packed_blocks
-from tests.support.gpu import implementation
+from tests.support.gpu_stubs.pretended import implementation
 
 
 @pytest.fixture(params=["cpu", "plain", "a100", "h100"])

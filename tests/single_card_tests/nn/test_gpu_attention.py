@@ -29,8 +29,9 @@ from paddle_vl.nn.attention import (
 )
 from paddle_vl.nn.gpu import flash as flash_calls
 from paddle_vl.nn.gpu.flash import flash, flash_with_bias
-from tests.support.gpu import FLASH, ContractError, pretended_gpu
-from tests.support.gpu.attention_stubs import visible_of_rows
+from tests.support.gpu_stubs.attention import FLASH, visible_of_rows
+from tests.support.gpu_stubs.contract import ContractError
+from tests.support.gpu_stubs.pretended import pretended_gpu
 
 A100, H100 = ((8, 0), 2), ((9, 0), 3)
 
@@ -211,12 +212,12 @@ def test_a_row_without_a_key_stays_finite_inside_the_kernel():
             flash_with_bias(q, q, q, paddle.full([1, 1, 2, 2], -2.3819763e38))
 
 
-@pytest.mark.parametrize("change", [{"dtype": None}, {"width": 12}, {"width": 264}])
+@pytest.mark.parametrize("change", [{"stand_in": None}, {"width": 12}, {"width": 264}])
 def test_without_a_flash_kernel_the_plain_implementation_runs(change):
     """Queries of float32, and head widths that no kernel has: Paddle chooses as it would."""
     width = change.get("width", 8)
     q = drawn(1, 8, 2, width)
-    with pretended_gpu(dtype=change.get("dtype", paddle.bfloat16)) as calls:
+    with pretended_gpu(stand_in=change.get("stand_in", "float32")) as calls:
         causal_attention(q, q, q, packed=PackedSamples(segment_offsets([[3, 5]], 8), 8))
     assert calls
     assert not {call.name for call in calls} & set(FLASH)

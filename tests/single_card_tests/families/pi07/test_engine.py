@@ -21,7 +21,8 @@ from paddle_vl.families.pi07.decoder import (
 from paddle_vl.nn.attention import AttentionMask, masked_attention
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
-from tests.support.gpu import FLASH, implementation, pretended_gpu
+from tests.support.gpu_stubs.attention import FLASH
+from tests.support.gpu_stubs.pretended import implementation, pretended_gpu
 from tests.support.pi07_golden import policy_config
 
 BATCH, LENGTH, STEPS, SEEN = 2, 6, 4, 5

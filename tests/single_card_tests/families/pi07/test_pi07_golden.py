@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from parity.comparison import CaseReport
 from parity.pi07 import run_cases
 from parity.pi07_golden import GoldenFolders
-from tests.support.gpu import implementation
+from tests.support.gpu_stubs.pretended import implementation
 from tests.support.pi07_golden import CASES
 from tests.support.tiny import IMPLEMENTATIONS
 

@@ -13,7 +13,8 @@ import pytest
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.testing.qwen3_vl import IMAGE, patches, token_rows
-from tests.support.gpu import FLASH, implementation
+from tests.support.gpu_stubs.attention import FLASH
+from tests.support.gpu_stubs.pretended import implementation
 from tests.support.tiny import tiny_config, tiny_model
 
 GRIDS = [[1, 4, 4], [1, 2, 4]]

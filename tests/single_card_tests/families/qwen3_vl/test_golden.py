@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from parity.comparison import CaseReport
 from parity.golden import GoldenFolders
 from parity.qwen_vl import run_cases
-from tests.support.gpu import implementation
+from tests.support.gpu_stubs.pretended import implementation
 from tests.support.tiny import GOLDEN, IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[4]

@@ -1,4 +1,4 @@
-"""Paddle's choice of attention kernels as on a GPU, and the stubs of `contracts` in their places.
+"""Paddle's choice of attention kernels as on a GPU, and the stubs of `machine` in their places.
 
 Paddle's own Python code runs (`nn/functional/sdpa.py`, `flash_attention.py`) and believes that
 tensors lie on a GPU of the given compute capability. So which kernel a call takes, and what Paddle
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import paddle
 import pytest
@@ -18,9 +18,10 @@ from paddle import _C_ops
 
 import paddle_vl.nn.gpu.flash
 from paddle_vl.nn.operations import use_kernels
-from tests.support.gpu import attention_stubs  # noqa: F401  registers its stubs
-from tests.support.gpu.contracts import STUBS, KernelCall, Machine
+from tests.support.gpu_stubs import attention  # noqa: F401  registers its stubs
+from tests.support.gpu_stubs.machine import STUBS, KernelCall, Machine
 
+FLASH_DTYPES = (paddle.float16, paddle.bfloat16)
 _SDPA = importlib.import_module("paddle.nn.functional.sdpa")
 _FLASH = importlib.import_module("paddle.nn.functional.flash_attention")
 _BACKENDS = importlib.import_module("paddle.nn.attention.sdpa")
@@ -33,8 +34,8 @@ def pretended_gpu(
     capability: tuple[int, int] = (8, 0),
     flash_version: int = 2,
     deterministic: bool = False,
-    dtype: Any = paddle.bfloat16,
-    takes_gpu_kernels: bool = True,
+    stand_in: str | None = "float32",
+    kernels: Literal["gpu", "plain"] = "gpu",
 ) -> Iterator[list[KernelCall]]:
     """Take the kernels of a GPU in this block, backward passes included; calls are collected.
 
@@ -42,24 +43,20 @@ def pretended_gpu(
         capability: (8, 0) is an A100, (9, 0) an H100.
         flash_version: FLAGS_flash_attn_version.
         deterministic: FLAGS_cudnn_deterministic.
-        dtype: dtype that float32 tensors stand for in attention: Paddle's CPU build cannot
-            compute in bfloat16. None takes dtypes as they are, for traced programs.
-        takes_gpu_kernels: whether operations take their kernels for GPUs; False leaves that to an
-            enclosing `use_kernels`.
+        stand_in: dtype that stands for bfloat16 in attention: Paddle's CPU build cannot compute in
+            it. None takes dtypes as they are, for traced programs.
+        kernels: those of `paddle_vl.nn` to take.
     """
     flags = {
         "FLAGS_flash_attn_version": flash_version,
         "FLAGS_cudnn_deterministic": deterministic,
     }
-    machine = Machine(capability, dtype, flags)
+    machine = Machine(capability, stand_in, flags)
     with pytest.MonkeyPatch.context() as patch:
         _pretend_place(patch, machine)
         for name, stub in STUBS.items():
             patch.setattr(_C_ops, name, partial(stub, machine))
-        if not takes_gpu_kernels:
-            yield machine.calls
-            return
-        with use_kernels("gpu"):
+        with use_kernels(kernels):
             yield machine.calls
 
 
@@ -80,10 +77,8 @@ def _pretend_place(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     own_params, own_math = _SDPA.SDPParams, _SDPA._math_attention
 
     def params(**values: Any) -> Any:
-        stands_for = values["dtype"]
-        if machine.dtype is not None:
-            stands_for = tuple(machine.dtype if d == paddle.float32 else d for d in stands_for)
-        return own_params(**values | {"place": (gpu,) * 3, "dtype": stands_for})
+        dtypes = tuple(machine.meant(dtype) for dtype in values["dtype"])
+        return own_params(**values | {"place": (gpu,) * 3, "dtype": dtypes})
 
     def math(q, *arguments: Any, **keywords: Any) -> Any:
         machine.record(MATH, q)
@@ -112,20 +107,18 @@ def _pretend_place(patch: pytest.MonkeyPatch, machine: Machine) -> None:
         "check_flash_attention_hardware_support",
         lambda device: _SDPA.check_sm_version((8, 0), (12, 1), device),
     )
-    own_dtypes = (paddle.float16, paddle.bfloat16)
     patch.setitem(_SDPA._config, "flash_attn", {
-        "MINIMUM_SM_VERSION": (8, 0), "MAXIMUM_SM_VERSION": (12, 1), "support_dtypes": own_dtypes,
+        "MINIMUM_SM_VERSION": (8, 0), "MAXIMUM_SM_VERSION": (12, 1), "support_dtypes": FLASH_DTYPES,
     })  # fmt: skip
     patch.setitem(_SDPA._config, "mem_efficient_attn", {
         "MINIMUM_SM_VERSION": (5, 0), "MAXIMUM_SM_VERSION": (12, 1),
-        "support_dtypes": (*own_dtypes, paddle.float32),
+        "support_dtypes": (*FLASH_DTYPES, paddle.float32),
     })  # fmt: skip
     for backend in list(_BACKENDS._backend_enabled):
         patch.setitem(_BACKENDS._backend_enabled, backend, True)
     # `flash_attention` asks for the device by name.
     proxy = SimpleNamespace(**vars(paddle) | {"get_device": lambda: "gpu:0"})
     patch.setattr(_FLASH, "paddle", proxy)
-    if machine.dtype is not None:
-        patch.setattr(
-            paddle_vl.nn.gpu.flash, "has_flash_dtype", lambda x: x.dtype == paddle.float32
-        )
+    patch.setattr(
+        paddle_vl.nn.gpu.flash, "has_flash_dtype", lambda x: machine.dtype_of(x) in FLASH_DTYPES
+    )

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from tests.support.gpu.contracts import Machine, is_traced, kernel_stub, require
+from tests.support.gpu_stubs.machine import Machine, is_traced, kernel_stub, require
 
 # Names of the flash attention kernels that this package calls.
 FLASH = (
@@ -26,8 +26,7 @@ def _check_heads(machine: Machine, q, k, v, batch: int) -> None:
     dtypes = [machine.dtype_of(x) for x in (q, k, v)]
     require(dtypes[0] in _FLASH_DTYPES, f"flash attention has no kernel for {dtypes[0]}")
     require(len(set(dtypes)) == 1, f"queries, keys and values of dtypes {dtypes}")
-    if machine.dtype is not None:
-        require(q.dtype == k.dtype == v.dtype, f"dtypes {q.dtype}, {k.dtype}, {v.dtype}")
+    require(q.dtype == k.dtype == v.dtype, f"dtypes {q.dtype}, {k.dtype}, {v.dtype}")
     heads, width = q.shape[-2:]
     require(list(k.shape) == list(v.shape), f"keys {k.shape} and values {v.shape}")
     require(k.shape[-1] == width, f"queries {q.shape} and keys {k.shape}")
@@ -46,26 +45,27 @@ def _check_padded(q, k) -> None:
 
 
 def _attend(q_BLNH, k_BSKH, v_BSKH, scale: float, bias=None, visible=None):
-    """Attention in float32; a row that sees nothing gives zero.
+    """Attention in float32 or wider; a row that sees nothing gives zero.
 
     Args:
         bias: `[B, 1 or N, 1 or L, S]`.
         visible: `[B, 1, L, S]` or `[L, S]` bool.
     """
     groups = q_BLNH.shape[2] // k_BSKH.shape[2]
+    wide = "float64" if q_BLNH.dtype == paddle.float64 else "float32"
     q_BNLH, k_BNSH, v_BNSH = (
         (x if i == 0 or groups == 1 else x.repeat_interleave(groups, axis=2))
         .transpose([0, 2, 1, 3])
-        .astype("float32")
+        .astype(wide)
         for i, x in enumerate((q_BLNH, k_BSKH, v_BSKH))
     )
     scores = paddle.matmul(q_BNLH, k_BNSH, transpose_y=True) * scale
     if bias is not None:
-        scores = scores + bias.astype("float32")
+        scores = scores + bias.astype(wide)
     if visible is None:
         probability = F.softmax(scores)
     else:
-        seen = visible.astype("float32")
+        seen = visible.astype(wide)
         probability = F.softmax(scores + (1.0 - seen) * -1e30) * seen
     out_BNLH = paddle.matmul(probability, v_BNSH)
     return out_BNLH.transpose([0, 2, 1, 3]).astype(q_BLNH.dtype)

@@ -1,9 +1,9 @@
-"""Stubs of kernels that Paddle has for GPUs only: what each requires, and what it computes.
+"""Stubs of the operators of `paddle._C_ops` that Paddle has for GPUs only, and what they pretend.
 
-A stub takes the arguments of an operator of `paddle._C_ops`, checks what the real kernel checks,
-and computes in Paddle's own operators, so that gradients come by themselves. In a traced program,
-which has no values, it returns zeros. `kernel_stub` registers one; `pretended_gpu` puts all in
-place.
+A stub takes the arguments of an operator, checks what the real kernel checks, and computes in
+Paddle's own operators, so that gradients come by themselves. In a traced program, which has no
+values, it returns zeros. `kernel_stub` registers one; `pretended_gpu` puts all in place. (The
+stand-ins of `installed` replace Paddle's Python functions instead, and count their launches.)
 
 The checks are those of Paddle 3.3.1 (`paddle/phi/kernels/gpu`) and of its flash-attention library
 (`flash_attn.cu`: CHECK_FWD_EXECUTABLE, CHECK_BWD_EXECUTABLE).
@@ -15,11 +15,9 @@ from typing import Any
 
 import paddle
 
+from tests.support.gpu_stubs.contract import ContractError
+
 STUBS: dict[str, Callable[..., Any]] = {}
-
-
-class ContractError(AssertionError):
-    """A call that the real kernel would refuse, or compute wrongly."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +44,23 @@ class Machine:
 
     Attributes:
         capability: compute capability of the device.
-        dtype: dtype that float32 tensors stand for; None to take dtypes as they are.
+        stand_in: dtype that stands for bfloat16; None to take dtypes as they are.
         flags: Paddle's flags of a GPU build.
         calls: calls of stubs so far.
     """
 
     capability: tuple[int, int]
-    dtype: Any
+    stand_in: str | None
     flags: dict[str, Any]
     calls: list[KernelCall] = field(default_factory=list)
 
     def dtype_of(self, x: Any) -> Any:
         """The dtype that a tensor stands for."""
-        return self.dtype if self.dtype is not None and x.dtype == paddle.float32 else x.dtype
+        return self.meant(x.dtype)
+
+    def meant(self, dtype: Any) -> Any:
+        """The dtype that this one stands for."""
+        return paddle.bfloat16 if str(dtype) == f"paddle.{self.stand_in}" else dtype
 
     def record(self, name: str, *tensors: Any, **details: Any) -> None:
         """Note a call with its tensors."""
