@@ -41,6 +41,7 @@ from paddle_vl.families.pi07.prefix_layout import (
 )
 from paddle_vl.nn.attention import KeyMask
 from paddle_vl.nn.linear import Linear
+from paddle_vl.nn.operations import host_table
 from paddle_vl.nn.placement import Placement
 
 # Shortest and longest period of the time embedding.
@@ -67,6 +68,12 @@ def draw_time(size: int) -> Tensor:
     return paddle.uniform([size], dtype="float32", min=0.0, max=1.0) ** (1 / 1.5) * 0.999 + 0.001
 
 
+@host_table
+def _time_frequencies(num: int) -> np.ndarray:
+    fraction = np.linspace(0.0, 1.0, num)
+    return 2 * np.pi / (_SHORTEST * (_LONGEST / _SHORTEST) ** fraction)
+
+
 def time_embedding(time_BC: Tensor, width: int) -> Tensor:
     """Sine and cosine of `2 pi time / period`, float64 `[B, C, width]`.
 
@@ -74,9 +81,7 @@ def time_embedding(time_BC: Tensor, width: int) -> Tensor:
 
     Source: create_sinusoidal_pos_embedding of OpenTau and openpi.
     """
-    fraction = np.linspace(0.0, 1.0, width // 2)
-    frequency = 2 * np.pi / (_SHORTEST * (_LONGEST / _SHORTEST) ** fraction)
-    angle = time_BC.astype("float64").unsqueeze(-1) * paddle.to_tensor(frequency)
+    angle = time_BC.astype("float64").unsqueeze(-1) * _time_frequencies(width // 2)
     return paddle.concat([paddle.sin(angle), paddle.cos(angle)], axis=-1)
 
 

@@ -26,7 +26,7 @@ from paddle_vl.families.pi07.layers import GemmaRMSNorm
 from paddle_vl.nn.attention import HistoryMask, masked_attention, segment_attention
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.norm import LayerNorm
-from paddle_vl.nn.operations import activation, slice_axis
+from paddle_vl.nn.operations import activation, host_table, slice_axis
 from paddle_vl.nn.placement import Placement
 
 # Shortest and longest period of the code of a frame's age, in frames.
@@ -295,6 +295,9 @@ def frame_codes(num_frames: int, width: int) -> np.ndarray:
     return codes - codes[-1:]
 
 
+_code_table = host_table(frame_codes)
+
+
 class VideoEncoder(nn.Layer):
     """Tower and projector; on a pipeline stage without embeddings the tower alone.
 
@@ -415,10 +418,10 @@ class VideoEncoder(nn.Layer):
     def _codes(self, frames: int) -> Tensor:
         width = self.tower.config.hidden_size
         if isinstance(frames, int):
-            return paddle.to_tensor(frame_codes(frames, width))
+            return _code_table(frames, width)
         # Codes depend on the frames up to the current one only.
         most = min(self.max_num_frames, int(_LONGEST) + 1)
-        return paddle.to_tensor(frame_codes(most, width))[most - frames :]
+        return _code_table(most, width)[most - frames :]
 
 
 @paddle.jit.not_to_static
