@@ -12,7 +12,7 @@ form of the formula side by side.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -307,15 +307,15 @@ class AttentionMask:
         the originals use, would become infinite.)"""
         return self._bias_of(self.visible_BLS)
 
-    def bias_in(self, dtype: object) -> Tensor:
+    def bias_in(self, dtype: Any) -> Tensor:
         """`bias_B1LS` in another dtype."""
         return self._narrow("all", lambda: self.bias_B1LS, dtype)
 
-    def row_bias_in(self, dtype: object) -> Tensor:
+    def row_bias_in(self, dtype: Any) -> Tensor:
         """`bias_in`, or `[B, 1, 1, S]` if all queries see the same keys."""
         return self.bias_in(dtype)
 
-    def _narrow(self, kind: str, make: Callable[[], Tensor], dtype: object) -> Tensor:
+    def _narrow(self, kind: str, make: Callable[[], Tensor], dtype: Any) -> Tensor:
         key = f"{kind} {dtype}"
         if key not in self._narrow_biases:
             self._narrow_biases[key] = make().astype(dtype)
@@ -408,7 +408,7 @@ class KeyMask(AttentionMask):
         super().__init__(lambda: seen_BS.unsqueeze(1).expand([-1, num_queries, -1]))
         self._seen_BS = seen_BS
 
-    def row_bias_in(self, dtype: object) -> Tensor:
+    def row_bias_in(self, dtype: Any) -> Tensor:
         return self._narrow("row", lambda: self._bias_of(self._seen_BS.unsqueeze(1)), dtype)
 
 
@@ -434,7 +434,8 @@ class HistoryMask(AttentionMask):
         place_R = paddle.arange(self.copies * frames, dtype="int32")
         end_R = (place_R // frames + 1) * frames
         real_VR = paddle.tile(self._real_VF, [1, self.copies])
-        ends_VR = paddle.where(real_VR, *(x.expand(real_VR.shape) for x in (end_R, place_R)))
+        end_VR, place_VR = end_R.expand(real_VR.shape), place_R.expand(real_VR.shape)
+        ends_VR = paddle.where(real_VR, end_VR, place_VR)
         return ends_VR.unsqueeze([1, 3])
 
     def _dense(self) -> Tensor:

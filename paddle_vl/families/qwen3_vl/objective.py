@@ -107,16 +107,16 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
 def with_layouts(batch: VLBatch, vision: Any = None) -> VLBatch:
     """The batch with what the model would otherwise copy to the device in every step: the layout of
     its patches, for a `Qwen3VLVisionConfig`, and the ends of packed samples."""
-    added: Any = {}
-    grids = [batch[name] for name in _GRIDS if name in batch]
+    found: Any = dict(batch)
+    grids = [found[name] for name in _GRIDS if name in found]
     if vision is not None and grids:
         layout = vision_layout(
             np.concatenate(grids), table_side=vision.table_side, merge=vision.spatial_merge_size
         )
-        added = dict(zip(PATCH_FIELDS, PatchRows.of(layout), strict=True))
-    if "cu_seqlens" in batch:
-        added["packed_key_ends"] = key_ends(batch["cu_seqlens"], batch["input_ids"].shape[1])
-    return {**batch, **added}
+        found |= zip(PATCH_FIELDS, PatchRows.of(layout), strict=True)
+    if "cu_seqlens" in found:
+        found["packed_key_ends"] = key_ends(found["cu_seqlens"], found["input_ids"].shape[1])
+    return found
 
 
 def has_visual(batch: VLBatch) -> bool:

@@ -63,7 +63,7 @@ class VisionTower(nn.Layer):
             paddle.to_tensor(layout.coordinates),
             paddle.to_tensor(layout.tap_rows),
             paddle.to_tensor(layout.tap_weights),
-            layout.segments,
+            Segments(layout.segments),
         )
 
     def encode(

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from parity.comparison import CaseReport
 from parity.pi07 import run_cases
 from parity.pi07_golden import GoldenFolders
+from tests.support.gpu_stubs.attention import FLASH
 from tests.support.gpu_stubs.pretended import implementation
 from tests.support.pi07_golden import CASES
 from tests.support.tiny import IMPLEMENTATIONS
@@ -41,10 +42,12 @@ def test_golden_case(name, kernels, strides):
     kept = paddle.get_flags("FLAGS_use_stride_kernel")
     paddle.set_flags({"FLAGS_use_stride_kernel": strides})
     try:
-        with implementation(kernels):
+        with implementation(kernels) as calls:
             report = report_of(name, CASES)
     finally:
         paddle.set_flags(kept)
+    # A GPU leaves flash attention nowhere.
+    assert {call.name for call in calls or ()} <= set(FLASH)
     assert report.passed, explained(report)
 
 

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from parity.comparison import CaseReport
 from parity.golden import GoldenFolders
 from parity.qwen_vl import run_cases
+from tests.support.gpu_stubs.attention import FLASH
 from tests.support.gpu_stubs.pretended import implementation
 from tests.support.tiny import GOLDEN, IMPLEMENTATIONS
 
@@ -44,10 +45,12 @@ def test_golden_case(name, kernels, strides):
     kept = paddle.get_flags("FLAGS_use_stride_kernel")
     paddle.set_flags({"FLAGS_use_stride_kernel": strides})
     try:
-        with implementation(kernels):
+        with implementation(kernels) as calls:
             found = reports(CASES, name)
     finally:
         paddle.set_flags(kept)
+    # A GPU leaves flash attention nowhere.
+    assert {call.name for call in calls or ()} <= set(FLASH)
     assert found
     for report in found:
         assert report.passed, "\n".join([report.line(), *report.failure_lines()])
