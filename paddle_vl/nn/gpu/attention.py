@@ -29,6 +29,7 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
+from paddle.nn.attention.sdpa import SDPBackend, _get_enabled_backends
 from paddle.nn.functional.flash_attention import (
     flash_attention,
     flash_attn_unpadded,
@@ -56,9 +57,14 @@ def has_flash_dtype(x: Tensor) -> bool:
 
 
 def fits_flash(q: Tensor) -> bool:
-    """Whether flash attention takes queries of this dtype and head width, `[..., H]`."""
+    """Whether flash attention takes queries of this dtype and head width, `[..., H]`.
+
+    Never in a Paddle that is built without it, or where the user has disabled it
+    (`paddle.nn.attention.sdpa_kernel`): `flash_attention` would then drop the causal mask.
+    """
     width = q.shape[-1]
-    return has_flash_dtype(q) and width <= 256 and width % 8 == 0
+    fits = has_flash_dtype(q) and width <= 256 and width % 8 == 0
+    return fits and SDPBackend.FLASH_ATTENTION in _get_enabled_backends()
 
 
 def flash(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool = False) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 import pytest
 from paddle import _C_ops
+from paddle.nn.attention import SDPBackend, sdpa_kernel
 
 from paddle_vl.batch.positions import segment_offsets
 from paddle_vl.families.pi07.prefix_layout import PREFIX_BLOCKS, PrefixTokens, Presence
@@ -221,6 +222,17 @@ def test_without_a_flash_kernel_the_plain_implementation_runs(change):
         causal_attention(q, q, q, packed=PackedSamples(segment_offsets([[3, 5]], 8), 8))
     assert calls
     assert not {call.name for call in calls} & set(FLASH)
+
+
+def test_without_flash_attention_in_paddle_a_causal_call_stays_causal():
+    """Paddle's `flash_attention` would call a kernel without its causal mask."""
+    q = drawn(1, 8, 2, 8)
+    wanted = causal_attention(q, q, q)
+    backends = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with pretended_gpu() as calls, sdpa_kernel(backends):
+        found = causal_attention(q, q, q)
+    assert [call.name for call in calls] == ["memory_efficient_attention"]
+    np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=1e-6)
 
 
 def flash_attn(q, k=None, mask=None, causal=False):
