@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
@@ -130,6 +131,41 @@ def _device_of(x: Any) -> str | None:
     if place.is_cpu_place():
         return "cpu"
     return "gpu" if place.is_gpu_place() else None
+
+
+class HostTable:
+    """A table made of its arguments alone, as a tensor on the current device.
+
+    It is copied there at the first call for these arguments; a later step copies nothing from the
+    host. In a traced program it is a constant of the program.
+
+    Args:
+        make: the table from hashable arguments, as a NumPy array.
+    """
+
+    _MOST = 256
+
+    def __init__(self, make: Callable[..., np.ndarray]):
+        functools.update_wrapper(self, make)
+        self.make = make
+        self._kept: dict[tuple, Tensor] = {}
+
+    def __call__(self, *args: Any) -> Tensor:
+        if not paddle.base.framework.in_dygraph_mode():
+            return paddle.to_tensor(self.make(*args))
+        key = (paddle.get_device(), *args)
+        table = self._kept.get(key)
+        if table is None:
+            while len(self._kept) >= self._MOST:
+                self._kept.pop(next(iter(self._kept)))
+            table = self._kept[key] = paddle.to_tensor(self.make(*args))
+        return table
+
+
+@paddle.jit.not_to_static
+def host_table(make: Callable[..., np.ndarray]) -> HostTable:
+    """Decorator: make a `HostTable` of a function."""
+    return HostTable(make)
 
 
 @operation

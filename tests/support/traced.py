@@ -2,7 +2,7 @@
 
 Paddle's CPU build can trace bfloat16 but not compute in it. Hand-written gradient functions
 (`PyLayer`) are traced forward, and backward with gradients of the output dtypes. Kernels are those
-of a GPU, or the plain implementations.
+of a GPU, or the plain implementations; Paddle chooses those of attention as on a GPU.
 """
 
 import traceback
@@ -18,7 +18,8 @@ import pytest
 from paddle.autograd import PyLayer
 
 from paddle_vl.nn.experts import grouped_linear
-from paddle_vl.nn.operations import OPERATIONS, use_kernels
+from paddle_vl.nn.operations import OPERATIONS
+from tests.support.gpu_stubs.pretended import pretended_gpu
 
 
 def _swiglu(gate, up=None):
@@ -34,7 +35,6 @@ def _roots(x):
 KERNELS = (
     (paddle, "scatter", lambda x, *_: paddle.zeros_like(x)),
     (paddle, "index_add", lambda x, *_: paddle.zeros_like(x)),
-    (F, "scaled_dot_product_attention", lambda q, *_: paddle.zeros_like(q)),
     (F, "silu", lambda x: paddle.zeros_like(x)),
     (F, "swiglu", _swiglu),
     (F, "rms_norm", lambda x, w: (paddle.zeros_like(x), _roots(x))),
@@ -91,10 +91,11 @@ def trace(
         chosen: the kernels to trace.
 
     Returns:
-        Operators, those of `KERNELS` first; every `Cast` of a bfloat16 tensor.
+        Operators, those of `KERNELS` and of attention first; every `Cast` of a bfloat16 tensor.
     """
     casts: list[Cast] = []
-    with pytest.MonkeyPatch.context() as patch, _static_mode(), use_kernels(chosen):
+    gpu = pretended_gpu(stand_in=None, kernels=chosen)
+    with pytest.MonkeyPatch.context() as patch, _static_mode(), gpu as calls:
         program = paddle.static.Program()
         patch.setattr(paddle, "in_dynamic_mode", lambda: True)
         patch.setattr(PyLayer, "apply", classmethod(_apply_and_backward))
@@ -116,6 +117,7 @@ def trace(
         patch.setattr(paddle.pir.Value, "astype", _recorded(casts, dropped))
         with paddle.static.program_guard(program, paddle.static.Program()):
             build()
+        kernels += [Operator(call.name, call.dtypes, call.dtypes[:1]) for call in calls]
         return kernels + [_described(op) for op in program.global_block().ops], casts
 
 

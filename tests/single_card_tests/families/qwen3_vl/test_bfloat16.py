@@ -17,6 +17,7 @@ from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.testing.qwen3_vl import EXPERTS
 from tests.single_card_tests.train.batches import image_batch
+from tests.support.gpu_stubs.attention import FLASH
 from tests.support.tiny import tiny_config
 from tests.support.traced import Cast, Operator, trace
 
@@ -24,7 +25,7 @@ HOST = ("image_grid_thw", "num_target_tokens", "has_left_padding")
 # Operators that must never see bfloat16, and those that must never see float32.
 WIDE = {"rsqrt", "cos", "sin", "exp", "log", "softmax", "cross_entropy_with_softmax"}
 NARROW = {
-    *("matmul", "scaled_dot_product_attention", "swiglu", "gelu", "scatter", "index_add"),
+    *("matmul", "swiglu", "gelu", "scatter", "index_add", *FLASH),
     *("layer_norm", "fused_rotary_position_embedding", "grouped_linear"),
 }
 
@@ -84,6 +85,8 @@ def test_every_operator_has_the_dtype_it_should(traced):
         name: number * is_fused for name, number in fused.items()
     }
     assert names["rsqrt"] == (0 if is_fused else 4 * layers + 1 + 2 * blocks + 3)
+    assert sum(names[name] for name in FLASH) == layers + blocks
+    assert names["math"] == names["memory_efficient_attention"] == 0
     assert names["cos"] == names["sin"] == 2
     # Table lookups at four taps, and their weights.
     assert Counter(op.takes for op in operators if op.name == "embedding") == {
