@@ -2,8 +2,8 @@
 
 A layer runs on the CPU in float64, which stands for bfloat16 (see `contract`), forward and backward
 under Paddle's profiler. Each kernel that Paddle starts is one launch; a stand-in is as many as its
-kernel starts. Views of memory are none. Attention counts as one launch forward and one backward,
-whichever kernel it takes.
+kernel starts. Views of memory are none. A kernel of flash attention counts as one launch, and its
+gradient as one.
 
 Not seen: copies that Paddle makes before its own kernels of tensors that are not contiguous.
 """
@@ -12,17 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import paddle
 import paddle.nn.functional as F
 import pytest
-from paddle import Tensor, profiler
+from paddle import Tensor, _C_ops, profiler
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.operations import use_kernels
 from tests.support.gpu_stubs.contract import contiguous, halves_are, launched, launches_of
 from tests.support.gpu_stubs.installed import gpu_stubs
+from tests.support.gpu_stubs.machine import STUBS
+from tests.support.gpu_stubs.pretended import pretended_gpu
 
 # Operators that return views of their input, or memory that is not written.
 VIEWS = frozenset(
@@ -31,6 +33,8 @@ VIEWS = frozenset(
         *("expand_as", "share_data", "unbind", "empty"),
     ]
 )
+# The dtype that stands for bfloat16.
+_HALF = "float64"
 # Paddle's kernels that start more than one.
 _SEVERAL = {"matmul_grad": 2}
 # Bytes of a value on a GPU.
@@ -76,7 +80,7 @@ def counted(
         saved[tensor.data_ptr()] = max(saved.get(tensor.data_ptr(), 0), _size(tensor))
         return tensor
 
-    with gpu_stubs(), halves_are("float64"), use_kernels(kernels), _attention():
+    with _gpu(kernels):
         # Once without counting, for what is made once.
         outputs = _tuple(layer(*inputs))
         paddle.autograd.backward(list(outputs), _ones(outputs))
@@ -132,32 +136,48 @@ def _launches(run: Callable[[], Any]) -> tuple[Counter, Any]:
 
 
 @contextmanager
-def _attention() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", _sdpa)
+def _gpu(kernels: Literal["gpu", "plain"]) -> Iterator[None]:
+    """Paddle's choices on a GPU; attention's kernels and `linear_v2` count."""
+    with (
+        gpu_stubs(),
+        halves_are(_HALF),
+        pretended_gpu(stand_in=_HALF, kernels=kernels),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(F, "linear", _linear)
+        for name in STUBS:
+            patch.setattr(_C_ops, name, partial(_attend, name, getattr(_C_ops, name)))
         yield
 
 
-def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **_):
-    return _Attention.apply(*contiguous(query, key, value), attn_mask, is_causal)
+def _attend(name: str, stub: Callable[..., Any], q, k, v, *arguments):
+    compute = partial(_quiet, stub, arguments)
+    out = _Attention.apply(name, compute, *contiguous(q, k, v))
+    # The kernels return more, which this package does not use.
+    return (out, *[None] * 3) if name in ("flash_attn", "flashmask_attention") else (out, None)
+
+
+def _quiet(stub: Callable[..., Any], arguments: tuple, *tensors: Tensor) -> Tensor:
+    with paddle.no_grad():
+        return stub(*tensors, *arguments)[0]
 
 
 class _Attention(PyLayer):
-    """Flash attention's launches and what it keeps: inputs, result, and the rows' log-sums."""
+    """Launches of attention and what it keeps: inputs, result, and the rows' log-sums."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, is_causal):
-        with launched("attention"):
-            roots = paddle.zeros([q.shape[0], q.shape[2], q.shape[1]], dtype="float32")
-            out = v.mean(axis=[1, 2], keepdim=True).expand(q.shape).contiguous()
-        ctx.save_for_backward(q, k, v, out, roots)
+    def forward(ctx, name, compute, q, k, v):
+        with launched(name):
+            out = compute(q, k, v).contiguous()
+            sums = paddle.zeros(q.shape[:-1], dtype="float32")
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.name = name
         return out
 
     @staticmethod
     def backward(ctx, grad):
         contiguous(grad)
-        with launched("attention_grad"):
+        with launched(f"{ctx.name}_grad"):
             return tuple(paddle.zeros_like(x) for x in ctx.saved_tensor()[:3])
 
 

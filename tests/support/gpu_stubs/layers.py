@@ -18,7 +18,7 @@ from paddle_vl.families.pi07.vision import SiglipLayer
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.decoder import DecoderLayer
 from paddle_vl.families.qwen3_vl.vision_tower import VisionBlock
-from paddle_vl.nn.attention import AttentionMask
+from paddle_vl.nn.attention import AttentionMask, BlockMask, KeyMask
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.nn.rotary import RotaryTables
@@ -94,21 +94,22 @@ def qwen3_vl_tower(config: Qwen3VLConfig, patches: int) -> Case:
     )
 
 
-def _view(text: Gemma3TextConfig, length: int, keys: int) -> tuple[StreamView, list[Tensor]]:
+def _view(text: Gemma3TextConfig, length: int, mask: AttentionMask) -> tuple[StreamView, list]:
     position_ids = paddle.arange(length).unsqueeze(0).expand([_BATCH, length]).contiguous()
     base = text.rope_base(0)
     tables = rotary_tables(position_ids, text.head_dim, base)
-    mask = AttentionMask(paddle.ones([_BATCH, length, keys], dtype="bool"))
-    view = StreamView((_BATCH, length), {base: tables}, mask, text.head_dim**-0.5, "sdpa")
-    shared = [*tables, *tables.astype(paddle.float64), mask.bias_B1LS, mask.has_key_BL11]
-    return view, shared
+    scale = text.query_pre_attn_scalar**-0.5
+    view = StreamView((_BATCH, length), {base: tables}, mask, scale, "eager")
+    shared = [mask.visible_BLS, mask.has_key_BL11, mask.bias_B1LS]
+    return view, [*tables, *tables.astype(paddle.float64), *shared]
 
 
 def pi07_backbone(text: Gemma3TextConfig, length: int) -> Case:
     """The backbone's half of a decoder layer of pi07."""
     with default_dtype(_HALF):
         layer = BackboneLayer(text, text.rope_base(0), 0.0, SingleDevicePlacement())
-    view, shared = _view(text, length, length)
+    real_BL, marks_BL = paddle.ones([_BATCH, length], "bool"), paddle.zeros([_BATCH, length])
+    view, shared = _view(text, length, BlockMask(real_BL, marks_BL))
     tokens = _BATCH * length
 
     def run(x_TD: Tensor) -> tuple[Tensor, ...]:
@@ -124,7 +125,8 @@ def pi07_expert(
     """The action expert's half of a decoder layer of pi07."""
     with default_dtype(_HALF):
         layer = ExpertLayer(expert, text.rope_base(0), 0.0, SingleDevicePlacement())
-    view, shared = _view(text, length, prefix + length)
+    seen_BS = paddle.ones([_BATCH, prefix + length], "bool")
+    view, shared = _view(text, length, KeyMask(seen_BS, length))
     tokens = _BATCH * length
     past = _rows(_BATCH, prefix, expert.num_key_value_heads, expert.head_dim)
     return Case(
