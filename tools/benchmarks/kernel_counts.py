@@ -59,8 +59,8 @@ def main() -> None:
         numbers = ("forward", "backward", "both", "kept")
         rows.append([name, *(f"{sides['plain'][n]} -> {sides['fused'][n]}" for n in numbers)])
     note = (
-        "Plain operators -> fused kernels, bfloat16, one micro-batch, no recomputation. A kernel of "
-        "flash attention counts as one launch, and its gradient as one."
+        "Plain operators -> fused kernels, bfloat16, one micro-batch, no recomputation. A flash "
+        "attention kernel counts as one launch, and its gradient as one."
     )
     show(options, [Table("kernel_counts", COLUMNS, rows, note)], found)
 

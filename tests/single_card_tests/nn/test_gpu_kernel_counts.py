@@ -1,8 +1,8 @@
 """Kernels and kept bytes of one layer of each kind on a GPU.
 
 Guarantees: the launches of a layer, forward and backward, and the bytes that it keeps per token
-row, plain and fused, of both families, are those of these tables; a kernel more fails. The counts
-are of programs that run, with stand-ins of the kernels that need a GPU
+row, plain and fused, of both families, are those of these tables; a kernel more fails; after the
+first pass no layer reads the device or copies from the host. The counts are of programs that run, with stand-ins of the kernels that need a GPU
 (`tests/support/gpu_stubs/counting.py`).
 """
 
@@ -15,8 +15,11 @@ from paddle_vl.families.pi07.engine_config import (
     SiglipVisionConfig,
 )
 from paddle_vl.nn import norm
+from paddle_vl.nn.operations import use_kernels
+from paddle_vl.testing import forbid_host_reads, record_device_copies
 from paddle_vl.testing.qwen3_vl import EXPERTS
 from tests.support.gpu_stubs import layers
+from tests.support.gpu_stubs.contract import halves_are
 from tests.support.gpu_stubs.counting import counted
 from tests.support.tiny import tiny_config
 
@@ -78,3 +81,14 @@ def test_bytes_are_those_of_bfloat16_and_float32():
     assert counts.saved == 6 * (8 * 2 + 4)
     assert counts.forward == {"rms_norm": 1}
     assert counts.backward == {"rms_norm_grad": 2}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_neither_reads_the_device_nor_copies_from_the_host(name):
+    case = CASES[name]()
+    with halves_are("float64"), use_kernels("gpu"):
+        case.run(*case.inputs)
+        with forbid_host_reads(), record_device_copies() as copies:
+            out = case.run(*case.inputs)
+            (out[0] if isinstance(out, tuple) else out).sum().backward()
+    assert copies == []
