@@ -235,6 +235,17 @@ def slice_axis(x: Tensor, begin: int, end: int, axis: int = 0) -> Tensor:
     return paddle.slice(x, [axis], [begin], [end])
 
 
+def rows_in_order(x: Tensor, rows: np.ndarray) -> Tensor:
+    """`x[rows]` for rows that come in few runs of consecutive ones, without a gradient.
+
+    Slices in place of an index array, which would be copied to the device.
+    """
+    if not rows.size:
+        return x[:0]
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+    return paddle.concat([x[int(run[0]) : int(run[-1]) + 1] for run in runs])
+
+
 class RowDropout(nn.Layer):
     """In training, zeroes entries with probability `p` and scales the others by `1 / (1 - p)`.
 

@@ -2,8 +2,8 @@
 
 On a GPU `paddle.to_tensor` of an array copies from pageable memory on the null stream: it waits for
 all kernels before it and holds up all behind it. Noticed are tensors made of arrays, numbers and
-lists (`paddle.to_tensor`, `paddle.Tensor`), `paddle.assign` of an array and `Tensor.set_value`. On a
-CPU the same calls count as on a GPU. Tensors that are asked for in host or pinned memory do not.
+lists (`paddle.to_tensor`, `paddle.Tensor`), `paddle.assign` of an array and `Tensor.set_value`. The
+same calls count on a CPU. Tensors that are asked for in host or pinned memory do not.
 """
 
 import functools

@@ -26,7 +26,7 @@ from paddle_vl.families.pi07.layers import GemmaRMSNorm
 from paddle_vl.nn.attention import HistoryMask, masked_attention, segment_attention
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.norm import LayerNorm
-from paddle_vl.nn.operations import activation, host_table, slice_axis
+from paddle_vl.nn.operations import activation, host_table, rows_in_order, slice_axis
 from paddle_vl.nn.placement import Placement
 
 # Shortest and longest period of the code of a frame's age, in frames.
@@ -434,4 +434,4 @@ def _chosen(x: Tensor | None, items: np.ndarray) -> Tensor | None:
     """The batch entries at `items`; None if there are none."""
     if x is None or not items.size:
         return None
-    return paddle.index_select(x, paddle.to_tensor(items))
+    return rows_in_order(x, items)

@@ -27,8 +27,8 @@ from paddle_vl.nn.attention import (
     masked_attention,
     segment_attention,
 )
-from paddle_vl.nn.gpu import flash as flash_calls
-from paddle_vl.nn.gpu.flash import flash, flash_with_bias
+from paddle_vl.nn.gpu import attention as flash_calls
+from paddle_vl.nn.gpu.attention import flash, flash_with_bias
 from tests.support.gpu_stubs.attention import FLASH, visible_of_rows
 from tests.support.gpu_stubs.contract import ContractError
 from tests.support.gpu_stubs.pretended import pretended_gpu

@@ -71,6 +71,11 @@ def _attend(q_BLNH, k_BSKH, v_BSKH, scale: float, bias=None, visible=None):
     return out_BNLH.transpose([0, 2, 1, 3]).astype(q_BLNH.dtype)
 
 
+def _tensor(array: np.ndarray):
+    # Asked for in host memory: a kernel makes no copy to the device.
+    return paddle.to_tensor(array, place=paddle.CPUPlace())
+
+
 def _causal(length: int, keys: int):
     return paddle.tril(paddle.ones([length, keys])).astype("bool")
 
@@ -163,7 +168,7 @@ def _varlen(machine, name, q, k, v, cu_q, cu_k, longest_q, longest_k, scale, cau
     label_T, label_U = (
         np.repeat(np.arange(cu.shape[0] - 1), np.diff(cu.numpy())) for cu in (cu_q, cu_k)
     )
-    visible = paddle.to_tensor(label_T[:, None] == label_U)
+    visible = _tensor(label_T[:, None] == label_U)
     return _attend(*(x.unsqueeze(0) for x in (q, k, v)), scale, None, visible).squeeze(0)
 
 
@@ -237,7 +242,7 @@ def _flashmask(machine: Machine, name: str, q, k, v, rows, scale: float, causal:
     values = rows.numpy()
     require(values.min() >= 0, "row indices below 0")
     require(values.max() <= q.shape[1], "row indices beyond the rows")
-    visible = paddle.to_tensor(visible_of_rows(values, q.shape[1], causal))
+    visible = _tensor(visible_of_rows(values, q.shape[1], causal))
     return _attend(q, k, v, scale, None, visible)
 
 
