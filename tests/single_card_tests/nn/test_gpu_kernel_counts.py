@@ -2,8 +2,8 @@
 
 Guarantees: the launches of a layer, forward and backward, and the bytes that it keeps per token
 row, plain and fused, of both families, are those of these tables; a kernel more fails; after the
-first pass no layer reads the device or copies from the host. The counts are of programs that run, with stand-ins of the kernels that need a GPU
-(`tests/support/gpu_stubs/counting.py`).
+first pass no layer reads the device or copies from the host. The counts are of programs that run,
+with stand-ins of the kernels that need a GPU (`tests/support/gpu_stubs/counting.py`).
 """
 
 import paddle
