@@ -18,6 +18,7 @@ entropy of tokens.
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
@@ -113,6 +114,8 @@ def use_kernels(device: Device | Literal["plain"]) -> Iterator[None]:
     pass must run inside the block too, since hand-written ones call operations.
     """
     global _forced
+    if device == "gpu":
+        _import_gpu_kernels()
     before, _forced = _forced, device
     try:
         yield
@@ -130,7 +133,16 @@ def _device_of(x: Any) -> str | None:
     place = x.place
     if place.is_cpu_place():
         return "cpu"
-    return "gpu" if place.is_gpu_place() else None
+    if not place.is_gpu_place():
+        return None
+    _import_gpu_kernels()
+    return "gpu"
+
+
+@functools.cache
+def _import_gpu_kernels() -> None:
+    """Register them. A run on CPUs does without."""
+    importlib.import_module("paddle_vl.nn.gpu")
 
 
 class HostTable:

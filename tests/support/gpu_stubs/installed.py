@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 import pytest
@@ -13,14 +13,27 @@ from paddle.nn import functional as F
 from paddle_vl.nn import operations
 from tests.support.gpu_stubs import norms, products, rotary
 
-STANDINS = (
-    (F, "rms_norm", norms.rms_norm),
-    (F, "layer_norm", norms.layer_norm),
-    (incubate, "fused_rms_norm_ext", norms.fused_rms_norm_ext),
-    (incubate, "fused_rms_norm", norms.fused_rms_norm),
-    (incubate, "batched_gemm", products.batched_gemm),
-    (incubate, "fused_rotary_position_embedding", rotary.fused_rotary_position_embedding),
-    (_C_ops, "rms_norm_grad", norms.rms_norm_grad),
+
+class Standin(NamedTuple):
+    """A stand-in, and Paddle's function in whose place it is."""
+
+    module: Any
+    name: str
+    standin: Callable[..., Any]
+    own: Callable[..., Any]
+
+
+STANDINS = tuple(
+    Standin(module, name, standin, getattr(module, name))
+    for module, name, standin in (
+        (F, "rms_norm", norms.rms_norm),
+        (F, "layer_norm", norms.layer_norm),
+        (incubate, "fused_rms_norm_ext", norms.fused_rms_norm_ext),
+        (incubate, "fused_rms_norm", norms.fused_rms_norm),
+        (incubate, "batched_gemm", products.batched_gemm),
+        (incubate, "fused_rotary_position_embedding", rotary.fused_rotary_position_embedding),
+        (_C_ops, "rms_norm_grad", norms.rms_norm_grad),
+    )
 )
 
 
@@ -31,8 +44,8 @@ def gpu_stubs() -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        for module, name, standin in STANDINS:
-            patch.setattr(module, name, _on_gpu(standin, getattr(module, name)))
+        for one in STANDINS:
+            patch.setattr(one.module, one.name, _on_gpu(one.standin, one.own))
         yield
 
 
