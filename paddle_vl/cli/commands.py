@@ -263,7 +263,7 @@ def configure_runtime() -> None:
     from paddle_vl.compat import configure_cpu_runtime
 
     if not configure_cpu_runtime(num_threads):
-        from paddle_vl.nn.gpu.flags import configure_gpu
+        from paddle_vl.train.gpu_settings import configure_gpu
 
         configure_gpu()
 

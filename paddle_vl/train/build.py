@@ -18,7 +18,6 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses
-from paddle_vl.nn.gpu.flags import configure_gpu
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.operations import choose_kernels
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
@@ -37,6 +36,7 @@ from paddle_vl.train.freeze import (
     trained_names,
     treated_apart,
 )
+from paddle_vl.train.gpu_settings import configure_gpu
 from paddle_vl.train.lanes import LanesLoader, lane_loader, lane_loaders
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory

@@ -12,7 +12,7 @@
 
 Other dtypes and head widths take the plain implementations.
 
-`FLAGS_flash_attn_version` chooses FlashAttention 2 or 3 (`paddle_vl.nn.gpu.flags` sets it).
+`FLAGS_flash_attn_version` chooses FlashAttention 2 or 3 (`paddle_vl.train.gpu_settings` sets it).
 `scaled_dot_product_attention` does not look at it, `flash_attention` and `flashmask_attention` do,
 and variable lengths have a function for each version. A dense mask is for version 2 alone.
 

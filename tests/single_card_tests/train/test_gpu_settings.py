@@ -11,10 +11,10 @@ import paddle
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.nn.gpu import flags
-from paddle_vl.nn.gpu.flags import Gpu, configure_gpu
 from paddle_vl.train import build
+from paddle_vl.train import gpu_settings as flags
 from paddle_vl.train.build import build_trainer
+from paddle_vl.train.gpu_settings import Gpu, configure_gpu
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 VERSION, CUDNN = "FLAGS_flash_attn_version", "FLAGS_cudnn_deterministic"
