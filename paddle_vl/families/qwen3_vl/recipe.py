@@ -107,9 +107,12 @@ class Qwen3VLRecipe(Family):
             lists_real_rows=isinstance(self.model_config.text_config, Qwen3VLMoeTextConfig),
         )
         model = self._model(placement)
+        # A colocated encoder lays out the patches of the items that it encodes.
+        is_colocated = placement.stage_layers.encoder_everywhere
+        vision = None if is_colocated else self.model_config.vision_config
         return BuiltModel(
             model,
-            VLBatchAdapter(),
+            VLBatchAdapter(vision),
             collator,
             partial(_save, model),
             self.processor.save_pretrained,
