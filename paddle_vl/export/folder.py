@@ -2,6 +2,7 @@
 
 export.json            what is in the folder, see `ExportManifest`
 NAME.json              a program in Paddle's format
+gpu/NAME.json          the same in bfloat16, if the weights are; for GPUs
 WEIGHTS.pdiparams      weights, once for all programs that have the same ones
 onnx/NAME.onnx         a program in ONNX, if asked for; its weights are in onnx/weights.bin
 check.safetensors      for each program inputs and outputs of the model itself
@@ -25,11 +26,12 @@ from paddle_vl.checkpoint.manifest import (
     files_from_json,
 )
 from paddle_vl.export.onnx_program import OnnxProgram
-from paddle_vl.export.program import Program
+from paddle_vl.export.program import Program, has_gpu
 from paddle_vl.files.text_file import read_json_object
 
 MANIFEST_FILE = "export.json"
 CHECK_FILE = "check.safetensors"
+GPU_FOLDER = "gpu"
 ONNX_FOLDER = "onnx"
 ONNX_WEIGHTS = "weights.bin"
 FORMAT = 1
@@ -37,6 +39,11 @@ REMEDY = "export the checkpoint again (paddle-vl export)"
 Runtime = Literal["paddle", "onnxruntime"]
 RUNTIMES = get_args(Runtime)
 AnyProgram = Program | OnnxProgram
+
+
+def gpu_file(name: str) -> str:
+    """Path of a program for GPUs in an export's folder."""
+    return f"{GPU_FOLDER}/{name}.json"
 
 
 def onnx_file(name: str) -> str:
@@ -66,18 +73,37 @@ class ProgramEntry:
 
 
 @dataclass(frozen=True)
+class AnswerChange:
+    """Difference of a program's first floating-point output from that of float32 weights.
+
+    On the stored input. For logits `equal_argmax` is the share of rows with the same argmax, None
+    for other outputs.
+    """
+
+    largest: float
+    mean: float
+    largest_value: float
+    equal_argmax: float | None = None
+
+
+@dataclass(frozen=True)
 class ExportManifest:
     """Content of `export.json`.
 
     Attributes:
         model_type: of the model, by which its family is found.
         sizes: what the runtime must know of the model's configuration.
-        dtype: of weights and computation.
+        dtype: of the weights that are no int8.
+        int8: whether linears, experts and vocabulary tables have int8 weights.
         source: the exported checkpoint: its folder's name, and the checksums of its files.
         versions: of paddle_vl and paddle.
         tolerance: greatest difference of the stored answers, relative to their largest value.
         programs: by name.
         onnx: programs in ONNX by name; none unless they were asked for.
+        gpu: programs that compute in `dtype`, for GPUs; the others compute in float32.
+        gpu_tolerance: as `tolerance`, of these.
+        gpu_was_run: whether these were run when they were written; traced only without a GPU.
+        change: by program, how the stored weights change its answer, see `AnswerChange`.
         files: size and checksum of every other file.
     """
 
@@ -89,6 +115,11 @@ class ExportManifest:
     tolerance: float
     programs: Mapping[str, ProgramEntry]
     onnx: Mapping[str, ProgramEntry] = field(default_factory=dict)
+    int8: bool = False
+    gpu: Mapping[str, ProgramEntry] = field(default_factory=dict)
+    gpu_tolerance: float = 0.0
+    gpu_was_run: bool = False
+    change: Mapping[str, AnswerChange] = field(default_factory=dict)
     files: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -111,10 +142,12 @@ class ExportManifest:
             raise ValueError(f"{folder / MANIFEST_FILE} is not of format {FORMAT}: {REMEDY}")
         try:
             values["files"] = files_from_json(values["files"])
-            for kind in ("programs", "onnx"):
+            for kind in ("programs", "onnx", "gpu"):
                 values[kind] = {
                     name: ProgramEntry(**entry) for name, entry in values.get(kind, {}).items()
                 }
+            changes = values.get("change", {}).items()
+            values["change"] = {name: AnswerChange(**change) for name, change in changes}
             found = cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RuntimeError(
@@ -129,11 +162,13 @@ class ExportFolder:
 
     Attributes:
         runtime: what runs its programs.
+        takes_gpu_programs: whether a GPU runs the programs for GPUs.
     """
 
     path: Path
     manifest: ExportManifest
     runtime: Runtime = "paddle"
+    takes_gpu_programs: bool = True
 
     @classmethod
     def open(cls, path: Path, runtime: Runtime = "paddle") -> "ExportFolder":
@@ -155,7 +190,12 @@ class ExportFolder:
             RuntimeError: the answer is wrong, as an optimization pass of the runtime can make it.
         """
         is_onnx = self.runtime == "onnxruntime"
-        entries = self.manifest.onnx if is_onnx else self.manifest.programs
+        manifest, tolerance = self.manifest, self.manifest.tolerance
+        entries, file = manifest.programs, f"{name}.json"
+        if is_onnx:
+            entries, file = manifest.onnx, onnx_file(name)
+        elif name in manifest.gpu and self.takes_gpu_programs and has_gpu():
+            entries, file, tolerance = manifest.gpu, gpu_file(name), manifest.gpu_tolerance
         if name not in entries:
             raise ValueError(
                 f"{self.path} has no program {name} for {self.runtime}: export the checkpoint "
@@ -163,14 +203,15 @@ class ExportFolder:
             )
         entry = entries[name]
         if is_onnx:
-            program: AnyProgram = OnnxProgram(self.path / onnx_file(name), entry.inputs)
+            program: AnyProgram = OnnxProgram(self.path / file, entry.inputs)
         else:
-            file, weights = self.path / f"{name}.json", self.path / entry.weights
-            program = Program(file, weights, entry.inputs)
-        self._check_answer(program, entry, f"onnx.{name}" if is_onnx else name)
+            program = Program(self.path / file, self.path / entry.weights, entry.inputs)
+        self._check_answer(program, entry, f"onnx.{name}" if is_onnx else name, tolerance)
         return program
 
-    def _check_answer(self, program: AnyProgram, entry: ProgramEntry, name: str) -> None:
+    def _check_answer(
+        self, program: AnyProgram, entry: ProgramEntry, name: str, tolerance: float
+    ) -> None:
         stored = load_file(self.path / CHECK_FILE)
         inputs = {
             key: as_tensor(stored[f"{name}.input.{key}"], dtype)
@@ -187,7 +228,7 @@ class ExportFolder:
                     f"{list(wanted.shape)}: {REMEDY}"
                 )
             error = np.abs(array - wanted).max(initial=0.0)
-            limit = self.manifest.tolerance * max(np.abs(wanted).max(initial=0.0), 1.0)
+            limit = tolerance * max(np.abs(wanted).max(initial=0.0), 1.0)
             if not error <= limit:
                 raise RuntimeError(
                     f"{self.path}: output {i} of {name} differs by {error:.2g} from the stored "

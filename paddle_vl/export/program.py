@@ -24,7 +24,7 @@ class Program:
         config.enable_new_executor(True)
         config.switch_ir_optim(True)
         config.enable_memory_optim()
-        if paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count():
+        if has_gpu():
             config.enable_use_gpu(256, 0)
         else:
             config.disable_gpu()
@@ -56,6 +56,11 @@ class Program:
         return self._predictor.run(
             [x if isinstance(x, Tensor) else paddle.to_tensor(x) for x in tensors]
         )
+
+
+def has_gpu() -> bool:
+    """Whether programs run on a GPU here."""
+    return paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
 
 
 def num_threads() -> int:

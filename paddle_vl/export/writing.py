@@ -1,4 +1,8 @@
-"""Writing an export: trace the programs, save each set of weights once, store an answer of each."""
+"""Writing an export: trace the programs, save each set of weights once, store an answer of each.
+
+Programs compute in float32, whatever their weights are stored in. With bfloat16 weights, families
+that allow it also get programs that compute in bfloat16, for GPUs; both read the same weights.
+"""
 
 import os
 import shutil
@@ -17,16 +21,21 @@ import paddle_vl
 from paddle_vl.checkpoint.manifest import FileSum, file_sum
 from paddle_vl.export.folder import (
     CHECK_FILE,
+    GPU_FOLDER,
     MANIFEST_FILE,
     ONNX_FOLDER,
     ONNX_WEIGHTS,
+    AnswerChange,
     ExportFolder,
     ExportManifest,
     ProgramEntry,
     as_tensor,
 )
+from paddle_vl.export.gpu_programs import HALF, in_bfloat16
+from paddle_vl.export.program import has_gpu
+from paddle_vl.export.stored_weights import store_weights
 
-# By dtype, relative to the largest value: sums in another order.
+# By dtype of the computation, relative to the largest value: sums in another order.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 DTYPES = tuple(TOLERANCES)
 
@@ -39,11 +48,15 @@ class ProgramToExport:
         layer: its forward is traced; it has `input_spec()`.
         weights: name of the file of its weights; programs of one name have the same weights.
         example: arrays by the names of the input specs.
+        gives_logits: whether its first output is logits.
+        measured_output: the output that tells how much rounded weights change the answer.
     """
 
     layer: Any
     weights: str
     example: Mapping[str, np.ndarray]
+    gives_logits: bool = False
+    measured_output: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,8 @@ class ModelToExport:
         save_files: writes configuration, tokenizer and processor files into a folder.
         onnx_programs: those that are written for ONNX, by name; their layers are others than those
             of `programs`, which are traced once. Programs in ONNX cannot write into their inputs.
-        dtypes: of weights that its programs can have.
+        quantized: layers whose linears, experts and vocabulary tables int8 is for.
+        computes_in_half: whether its programs can be traced in bfloat16.
     """
 
     model_type: str
@@ -65,41 +79,45 @@ class ModelToExport:
     programs: Mapping[str, ProgramToExport]
     save_files: Callable[[Path], None]
     onnx_programs: Mapping[str, ProgramToExport] = field(default_factory=dict)
-    dtypes: Sequence[str] = ("float32",)
+    quantized: Sequence[nn.Layer] = ()
+    computes_in_half: bool = False
 
 
 def export_model(
-    model: ModelToExport, source: Path, out: Path, onnx: bool = False, dtype: str = "float32"
+    model: ModelToExport,
+    source: Path,
+    out: Path,
+    onnx: bool = False,
+    dtype: str = "float32",
+    int8: bool = False,
 ) -> ExportManifest:
     """Write the export; the folder gets its name when it is complete and has been run.
 
     Args:
         source: the checkpoint, named in the manifest with the checksums of its files.
         onnx: write the programs in ONNX, too.
-        dtype: of weights and computation; the model's parameters are cast to it.
+        dtype: of the stored weights; the model's parameters are replaced by stored ones.
+        int8: store linears, experts and vocabulary tables in int8.
 
     Raises:
         ValueError: `out` exists and is not an empty folder; ONNX is asked for and the family has no
-            programs for it; or the dtype cannot be exported on this machine.
+            programs for it; or see `check_dtype`, `store_weights`.
         RuntimeError: the answer of a runtime differs from the model's, or paddle2onnx does not
             convert a program.
     """
     check_output(out)
     if onnx and not model.onnx_programs:
         raise ValueError(f"{model.model_type} has no programs for ONNX: export it without --onnx")
-    check_dtype(dtype, onnx)
-    if dtype not in model.dtypes:
-        raise ValueError(
-            f"{model.model_type} cannot be exported in {dtype}: its programs are in "
-            f"{', '.join(model.dtypes)}"
-        )
+    check_dtype(dtype, onnx, int8)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
     try:
-        manifest = _write(model, source, partial, onnx, dtype)
+        manifest = _write(model, source, partial, onnx, dtype, int8)
         opened = ExportFolder.open(partial)
         for name in manifest.programs:
-            opened.program(name)
+            replace(opened, takes_gpu_programs=False).program(name)
+            if manifest.gpu_was_run:
+                opened.program(name)
         for name in manifest.onnx:
             replace(opened, runtime="onnxruntime").program(name)
         if out.exists():
@@ -121,45 +139,37 @@ def check_output(out: Path) -> None:
 
 
 def check_dtype(dtype: str, onnx: bool = False, int8: bool = False) -> None:
-    """Refuse a dtype of weights that cannot be exported here.
+    """Refuse a dtype of weights that cannot be exported.
 
     Raises:
-        ValueError: half precision on a CPU or in ONNX, int8 weights, or an unknown dtype.
+        ValueError: an unknown dtype, or half precision or int8 in ONNX.
     """
-    if int8:
-        raise ValueError(
-            "--int8: programs with int8 weights are not there yet. Paddle computes with them in "
-            "weight_only_linear, which has no CPU kernel: leave --int8 out, or on a GPU export in "
-            "--dtype bfloat16"
-        )
     if dtype not in DTYPES:
         raise ValueError(f"the dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
-    if dtype == "float32":
-        return
-    if not paddle.get_device().startswith("gpu"):
-        raise ValueError(
-            f"--dtype {dtype}: Paddle's CPU build has no half-precision kernels for linear layers "
-            "and scatter, so that such programs can be neither traced nor run on this machine: "
-            "export on a machine with a GPU and paddlepaddle-gpu, or in float32"
-        )
-    if onnx:
-        raise ValueError(f"--onnx writes float32 programs: leave --dtype {dtype} out")
+    if onnx and (int8 or dtype != "float32"):
+        given = "--int8" if int8 else f"--dtype {dtype}"
+        raise ValueError(f"--onnx writes float32 programs: leave {given} out")
 
 
 def _write(
-    model: ModelToExport, source: Path, folder: Path, onnx: bool, dtype: str
+    model: ModelToExport, source: Path, folder: Path, onnx: bool, dtype: str, int8: bool
 ) -> ExportManifest:
-    if dtype != "float32":
-        for program in model.programs.values():
-            program.layer.to(dtype=dtype)
-    entries, stored = {}, {}
+    is_stored, changes = dtype != "float32" or int8, {}
+    if is_stored:
+        exact = {name: _stored_answer(one, name) for name, one in model.programs.items()}
+        layers = [one.layer for one in model.programs.values()]
+        store_weights(layers, dtype, model.quantized if int8 else ())
+    entries, gpu_entries, stored = {}, {}, {}
     for name, program in model.programs.items():
         answer = _stored_answer(program, name)
         stored |= answer
-        save_program(program.layer, folder / name)
-        weights = f"{program.weights}.pdiparams"
-        _keep_once(folder / f"{name}.pdiparams", folder / weights)
-        entries[name] = _entry(program, weights, len(answer))
+        if is_stored:
+            changes[name] = _change(program, name, exact[name], answer)
+        entries[name] = _save(program, folder, name, len(answer))
+        if dtype == HALF and model.computes_in_half:
+            (folder / GPU_FOLDER).mkdir(exist_ok=True)
+            with in_bfloat16():
+                gpu_entries[name] = _save(program, folder, name, len(answer), GPU_FOLDER)
     versions = {"paddle_vl": paddle_vl.__version__, "paddle": paddle.__version__}
     onnx_entries = {}
     if onnx:
@@ -181,9 +191,14 @@ def _write(
         dtype,
         {"folder": source.name, "files": _sums(source)},
         versions,
-        TOLERANCES[dtype],
+        TOLERANCES["float32"],
         entries,
         onnx_entries,
+        int8,
+        gpu_entries,
+        TOLERANCES[dtype] if gpu_entries else 0.0,
+        bool(gpu_entries) and has_gpu(),
+        changes,
         {name: sum_ for name, sum_ in _file_sums(folder).items() if name != MANIFEST_FILE},
     )
     manifest.write(folder)
@@ -201,6 +216,36 @@ def _stored_answer(program: ProgramToExport, name: str) -> dict[str, np.ndarray]
     }
 
 
+def _change(
+    program: ProgramToExport,
+    name: str,
+    exact: Mapping[str, np.ndarray],
+    rounded: Mapping[str, np.ndarray],
+) -> AnswerChange:
+    """What rounded weights do to a program's answer."""
+    key = f"{name}.output.{program.measured_output}"
+    wanted, found = exact[key].astype(np.float64), rounded[key].astype(np.float64)
+    difference = np.abs(found - wanted)
+    equal = float((found.argmax(axis=-1) == wanted.argmax(axis=-1)).mean())
+    return AnswerChange(
+        float(difference.max()),
+        float(difference.mean()),
+        float(np.abs(wanted).max()),
+        equal if program.gives_logits else None,
+    )
+
+
+def _save(
+    program: ProgramToExport, folder: Path, name: str, num_stored: int, below: str = ""
+) -> ProgramEntry:
+    """Write a program into the folder, or one below it, and its weights if none has them yet."""
+    path = folder / below / name
+    save_program(program.layer, path)
+    weights = f"{program.weights}.pdiparams"
+    _keep_once(path.with_suffix(".pdiparams"), folder / weights)
+    return _entry(program, weights, num_stored)
+
+
 def _entry(program: ProgramToExport, weights: str, num_stored: int) -> ProgramEntry:
     specs = _flat(program.layer.input_spec())
     inputs = {spec.name: (list(spec.shape), _name_of(spec.dtype)) for spec in specs}
@@ -209,8 +254,10 @@ def _entry(program: ProgramToExport, weights: str, num_stored: int) -> ProgramEn
 
 def save_program(layer: nn.Layer, path: Path) -> None:
     """Trace a layer and write PATH.json and PATH.pdiparams."""
-    traced = paddle.jit.to_static(layer, full_graph=True, input_spec=layer.input_spec())
+    traced: Any = paddle.jit.to_static(layer, full_graph=True, input_spec=layer.input_spec())
     paddle.jit.save(traced, str(path))
+    # The layer is traced anew next time, in another dtype.
+    traced.forward.rollback()
 
 
 def _answer(program: ProgramToExport) -> list[Tensor]:
@@ -241,7 +288,7 @@ def _keep_once(written: Path, shared: Path) -> None:
         os.replace(written, shared)
         return
     if file_sum(written) != file_sum(shared):
-        raise AssertionError(f"{written.name} has other weights than {shared.name}")
+        raise AssertionError(f"{written} has other weights than {shared.name}")
     written.unlink()
 
 

@@ -31,11 +31,14 @@ def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:
         "pi07_low_level",
         {"num_groups": _num_groups(policy)},
         {
-            "prefix": ProgramToExport(prefix, "prefix", _prefix_example(prefix, rng)),
+            "prefix": ProgramToExport(
+                prefix, "prefix", _prefix_example(prefix, rng), measured_output=1
+            ),
             "step": ProgramToExport(step, "expert", _example(step, rng)),
             "actions": ProgramToExport(actions, "expert", _example(actions, rng)),
         },
         lambda folder: _save_files(policy, folder),
+        quantized=[model.decoder, prefix.prefix.embed_tokens],
     )
 
 
@@ -56,10 +59,11 @@ def planner_to_export(planner: PI07HighLevelPlanner) -> ModelToExport:
         },
         {
             "images": ProgramToExport(images, "images", _example(images, rng)),
-            "prefill": ProgramToExport(prefill, "decoder", _example(prefill, rng)),
-            "decode": ProgramToExport(decode, "decoder", decode_example),
+            "prefill": ProgramToExport(prefill, "decoder", _example(prefill, rng), True),
+            "decode": ProgramToExport(decode, "decoder", decode_example, True),
         },
         lambda folder: _save_files(planner, folder),
+        quantized=[model.decoder, prefill.lm_head, prefill.embed_tokens],
     )
 
 

@@ -18,7 +18,7 @@ from paddle import Tensor, nn
 from paddle.static import InputSpec
 
 from paddle_vl.batch.positions import padded_segments, vision_layout
-from paddle_vl.export.writing import DTYPES, ModelToExport, ProgramToExport
+from paddle_vl.export.writing import ModelToExport, ProgramToExport
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments, bias_of_groups
@@ -253,8 +253,8 @@ def model_to_export(
         },
         {
             "tower": ProgramToExport(TowerProgram(model), "tower", tower),
-            "prefill": ProgramToExport(PrefillProgram(model), "decoder", prompt),
-            "decode": ProgramToExport(DecodeProgram(model), "decoder", step),
+            "prefill": ProgramToExport(PrefillProgram(model), "decoder", prompt, True),
+            "decode": ProgramToExport(DecodeProgram(model), "decoder", step, True),
         },
         save_files,
         {
@@ -262,7 +262,8 @@ def model_to_export(
             "prefill": ProgramToExport(PrefillProgram(model), "decoder", prompt),
             "decode": ProgramToExport(PastDecodeProgram(model), "decoder", _past_of(step)),
         },
-        DTYPES,
+        quantized=[model.language_model, model.lm_head],
+        computes_in_half=True,
     )
 
 

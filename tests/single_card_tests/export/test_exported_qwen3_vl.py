@@ -9,14 +9,13 @@ import json
 from pathlib import Path
 
 import numpy as np
-import paddle
 import pytest
 
 import paddle_vl
 from paddle_vl.checkpoint.manifest import file_sum
 from paddle_vl.export import load
 from paddle_vl.export.folder import CHECK_FILE, MANIFEST_FILE, ExportFolder
-from paddle_vl.export.writing import check_dtype, export_model
+from paddle_vl.export.writing import export_model
 from paddle_vl.families.qwen3_vl.programs import model_to_export
 from paddle_vl.testing.qwen3_vl import EXPERTS, patches, token_rows
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
@@ -209,19 +208,6 @@ def test_an_output_folder_that_is_not_empty_is_refused(model, tmp_path):
     with pytest.raises(ValueError, match="exists and is not an empty folder"):
         export_model(model_to_export(model, lambda _: None), Path("tiny"), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
-@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="a GPU build has half precision")
-def test_dtypes_that_a_cpu_cannot_run_are_refused(model, tmp_path):
-    source, out = Path("tiny"), tmp_path / "out"
-    to_export = model_to_export(model, lambda _: None)
-    with pytest.raises(ValueError, match="--dtype bfloat16: Paddle's CPU .* machine with a GPU"):
-        export_model(to_export, source, out, dtype="bfloat16")
-    with pytest.raises(ValueError, match="'int4': use one of float32, float16, bfloat16"):
-        export_model(to_export, source, out, dtype="int4")
-    with pytest.raises(ValueError, match="weight_only_linear, which has no CPU kernel"):
-        check_dtype("float32", int8=True)
-    assert not out.exists()
 
 
 def test_the_manifest_says_what_is_in_the_folder(folder):
