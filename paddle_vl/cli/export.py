@@ -2,9 +2,9 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from paddle_vl.cli.commands import MODEL_HELP, add_base, configure_runtime
+from paddle_vl.cli.commands import MODEL_HELP, add_base, configure_runtime, positive
 
 if TYPE_CHECKING:
     from paddle_vl.export.folder import ExportManifest
@@ -41,6 +41,19 @@ def add_export(subparsers: argparse._SubParsersAction) -> None:
         help="store linears, experts and vocabulary tables of the decoder in int8, with a scale "
         "per output channel; the change in logits is printed and in the manifest",
     )
+    parser.add_argument(
+        "--mp-degree",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="write the programs of N tensor-parallel ranks, each with its share of the weights "
+        "(default 1)",
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="with --mp-degree: split the token rows of the prefill over the ranks, too",
+    )
     add_base(parser)
     parser.set_defaults(run=export)
 
@@ -56,11 +69,15 @@ def export(options: argparse.Namespace) -> int:
     folder, out = model_folder(Path(options.checkpoint)), Path(options.output)
     check_output(out)
     check_dtype(options.dtype, options.onnx, options.int8)
+    check_ranks(options)
     if options.onnx:
         from paddle_vl.export.onnx_writing import check_packages
 
         check_packages()
-    model = family_of_folder(folder).recipe_class().to_export(folder, options.base)
+    recipe = family_of_folder(folder).recipe_class()
+    if options.mp_degree > 1:
+        return export_of_ranks(recipe, folder, out, options)
+    model = recipe.to_export(folder, options.base)
     manifest = export_model(model, folder, out, options.onnx, options.dtype, options.int8)
     programs = dict(manifest.programs)
     programs |= {onnx_file(name): program for name, program in manifest.onnx.items()}
@@ -70,6 +87,43 @@ def export(options: argparse.Namespace) -> int:
         print(line)
     size = sum(file.size for file in manifest.files.values())
     print(f"{len(manifest.files)} files of {size / 2**20:.0f} MiB in {out}")
+    return 0
+
+
+def check_ranks(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: options that do not go with each other.
+    """
+    if options.mp_degree == 1:
+        if options.sequence_parallel:
+            raise ValueError("--sequence-parallel splits rows over ranks: give --mp-degree, too")
+        return
+    for given, name in (
+        (options.onnx, "--onnx"),
+        (options.int8, "--int8"),
+        (options.dtype != "float32", f"--dtype {options.dtype}"),
+    ):
+        if given:
+            raise ValueError(
+                f"programs of ranks are in float32 and Paddle's format: leave {name} out"
+            )
+
+
+def export_of_ranks(recipe: Any, folder: Path, out: Path, options: argparse.Namespace) -> int:
+    """Write the programs of all ranks."""
+    from paddle_vl.export.rank_writing import export_ranks
+    from paddle_vl.export.ranks import RING
+    from paddle_vl.parallel.traced_rank import TracedRank
+
+    size = options.mp_degree
+    ranks = recipe.ranks_to_export(
+        folder, options.base, lambda rank: TracedRank(rank, size, RING), size,
+        options.sequence_parallel,
+    )  # fmt: skip
+    manifest = export_ranks(ranks, size, folder, out)
+    print(f"{', '.join(manifest.programs)}: of all ranks")
+    print(f"{size} ranks in {out}; start as many processes to load it")
     return 0
 
 

@@ -46,6 +46,11 @@ def gpu_file(name: str) -> str:
     return f"{GPU_FOLDER}/{name}.json"
 
 
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Folder of a rank's programs in an export of several."""
+    return folder / f"rank_{rank}"
+
+
 def onnx_file(name: str) -> str:
     """Path of an ONNX program in an export's folder."""
     return f"{ONNX_FOLDER}/{name}.onnx"
@@ -104,7 +109,11 @@ class ExportManifest:
         gpu_tolerance: as `tolerance`, of these.
         gpu_was_run: whether these were run when they were written; traced only without a GPU.
         change: by program, how the stored weights change its answer, see `AnswerChange`.
-        files: size and checksum of every other file.
+        mp_degree: number of tensor-parallel ranks; each has programs in `rank_R`.
+        sequence_parallel: whether the prefill's rows are split, so that `mp_degree` must divide
+            the tokens of its batch.
+        rank: of the rank whose programs these are; None for those that all ranks share.
+        files: size and checksum of every other file; of a rank's only the manifest.
     """
 
     model_type: str
@@ -120,6 +129,9 @@ class ExportManifest:
     gpu_tolerance: float = 0.0
     gpu_was_run: bool = False
     change: Mapping[str, AnswerChange] = field(default_factory=dict)
+    mp_degree: int = 1
+    sequence_parallel: bool = False
+    rank: int | None = None
     files: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -163,24 +175,40 @@ class ExportFolder:
     Attributes:
         runtime: what runs its programs.
         takes_gpu_programs: whether a GPU runs the programs for GPUs.
+        own: of this rank, in an export of several.
     """
 
     path: Path
     manifest: ExportManifest
     runtime: Runtime = "paddle"
     takes_gpu_programs: bool = True
+    own: "ExportFolder | None" = None
 
     @classmethod
     def open(cls, path: Path, runtime: Runtime = "paddle") -> "ExportFolder":
-        """Check every file's size and checksum.
+        """Check every file's size and checksum; collective in an export of ranks.
 
         Raises:
-            ValueError, RuntimeError: see `ExportManifest.read`; or a file is missing or damaged.
+            ValueError, RuntimeError: see `ExportManifest.read`; a file is missing or damaged; an
+                export of ranks is opened by another number of processes, or for onnxruntime.
         """
         manifest = ExportManifest.read(path)
+        cls._check_files(path, manifest)
+        if manifest.mp_degree == 1 or manifest.rank is not None:
+            return cls(path, manifest, runtime)
+        from paddle_vl.export.ranks import connect, own_rank
+
+        if runtime != "paddle":
+            raise ValueError(f"{path} is an export of ranks, which have no programs for {runtime}")
+        rank = own_rank(path, manifest.mp_degree)
+        own = cls.open(rank_folder(path, rank))
+        connect(rank, manifest.mp_degree)
+        return cls(path, manifest, own=own)
+
+    @staticmethod
+    def _check_files(path: Path, manifest: ExportManifest) -> None:
         if damaged := list(damaged_files(path, manifest.files)):
             raise RuntimeError(f"{path} is damaged: {'; '.join(damaged)}. {REMEDY}")
-        return cls(path, manifest, runtime)
 
     def program(self, name: str) -> AnyProgram:
         """A program, ready to run, after its answer to the stored input was found right.
@@ -189,6 +217,8 @@ class ExportFolder:
             ValueError: the folder has no program of this name for the runtime.
             RuntimeError: the answer is wrong, as an optimization pass of the runtime can make it.
         """
+        if self.own is not None and name in self.own.manifest.programs:
+            return self.own.program(name)
         is_onnx = self.runtime == "onnxruntime"
         manifest, tolerance = self.manifest, self.manifest.tolerance
         entries, file = manifest.programs, f"{name}.json"

@@ -8,6 +8,8 @@ import numpy as np
 import paddle
 from paddle import Tensor, inference
 
+DEVICE_VARIABLE = "FLAGS_selected_gpus"
+
 
 class Program:
     """Runs a saved program; inputs by name, outputs in order.
@@ -25,7 +27,7 @@ class Program:
         config.switch_ir_optim(True)
         config.enable_memory_optim()
         if has_gpu():
-            config.enable_use_gpu(256, 0)
+            config.enable_use_gpu(256, device_number())
         else:
             config.disable_gpu()
             # oneDNN's in-place pass gives wrong cosines in silence (paddlepaddle 3.3.1).
@@ -61,6 +63,11 @@ class Program:
 def has_gpu() -> bool:
     """Whether programs run on a GPU here."""
     return paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
+
+
+def device_number() -> int:
+    """The GPU of this process, as Paddle's launcher sets it; the first one without a launcher."""
+    return int(os.environ.get(DEVICE_VARIABLE, "0").split(",")[0])
 
 
 def num_threads() -> int:

@@ -11,7 +11,7 @@ int8 is symmetric, with one scale per output channel: `weight = int8 * scale`,
 `weight_quantize`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,9 +19,6 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 from paddle.base.framework import EagerParamBase
-
-from paddle_vl.nn.experts import Experts
-from paddle_vl.nn.linear import AdaptableLinear, Embedding, FusedLinear
 
 LARGEST_FLOAT16 = 65504.0
 _WIDENED: dict[type, type] = {}
@@ -60,20 +57,20 @@ def computing_in(dtype: str) -> Iterator[None]:
 
 
 def store_weights(
-    layers: Iterable[nn.Layer], dtype: str, quantized: Sequence[nn.Layer] = ()
+    layers: Iterable[nn.Layer], dtype: str, quantized: Iterable[tuple[Tensor, int]] = ()
 ) -> None:
     """Replace the float32 parameters of layers by stored ones.
 
     Args:
         layers: of all programs; a parameter that several have stays one parameter.
         dtype: of what is not quantized; `float32` leaves it as it is.
-        quantized: the linears, experts and vocabulary tables in these get int8 weights.
+        quantized: matrices that get int8 weights, each with the dim of its input features.
 
     Raises:
         ValueError: a weight is too large for float16.
     """
     kept: dict[int, StoredWeight | None] = {}
-    axes = {id(p): axis for root in quantized for p, axis in _matrices(root)}
+    axes = {id(parameter): axis for parameter, axis in quantized}
     for layer in _all_layers(layers):
         names = {name: p for name, p in _own_parameters(layer) if p.dtype == paddle.float32}
         for name, parameter in names.items():
@@ -97,20 +94,6 @@ def _own_parameters(layer: nn.Layer) -> list[tuple[str, Tensor]]:
 
 def _is_parameter(value: Any) -> bool:
     return isinstance(value, EagerParamBase)
-
-
-def _matrices(root: nn.Layer) -> Iterator[tuple[Tensor, int]]:
-    """The parameters that int8 is for, each with the dim of its input features."""
-    for layer in root.sublayers(include_self=True):
-        if isinstance(layer, Experts):
-            yield layer.gate_up_proj, 1
-            yield layer.down_proj, 1
-        elif isinstance(layer, AdaptableLinear):
-            yield layer.weight, layer.input_axis
-        elif isinstance(layer, FusedLinear):
-            yield layer.weight, 0
-        elif isinstance(layer, Embedding):
-            yield layer.weight, 1
 
 
 def _stored(parameter: Tensor, dtype: str, input_axis: int | None) -> StoredWeight | None:

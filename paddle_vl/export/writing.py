@@ -7,10 +7,11 @@ that allow it also get programs that compute in bfloat16, for GPUs; both read th
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import paddle
@@ -38,6 +39,7 @@ from paddle_vl.export.stored_weights import store_weights
 # By dtype of the computation, relative to the largest value: sums in another order.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 DTYPES = tuple(TOLERANCES)
+Device = Literal["cpu", "gpu"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class ProgramToExport:
         weights: name of the file of its weights; programs of one name have the same weights.
         example: arrays by the names of the input specs.
         gives_logits: whether its first output is logits.
+        answer: its outputs for the example; None to run the layer.
         measured_output: the output that tells how much rounded weights change the answer.
     """
 
@@ -57,6 +60,11 @@ class ProgramToExport:
     example: Mapping[str, np.ndarray]
     gives_logits: bool = False
     measured_output: int = 0
+    answer: Sequence[np.ndarray] | None = None
+
+
+def _as_they_are(device: Device) -> AbstractContextManager:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -70,8 +78,10 @@ class ModelToExport:
         save_files: writes configuration, tokenizer and processor files into a folder.
         onnx_programs: those that are written for ONNX, by name; their layers are others than those
             of `programs`, which are traced once. Programs in ONNX cannot write into their inputs.
-        quantized: layers whose linears, experts and vocabulary tables int8 is for.
+        quantized: matrices that int8 is for, each with the dim of its input features.
         computes_in_half: whether its programs can be traced in bfloat16.
+        traced: makes the context in which programs are traced for a device.
+        differ_on_gpu: names of programs that are traced for GPUs on their own.
     """
 
     model_type: str
@@ -79,8 +89,10 @@ class ModelToExport:
     programs: Mapping[str, ProgramToExport]
     save_files: Callable[[Path], None]
     onnx_programs: Mapping[str, ProgramToExport] = field(default_factory=dict)
-    quantized: Sequence[nn.Layer] = ()
+    quantized: Sequence[tuple[Tensor, int]] = ()
     computes_in_half: bool = False
+    traced: Callable[[Device], AbstractContextManager] = _as_they_are
+    differ_on_gpu: Sequence[str] = ()
 
 
 def export_model(
@@ -109,10 +121,8 @@ def export_model(
     if onnx and not model.onnx_programs:
         raise ValueError(f"{model.model_type} has no programs for ONNX: export it without --onnx")
     check_dtype(dtype, onnx, int8)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
-    try:
-        manifest = _write(model, source, partial, onnx, dtype, int8)
+    with new_folder(out) as partial:
+        manifest = write_export(model, source, partial, onnx, dtype, int8)
         opened = ExportFolder.open(partial)
         for name in manifest.programs:
             replace(opened, takes_gpu_programs=False).program(name)
@@ -120,13 +130,22 @@ def export_model(
                 opened.program(name)
         for name in manifest.onnx:
             replace(opened, runtime="onnxruntime").program(name)
+    return manifest
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder that gets the name `out` at the end of the block, or is removed by an error."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
+    try:
+        yield partial
         if out.exists():
             out.rmdir()
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return manifest
 
 
 def check_output(out: Path) -> None:
@@ -151,9 +170,15 @@ def check_dtype(dtype: str, onnx: bool = False, int8: bool = False) -> None:
         raise ValueError(f"--onnx writes float32 programs: leave {given} out")
 
 
-def _write(
-    model: ModelToExport, source: Path, folder: Path, onnx: bool, dtype: str, int8: bool
+def write_export(
+    model: ModelToExport,
+    source: Path,
+    folder: Path,
+    onnx: bool = False,
+    dtype: str = "float32",
+    int8: bool = False,
 ) -> ExportManifest:
+    """Write programs, weights, stored answers, other files and the manifest into a folder."""
     is_stored, changes = dtype != "float32" or int8, {}
     if is_stored:
         exact = {name: _stored_answer(one, name) for name, one in model.programs.items()}
@@ -165,10 +190,12 @@ def _write(
         stored |= answer
         if is_stored:
             changes[name] = _change(program, name, exact[name], answer)
-        entries[name] = _save(program, folder, name, len(answer))
-        if dtype == HALF and model.computes_in_half:
+        with model.traced("cpu"):
+            entries[name] = _save(program, folder, name, len(answer))
+        in_half = dtype == HALF and model.computes_in_half
+        if in_half or name in model.differ_on_gpu:
             (folder / GPU_FOLDER).mkdir(exist_ok=True)
-            with in_bfloat16():
+            with in_bfloat16() if in_half else nullcontext(), model.traced("gpu"):
                 gpu_entries[name] = _save(program, folder, name, len(answer), GPU_FOLDER)
     versions = {"paddle_vl": paddle_vl.__version__, "paddle": paddle.__version__}
     onnx_entries = {}
@@ -199,7 +226,7 @@ def _write(
         TOLERANCES[dtype] if gpu_entries else 0.0,
         bool(gpu_entries) and has_gpu(),
         changes,
-        {name: sum_ for name, sum_ in _file_sums(folder).items() if name != MANIFEST_FILE},
+        files={name: sum_ for name, sum_ in file_sums(folder).items() if name != MANIFEST_FILE},
     )
     manifest.write(folder)
     return manifest
@@ -207,13 +234,9 @@ def _write(
 
 def _stored_answer(program: ProgramToExport, name: str) -> dict[str, np.ndarray]:
     """The example's inputs and the model's own outputs, under the names of `check.safetensors`."""
-    program.layer.eval()
-    with paddle.no_grad():
-        outputs = _answer(program)
     stored = {f"{name}.input.{key}": array for key, array in program.example.items()}
-    return stored | {
-        f"{name}.output.{i}": output.astype("float32").numpy() for i, output in enumerate(outputs)
-    }
+    outputs = answer_of(program) if program.answer is None else program.answer
+    return stored | {f"{name}.output.{i}": output for i, output in enumerate(outputs)}
 
 
 def _change(
@@ -260,16 +283,19 @@ def save_program(layer: nn.Layer, path: Path) -> None:
     traced.forward.rollback()
 
 
-def _answer(program: ProgramToExport) -> list[Tensor]:
-    """The model's own outputs for the example, in eager mode."""
+def answer_of(program: ProgramToExport) -> list[np.ndarray]:
+    """The model's own outputs for the example, in eager mode, as float32."""
+    program.layer.eval()
     arguments = []
     for spec in program.layer.input_spec():
         tensors = [
             as_tensor(program.example[one.name], _name_of(one.dtype)) for one in _flat([spec])
         ]
         arguments.append(tensors if isinstance(spec, list) else tensors[0])
-    outputs = program.layer(*arguments)
-    return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+    with paddle.no_grad():
+        outputs = program.layer(*arguments)
+    outputs = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+    return [output.astype("float32").numpy() for output in outputs]
 
 
 def _flat(specs: list[Any]) -> list[Any]:
@@ -292,7 +318,8 @@ def _keep_once(written: Path, shared: Path) -> None:
     written.unlink()
 
 
-def _file_sums(folder: Path) -> dict[str, FileSum]:
+def file_sums(folder: Path) -> dict[str, FileSum]:
+    """Of all files in a folder and below it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): file_sum(path) for path in files}
 

@@ -18,6 +18,7 @@ from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_config import CURRENT_CONFIG_VERSION
 from paddle_vl.families.pi07.prefix_layout import RESPONSE_LABEL
 from paddle_vl.families.pi07.programs import ActionsProgram, PrefixProgram, StepProgram
+from paddle_vl.nn.matrices import matrices
 
 # Sizes of the examples: samples, and tokens or frames where they are free.
 _SAMPLES, _LENGTH, _FRAMES = 2, 6, 2
@@ -38,7 +39,7 @@ def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:
             "actions": ProgramToExport(actions, "expert", _example(actions, rng)),
         },
         lambda folder: _save_files(policy, folder),
-        quantized=[model.decoder, prefix.prefix.embed_tokens],
+        quantized=list(matrices(model.decoder, prefix.prefix.embed_tokens)),
     )
 
 
@@ -63,7 +64,7 @@ def planner_to_export(planner: PI07HighLevelPlanner) -> ModelToExport:
             "decode": ProgramToExport(decode, "decoder", decode_example, True),
         },
         lambda folder: _save_files(planner, folder),
-        quantized=[model.decoder, prefill.lm_head, prefill.embed_tokens],
+        quantized=list(matrices(model.decoder, prefill.lm_head, prefill.embed_tokens)),
     )
 
 
