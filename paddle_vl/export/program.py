@@ -8,7 +8,10 @@ import numpy as np
 import paddle
 from paddle import Tensor, inference
 
+from paddle_vl.compat import configure_cpu_runtime
+
 DEVICE_VARIABLE = "FLAGS_selected_gpus"
+_threads: int | None = None
 
 
 class Program:
@@ -70,6 +73,21 @@ def device_number() -> int:
     return int(os.environ.get(DEVICE_VARIABLE, "0").split(",")[0])
 
 
+def use_threads(number: int | None) -> None:
+    """Set the threads of runtimes, and tune Paddle's CPU kernels in this process.
+
+    Args:
+        number: None for OMP_NUM_THREADS. Paddle sets it to 1, when it is imported, if it is unset.
+    """
+    global _threads
+    if number is not None and number < 1:
+        raise ValueError(f"num_threads is {number}: give at least 1, or None")
+    _threads = number
+    configure_cpu_runtime(num_threads())
+
+
 def num_threads() -> int:
-    """Threads of a runtime: OMP_NUM_THREADS, or all cores."""
+    """Threads of a runtime: those of `use_threads`, else OMP_NUM_THREADS, or all cores."""
+    if _threads is not None:
+        return _threads
     return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))

@@ -17,6 +17,7 @@ import pytest
 from paddle.base import core
 from safetensors.numpy import load_file
 
+from paddle_vl import PI07LowLevelPolicy
 from paddle_vl.cli.main import main
 from paddle_vl.export import load
 from paddle_vl.export.folder import CHECK_FILE, ExportFolder, as_tensor
@@ -225,21 +226,24 @@ def test_the_manifest_says_that_programs_for_gpus_were_not_run(half):
 
 
 def test_a_policy_with_int8_weights_acts_like_the_policy_with_rounded_weights(tmp_path):
-    policy = golden_policy(dataset_names=["a", "b"])
-    policy.tokenizer, policy.action_tokenizer = character_tokenizer(), None
+    """Through the command line, from a checkpoint."""
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
+    golden = golden_policy(dataset_names=["a", "b"])
+    golden.tokenizer, golden.action_tokenizer = character_tokenizer(), None
+    golden.save_pretrained(checkpoint)
+    policy = PI07LowLevelPolicy.from_pretrained(checkpoint)
     policy.eval()
-    export_model(policy_to_export(policy), Path("golden"), tmp_path / "out", int8=True)
-    manifest = ExportFolder.open(tmp_path / "out").manifest
-    assert manifest.change["actions"].largest > 0
-    # The policy that was exported has the stored weights now.
+    given = ["--checkpoint", str(checkpoint), "--output", str(out)]
+    assert main(["export", *given, "--int8"]) == 0
     batch, noise = batch_of(3)
-    exported = load(tmp_path / "out")
-    exact = golden_policy(dataset_names=["a", "b"])
-    exact.tokenizer = policy.tokenizer
-    found = exported.sample_actions(batch, noise)
+    exact = policy.sample_actions(batch, noise)
+    to_export = policy_to_export(policy)
+    layers = [program.layer for program in to_export.programs.values()]
+    store_weights(layers, "float32", to_export.quantized)
+    found = load(out).sample_actions(batch, noise)
     np.testing.assert_allclose(found, policy.sample_actions(batch, noise), rtol=0, atol=1e-5)
-    change = np.abs(found - exact.sample_actions(batch, noise)).max()
-    assert 1e-5 < change < 0.5
+    assert 1e-5 < np.abs(found - exact).max() < 0.5
+    assert ExportFolder.open(out).manifest.change["actions"].largest > 0
 
 
 def test_the_command_line_reports_the_change(half_and_text):
