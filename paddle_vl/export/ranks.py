@@ -12,6 +12,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from paddle.base import core
 
@@ -60,7 +61,7 @@ def connect(rank: int, size: int) -> None:
             raise ValueError(f"this process is rank {_connected[0]} of {_connected[1]} already")
         return
     store = core.create_or_get_global_tcp_store()
-    manager = core.CommContextManager
+    manager: Any = core.CommContextManager
     if has_gpu():
         manager.set_device_id(device_number())
         name = hashlib.md5(f"{os.environ['PADDLE_TRAINER_ENDPOINTS']} {RING}".encode())

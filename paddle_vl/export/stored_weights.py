@@ -22,7 +22,7 @@ from paddle.base.framework import EagerParamBase
 
 LARGEST_FLOAT16 = 65504.0
 _WIDENED: dict[type, type] = {}
-_computation = "float32"
+_computation: Any = "float32"
 
 
 class StoredWeight(NamedTuple):
@@ -96,7 +96,7 @@ def _is_parameter(value: Any) -> bool:
     return isinstance(value, EagerParamBase)
 
 
-def _stored(parameter: Tensor, dtype: str, input_axis: int | None) -> StoredWeight | None:
+def _stored(parameter: Tensor, dtype: Any, input_axis: int | None) -> StoredWeight | None:
     if input_axis is not None:
         values, scale = quantize(parameter.numpy(), input_axis)
         return StoredWeight(
@@ -139,8 +139,8 @@ def _replace(layer: nn.Layer, name: str, weight: StoredWeight) -> None:
         setattr(type(layer), name, property(_widened(name)))
 
 
-def _widened(name: str) -> Callable[[nn.Layer], Tensor]:
-    def value(layer: nn.Layer) -> Tensor:
+def _widened(name: str) -> Callable[[nn.Layer], Tensor | None]:
+    def value(layer: nn.Layer) -> Tensor | None:
         parameters: Mapping[str, Any] = layer._parameters
         stored = parameters.get(f"{name}_stored")
         if stored is None:

@@ -26,7 +26,8 @@ from paddle_vl.nn.operations import slice_axis
 @paddle.jit.not_to_static
 def _fleets_output(mixin: type, layer: Any, x: Tensor) -> Tensor:
     """The output of the layer class behind a mixin; a traced `super()` would find the mixin."""
-    return super(mixin, layer).forward(x)
+    behind: Any = super(mixin, layer)
+    return behind.forward(x)
 
 
 class _FusedColumns(nn.Layer):
