@@ -10,14 +10,19 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paddle_vl.cli.main import main
 from paddle_vl.export import load
 from paddle_vl.export.rank_writing import export_ranks
 from paddle_vl.export.ranks import RING
+from paddle_vl.export.writing import ProgramToExport, answer_of
+from paddle_vl.families.qwen3_vl.program_examples import prompt_example
+from paddle_vl.families.qwen3_vl.programs import PrefillProgram
 from paddle_vl.families.qwen3_vl.rank_programs import ranks_to_export
 from paddle_vl.parallel.traced_rank import TracedRank
+from paddle_vl.testing import run_ranks
 from paddle_vl.testing.qwen3_vl import EXPERTS
 from tests.single_card_tests.export.test_exported_qwen3_vl import BATCHES
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
@@ -162,6 +167,25 @@ def test_options_that_do_not_go_together_are_refused(made, folder, capsys, optio
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(out), *options]) == 1
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_layers_of_programs_agree_with_the_model_on_simulated_ranks(made, sequence_parallel):
+    """In eager mode, on four ranks, two for each key head."""
+    model, folder = made
+    example = prompt_example(model, np.random.default_rng(0), 12)
+    wanted = answer_of(ProgramToExport(PrefillProgram(model), "", example))
+
+    def step(placement) -> list[np.ndarray]:
+        own = type(model).from_pretrained(folder.parent / "checkpoint", placement=placement)
+        return answer_of(ProgramToExport(PrefillProgram(own, 4), "", example))
+
+    ranks = run_ranks(step, 4, sequence_parallel=sequence_parallel, vision="replicate")
+    for rank, found in enumerate(ranks.results):
+        np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4, atol=1e-5)
+        for own, whole in zip(found[1:], wanted[1:], strict=True):
+            head = rank // 2
+            np.testing.assert_allclose(own, whole[:, head : head + 1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.heavy
