@@ -170,6 +170,10 @@ class RegionOps:
         """Prepare rows that came through `leave_rows` for a `vocab_head`; backward all-reduces."""
         return x_TD
 
+    def whole_columns(self, x_TF: Tensor) -> Tensor:
+        """The columns of all ranks, of a column-parallel output or of the head; no gradient."""
+        return x_TF
+
     def enter_replicated(self, x: Tensor) -> Tensor:
         """Use a replicated tensor; its gradient is scaled by 1/mp before the later all-reduce."""
         return x
