@@ -253,7 +253,7 @@ def _add_base(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_runtime() -> None:
-    """Configure the CPU runtime: all cores, unless OMP_NUM_THREADS is set.
+    """Configure the CPU runtime, all cores unless OMP_NUM_THREADS is set, or that of a GPU.
 
     Must run before Paddle is imported, which sets that variable to one thread.
     """
@@ -262,7 +262,10 @@ def configure_runtime() -> None:
 
     from paddle_vl.compat import configure_cpu_runtime
 
-    configure_cpu_runtime(num_threads)
+    if not configure_cpu_runtime(num_threads):
+        from paddle_vl.nn.gpu.flags import configure_gpu
+
+        configure_gpu()
 
 
 def _add_generation_settings(parser: argparse.ArgumentParser) -> None:

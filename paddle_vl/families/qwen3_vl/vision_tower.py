@@ -139,8 +139,9 @@ class VisionAttention(nn.Layer):
     def forward(self, x_PU: Tensor, tables: RotaryTables, segments: Segments) -> Tensor:
         # A rank may have some of the heads.
         width = self.qkv.weight.shape[1] // 3
-        qkv_P3NH = self.qkv(x_PU).reshape([-1, 3, width // self.head_dim, self.head_dim])
-        q_PNH, k_PNH, v_PNH = qkv_P3NH.unbind(axis=1)
+        heads = [-1, width // self.head_dim, self.head_dim]
+        # Split before the heads: views of the whole would each be copied later.
+        q_PNH, k_PNH, v_PNH = (x.reshape(heads) for x in self.qkv(x_PU).chunk(3, axis=-1))
         q_PNH, k_PNH = apply_rotary(q_PNH, k_PNH, tables)
         out_PNH = segment_attention(q_PNH, k_PNH, v_PNH, segments)
         return self.proj(out_PNH.reshape([-1, width]))
