@@ -13,17 +13,19 @@ A call takes the kernel of its first tensor's device. Without one, or while a pr
 takes the plain implementation. `use_kernels` forces one choice, for tests.
 
 Small operations are here too: sums, activations, slices, dropout of token rows, and the cross
-entropy of tokens.
+entropy of tokens, of given logits or of a head's predictions in chunks. Over 350 lines, as every
+batch passes these.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
+from paddle.autograd import PyLayer
 from paddle.jit.dy2static.program_translator import convert_to_static
 
 Device = Literal["cpu", "gpu"]
@@ -188,9 +190,8 @@ def token_loss(
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy summed over the rows whose target is not `IGNORE_INDEX`, and their number.
 
-    Logits are cast to float32 first: a bfloat16 sum over the vocabulary is too coarse. The caller
-    divides by the count of the global batch. (Paddle 3.3.1's own mean also counts ignored rows if
-    the ignored index is negative.)
+    The caller divides by the count of the global batch. (Paddle 3.3.1's own mean also counts
+    ignored rows if the ignored index is negative.)
 
     Args:
         weights_T: float32 factors of the rows in the sum; None for 1. They do not change the count.
@@ -198,11 +199,166 @@ def token_loss(
     Returns:
         Two float32 scalars, sum and count.
     """
+    return summed_cross_entropy(logits_TV, targets_T, weights_T), num_targets(targets_T)
+
+
+def num_targets(targets_T: Tensor) -> Tensor:
+    """Number of targets that are not `IGNORE_INDEX`, a float32 scalar."""
+    return (targets_T != IGNORE_INDEX).astype("float32").sum()
+
+
+def summed_cross_entropy(
+    logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
+) -> Tensor:
+    """The sum of `token_loss`.
+
+    Logits are cast to float32 first: a bfloat16 sum over the vocabulary is too coarse.
+    """
     reduction = "sum" if weights_T is None else "none"
     total = F.cross_entropy(
         logits_TV.astype("float32"), targets_T, ignore_index=IGNORE_INDEX, reduction=reduction
     )
-    if weights_T is not None:
-        total = (total.reshape([-1]) * weights_T).sum()
-    count = (targets_T != IGNORE_INDEX).astype("float32").sum()
-    return total, count
+    return total if weights_T is None else (total.reshape([-1]) * weights_T).sum()
+
+
+# Logits that exist at once in `summed_in_chunks`: rows of a chunk times this rank's vocabulary.
+CHUNK_LOGITS = 1 << 27
+
+
+class TargetRows(NamedTuple):
+    """Token rows with a target, all of a batch's or more.
+
+    Attributes:
+        rows_R: int64 row numbers, at least one.
+        targets_R: int64 targets; `IGNORE_INDEX` counts as none.
+        weights_R: float32 factors of the rows in the loss; None for 1.
+    """
+
+    rows_R: Tensor
+    targets_R: Tensor
+    weights_R: Tensor | None = None
+
+
+# The logits `[R, V]` of rows and parameters.
+Predict = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+
+
+def summed_in_chunks(
+    predict: Predict,
+    rows: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    targets: TargetRows,
+    vocab_size: int,
+    cross_entropy: Callable[[Tensor, Tensor, Tensor | None], Tensor] = summed_cross_entropy,
+) -> Tensor:
+    """Summed cross entropy of a head's predictions; logits exist for one chunk of rows at a time.
+
+    The gradients of a chunk are computed with its loss, as long as its logits exist. Backward only
+    multiplies them by the gradient of the sum, so it can run once. Sums of the parameters'
+    gradients over chunks are float32. The number of chunks follows from the shapes alone.
+
+    Source: the order of work is that of Liger Kernel's fused linear cross entropy (Hsu et al.,
+    https://arxiv.org/abs/2410.10989).
+
+    Args:
+        predict: logits of rows and parameters, row by row.
+        rows: `[R, ...]` each, the inputs of the head.
+        parameters: of the head; their gradients are summed over the chunks.
+        targets: of the rows; its `rows_R` are not used.
+        vocab_size: V of the logits on this rank.
+        cross_entropy: of logits, targets and weights, summed; may be collective.
+
+    Returns:
+        A float32 scalar.
+    """
+    call = _ChunkedSum(predict, rows, parameters, targets, vocab_size, cross_entropy)
+    given = [*rows, *parameters]
+    if paddle.is_grad_enabled() and any(not value.stop_gradient for value in given):
+        return cast(Tensor, _SumWithGradients.apply(call, *given))
+    return sum((call.loss(*bounds) for bounds in call.bounds()), paddle.zeros([]))
+
+
+class _ChunkedSum:
+    """The arguments of `summed_in_chunks`; hides from `PyLayer` what it should not search."""
+
+    def __init__(self, predict, rows, parameters, targets, vocab_size, cross_entropy):
+        self.predict, self.cross_entropy, self.targets = predict, cross_entropy, targets
+        self.rows, self.parameters = list(rows), list(parameters)
+        self.num_rows = rows[0].shape[0]
+        most = max(1, CHUNK_LOGITS // vocab_size)
+        self.num_chunks = max(1, -(-self.num_rows // most))
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """Begin and end of every chunk; all have the same size, but for one row."""
+        for number in range(self.num_chunks):
+            begin, end = number * self.num_rows, (number + 1) * self.num_rows
+            yield begin // self.num_chunks, end // self.num_chunks
+
+    def loss(self, begin: int, end: int) -> Tensor:
+        """The sum over the rows of a chunk."""
+        return self._loss([x[begin:end] for x in self.rows], self.parameters, begin, end)
+
+    def _loss(self, rows, parameters, begin: int, end: int) -> Tensor:
+        weights_R = self.targets.weights_R
+        return self.cross_entropy(
+            self.predict(rows, parameters),
+            self.targets.targets_R[begin:end],
+            None if weights_R is None else weights_R[begin:end],
+        )
+
+    def with_gradients(self) -> tuple[Tensor, list[Tensor | None]]:
+        """The sum over all rows, and its gradients by rows and parameters; None if frozen."""
+        total = paddle.zeros([])
+        of_rows: list[list[Tensor]] = [[] for _ in self.rows]
+        of_parameters: list[Tensor | None] = [None] * len(self.parameters)
+        for begin, end in self.bounds():
+            rows = [_leaf(x, begin, end) for x in self.rows]
+            # New ones for every chunk: Paddle would add up their gradients in their own dtype.
+            parameters = [_leaf(parameter) for parameter in self.parameters]
+            with paddle.enable_grad():
+                loss = self._loss(rows, parameters, begin, end)
+            loss.backward()
+            total += loss.detach()
+            for x, grads in zip(rows, of_rows, strict=True):
+                if not x.stop_gradient:
+                    grads.append(x.grad)
+            for number, parameter in enumerate(parameters):
+                if not parameter.stop_gradient:
+                    grad, before = parameter.grad.astype("float32"), of_parameters[number]
+                    of_parameters[number] = grad if before is None else before.add_(grad)
+        joined = [_joined(grads) if grads else None for grads in of_rows]
+        return total, [*joined, *of_parameters]
+
+
+def _leaf(value: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
+    """The value, or some of its rows, with a gradient of its own."""
+    own = value.detach()
+    if end is not None:
+        own = slice_axis(own, begin, end)
+    own.stop_gradient = value.stop_gradient
+    return own
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else paddle.concat(pieces)
+
+
+class _SumWithGradients(PyLayer):
+    @staticmethod
+    def forward(ctx, call, *given):
+        ctx.dtypes = [value.dtype for value in given]
+        total, ctx.grads = call.with_gradients()
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.grads is None:
+            raise RuntimeError(
+                "a second backward pass through a loss in chunks, which keeps its gradients for "
+                "one: call the model again, or with labels alone"
+            )
+        grads, ctx.grads = ctx.grads, None
+        return tuple(
+            None if own is None else (own * grad).astype(dtype)
+            for own, dtype in zip(grads, ctx.dtypes, strict=True)
+        )

@@ -15,11 +15,15 @@ from paddle import Tensor, nn
 from paddle_vl.batch.positions import real_lengths
 from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.qwen3_vl.model import Qwen3VLOutput
-from paddle_vl.nn.objective import BatchAdapter, Loss
+from paddle_vl.nn.objective import BatchAdapter, Loss, target_rows
+from paddle_vl.nn.operations import IGNORE_INDEX
 
 # Entry under the colocated schedule: data-parallel ranks with images or videos in this micro-batch.
 RANKS_WITH_VISUAL = "num_ranks_with_visual"
-_HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})
+# The labels and their factors reach the device as `target_rows` and `target_weights`.
+_HOST_ARRAYS = frozenset(
+    {"image_grid_thw", "video_grid_thw", "cu_seqlens", "labels", "loss_weights"}
+)
 
 
 class VLLoss(Loss):
@@ -76,8 +80,14 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
     def optional_branches(self, batch: VLBatch) -> list[bool]:
         return [has_visual(batch)]
 
+    def prepared(self, batch: VLBatch) -> VLBatch:
+        return with_target_rows(batch)
+
     def is_for_device(self, name: str) -> bool:
         return name not in _HOST_ARRAYS
+
+    def to_device(self, batch: VLBatch) -> VLBatch:
+        return super().to_device(with_target_rows(batch))
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
         if model.placement.stage_layers.encoder_everywhere:
@@ -90,6 +100,25 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
 
     def idle_batch(self, model: nn.Layer) -> VLBatch:
         return empty_batch(model.placement.ops.row_part.size)
+
+
+def with_target_rows(batch: VLBatch) -> VLBatch:
+    """The batch with `target_rows`, and `target_weights` if its labels have factors.
+
+    Unchanged if it has them, or no labels on the host.
+    """
+    labels_BL = batch.get("labels")
+    if "target_rows" in batch or not isinstance(labels_BL, np.ndarray):
+        return batch
+    # Row i predicts label i + 1; the last row of a sample predicts nothing.
+    targets_BL = np.full_like(labels_BL, IGNORE_INDEX)
+    targets_BL[:, :-1] = labels_BL[:, 1:]
+    targets_T = targets_BL.reshape(-1)
+    added: Any = {"target_rows": target_rows(targets_T)}
+    if "loss_weights" in batch:
+        weights_T = np.roll(batch["loss_weights"], -1, axis=1).reshape(-1)
+        added["target_weights"] = weights_T[added["target_rows"][0]]
+    return {**batch, **added}
 
 
 def has_visual(batch: VLBatch) -> bool:
@@ -125,7 +154,7 @@ def empty_batch(length: int) -> VLBatch:
     return {
         "input_ids": ids_BL,
         "attention_mask": np.zeros_like(ids_BL),
-        "labels": np.full_like(ids_BL, -100),
+        "labels": np.full_like(ids_BL, IGNORE_INDEX),
         "position_ids": np.zeros([3, 1, length], dtype=np.int64),
         "num_target_tokens": 0,
         "has_left_padding": False,
