@@ -229,14 +229,14 @@ class TargetRows(NamedTuple):
     """Token rows with a target, all of a batch's or more.
 
     Attributes:
-        rows_R: int64 row numbers, at least one.
-        targets_R: int64 targets; `IGNORE_INDEX` counts as none.
-        weights_R: float32 factors of the rows in the loss; None for 1.
+        rows: `[R]` int64 row numbers, at least one.
+        targets: `[R]` int64; `IGNORE_INDEX` counts as none.
+        weights: `[R]` float32 factors of the rows in the loss; None for 1.
     """
 
-    rows_R: Tensor
-    targets_R: Tensor
-    weights_R: Tensor | None = None
+    rows: Tensor
+    targets: Tensor
+    weights: Tensor | None = None
 
 
 # The logits `[R, V]` of rows and parameters.
@@ -254,8 +254,8 @@ def summed_in_chunks(
     """Summed cross entropy of a head's predictions; logits exist for one chunk of rows at a time.
 
     The gradients of a chunk are computed with its loss, as long as its logits exist. Backward only
-    multiplies them by the gradient of the sum, so it can run once. Sums of the parameters'
-    gradients over chunks are float32. The number of chunks follows from the shapes alone.
+    multiplies them by the gradient of the sum. Sums of the parameters' gradients over chunks are
+    float32. The number of chunks follows from the shapes alone.
 
     Source: the order of work is that of Liger Kernel's fused linear cross entropy (Hsu et al.,
     https://arxiv.org/abs/2410.10989).
@@ -264,7 +264,7 @@ def summed_in_chunks(
         predict: logits of rows and parameters, row by row.
         rows: `[R, ...]` each, the inputs of the head.
         parameters: of the head; their gradients are summed over the chunks.
-        targets: of the rows; its `rows_R` are not used.
+        targets: of the rows; its `rows` are not used.
         vocab_size: V of the logits on this rank.
         cross_entropy: of logits, targets and weights, summed; may be collective.
 
@@ -299,10 +299,10 @@ class _ChunkedSum:
         return self._loss([x[begin:end] for x in self.rows], self.parameters, begin, end)
 
     def _loss(self, rows, parameters, begin: int, end: int) -> Tensor:
-        weights_R = self.targets.weights_R
+        weights_R = self.targets.weights
         return self.cross_entropy(
             self.predict(rows, parameters),
-            self.targets.targets_R[begin:end],
+            self.targets.targets[begin:end],
             None if weights_R is None else weights_R[begin:end],
         )
 
@@ -352,11 +352,6 @@ class _SumWithGradients(PyLayer):
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.grads is None:
-            raise RuntimeError(
-                "a second backward pass through a loss in chunks, which keeps its gradients for "
-                "one: call the model again, or with labels alone"
-            )
         grads, ctx.grads = ctx.grads, None
         return tuple(
             None if own is None else (own * grad).astype(dtype)

@@ -250,7 +250,7 @@ class RegionOps:
                 predict, rows, parameters, targets, own_vocab, self.summed_cross_entropy
             )
 
-        return head(paddle.index_select(x_TD, targets.rows_R), reduced)
+        return head(paddle.index_select(x_TD, targets.rows), reduced)
 
 
 class LayerFactory:

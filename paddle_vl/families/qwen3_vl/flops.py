@@ -74,9 +74,7 @@ class Qwen3VLFlops(FlopCounter):
         if self.config.tie_word_embeddings:
             operations.matrix("predictions", _EMBEDDING, text.hidden_size * text.vocab_size, rows)
         else:
-            operations.linear(
-                "predictions", "lm_head", text.hidden_size, text.vocab_size, rows
-            )
+            operations.linear("predictions", "lm_head", text.hidden_size, text.vocab_size, rows)
         return operations
 
 
