@@ -5,13 +5,15 @@ micro-batches are accumulated in float32; master weights and optimizer state are
 are the rounded master weights. `paddle_vl.parallel.sharding` does the same with shards.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 import paddle
 from paddle import Tensor
 from paddle.base.framework import EagerParamBase
+
+from paddle_vl.nn.flat_buckets import FlatBucket, FlatGradients
 
 
 class ParameterStore(Protocol):
@@ -47,6 +49,10 @@ class ParameterStore(Protocol):
 
     def gradient_sums(self) -> list[Tensor]:
         """Gradients kept besides the `grad` of parameters and copies."""
+        ...
+
+    def use_buckets(self, buckets: Sequence[FlatBucket]) -> None:
+        """The tensors of `shard_of` have become views of these."""
         ...
 
     def begin_step(self, num_micro_batches: int) -> None:
@@ -128,7 +134,8 @@ class MasterWeights:
                 if not parameter.stop_gradient and parameter.dtype != paddle.float32:
                     halves.append(parameter)
                     self._masters[id(parameter)] = master_copy(parameter, parameter.detach())
-        self._gradients = WideGradients(halves)
+        self._halves = halves
+        self._gradients: WideGradients | FlatGradients = WideGradients(halves)
 
     def shard_of(self, parameter: Tensor) -> Tensor:
         """The master weight, or a float32 parameter itself."""
@@ -142,6 +149,10 @@ class MasterWeights:
         """Float32 sums of half-precision gradients."""
         return self._gradients.sums()
 
+    def use_buckets(self, buckets: Sequence[FlatBucket]) -> None:
+        """Accumulate half-precision gradients in the buckets, and round from them."""
+        self._gradients = FlatGradients([bucket for bucket in buckets if bucket.halves])
+
     def begin_step(self, num_micro_batches: int) -> None:
         """Nothing to do."""
 
@@ -150,9 +161,11 @@ class MasterWeights:
         self._gradients.take()
 
     def end_backward(self) -> None:
-        """Master weights get their gradients."""
+        """Master weights, or their buckets, get their gradients."""
         self._gradients.take()
-        for parameter in self._gradients.parameters:
+        if isinstance(self._gradients, FlatGradients):
+            return
+        for parameter in self._halves:
             grad = self._gradients.give(parameter)
             if grad is not None:
                 self.shard_of(parameter).grad = grad
@@ -160,7 +173,11 @@ class MasterWeights:
     @paddle.no_grad()
     def all_gather_parameters(self) -> None:
         """Round the master weights into the parameters."""
-        for parameter in self._gradients.parameters:
+        if isinstance(self._gradients, FlatGradients):
+            for bucket in self._gradients.buckets:
+                bucket.round()
+            return
+        for parameter in self._halves:
             paddle.assign(self.shard_of(parameter).astype(parameter.dtype), parameter)
 
     def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
