@@ -262,9 +262,9 @@ def summed_in_chunks(
 
     Args:
         predict: logits of rows and parameters, row by row.
-        rows: `[R, ...]` each, the inputs of the head.
+        rows: `[T, ...]` each, the inputs of the head; rows without a target are not read.
         parameters: of the head; their gradients are summed over the chunks.
-        targets: of the rows; its `rows` are not used.
+        targets: their rows are all different.
         vocab_size: V of the logits on this rank.
         cross_entropy: of logits, targets and weights, summed; may be collective.
 
@@ -275,7 +275,7 @@ def summed_in_chunks(
     given = [*rows, *parameters]
     if paddle.is_grad_enabled() and any(not value.stop_gradient for value in given):
         return cast(Tensor, _SumWithGradients.apply(call, *given))
-    return sum((call.loss(*bounds) for bounds in call.bounds()), paddle.zeros([]))
+    return sum(map(call.loss, call.chunks()), paddle.zeros([]))
 
 
 class _ChunkedSum:
@@ -284,76 +284,95 @@ class _ChunkedSum:
     def __init__(self, predict, rows, parameters, targets, vocab_size, cross_entropy):
         self.predict, self.cross_entropy, self.targets = predict, cross_entropy, targets
         self.rows, self.parameters = list(rows), list(parameters)
-        self.num_rows = rows[0].shape[0]
+        self.num_rows = targets.rows.shape[0]
         most = max(1, CHUNK_LOGITS // vocab_size)
         self.num_chunks = max(1, -(-self.num_rows // most))
 
-    def bounds(self) -> Iterator[tuple[int, int]]:
-        """Begin and end of every chunk; all have the same size, but for one row."""
+    def chunks(self) -> Iterator[TargetRows]:
+        """The targets of every chunk; all have the same size, but for one row."""
         for number in range(self.num_chunks):
-            begin, end = number * self.num_rows, (number + 1) * self.num_rows
-            yield begin // self.num_chunks, end // self.num_chunks
+            begin, end = (n * self.num_rows // self.num_chunks for n in (number, number + 1))
+            rows, targets, weights = self.targets
+            yield TargetRows(
+                slice_axis(rows, begin, end),
+                slice_axis(targets, begin, end),
+                None if weights is None else slice_axis(weights, begin, end),
+            )
 
-    def loss(self, begin: int, end: int) -> Tensor:
+    def loss(self, chunk: TargetRows) -> Tensor:
         """The sum over the rows of a chunk."""
-        return self._loss([x[begin:end] for x in self.rows], self.parameters, begin, end)
+        rows = [paddle.index_select(x, chunk.rows) for x in self.rows]
+        return self._loss(chunk, rows, self.parameters)
 
-    def _loss(self, rows, parameters, begin: int, end: int) -> Tensor:
-        weights_R = self.targets.weights
-        return self.cross_entropy(
-            self.predict(rows, parameters),
-            self.targets.targets[begin:end],
-            None if weights_R is None else weights_R[begin:end],
-        )
+    def _loss(self, chunk: TargetRows, rows, parameters) -> Tensor:
+        return self.cross_entropy(self.predict(rows, parameters), chunk.targets, chunk.weights)
 
-    def with_gradients(self) -> tuple[Tensor, list[Tensor | None]]:
-        """The sum over all rows, and its gradients by rows and parameters; None if frozen."""
-        total = paddle.zeros([])
-        of_rows: list[list[Tensor]] = [[] for _ in self.rows]
-        of_parameters: list[Tensor | None] = [None] * len(self.parameters)
-        for begin, end in self.bounds():
-            rows = [_leaf(x, begin, end) for x in self.rows]
+    def with_gradients(self) -> tuple[Tensor, "_Gradients"]:
+        """The sum over all rows, and its gradients."""
+        total, grads = paddle.zeros([]), _Gradients(self.rows, self.parameters)
+        for chunk in self.chunks():
+            rows = [
+                _leaf(paddle.index_select(x.detach(), chunk.rows), x.stop_gradient)
+                for x in self.rows
+            ]
             # New ones for every chunk: Paddle would add up their gradients in their own dtype.
-            parameters = [_leaf(parameter) for parameter in self.parameters]
+            parameters = [_leaf(x.detach(), x.stop_gradient) for x in self.parameters]
             with paddle.enable_grad():
-                loss = self._loss(rows, parameters, begin, end)
+                loss = self._loss(chunk, rows, parameters)
             loss.backward()
             total += loss.detach()
-            for x, grads in zip(rows, of_rows, strict=True):
-                if not x.stop_gradient:
-                    grads.append(x.grad)
-            for number, parameter in enumerate(parameters):
-                if not parameter.stop_gradient:
-                    grad, before = parameter.grad.astype("float32"), of_parameters[number]
-                    of_parameters[number] = grad if before is None else before.add_(grad)
-        joined = [_joined(grads) if grads else None for grads in of_rows]
-        return total, [*joined, *of_parameters]
+            grads.add(chunk.rows, rows, parameters)
+        return total, grads
 
 
-def _leaf(value: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
-    """The value, or some of its rows, with a gradient of its own."""
-    own = value.detach()
-    if end is not None:
-        own = slice_axis(own, begin, end)
-    own.stop_gradient = value.stop_gradient
-    return own
+def _leaf(value: Tensor, stop_gradient: bool) -> Tensor:
+    value.stop_gradient = stop_gradient
+    return value
 
 
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else paddle.concat(pieces)
+class _Gradients:
+    """Gradients of a sum in chunks, until the gradient of the sum is known."""
+
+    def __init__(self, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
+        self.shapes, self.dtypes = [x.shape for x in rows], [x.dtype for x in parameters]
+        # By chunk: row numbers, and the gradients of these rows.
+        self.of_rows: list[tuple[Tensor, list[Tensor | None]]] = []
+        self.of_parameters: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, numbers: Tensor, rows: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Take over the gradients of a chunk's leaves."""
+        self.of_rows.append((numbers, [None if x.stop_gradient else x.grad for x in rows]))
+        for number, parameter in enumerate(parameters):
+            if not parameter.stop_gradient:
+                grad, total = parameter.grad.astype("float32"), self.of_parameters[number]
+                self.of_parameters[number] = grad if total is None else total.add_(grad)
+
+    def times(self, factor: Tensor) -> list[Tensor | None]:
+        """Of all rows and parameters, times a scalar; each is freed once it is not needed."""
+        whole: list[Tensor | None] = [None] * len(self.shapes)
+        while self.of_rows:
+            numbers, grads = self.of_rows.pop(0)
+            for i, grad in enumerate(grads):
+                if grad is None:
+                    continue
+                own = whole[i]
+                if own is None:
+                    own = paddle.zeros(self.shapes[i], dtype=grad.dtype)
+                # In float32: a factor rounded to bfloat16 would change all gradients alike.
+                whole[i] = paddle.scatter_(own, numbers, (grad * factor).astype(grad.dtype))
+        of_parameters, self.of_parameters = self.of_parameters, []
+        return whole + [
+            None if grad is None else grad.multiply_(factor).astype(dtype)
+            for grad, dtype in zip(of_parameters, self.dtypes, strict=True)
+        ]
 
 
 class _SumWithGradients(PyLayer):
     @staticmethod
     def forward(ctx, call, *given):
-        ctx.dtypes = [value.dtype for value in given]
         total, ctx.grads = call.with_gradients()
         return total
 
     @staticmethod
     def backward(ctx, grad):
-        grads, ctx.grads = ctx.grads, None
-        return tuple(
-            None if own is None else (own * grad).astype(dtype)
-            for own, dtype in zip(grads, ctx.dtypes, strict=True)
-        )
+        return tuple(ctx.grads.times(grad))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import RowPart
@@ -250,7 +249,7 @@ class RegionOps:
                 predict, rows, parameters, targets, own_vocab, self.summed_cross_entropy
             )
 
-        return head(paddle.index_select(x_TD, targets.rows), reduced)
+        return head(x_TD, reduced)
 
 
 class LayerFactory:
