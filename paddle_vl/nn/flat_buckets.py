@@ -76,6 +76,7 @@ class FlatBucket:
             self._moved(self.tensors, "float32"), trainable=True
         )
         self.values.bucket, self.values.optimize_attr = self, settings
+        self.values.main_grad = None
         self.half = self._moved(self.halves, self.halves[0].dtype) if self.halves else None
         self._moments = {state: paddle.zeros_like(self.values) for state in STATES[:2]}
         self._views = {
@@ -218,24 +219,3 @@ def grouped(
         open_ones[key] = [*taken, number], filled + size, num_pieces + pieces
     for key, (taken, _, _) in open_ones.items():
         yield key, taken
-
-
-class FlatGradients:
-    """Float32 accumulation of half-precision gradients in buckets, see `WideGradients`.
-
-    Args:
-        buckets: with half-precision parameters.
-    """
-
-    def __init__(self, buckets: Sequence[FlatBucket]):
-        self.buckets = list(buckets)
-
-    def take(self) -> None:
-        """Add the gradients that a backward pass has left."""
-        for bucket in self.buckets:
-            bucket.take(bucket.halves)
-
-    def sums(self) -> list[Tensor]:
-        """The current sums."""
-        sums = (gradient_of(bucket.values) for bucket in self.buckets)
-        return [total for total in sums if total is not None]
