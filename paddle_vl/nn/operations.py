@@ -358,8 +358,10 @@ class _Gradients:
                 own = whole[i]
                 if own is None:
                     own = paddle.zeros(self.shapes[i], dtype=grad.dtype)
-                # In float32: a factor rounded to bfloat16 would change all gradients alike.
-                whole[i] = paddle.scatter_(own, numbers, (grad * factor).astype(grad.dtype))
+                # In float32: Paddle would round the factor to the gradient's dtype, which changes
+                # all gradients alike.
+                scaled = (grad.astype("float32") * factor).astype(grad.dtype)
+                whole[i] = paddle.scatter_(own, numbers, scaled)
         of_parameters, self.of_parameters = self.of_parameters, []
         return whole + [
             None if grad is None else grad.multiply_(factor).astype(dtype)

@@ -21,6 +21,7 @@ from paddle_vl.nn.operations import IGNORE_INDEX, TargetRows
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.testing import (
     assert_equals_single_device,
+    emulated_bfloat16,
     first_difference,
     record_collectives,
     record_host_reads,
@@ -137,6 +138,25 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(monkeypatch):
         gradients.append({"weight": weight.grad.astype("float32").numpy()})
         weight.clear_gradient(False)
     assert_close(*gradients, tolerance=2**-7)
+
+
+def test_gradients_in_bfloat16_have_no_common_error(monkeypatch):
+    """Each is rounded by itself; bfloat16 is emulated."""
+    monkeypatch.setattr(operations, "CHUNK_LOGITS", 5 * VOCAB)
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        with emulated_bfloat16():
+            head, (x_TD, targets_T, _) = made_head().to(dtype=dtype), made_rows()
+            x_TD = x_TD.astype(dtype).detach()
+            x_TD.stop_gradient = False
+            (by_rows(head, x_TD, targets_T) / 7).backward()
+            tensors = {"x": x_TD, "weight": head.weight}
+            assert {str(t.grad.dtype) for t in tensors.values()} == {f"paddle.{dtype}"}
+            found.append({n: t.grad.astype("float32").numpy() for n, t in tensors.items()})
+    wide, narrow = found
+    for name, array in wide.items():
+        assert np.abs(narrow[name] - array).max() < 0.03 * np.abs(array).max()
+        assert abs((narrow[name] * array).sum() / (array**2).sum() - 1) < 8e-4, name
 
 
 def test_logits_exist_for_a_chunk_at_a_time(largest_logits, monkeypatch):
