@@ -13,7 +13,7 @@ Shapes: N elements of a bucket, with the gaps between its tensors.
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import paddle
 from paddle import Tensor
@@ -200,15 +200,16 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def grouped(
-    entries: Iterable[tuple[Tensor, Hashable]],
-) -> Iterator[tuple[Hashable, list[int]]]:
+Key = TypeVar("Key", bound=Hashable)
+
+
+def grouped(entries: Iterable[tuple[Tensor, Key]]) -> Iterator[tuple[Key, list[int]]]:
     """Numbers of the entries of each bucket, in order.
 
     Args:
         entries: a tensor, and what all tensors of its bucket have in common.
     """
-    open_ones: dict[Hashable, tuple[list[int], int, int]] = {}
+    open_ones: dict[Key, tuple[list[int], int, int]] = {}
     for number, (tensor, key) in enumerate(entries):
         size = _padded(tensor.size)
         pieces = 1 + (size > tensor.size)

@@ -344,7 +344,8 @@ class _Gradients:
         self.of_rows.append((numbers, [None if x.stop_gradient else x.grad for x in rows]))
         for number, parameter in enumerate(parameters):
             if not parameter.stop_gradient:
-                grad, total = parameter.grad.astype("float32"), self.of_parameters[number]
+                own: Any = parameter.grad
+                grad, total = own.astype("float32"), self.of_parameters[number]
                 self.of_parameters[number] = grad if total is None else total.add_(grad)
 
     def times(self, factor: Tensor) -> list[Tensor | None]:

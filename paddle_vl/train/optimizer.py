@@ -143,7 +143,8 @@ class Optimizer:
             assert tensor is not None, "only fleet's distribute leaves a rank without a share"
             entries.append((tensor, self._common(parameter, tensor)))
         parameters = [parameter for parameter, _ in self._named]
-        powers = dict(zip(POWERS, (self._adamw._beta1, self._adamw._beta2), strict=True))
+        betas: Any = (self._adamw._beta1, self._adamw._beta2)
+        powers: dict[str, float] = dict(zip(POWERS, betas, strict=True))
         self.tensors_with_specs = []
         for key, numbers in grouped(entries):
             factor, has_decay, is_half, spec = key

@@ -6,7 +6,7 @@ a batch of padding. Neither affects loss or gradients.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import paddle
@@ -118,7 +118,7 @@ def with_target_rows(batch: VLBatch) -> VLBatch:
     if "loss_weights" in batch:
         weights_T = np.roll(batch["loss_weights"], -1, axis=1).reshape(-1)
         added["target_weights"] = weights_T[added["target_rows"][0]]
-    return {**batch, **added}
+    return cast(VLBatch, {**batch, **added})
 
 
 def has_visual(batch: VLBatch) -> bool:

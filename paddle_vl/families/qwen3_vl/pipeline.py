@@ -142,8 +142,6 @@ class Qwen3VLStage:
             rows_RD: output of the previous stage; None for the first.
         """
         model = self.model
-        if self.is_last:
-            batch: Any = with_target_rows(cast(Any, batch))
         dict_args = model.decoder_arguments(
             **{name: value for name, value in batch.items() if name not in _NOT_FOR_DECODER}
         )
@@ -164,12 +162,13 @@ class Qwen3VLStage:
         x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, balance=balance)
         if self.is_last:
             hidden_TD = model.language_model.norm(x_TD)
+            targets: Any = with_target_rows(cast(Any, batch))
             return model.losses(
                 hidden_TD,
-                batch["target_rows"],
-                batch["num_target_tokens"],
+                targets["target_rows"],
+                targets["num_target_tokens"],
                 balance,
-                batch.get("target_weights"),
+                targets.get("target_weights"),
             )
         left = [levels[g] for g in self._travelling(self.layers.stop) if g in levels]
         if balance is not None:
