@@ -118,7 +118,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ]
     trainer.optimizer.masks_updates = masks_here
     num_parameters = sum(tensor.size for tensor in trainer.optimizer.tensors)
-    batch, is_for_device = next(trainer.data), trainer.runner.adapter.is_for_device
+    adapter = trainer.runner.adapter
+    batch, is_for_device = adapter.prepared(next(trainer.data)), adapter.is_for_device
     found: dict[str, Any] = {
         "family": options.family,
         "num_ranks": options.nproc,
