@@ -1,0 +1,276 @@
+"""Every operation of `paddle_vl.nn` on this device, forward and backward, against float32.
+
+The reference is the plain implementation in float32 on the host's CPU, from inputs that are rounded
+to the dtype under test; and the formula in float64, where an example has one. The plain
+implementation and the device's kernel are both compared: where both are wrong it is Paddle or the
+driver, where one is wrong it is that one.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from paddle_vl.doctor.check import Check, Machine, Result, ok, wrong
+from paddle_vl.doctor.examples import (
+    COMPARED,
+    QUICK,
+    TIMED,
+    Example,
+    Inputs,
+    Sizes,
+    nbytes,
+    own_operations,
+    tensors,
+    variants,
+)
+from paddle_vl.nn.operations import Operation, use_kernels
+
+_SEED = 7
+_TIMES = 5
+_LIMIT_S = 90.0
+Side = Literal["plain", "kernel"]
+
+
+def checks(machine: Machine) -> list[Check]:
+    return [
+        Check(
+            f"kernels.{operation.__name__.strip('_')}",
+            f"{operation.__name__} and its gradients, in each dtype and form",
+            partial(check_operation, operation),
+            limit_s=_LIMIT_S,
+        )
+        for operation in own_operations()
+    ]
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a call gave, on the host, float32."""
+
+    out: np.ndarray
+    gradients: list[np.ndarray]
+
+
+def check_operation(operation: Operation, machine: Machine) -> Result:
+    """Compare and time all forms of an operation."""
+    found = variants(operation)
+    if not found:
+        return wrong(
+            f"{operation.__name__} has no example inputs",
+            "add one in paddle_vl/doctor/examples.py",
+        )
+    rows: list[dict[str, Any]] = []
+    for name, example in found.items():
+        rows += _compared(operation, name, example, machine)
+    bad = [row for row in rows if not row["is_within"]]
+    if bad:
+        worst = max(bad, key=lambda row: _badness(row["error"]))
+        sides = {row["implementation"] for row in bad}
+        who = "both are wrong: Paddle, its libraries or the driver"
+        if sides == {"plain"}:
+            who = "the kernel is right, the plain implementation is not: Paddle or the driver"
+        elif "plain" not in sides:
+            who = "the plain implementation is right, the kernel is not"
+        return wrong(
+            f"{worst['form']} ({worst['implementation']}, {worst['dtype']}) is off by "
+            f"{worst['error']:.2g} of its largest entry {worst['in']}, more than "
+            f"{worst['bound']:.0e}",
+            f"{who}; training with it gives wrong numbers, so report this before a run",
+            table=rows,
+        )
+    worst = max(rows, key=lambda row: row["error"] / row["bound"])
+    fastest = min(rows, key=lambda row: row["forward_ms"] + row["backward_ms"])
+    speed = [
+        f"{fastest[key]:.3g} {unit}"
+        for key, unit in (("gb_per_s", "GB/s"), ("tflop_per_s", "TFLOP/s"))
+        if fastest.get(key)
+    ]
+    return ok(
+        f"{len(rows)} comparisons, error at most {worst['error']:.1e} (bound {worst['bound']:.0e})"
+        + (f"; {' and '.join(speed)}" if speed else ""),
+        table=rows,
+    )
+
+
+def _badness(error: float) -> float:
+    return np.inf if np.isnan(error) else error
+
+
+def _compared(
+    operation: Operation, name: str, example: Example, machine: Machine
+) -> Iterator[dict[str, Any]]:
+    sizes = QUICK if machine.is_quick else COMPARED
+    inputs = example.make(np.random.default_rng(_SEED), sizes)
+    dtypes = example.dtypes or ("float32", *(["bfloat16"] if machine.has_bfloat16 else []))
+    for dtype in dtypes:
+        with _on_host():
+            rounded = _rounded(inputs, dtype)
+            wanted = _values(operation, rounded, "float32", "plain")
+        exact = None if inputs.exact is None else inputs.exact(*map(_as_float64, rounded.args))
+        for side in _sides(operation, machine):
+            found = _values(operation, rounded, dtype, side)
+            bound = example.bounds.of(dtype, example.has_products and machine.device == "gpu")
+            error, where = _error(found, wanted, exact)
+            yield {
+                "form": name.strip("_"),
+                "implementation": side,
+                "dtype": dtype,
+                "error": error,
+                "in": where,
+                "bound": bound,
+                # Written so that NaN is outside.
+                "is_within": bool(error <= bound),
+                **_speed(operation, example, dtype, side, machine),
+            }
+
+
+def _sides(operation: Operation, machine: Machine) -> list[Side]:
+    return ["plain", "kernel"] if machine.device in operation.kernels else ["plain"]
+
+
+@contextmanager
+def _on_host() -> Iterator[None]:
+    device = paddle.get_device()
+    paddle.set_device("cpu")
+    try:
+        yield
+    finally:
+        paddle.set_device(device)
+
+
+def _rounded(inputs: Inputs, dtype: str) -> Inputs:
+    """Inputs whose floats are values of the dtype, as float32."""
+    if dtype == "float32":
+        return inputs
+    args = tuple(
+        paddle.to_tensor(value).astype(dtype).astype("float32").numpy()
+        if isinstance(value, np.ndarray) and value.dtype == np.float32 and i not in inputs.tables
+        else value
+        for i, value in enumerate(inputs.args)
+    )
+    return Inputs(args, inputs.tables, inputs.work, inputs.exact)
+
+
+def _as_float64(value: Any) -> Any:
+    is_float = isinstance(value, np.ndarray) and value.dtype == np.float32
+    return value.astype(np.float64) if is_float else value
+
+
+@contextmanager
+def _implementation(side: Side) -> Iterator[None]:
+    if side == "kernel":
+        yield
+        return
+    with use_kernels("plain"):
+        yield
+
+
+def _values(operation: Operation, inputs: Inputs, dtype: str, side: Side) -> Values:
+    args = tensors(inputs, dtype)
+    with _implementation(side):
+        outputs = _outputs(operation(*args))
+        _backward(outputs)
+    gradients = [_host(x.grad) for x in args if _is_trained(x) and x.grad is not None]
+    return Values(np.concatenate([_host(out).ravel() for out in outputs]), gradients)
+
+
+def _outputs(result: Any) -> list[Tensor]:
+    entries = result if isinstance(result, list | tuple) else [result]
+    return [entry for entry in entries if isinstance(entry, Tensor)]
+
+
+def _backward(outputs: Sequence[Tensor]) -> None:
+    floats = [out for out in outputs if not out.stop_gradient]
+    paddle.autograd.backward(floats, [_direction(out) for out in floats])
+
+
+def _direction(out: Tensor) -> Tensor:
+    """A gradient of the output with entries of both signs, the same on every device."""
+    size = int(np.prod(out.shape))
+    values = np.cos(np.arange(size, dtype=np.float64) * 1.7).astype(np.float32)
+    return paddle.to_tensor(values.reshape(out.shape)).astype(out.dtype)
+
+
+def _is_trained(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.stop_gradient
+
+
+def _host(x: Tensor) -> np.ndarray:
+    return x.detach().astype("float32").numpy()
+
+
+def _error(found: Values, wanted: Values, exact: np.ndarray | None) -> tuple[float, str]:
+    """The largest error relative to the largest entry, and where."""
+    pairs = [("the output", found.out, wanted.out)]
+    if exact is not None:
+        pairs.append(("the output, against float64", found.out, exact.ravel()))
+    if len(found.gradients) != len(wanted.gradients):
+        return np.inf, "the number of gradients"
+    for number, (own, other) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
+        pairs.append((f"gradient {number}", own, other))
+    errors = []
+    for where, own, other in pairs:
+        if own.shape != other.shape:
+            return np.inf, f"the shape of {where}"
+        size = np.abs(other).max(initial=0.0)
+        error = np.abs(own - other).max(initial=0.0)
+        errors.append((float(error / size) if size else float(error), where))
+    return max(errors, key=lambda pair: _badness(pair[0]))
+
+
+def _speed(
+    operation: Operation, example: Example, dtype: str, side: Side, machine: Machine
+) -> dict[str, Any]:
+    """Times of forward and backward, bytes of inputs and outputs and operations per second."""
+    sizes: Sizes = QUICK if machine.is_quick else TIMED if machine.device == "gpu" else COMPARED
+    inputs = example.make(np.random.default_rng(_SEED), sizes)
+    if _bytes_of(inputs) > 4e9:
+        inputs = example.make(np.random.default_rng(_SEED), COMPARED)
+    args = tensors(inputs, dtype)
+    with _implementation(side):
+        outputs = _outputs(operation(*args))
+        directions = [_direction(out) for out in outputs]
+        forward_s = _best_s(lambda: operation(*args))
+
+        def both() -> None:
+            paddle.autograd.backward(_outputs(operation(*args)), directions)
+
+        both_s = _best_s(both)
+    given = [x for x in args if isinstance(x, Tensor)]
+    size = nbytes([*given, *outputs])
+    return {
+        "forward_ms": 1e3 * forward_s,
+        "backward_ms": 1e3 * max(0.0, both_s - forward_s),
+        "gb_per_s": size / forward_s / 1e9,
+        **({"tflop_per_s": inputs.work / forward_s / 1e12} if inputs.work else {}),
+    }
+
+
+def _bytes_of(inputs: Inputs) -> int:
+    return sum(value.nbytes for value in inputs.args if isinstance(value, np.ndarray))
+
+
+def _best_s(run: Callable[[], Any]) -> float:
+    """The fastest of a few runs, in seconds, after one that is not counted."""
+    run()
+    times = []
+    for _ in range(_TIMES):
+        synchronize()
+        begin = time.perf_counter()
+        run()
+        synchronize()
+        times.append(time.perf_counter() - begin)
+    return max(min(times), 1e-9)
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if not paddle.get_device().startswith("cpu"):
+        paddle.device.synchronize()
