@@ -1,9 +1,9 @@
 """All checks, in the order in which they run."""
 
-from paddle_vl.doctor import attention, copies, environment, kernels, precision
+from paddle_vl.doctor import attention, copies, environment, kernels, precision, ranks
 from paddle_vl.doctor.check import Check, Machine
 
-PARTS = (environment, precision, kernels, attention, copies)
+PARTS = (environment, precision, kernels, attention, copies, ranks)
 
 
 def all_checks(machine: Machine) -> list[Check]:
