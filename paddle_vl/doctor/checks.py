@@ -1,9 +1,33 @@
 """All checks, in the order in which they run."""
 
-from paddle_vl.doctor import attention, copies, environment, kernels, precision, ranks
+from paddle_vl.doctor import (
+    attention,
+    copies,
+    environment,
+    generation,
+    golden,
+    kernels,
+    precision,
+    ranks,
+    saving,
+    simulated,
+    steps,
+)
 from paddle_vl.doctor.check import Check, Machine
 
-PARTS = (environment, precision, kernels, attention, copies, ranks)
+PARTS = (
+    environment,
+    precision,
+    kernels,
+    attention,
+    copies,
+    steps,
+    golden,
+    generation,
+    saving,
+    simulated,
+    ranks,
+)
 
 
 def all_checks(machine: Machine) -> list[Check]:

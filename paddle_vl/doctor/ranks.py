@@ -60,6 +60,10 @@ def topologies(num_ranks: int) -> dict[str, dict[str, Any]]:
     }
     if n <= 4:
         found[f"pp{n}"] = {"parallel.pp_degree": n}
+        found[f"pp{n} colocated"] = {"parallel.pp_degree": n, "parallel.schedule": "colocated"}
+    if n == 2:
+        # A run has four layers, two for each of a rank's virtual stages.
+        found["pp2 interleaved"] = {"parallel.pp_degree": 2, "parallel.num_virtual_stages": 2}
     if n >= 4:
         half = n // 2
         found[f"dp{half} mp2"] = {"parallel.dp_degree": half, "parallel.mp_degree": 2} | rows
