@@ -5,8 +5,8 @@
 PYTHON is an interpreter with torch and transformers; nothing of paddle_vl is imported. The file has
 the weights under HF's names, the batch (`in.`), logits, loss, every gradient (`grad.`), and six
 greedy tokens of the first sample's prompt, all float32 or int64. Its metadata has `config`, a
-config.json, and the versions. Parameters are random and away from neutral values, so that a part that is left
-out changes the loss.
+config.json, and the versions. Parameters are random and away from neutral values, so that a part
+that is left out changes the loss.
 """
 
 import json

@@ -12,6 +12,7 @@ from paddle_vl.doctor import (
     saving,
     simulated,
     steps,
+    true_width,
 )
 from paddle_vl.doctor.check import Check, Machine
 
@@ -22,6 +23,7 @@ PARTS = (
     attention,
     copies,
     steps,
+    true_width,
     golden,
     generation,
     saving,

@@ -30,6 +30,7 @@ from paddle_vl.doctor.examples import (
     tensors,
     variants,
 )
+from paddle_vl.doctor.precision import uses_tf32
 from paddle_vl.nn.operations import Operation, use_kernels
 from paddle_vl.train.memory_needed import available_memory
 
@@ -120,7 +121,7 @@ def _compared(
         exact = None if inputs.exact is None else inputs.exact(*map(_as_float64, rounded.args))
         for side in _sides(operation, machine):
             found = _values(operation, rounded, dtype, side)
-            bound = example.bounds.of(dtype, example.has_products and machine.device == "gpu")
+            bound = example.bounds.of(dtype, example.has_products and uses_tf32())
             error, where = _error(found, wanted, exact)
             yield {
                 "form": name.strip("_"),
@@ -243,12 +244,12 @@ def _speed(operation: Operation, inputs: Inputs, dtype: str, side: Side) -> dict
     with _implementation(side):
         outputs = _outputs(operation(*args))
         directions = [paddle.ones_like(out) for out in outputs]
-        forward_s = _best_s(lambda: operation(*args))
+        forward_s = best_s(lambda: operation(*args))
 
         def both() -> None:
             paddle.autograd.backward(_outputs(operation(*args)), directions)
 
-        both_s = _best_s(both)
+        both_s = best_s(both)
     given = [x for x in args if isinstance(x, Tensor)]
     size = nbytes([*given, *outputs])
     return {
@@ -259,7 +260,7 @@ def _speed(operation: Operation, inputs: Inputs, dtype: str, side: Side) -> dict
     }
 
 
-def _best_s(run: Callable[[], Any]) -> float:
+def best_s(run: Callable[[], Any]) -> float:
     """The fastest of a few runs, in seconds, after one that is not counted."""
     run()
     times = []

@@ -18,6 +18,11 @@ def checks(machine: Machine) -> list[Check]:
     ]
 
 
+def uses_tf32() -> bool:
+    """Whether this process's float32 products run in TF32."""
+    return abs(float(_product("float32", 1.0 + _STEP)) / _TERMS - 1.0) < _STEP / 2
+
+
 def _tf32(machine: Machine) -> Result:
     found = float(_product("float32", 1.0 + _STEP))
     bits = found / _TERMS - 1.0

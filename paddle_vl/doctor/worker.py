@@ -24,11 +24,16 @@ from paddle_vl.doctor.choice import Choice, UnknownCheckError, chosen_checks
 EVENTS_FILE, JOB_FILE = "events.jsonl", "job.json"
 
 
-def run_worker(folder: Path, all_checks: Callable[[Machine], Sequence[Check]]) -> int:
+def run_worker(
+    folder: Path,
+    all_checks: Callable[[Machine], Sequence[Check]],
+    find_machine: Callable[[bool, Path], Machine] | None = None,
+) -> int:
     """Run the checks that `JOB_FILE` of the folder asks for.
 
     Args:
         all_checks: every check for a machine.
+        find_machine: describes the machine; None for `this_machine`.
 
     Returns:
         The exit code, 0; findings are in the events.
@@ -40,7 +45,10 @@ def run_worker(folder: Path, all_checks: Callable[[Machine], Sequence[Check]]) -
         events.write(json.dumps({"event": event, **entries}) + "\n")
         events.flush()
 
-    machine = this_machine(job["is_quick"], folder)
+    machine = (find_machine or this_machine)(job["is_quick"], folder)
+    # Paddle's import has put its own handlers in place, which show no Python code.
+    faulthandler.disable()
+    faulthandler.enable()
     try:
         checks = chosen_checks(
             all_checks(machine), Choice(tuple(job["only"]), job["is_quick"], tuple(job["done"]))
