@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tomllib
 from safetensors.numpy import save_file
 
 from paddle_vl.doctor import golden
@@ -79,5 +78,4 @@ def test_the_formula_of_weights_is_fixed():
 def test_the_cases_are_small_and_part_of_the_wheel():
     files = list(golden.CASES.iterdir())
     assert sum(file.stat().st_size for file in files) < 300_000
-    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert pyproject["tool"]["setuptools"]["package-data"]["paddle_vl.doctor"] == ["cases/*"]
+    assert '"paddle_vl.doctor" = ["cases/*"]' in (ROOT / "pyproject.toml").read_text()
