@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from paddle import _C_ops
 
-from paddle_vl.doctor.check import Check, Machine, Result, info, wrong
-from paddle_vl.doctor.examples import COMPARED, EXAMPLES, QUICK, own_operations, tensors
+from paddle_vl.doctor.check import Check, Dtype, Machine, Result, info, wrong
+from paddle_vl.doctor.examples import COMPARED, EXAMPLES, QUICK, name_of, own_operations, tensors
 from paddle_vl.nn.operations import Operation
 
 # Parts of the names of Paddle's attention kernels.
@@ -33,7 +33,7 @@ def checks(machine: Machine) -> list[Check]:
 
 def attention_forms() -> dict[str, Operation]:
     """Every form of attention that has an example, with its operation."""
-    by_name = {operation.__name__: operation for operation in own_operations()}
+    by_name = {name_of(operation): operation for operation in own_operations()}
     return {
         form: by_name[name]
         for form in EXAMPLES
@@ -43,7 +43,7 @@ def attention_forms() -> dict[str, Operation]:
 
 def _backends(machine: Machine) -> Result:
     sizes = QUICK if machine.device == "cpu" else COMPARED
-    dtypes = ["float32", *(["bfloat16"] if machine.has_bfloat16 else [])]
+    dtypes: list[Dtype] = ["float32", "bfloat16"] if machine.has_bfloat16 else ["float32"]
     rows: list[dict[str, Any]] = []
     left_fused = []
     for form, operation in attention_forms().items():

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+# Dtypes under test.
+Dtype = Literal["float32", "bfloat16"]
 # `wrong` is a finding; the others are not. `info` states what is, without a bound.
 Status = Literal["ok", "wrong", "skipped", "info"]
 STATUSES: tuple[Status, ...] = ("ok", "wrong", "skipped", "info")

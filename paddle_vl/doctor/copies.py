@@ -69,7 +69,7 @@ def spoiled_rounds(device: Device, rounds: int, busy: Callable[[], Any]) -> list
         sums.append(before + [_extremes(batch[name]) for name in arrays])
     bad = []
     for number, (found, values) in enumerate(zip(sums, wanted, strict=True)):
-        seen = [tuple(extremes.tolist()) for extremes in found]
+        seen = [tuple(map(float, extremes.numpy())) for extremes in found]
         if seen != [(value, value) for value in values] * 2:
             bad.append(number)
     copies.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import paddle
+from paddle import version
 
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.doctor.check import Check, Machine, Result, info, ok, wrong
@@ -46,13 +47,13 @@ def checks(machine: Machine) -> list[Check]:
 def _versions(machine: Machine) -> Result:
     found: dict[str, Any] = dict(versions())
     found["paddle"] = paddle.__version__
-    found["paddle_commit"] = paddle.version.commit
+    found["paddle_commit"] = version.commit
     git = git_state(Path(__file__).parent, of=Path(__file__))
     if git is not None:
         found["paddle_vl_revision"] = git["revision"]
     cards = nvidia_cards()
     if machine.device == "gpu":
-        found["nccl"] = paddle.version.nccl()
+        found["nccl"] = version.nccl()
         found["compute_capability"] = ".".join(map(str, paddle.device.cuda.get_device_capability()))
     if cards:
         found["driver"] = cards[0]["driver"]
@@ -67,12 +68,13 @@ def _versions(machine: Machine) -> Result:
 
 
 def version_problem(
-    wheels: list[str], version: str, has_card: bool, device: str
+    wheels: list[str], found: str, has_card: bool, device: str
 ) -> tuple[str, str] | None:
     """What is wrong with the wheels, and what to do.
 
     Args:
         wheels: those installed, of paddlepaddle and paddlepaddle-gpu.
+        found: the version of Paddle.
         has_card: whether the driver lists an NVIDIA card.
     """
     if len(wheels) > 1:
@@ -80,9 +82,9 @@ def version_problem(
             f"{' and '.join(wheels)} are both installed and overwrite each other's files",
             f"pip uninstall -y {' '.join(wheels)}, then install the one for this machine",
         )
-    if not version.startswith("3.3."):
+    if not found.startswith("3.3."):
         return (
-            f"paddle is {version}; this package is for 3.3",
+            f"paddle is {found}; this package is for 3.3",
             "install paddlepaddle 3.3.1 or paddlepaddle-gpu 3.3.1",
         )
     if has_card and device == "cpu":

@@ -16,6 +16,7 @@ import paddle
 from paddle import Tensor
 
 import paddle_vl.nn
+from paddle_vl.doctor.check import Dtype
 from paddle_vl.nn.attention import MASKED_SCORE, AttentionMask, PackedSamples
 from paddle_vl.nn.operations import OPERATIONS, Operation
 
@@ -91,7 +92,7 @@ class Example:
     make: Callable[[np.random.Generator, Sizes], Inputs]
     has_products: bool = False
     bounds: Bounds = Bounds()
-    dtypes: tuple[str, ...] | None = None
+    dtypes: tuple[Dtype, ...] | None = None
 
 
 EXAMPLES: dict[str, Example] = {}
@@ -110,7 +111,7 @@ def example(name: str, **settings: Any) -> Callable:
 def missing_examples() -> list[str]:
     """Operations without an example."""
     return [
-        operation.__name__ for operation in own_operations() if _name(operation) not in EXAMPLES
+        name_of(operation) for operation in own_operations() if name_of(operation) not in EXAMPLES
     ]
 
 
@@ -122,11 +123,8 @@ def own_operations() -> list[Operation]:
     return [op for op in OPERATIONS if op.__module__.startswith("paddle_vl.")]
 
 
-def example_of(operation: Operation) -> Example | None:
-    return EXAMPLES.get(_name(operation))
-
-
-def _name(operation: Operation) -> str:
+def name_of(operation: Any) -> str:
+    """The name of an operation's function."""
     return operation.__name__
 
 
@@ -134,7 +132,7 @@ def normal(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndar
     return np.float32(scale) * rng.standard_normal(shape, dtype=np.float32)
 
 
-def tensors(inputs: Inputs, dtype: str, needs_gradient: bool = True) -> list[Any]:
+def tensors(inputs: Inputs, dtype: Dtype, needs_gradient: bool = True) -> list[Any]:
     """The arguments as tensors on Paddle's device."""
     made = []
     for place, value in enumerate(inputs.args):
@@ -326,7 +324,7 @@ def _grouped_linear(rng: np.random.Generator, sizes: Sizes) -> Inputs:
 
 def variants(operation: Operation) -> Mapping[str, Example]:
     """The operation's examples: its own, and further forms of the call as `NAME.FORM`."""
-    name = _name(operation)
+    name = name_of(operation)
     return {key: value for key, value in EXAMPLES.items() if key.split(".")[0] == name}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_vl.doctor.check import BFLOAT16, Check, Machine, Result, ok, wrong
+from paddle_vl.doctor.check import BFLOAT16, Check, Dtype, Machine, Result, ok, wrong
 from paddle_vl.testing import Image, tiny_qwen3_vl, tiny_qwen3_vl_batch
 
 _TOKENS = 8
@@ -30,7 +30,7 @@ def checks(machine: Machine) -> list[Check]:
     ]
 
 
-def _generation(dtype: str, machine: Machine) -> Result:
+def _generation(dtype: Dtype, machine: Machine) -> Result:
     model = tiny_qwen3_vl()
     if dtype != "float32":
         model.to(dtype=dtype)

@@ -17,7 +17,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.doctor.check import Check, Machine, Result, ok, wrong
+from paddle_vl.doctor.check import Check, Dtype, Machine, Result, ok, wrong
 from paddle_vl.doctor.examples import (
     COMPARED,
     QUICK,
@@ -25,6 +25,7 @@ from paddle_vl.doctor.examples import (
     Example,
     Inputs,
     Sizes,
+    name_of,
     nbytes,
     own_operations,
     tensors,
@@ -45,8 +46,8 @@ Side = Literal["plain", "kernel"]
 def checks(machine: Machine) -> list[Check]:
     return [
         Check(
-            f"kernels.{operation.__name__.strip('_')}",
-            f"{operation.__name__} and its gradients, in each dtype and form",
+            f"kernels.{name_of(operation).strip('_')}",
+            f"{name_of(operation)} and its gradients, in each dtype and form",
             partial(check_operation, operation),
             limit_s=_LIMIT_S,
         )
@@ -67,7 +68,7 @@ def check_operation(operation: Operation, machine: Machine) -> Result:
     found = variants(operation)
     if not found:
         return wrong(
-            f"{operation.__name__} has no example inputs",
+            f"{name_of(operation)} has no example inputs",
             "add one in paddle_vl/doctor/examples.py",
         )
     rows: list[dict[str, Any]] = []
@@ -113,7 +114,8 @@ def _compared(
     sizes = QUICK if machine.is_quick else COMPARED
     inputs = example.make(np.random.default_rng(_SEED), sizes)
     timed = example.make(np.random.default_rng(_SEED), _timed_sizes(machine))
-    dtypes = example.dtypes or ("float32", *(["bfloat16"] if machine.has_bfloat16 else []))
+    own: tuple[Dtype, ...] = ("float32", "bfloat16") if machine.has_bfloat16 else ("float32",)
+    dtypes = example.dtypes or own
     for dtype in dtypes:
         with _on_host():
             rounded = _rounded(inputs, dtype)
@@ -150,7 +152,7 @@ def _on_host() -> Iterator[None]:
         paddle.set_device(device)
 
 
-def _rounded(inputs: Inputs, dtype: str) -> Inputs:
+def _rounded(inputs: Inputs, dtype: Dtype) -> Inputs:
     """Inputs whose floats are values of the dtype, as float32."""
     if dtype == "float32":
         return inputs
@@ -177,7 +179,7 @@ def _implementation(side: Side) -> Iterator[None]:
         yield
 
 
-def _values(operation: Operation, inputs: Inputs, dtype: str, side: Side) -> Values:
+def _values(operation: Operation, inputs: Inputs, dtype: Dtype, side: Side) -> Values:
     args = tensors(inputs, dtype)
     with _implementation(side):
         outputs = _outputs(operation(*args))
@@ -238,7 +240,7 @@ def _timed_sizes(machine: Machine) -> Sizes:
     return TIMED if is_large else COMPARED
 
 
-def _speed(operation: Operation, inputs: Inputs, dtype: str, side: Side) -> dict[str, Any]:
+def _speed(operation: Operation, inputs: Inputs, dtype: Dtype, side: Side) -> dict[str, Any]:
     """Times of forward and backward, bytes of inputs and outputs and operations per second."""
     args = tensors(inputs, dtype)
     with _implementation(side):

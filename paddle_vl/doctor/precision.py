@@ -4,7 +4,7 @@ import os
 
 import paddle
 
-from paddle_vl.doctor.check import BFLOAT16, Check, Machine, Result, info, ok, wrong
+from paddle_vl.doctor.check import BFLOAT16, Check, Dtype, Machine, Result, info, ok, wrong
 
 # 1 + 2^-12 has 12 bits behind the point: float32 keeps them, TF32 (10 bits) rounds to 1.
 _STEP = 2.0**-12
@@ -64,7 +64,7 @@ def _bf16(machine: Machine) -> Result:
     )
 
 
-def _product(dtype: str, value: float) -> paddle.Tensor:
+def _product(dtype: Dtype, value: float) -> paddle.Tensor:
     """The first entry of a product with that value in every entry of one factor."""
     left = paddle.full([64, _TERMS], value).astype(dtype)
     return paddle.matmul(left, paddle.ones([_TERMS, 64]).astype(dtype))[0, 0]

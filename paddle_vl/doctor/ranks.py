@@ -62,8 +62,13 @@ def topologies(num_ranks: int) -> dict[str, dict[str, Any]]:
         found[f"pp{n}"] = {"parallel.pp_degree": n}
         found[f"pp{n} colocated"] = {"parallel.pp_degree": n, "parallel.schedule": "colocated"}
     if n == 2:
-        # A run has four layers, two for each of a rank's virtual stages.
-        found["pp2 interleaved"] = {"parallel.pp_degree": 2, "parallel.num_virtual_stages": 2}
+        # The same samples in twice as many micro-batches, which that schedule needs.
+        found["pp2 dualpipev"] = {
+            "parallel.pp_degree": 2,
+            "parallel.pp_schedule": "dualpipev",
+            "train.gradient_accumulation_steps": 4,
+            "train.per_device_train_batch_size": _MICRO_SAMPLES // 2,
+        }
     if n >= 4:
         half = n // 2
         found[f"dp{half} mp2"] = {"parallel.dp_degree": half, "parallel.mp_degree": 2} | rows
@@ -293,12 +298,12 @@ def _train_all(job: Mapping[str, Any], rank: int, began: Path) -> list[str]:
         mesh.leave()
         settings = dict(run["settings"])
         parts = settings.get("parallel.dp_degree", 1) * settings.get("parallel.sharding_degree", 1)
-        settings |= {
+        settings = {
             "train.output_dir": folder / "out" / run["name"],
             "train.per_device_train_batch_size": _MICRO_SAMPLES // parts,
             "train.gradient_accumulation_steps": job["micro_batches"],
             "parallel.timeout_s": _WAIT_S,
-        }
+        } | settings
         overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
         config = load_run_config(folder / run["kind"] / "run.yaml", overrides)
         signal = build_trainer(config).run()

@@ -75,12 +75,18 @@ def table(findings: Sequence[Finished]) -> str:
     parts = [markdown(rows)]
     for group, members in groupby(findings, lambda finished: finished.name.partition(".")[0]):
         # Rows of one kind stand in one table.
-        by_columns: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+        kinds: list[tuple[set[str], list[Mapping[str, Any]]]] = []
         for finished in members:
             for row in finished.result.figures.get("table") or ():
-                key = next((key for key in by_columns if set(row) <= set(key)), tuple(row))
-                by_columns.setdefault(key, []).append(row)
-        parts += [f"{group}\n\n{_own_table(rows)}" for rows in by_columns.values()]
+                columns = set(row)
+                for known, rows in kinds:
+                    if known <= columns or columns <= known:
+                        known |= columns
+                        rows.append(row)
+                        break
+                else:
+                    kinds.append((columns, [row]))
+        parts += [f"{group}\n\n{_own_table(rows)}" for _, rows in kinds]
     parts.append(_verdict(findings))
     return "\n\n".join(parts)
 

@@ -80,7 +80,7 @@ def _events(nodes: Any) -> Iterator[tuple[str, str]]:
         waiting += node.children_node
         for runtime in node.runtime_node:
             yield "runtime", runtime.name
-            for event in runtime.device_node:
+            for event in getattr(runtime, "device_node", ()):
                 yield str(event.type).rpartition(".")[2], event.name
 
 

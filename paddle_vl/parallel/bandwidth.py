@@ -129,7 +129,7 @@ def _measured(
     # The slowest rank, and whether any received something else.
     worst = paddle.to_tensor([min(seconds), float(not right)], dtype="float64")
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-    slowest, any_wrong = worst.tolist()
+    slowest, any_wrong = (float(value) for value in worst.numpy())
     size = 4 * elements
     return Measure(
         name, ranks, size / 1e6, 1e3 * slowest, factor * size / slowest / 1e9, not any_wrong

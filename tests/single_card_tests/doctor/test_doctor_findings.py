@@ -245,7 +245,7 @@ def test_the_whole_model_is_extrapolated_and_other_memory_is_found():
     assert result.figures["whole_tokens_per_s"] == pytest.approx(10.0)
     assert result.figures["whole_mfu"] == pytest.approx(0.1)
     assert result.figures["whole_activations_gb"] == pytest.approx(1.0)
-    leaking = slice_measure(2.0, 2 * 10**12, 1.6e9, 1.8e9)
+    leaking = slice_measure(2.0, 2 * 10**12, 2.0e9, 2.2e9)
     result = true_width.slices_result(true_width.SMALL, small, leaking, 1e13, 5e9)
     assert result.status == "wrong"
     # More layers that take no longer say nothing about a layer.
