@@ -1,7 +1,8 @@
 """`paddle-vl doctor` as a command.
 
 Guarantees: it examines this installation in a process of its own, prints a table, writes its JSON
-and exits with 0; names are listed; a missing folder and a launcher are refused before a check runs;
+and exits with 0; names are listed, and docs/doctor.md explains
+each; a missing folder and a launcher are refused before a check runs;
 on a CPU the whole examination finds nothing wrong and skips only what needs a GPU (heavy); ranks
 that fail or compute other numbers are findings (heavy).
 """
@@ -16,6 +17,7 @@ import pytest
 from paddle_vl.cli.main import main
 from paddle_vl.doctor import ranks
 from paddle_vl.doctor.check import Machine, run_check
+from paddle_vl.doctor.checks import all_checks
 
 ROOT = Path(__file__).parents[3]
 NEEDS_GPU = {
@@ -54,6 +56,15 @@ def test_the_list_has_every_check(capsys):
     assert main(["doctor", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("environment.versions", "ranks.topologies", *NEEDS_GPU))
+
+
+def test_the_page_explains_every_check():
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    machine = Machine("cpu", 0, False, False, ROOT)
+    names = {
+        "kernels.*" if check.group == "kernels" else check.name for check in all_checks(machine)
+    }
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 
 def test_a_missing_folder_and_a_launcher_are_refused(tmp_path, monkeypatch, capsys):
