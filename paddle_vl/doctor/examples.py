@@ -19,6 +19,7 @@ import paddle_vl.nn
 from paddle_vl.doctor.check import Dtype
 from paddle_vl.nn.attention import MASKED_SCORE, AttentionMask, PackedSamples
 from paddle_vl.nn.operations import OPERATIONS, Operation
+from paddle_vl.nn.rotary import RotaryTables, inverse_frequencies
 
 
 @dataclass(frozen=True)
@@ -202,25 +203,18 @@ def _biased_linear(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     )
 
 
-@example("rotate_half")
-def _rotate_half(rng: np.random.Generator, sizes: Sizes) -> Inputs:
-    x = normal(rng, sizes.rows, sizes.heads, sizes.head_width)
-    half = sizes.head_width // 2
-    return Inputs((x,), exact=lambda x: np.concatenate([-x[..., half:], x[..., :half]], -1))
-
-
-@example("_rotated")
-def _rotated(rng: np.random.Generator, sizes: Sizes) -> Inputs:
-    x = normal(rng, sizes.rows, sizes.heads, sizes.head_width)
-    cos_T1H, sin_T1H = (table[:, None] for table in rotary_tables(sizes.rows, sizes.head_width))
-    return Inputs((x, cos_T1H, sin_T1H), tables=(1, 2))
-
-
-def rotary_tables(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine `[T, H]` float32 of consecutive positions."""
-    frequency = 5e6 ** -(np.arange(width // 2) / (width // 2))
-    angle = np.arange(rows)[:, None] * np.concatenate([frequency, frequency])
-    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+@example("apply_rotary")
+def _apply_rotary(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    q, k = (
+        normal(rng, sizes.rows, heads, sizes.head_width) for heads in (sizes.heads, sizes.key_heads)
+    )
+    slots = sizes.head_width // 2
+    angle = np.arange(sizes.rows, dtype=np.float32)[:, None] * inverse_frequencies(slots, 5e6)
+    # Made anew for each device and dtype, which it keeps copies for.
+    tables: Callable[[], RotaryTables] = lambda: RotaryTables.of_angles(  # noqa: E731
+        paddle.to_tensor(angle)
+    )
+    return Inputs((q, k, tables))
 
 
 def _heads(rng: np.random.Generator, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
