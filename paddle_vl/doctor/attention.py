@@ -10,7 +10,8 @@ import numpy as np
 from paddle import _C_ops
 
 from paddle_vl.doctor.check import Check, Dtype, Machine, Result, info, wrong
-from paddle_vl.doctor.examples import COMPARED, EXAMPLES, QUICK, name_of, own_operations, tensors
+from paddle_vl.doctor.example import COMPARED, EXAMPLES, QUICK, tensors
+from paddle_vl.doctor.examples import name_of, own_operations
 from paddle_vl.nn.operations import Operation
 
 # Parts of the names of Paddle's attention kernels.

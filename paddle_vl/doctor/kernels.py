@@ -18,19 +18,17 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.doctor.check import Check, Dtype, Machine, Result, ok, wrong
-from paddle_vl.doctor.examples import (
+from paddle_vl.doctor.example import (
     COMPARED,
     QUICK,
     TIMED,
     Example,
     Inputs,
     Sizes,
-    name_of,
     nbytes,
-    own_operations,
     tensors,
-    variants,
 )
+from paddle_vl.doctor.examples import name_of, own_operations, variants
 from paddle_vl.doctor.precision import uses_tf32
 from paddle_vl.nn.operations import Operation, use_kernels
 from paddle_vl.train.memory_needed import available_memory
@@ -69,7 +67,7 @@ def check_operation(operation: Operation, machine: Machine) -> Result:
     if not found:
         return wrong(
             f"{name_of(operation)} has no example inputs",
-            "add one in paddle_vl/doctor/examples.py",
+            "add some in paddle_vl/doctor/row_examples.py or attention_examples.py",
         )
     rows: list[dict[str, Any]] = []
     for name, example in found.items():
