@@ -10,6 +10,8 @@ from typing import Any, Literal
 Dtype = Literal["float32", "bfloat16"]
 # `wrong` is a finding; the others are not. `info` states what is, without a bound.
 Status = Literal["ok", "wrong", "skipped", "info"]
+# Key of the figures of a check that raised.
+TRACEBACK = "traceback"
 STATUSES: tuple[Status, ...] = ("ok", "wrong", "skipped", "info")
 
 
@@ -143,8 +145,7 @@ def run_check(check: Check, machine: Machine) -> Result:
             f"raised {type(error).__name__}: {shown:.300}",
             "an error of the package, of Paddle or of the driver: report it with this table and "
             "--json",
-            place=place,
-            traceback="".join(traceback.format_exception(error))[-3000:],
+            **{"place": place, TRACEBACK: "".join(traceback.format_exception(error))[-3000:]},
         )
 
 

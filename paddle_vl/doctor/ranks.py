@@ -24,9 +24,12 @@ from paddle_vl.parallel.launcher import launch
 from paddle_vl.parallel.store.membership import PeerWatch
 from paddle_vl.testing.tiny_run import TINY_EXPERTS, write_tiny_run
 from paddle_vl.train.build import build_trainer
+from paddle_vl.train.stop_signals import StopSignals
 
 STEPS, _MICRO_SAMPLES = 2, 8
 _WAIT_S = 60.0
+# That ranks may take to end when they are asked to.
+_STOP_S = 3.0
 _TF32 = "NVIDIA_TF32_OVERRIDE"
 # Relative to the largest entry of a tensor: sums of float32 in another order.
 BOUNDS = {"cpu": 1e-5, "gpu": 1e-4}
@@ -236,7 +239,7 @@ def _on_ranks(
     content = {"job": job, "num_ranks": num_ranks, "answers": str(folder), **settings}
     file.write_text(json.dumps(content), encoding="utf-8")
     with _without_tf32():
-        code = launch(["doctor", "--rank", str(file)], num_ranks, folder / "log", 5.0)
+        code = launch(["doctor", "--rank", str(file)], num_ranks, folder / "log", _STOP_S)
     if code == 0:
         return [
             json.loads((folder / f"answer{rank}.json").read_text(encoding="utf-8"))
@@ -275,12 +278,14 @@ def run_rank(file: Path) -> int:
     rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
     answers = Path(job["answers"])
     try:
-        with PeerWatch():
+        # As in a run: a rank ends with its launcher.
+        with StopSignals() as stop, PeerWatch():
+            stop.set_handlers()
             if job["job"] == "bandwidth":
                 measures = measure_bandwidth(job["num_ranks"], job["elements"], _WAIT_S)
                 answer: Any = [measure._asdict() for measure in measures]
             else:
-                answer = _train_all(job, rank, answers / "began")
+                answer = _train_all(job, rank, answers / "began", stop)
     except Exception:
         (answers / f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
         raise
@@ -288,7 +293,7 @@ def run_rank(file: Path) -> int:
     return 0
 
 
-def _train_all(job: Mapping[str, Any], rank: int, began: Path) -> list[str]:
+def _train_all(job: Mapping[str, Any], rank: int, began: Path, stop: StopSignals) -> list[str]:
     """Train every run of the job; their outputs are compared afterwards."""
     folder, done = Path(job["folder"]), []
     for run in job["runs"]:
@@ -306,7 +311,7 @@ def _train_all(job: Mapping[str, Any], rank: int, began: Path) -> list[str]:
         } | settings
         overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
         config = load_run_config(folder / run["kind"] / "run.yaml", overrides)
-        signal = build_trainer(config).run()
+        signal = build_trainer(config).run(stop)
         if signal is not None:
             raise RuntimeError(f"the run {run['name']} was stopped by signal {signal}")
         done.append(run["name"])

@@ -16,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.doctor.check import Result, wrong
-from paddle_vl.doctor.worker import EVENTS_FILE, JOB_FILE
+from paddle_vl.doctor.worker import EVENTS_FILE, JOB_FILE, RESTART
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _POLL_S = 0.05
 # Until the first event: importing Paddle from a cold disk takes tens of seconds.
 START_LIMIT_S = 180.0
 # For ranks that the worker has started, before it is killed.
-_GRACE_S = 5.0
+_GRACE_S = 10.0
+_CRASH = (
+    "a crash in a kernel or library, not a Python error: report it with this table and --json; if "
+    "only this kernel crashes, look for another wheel or driver"
+)
 _SHOWN_LINES = 25
 # A process that dies before its first check would be started for ever.
 _START = "start"
@@ -96,6 +100,8 @@ def supervised(
                     yield worker.finished(event)
         finally:
             worker.stop()
+        if worker.wants_restart:
+            continue
         if worker.problem is None:
             return
         yield worker.problem
@@ -109,10 +115,12 @@ class _Worker:
 
     Attributes:
         problem: after `events` has ended, the check that ended the process; None if all ran.
+        wants_restart: after `events` has ended, whether the other checks need a new process.
     """
 
     def __init__(self, command: Sequence[str], work: Path):
         self.problem: Finished | None = None
+        self.wants_restart = False
         self._work, self._plan = work, None
         self._running: str | None = None
         self._since = time.monotonic()
@@ -136,6 +144,9 @@ class _Worker:
                 self._note(event)
                 yield event
             if code is not None:
+                self.wants_restart = code == RESTART and self._running is None
+                if self.wants_restart:
+                    return
                 if code or self._running is not None or self._plan is None:
                     self.problem = self._ended(code)
                 return
@@ -214,8 +225,7 @@ class _Worker:
             return Finished(_START, "the process of the checks", result)
         result = wrong(
             f"the process crashed: {how}",
-            "a crash in a kernel or library, not a Python error: report it with this table and "
-            "--json; if only this kernel crashes, look for another wheel or driver",
+            "the host's memory may be full: see dmesg" if code == -signal.SIGKILL else _CRASH,
             output=self._output(),
         )
         return Finished(self._running, self._title(self._running), result)

@@ -7,6 +7,9 @@ A crash of a check, a segmentation fault of a kernel included, ends this process
     {"event": "begin", "check": NAME}
     {"event": "end", "check": NAME, "seconds": ..., "result": {...}}
     {"event": "refused", "reason": ...}
+
+After an error on a GPU the process ends with `RESTART`: a failed kernel leaves a CUDA context in
+which everything fails, so the other checks need a new one.
 """
 
 import faulthandler
@@ -18,10 +21,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.doctor.check import Check, Machine, run_check
+from paddle_vl.doctor.check import TRACEBACK, Check, Machine, run_check
 from paddle_vl.doctor.choice import Choice, UnknownCheckError, chosen_checks
 
 EVENTS_FILE, JOB_FILE = "events.jsonl", "job.json"
+RESTART = 75
 
 
 def run_worker(
@@ -76,6 +80,8 @@ def run_worker(
             seconds=round(time.perf_counter() - begin, 3),
             result=result.as_json(),
         )
+        if machine.device == "gpu" and TRACEBACK in result.figures:
+            os._exit(RESTART)
     events.close()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -14,6 +14,8 @@ from paddle_vl.doctor.check import Check, Machine, Result, ok
 from paddle_vl.doctor.worker import run_worker
 
 CHILD_FILE = "child"
+# Variable with the device of the machine that the checks are told of.
+DEVICE = "DOCTOR_TEST_DEVICE"
 
 
 def segfault(machine: Machine) -> Result:
@@ -37,15 +39,27 @@ def leave(machine: Machine) -> Result:
     os._exit(3)
 
 
+def same_process(machine: Machine) -> Result:
+    return ok("ran", process=os.getpid())
+
+
 def fine(machine: Machine) -> Result:
     return ok("fine", value=float("nan"))
 
 
-FAULTS = {"segfault": segfault, "hang": hang, "error": error, "leave": leave, "fine": fine}
+FAULTS = {
+    "segfault": segfault,
+    "hang": hang,
+    "error": error,
+    "leave": leave,
+    "fine": fine,
+    "same": same_process,
+}
 
 
 def machine_without_paddle(is_quick: bool, folder: Path) -> Machine:
-    return Machine("cpu", 0, False, is_quick, folder)
+    device = os.environ.get(DEVICE, "cpu")
+    return Machine("gpu" if device == "gpu" else "cpu", 0, False, is_quick, folder)
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
 """The process that runs the doctor's checks, and what happens when it dies.
 
 Guarantees: a segmentation fault, an exit, a hang and an exception of a check are each a finding
-with a remedy, and the checks after it run; a hanging check's own processes end with it; a Paddle
-that cannot be imported is a finding; an unknown name is refused; the exit code is 1 if anything is
-wrong; the JSON is complete after every check and has a fixed form.
+with a remedy, and the checks after it run, on a GPU in a new process after an exception too; a
+hanging check's own processes end with it; a Paddle that cannot be imported is a finding; an unknown
+name is refused; the exit code is 1 if anything is wrong; the JSON is complete after every check and
+has a fixed form.
 """
 
 import json
@@ -87,6 +88,18 @@ def _runs(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(("device", "processes"), [("cpu", 1), ("gpu", 2)])
+def test_after_an_error_on_a_gpu_the_other_checks_get_a_new_process(
+    tmp_path, monkeypatch, device, processes
+):
+    monkeypatch.setenv(doctor_faults.DEVICE, device)
+    found = list(supervised(command("same", "error", "same", "same"), tmp_path))
+    assert [finished.result.status for finished in found] == ["ok", "wrong", "ok", "ok"]
+    ids = [finished.result.figures["process"] for finished in found if finished.name[0] == "s"]
+    assert len(set(ids)) == processes
+    assert ids[1] == ids[2]
 
 
 def test_a_paddle_that_cannot_be_imported_is_a_finding(tmp_path):
