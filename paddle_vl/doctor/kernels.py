@@ -7,7 +7,7 @@ driver, where one is wrong it is that one.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,8 @@ _TIMES = 5
 _LIMIT_S = 90.0
 # Bytes of device memory for the sizes of a real model.
 _ROOM = 30e9
-Side = Literal["plain", "kernel"]
+# `inference`: a kernel without a backward pass, which generation runs.
+Side = Literal["plain", "kernel", "inference"]
 
 
 def checks(machine: Machine) -> list[Check]:
@@ -55,10 +56,10 @@ def checks(machine: Machine) -> list[Check]:
 
 @dataclass(frozen=True)
 class Values:
-    """What a call gave, on the host, float32."""
+    """What a call gave, on the host, float32; gradients are None without a backward pass."""
 
     out: np.ndarray
-    gradients: list[np.ndarray]
+    gradients: list[np.ndarray] | None
 
 
 def check_operation(operation: Operation, machine: Machine) -> Result:
@@ -89,7 +90,7 @@ def check_operation(operation: Operation, machine: Machine) -> Result:
             table=rows,
         )
     worst = max(rows, key=lambda row: row["error"] / row["bound"])
-    fastest = min(rows, key=lambda row: row["forward_ms"] + row["backward_ms"])
+    fastest = min(rows, key=lambda row: row["forward_ms"] + (row["backward_ms"] or 0.0))
     speed = [
         f"{fastest[key]:.3g} {unit}"
         for key, unit in (("gb_per_s", "GB/s"), ("tflop_per_s", "TFLOP/s"))
@@ -137,7 +138,17 @@ def _compared(
 
 
 def _sides(operation: Operation, machine: Machine) -> list[Side]:
-    return ["plain", "kernel"] if machine.device in operation.kernels else ["plain"]
+    sides: list[Side] = ["plain"]
+    if machine.device in operation.kernels:
+        sides.append("kernel")
+    if machine.device in _inference_kernels(operation):
+        sides.append("inference")
+    return sides
+
+
+def _inference_kernels(operation: Operation) -> Mapping[str | None, Callable[..., Any]]:
+    """Kernels without a backward pass by device, of operations that have some."""
+    return getattr(operation, "kernels_without_gradient", {})
 
 
 @contextmanager
@@ -169,20 +180,29 @@ def _as_float64(value: Any) -> Any:
 
 
 @contextmanager
-def _implementation(side: Side) -> Iterator[None]:
-    if side == "kernel":
-        yield
-        return
-    with use_kernels("plain"):
-        yield
+def _implementation(operation: Operation, side: Side) -> Iterator[Callable[..., Any]]:
+    """The function of a side; a backward pass must run inside too."""
+    if side == "plain":
+        with use_kernels("plain"):
+            yield operation
+    elif side == "kernel":
+        yield operation
+    else:
+        device = paddle.get_device().split(":")[0]
+        with paddle.no_grad():
+            yield _inference_kernels(operation)[device]
 
 
 def _values(operation: Operation, inputs: Inputs, dtype: Dtype, side: Side) -> Values:
-    args = tensors(inputs, dtype)
-    with _implementation(side):
-        outputs = _outputs(operation(*args))
-        _backward(outputs)
-    gradients = [_host(x.grad) for x in args if _is_trained(x) and x.grad is not None]
+    has_backward = side != "inference"
+    args = tensors(inputs, dtype, has_backward)
+    with _implementation(operation, side) as run:
+        outputs = _outputs(run(*args))
+        if has_backward:
+            _backward(outputs)
+    gradients = None
+    if has_backward:
+        gradients = [_host(x.grad) for x in args if _is_trained(x) and x.grad is not None]
     return Values(np.concatenate([_host(out).ravel() for out in outputs]), gradients)
 
 
@@ -216,10 +236,11 @@ def _error(found: Values, wanted: Values, exact: np.ndarray | None) -> tuple[flo
     pairs = [("the output", found.out, wanted.out)]
     if exact is not None:
         pairs.append(("the output, against float64", found.out, exact.ravel()))
-    if len(found.gradients) != len(wanted.gradients):
-        return np.inf, "the number of gradients"
-    for number, (own, other) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
-        pairs.append((f"gradient {number}", own, other))
+    if found.gradients is not None and wanted.gradients is not None:
+        if len(found.gradients) != len(wanted.gradients):
+            return np.inf, "the number of gradients"
+        for number, (own, other) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
+            pairs.append((f"gradient {number}", own, other))
     errors = []
     for where, own, other in pairs:
         if own.shape != other.shape:
@@ -240,21 +261,20 @@ def _timed_sizes(machine: Machine) -> Sizes:
 
 def _speed(operation: Operation, inputs: Inputs, dtype: Dtype, side: Side) -> dict[str, Any]:
     """Times of forward and backward, bytes of inputs and outputs and operations per second."""
-    args = tensors(inputs, dtype)
-    with _implementation(side):
-        outputs = _outputs(operation(*args))
-        directions = [paddle.ones_like(out) for out in outputs]
-        forward_s = best_s(lambda: operation(*args))
-
-        def both() -> None:
-            paddle.autograd.backward(_outputs(operation(*args)), directions)
-
-        both_s = best_s(both)
+    args = tensors(inputs, dtype, side != "inference")
+    backward_ms = None
+    with _implementation(operation, side) as run:
+        outputs = _outputs(run(*args))
+        forward_s = best_s(lambda: run(*args))
+        if side != "inference":
+            directions = [paddle.ones_like(out) for out in outputs]
+            both_s = best_s(lambda: paddle.autograd.backward(_outputs(run(*args)), directions))
+            backward_ms = 1e3 * max(0.0, both_s - forward_s)
     given = [x for x in args if isinstance(x, Tensor)]
     size = nbytes([*given, *outputs])
     return {
         "forward_ms": 1e3 * forward_s,
-        "backward_ms": 1e3 * max(0.0, both_s - forward_s),
+        "backward_ms": backward_ms,
         "gb_per_s": size / forward_s / 1e9,
         **({"tflop_per_s": inputs.work / forward_s / 1e12} if inputs.work else {}),
     }

@@ -2,7 +2,7 @@
 
 Guarantees: every operation has an example, and every example an operation; all kernels pass; a
 kernel with a wrong output, a wrong gradient, NaN or one gradient too few is found and named, and so
-is a wrong plain implementation; a skipped dtype has a reason.
+is a wrong plain implementation, or a kernel without a backward pass; a skipped dtype has a reason.
 """
 
 import numpy as np
@@ -91,6 +91,18 @@ def test_a_wrong_kernel_is_found(machine, monkeypatch, kernel, where):
     assert "rms_norm (kernel, float32) is off by" in result.found
     assert where in result.found
     assert "the plain implementation is right" in result.remedy
+
+
+def test_a_kernel_without_a_backward_pass_is_compared_forward(machine, monkeypatch):
+    def twice(x, weight_C, epsilon):
+        return 2 * rms_norm.plain(x, weight_C, epsilon)
+
+    for kernel, status in ((rms_norm.plain, "ok"), (twice, "wrong")):
+        monkeypatch.setattr(rms_norm, "kernels_without_gradient", {"cpu": kernel}, raising=False)
+        result = kernels.check_operation(rms_norm, machine)
+        rows = {row["implementation"]: row for row in result.figures["table"]}
+        assert (result.status, rows["inference"]["backward_ms"]) == (status, None)
+        assert rows["kernel"]["is_within"]
 
 
 def test_a_wrong_plain_implementation_is_found_by_the_formula(machine, monkeypatch):
