@@ -20,7 +20,6 @@ from paddle_vl.doctor.check import Machine, run_check
 from paddle_vl.doctor.checks import all_checks
 from paddle_vl.doctor.choice import Choice, chosen_checks
 from paddle_vl.doctor.copies import spoiled_rounds
-from paddle_vl.nn.attention import causal_attention
 from paddle_vl.parallel.bandwidth import Measure
 from paddle_vl.testing import tiny_qwen3_vl
 from paddle_vl.testing.tiny_run import write_tiny_run
@@ -151,15 +150,20 @@ def test_a_simulated_topology_that_differs_is_found(machine):
 
 def test_a_cache_that_changes_tokens_is_found(machine, monkeypatch):
     assert generation._generation("float32", machine).status == "ok"
-    own = dict(causal_attention.kernels)["cpu"]
+    model_class = type(tiny_qwen3_vl())
+    own = model_class.generate
 
-    def forgets_the_first_key(q, k, v, *rest):
-        return own(q, k[:, 1:], v[:, 1:]) if q.shape[1] == 1 else own(q, k, v, *rest)
+    def forgets(self, **batch):
+        tokens = own(self, **batch)
+        # What a stale entry of the cache does to the second prompt.
+        tokens[1:, -1] = (tokens[1:, -1] + 1) % self.config.text_config.vocab_size
+        return tokens
 
-    monkeypatch.setitem(causal_attention.kernels, "cpu", forgets_the_first_key)
+    monkeypatch.setattr(model_class, "generate", forgets)
     result = generation._generation("float32", machine)
     assert result.status == "wrong"
-    assert "with the cache" in result.found
+    assert "batch of 2" in result.found
+    assert "of prompt 1 is" in result.found
 
 
 class _HostDevice:
