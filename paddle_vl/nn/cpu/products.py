@@ -97,9 +97,9 @@ class _GroupedLinear(PyLayer):
     """One product per expert. Reading the counts on the host costs nothing on the CPU."""
 
     @staticmethod
-    def forward(ctx, x_NI, weight_EIO, counts_E):
+    def forward(ctx, x_NI, weight_EIO, sizes):
         ctx.save_for_backward(x_NI, weight_EIO)
-        ctx.counts = counts_E.tolist()
+        ctx.counts = sizes.counts_E.tolist()
         ctx.needs = (not x_NI.stop_gradient, not weight_EIO.stop_gradient)
         return _rows_times_experts(x_NI, weight_EIO, ctx.counts)
 
@@ -119,7 +119,7 @@ class _GroupedLinear(PyLayer):
                     transpose_x=True,
                     out=_matrix(grad_weight, e),
                 )
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight
 
 
 def _rows_times_experts(
