@@ -6,7 +6,15 @@ import numpy as np
 import paddle
 
 from paddle_vl.doctor.example import Inputs, Sizes, example, normal
-from paddle_vl.nn.attention import MASKED_SCORE, AttentionMask, PackedSamples
+from paddle_vl.nn.attention import (
+    MASKED_SCORE,
+    AttentionMask,
+    BlockMask,
+    HistoryMask,
+    KeyMask,
+    PackedSamples,
+    Segments,
+)
 
 
 def _heads(rng: np.random.Generator, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -57,6 +65,55 @@ def _segments(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     q, k, v = (normal(rng, count * rows, sizes.heads, sizes.head_width) for _ in range(3))
     work = 4 * count * rows**2 * sizes.heads * sizes.head_width
     return Inputs((q, k, v, count, rows), work=work)
+
+
+@example("runs_attention", has_products=True)
+def _runs(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    length = sizes.length // 4
+    runs = [(2, length), (1, 2 * length), (3, length // 2)]
+    rows = sum(count * own for count, own in runs)
+    q, k, v = (normal(rng, rows, sizes.heads, sizes.head_width) for _ in range(3))
+    # Made anew for each device, which its offsets lie on.
+    segments: Callable[[], Segments] = lambda: Segments(runs)  # noqa: E731
+    work = 4 * sum(count * own**2 for count, own in runs) * sizes.heads * sizes.head_width
+    return Inputs((q, k, v, segments), work=work)
+
+
+@example("eager_or_sdpa_attention.blocks", has_products=True)
+def _blocks(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    real = np.ones([2, sizes.length], bool)
+    marks = np.zeros([2, sizes.length], bool)
+    # A block of images and text, a second block, causal tokens at the end.
+    marks[:, [sizes.length // 2, *range(3 * sizes.length // 4, sizes.length)]] = True
+    mask: Callable[[], BlockMask] = lambda: BlockMask(  # noqa: E731
+        paddle.to_tensor(real), paddle.to_tensor(marks)
+    )
+    args = (*_heads(rng, sizes), mask, sizes.head_width**-0.5, "sdpa")
+    return Inputs(args, work=_scores_work(sizes))
+
+
+@example("eager_or_sdpa_attention.keys", has_products=True)
+def _keys(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    q, k, v = _heads(rng, sizes)
+    queries = sizes.length // 4
+    seen = np.ones([2, sizes.length], bool)
+    seen[1, sizes.length // 2 :] = False
+    mask: Callable[[], KeyMask] = lambda: KeyMask(paddle.to_tensor(seen), queries)  # noqa: E731
+    args = (q[:, :queries].copy(), k, v, mask, sizes.head_width**-0.5, "sdpa")
+    return Inputs(args, work=_scores_work(sizes, 0.25))
+
+
+@example("eager_or_sdpa_attention.history", has_products=True)
+def _history(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    frames, patches = 6, sizes.length // 4
+    real = np.ones([2, frames], bool)
+    shape = (2 * patches, frames, sizes.heads, sizes.head_width)
+    mask: Callable[[], HistoryMask] = lambda: HistoryMask(  # noqa: E731
+        paddle.to_tensor(real), patches
+    )
+    q, k, v = (normal(rng, *shape) for _ in range(3))
+    args = (q, k, v, mask, sizes.head_width**-0.5, "sdpa")
+    return Inputs(args, work=2 * shape[0] * frames**2 * sizes.heads * sizes.head_width)
 
 
 def _masked(rng: np.random.Generator, sizes: Sizes, implementation: str) -> Inputs:

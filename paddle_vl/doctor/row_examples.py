@@ -6,6 +6,7 @@ import numpy as np
 import paddle
 
 from paddle_vl.doctor.example import Inputs, Sizes, example, normal
+from paddle_vl.nn.experts import GroupSizes
 from paddle_vl.nn.rotary import RotaryTables, inverse_frequencies
 
 
@@ -30,6 +31,17 @@ def _quotient(x: np.ndarray, epsilon: float) -> np.ndarray:
 @example("rms_norm")
 def _rms_norm(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     return Inputs((*_norm_inputs(rng, sizes), 1e-6), exact=lambda x, w, e: _quotient(x, e) * w)
+
+
+@example("add_rms_norm")
+def _add_rms_norm(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    x, weight = _norm_inputs(rng, sizes)
+    return Inputs((x, normal(rng, sizes.rows, sizes.width), weight, 1e-6))
+
+
+@example("geglu")
+def _geglu(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    return Inputs(tuple(normal(rng, sizes.rows, 3 * sizes.width) for _ in range(2)))
 
 
 @example("gemma_rms_norm")
@@ -102,7 +114,10 @@ def _grouped_linear(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     # An expert without rows, as happens.
     counts[1], counts[0] = 0, counts[0] + counts[1]
     weight = normal(rng, sizes.experts, sizes.width, inner, scale=sizes.width**-0.5)
+    group_sizes: Callable[[], GroupSizes] = lambda: GroupSizes(  # noqa: E731
+        paddle.to_tensor(counts.astype(np.int64))
+    )
     return Inputs(
-        (normal(rng, sizes.rows, sizes.width), weight, counts.astype(np.int64)),
+        (normal(rng, sizes.rows, sizes.width), weight, group_sizes),
         work=2 * sizes.rows * sizes.width * inner,
     )
