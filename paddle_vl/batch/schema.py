@@ -5,7 +5,7 @@ A batch is a mapping, since it crosses worker processes and a model takes HF's k
 `Annotated[Array, Axes(...)]`; those of pi07 are in `paddle_vl.families.pi07.inputs.collate`.
 
 Axes, package-wide: B batch, L padded length, T token rows (batch folded in), P patches, I media
-items, R real token rows, S segments; a number is an axis of that size.
+items, R real token rows, N token rows with a target, S segments; a number is an axis of that size.
 """
 
 from collections.abc import Mapping
@@ -73,5 +73,9 @@ class VLBatch(TextFields, total=False):
     loss_weights: Annotated[Array, Axes("B L", "float32")]
     # Token rows that are not padding, of models with experts. For the experts.
     real_row_indices: Annotated[Array, Axes("R", "int64")]
+    # Token rows that predict a label, and these labels; of a batch without any, row 0 and -100. The
+    # loss then needs no logits of other rows. From `VLBatchAdapter.prepared`, as are the factors.
+    target_rows: Annotated[Array, Axes("2 N", "int64")]
+    target_weights: Annotated[Array, Axes("N", "float32")]
     # Visual rows that no token takes. From `VLBatchAdapter.synchronized`; read on the host.
     num_unused_visual_rows: int

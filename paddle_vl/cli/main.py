@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from paddle_vl.cli import commands
+from paddle_vl.cli.doctor import add_doctor
 from paddle_vl.cli.export import add_export
 from paddle_vl.cli.opentau_words import translated
 from paddle_vl.cli.profile import add_profile
@@ -142,4 +143,5 @@ def build_parser() -> argparse.ArgumentParser:
     add_profile(subparsers)
     add_report(subparsers)
     add_tokenize(subparsers)
+    add_doctor(subparsers)
     return parser

@@ -27,7 +27,14 @@ from paddle_vl.nn.linear import (
     VocabHead,
 )
 from paddle_vl.nn.lora import LowRankSettings
-from paddle_vl.nn.operations import RowDropout, token_loss
+from paddle_vl.nn.operations import (
+    Predict,
+    RowDropout,
+    TargetRows,
+    num_targets,
+    summed_cross_entropy,
+    summed_in_chunks,
+)
 from paddle_vl.nn.parameter_table import REPLICATED, ParameterTable, Tie
 
 # Patches (pixels first) and grid of items (images, videos) to merged rows `[M, D]` and G levels of
@@ -222,7 +229,33 @@ class RegionOps:
         self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Summed cross entropy and target count, see `paddle_vl.nn.operations.token_loss`."""
-        return token_loss(logits_TV, targets_T, weights_T)
+        return self.summed_cross_entropy(logits_TV, targets_T, weights_T), num_targets(targets_T)
+
+    def summed_cross_entropy(
+        self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
+    ) -> Tensor:
+        """The sum of `token_loss`."""
+        return summed_cross_entropy(logits_TV, targets_T, weights_T)
+
+    def head_loss(self, head: AdaptableLinear, x_TD: Tensor, targets: TargetRows) -> Tensor:
+        """Summed cross entropy of a `vocab_head`'s predictions for the rows with a target.
+
+        Logits exist for a chunk of these rows at a time, see
+        `paddle_vl.nn.operations.summed_in_chunks`.
+
+        Args:
+            head: of `LayerFactory.vocab_head`.
+            x_TD: all rows, behind `enter_columns` or `enter_head`.
+            targets: the same on every mp rank.
+        """
+
+        def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
+            own_vocab = parameters[0].shape[0]
+            return summed_in_chunks(
+                predict, rows, parameters, targets, own_vocab, self.summed_cross_entropy
+            )
+
+        return head(x_TD, reduced)
 
 
 class LayerFactory:

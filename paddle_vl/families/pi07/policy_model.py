@@ -58,11 +58,13 @@ class PolicyModel(Materializable, nn.Layer):
         prefix: its embedding; on pipeline stages without it None, or under the colocated schedule
             its tower alone.
         placement: which shards and layers this rank has.
+        untrained_losses: losses that are computed without gradients.
     """
 
     tokens: PrefixTokens
     prefix: PrefixEmbedding | PlannerEmbedding | None
     decoder: InterleavedDecoder
+    untrained_losses: frozenset[str] = frozenset()
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 from paddle_vl.families.qwen3_vl.vision_tower import VisionFeatures, VisionTower
 from paddle_vl.nn.attention import PackedSamples, Segments
-from paddle_vl.nn.operations import next_token_targets
+from paddle_vl.nn.operations import TargetRows, next_token_targets, num_targets
 from paddle_vl.nn.placement import Placement
 
 Array = np.ndarray | Tensor
@@ -45,7 +45,8 @@ class Qwen3VLOutput:
     """Output of the model.
 
     Attributes:
-        logits: `[B, L, V]`; under tensor parallelism this rank's shard of V.
+        logits: `[B, L, V]`; under tensor parallelism this rank's shard of V. None if the loss was
+            computed from `target_rows`, without them.
         loss: mean cross entropy over the target tokens, plus `aux_weight * aux_loss`; a float32
             scalar, None without labels. It is 0 for a batch without targets, where HF gives NaN.
         loss_sum: sum of the cross entropy, for averages over several batches.
@@ -54,7 +55,7 @@ class Qwen3VLOutput:
         aux_weight: weight of `aux_loss`, the configuration's `router_aux_loss_coef`.
     """
 
-    logits: Tensor
+    logits: Any
     loss: Tensor | None = None
     loss_sum: Tensor | None = None
     num_target_tokens: int | Tensor | None = None
@@ -110,6 +111,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         patch_tap_weights: Array | None = None,
         num_target_tokens: int | None = None,
         loss_weights: Array | None = None,
+        target_rows: Array | None = None,
+        target_weights: Array | None = None,
         caches: list[KeyValueCache] | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int = 0,
@@ -128,6 +131,10 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
                 `paddle_vl.batch.positions.PatchRows`; None to compute them on the host.
             num_target_tokens: number of labels that count, if the host knows it.
             loss_weights: `[B, L]` float32 factors of the labels' cross entropies; None for 1.
+            target_rows: `[2, N]` int64, the token rows that predict a label, and these labels. The
+                loss is then computed from them, in place of `labels` and `loss_weights`, in chunks
+                and without the logits of all rows: what training needs.
+            target_weights: `[N]` float32 factors of their cross entropies; None for 1.
             caches: one per decoder layer when generating.
             output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
                 None for the configuration's setting. Not with caches.
@@ -180,6 +187,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             hidden_BLD = hidden_TD.reshape([*shape, -1])[:, -logits_to_keep:]
             shape = hidden_BLD.shape[:2]
             hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
+        if target_rows is not None:
+            return self.losses(hidden_TD, target_rows, num_target_tokens, balance, target_weights)
         return self.predict(hidden_TD, shape, labels, num_target_tokens, balance, loss_weights)
 
     def decoder_arguments(
@@ -271,19 +280,50 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
     ) -> Qwen3VLOutput:
         """Logits and losses of the token rows `[T, D]` after the final norm; `shape` is (B, L)."""
         logits_TV = self.lm_head(self.placement.ops.enter_columns(hidden_TD))
-        output = Qwen3VLOutput(logits_TV.reshape([*shape, -1]))
+        logits_BLV = logits_TV.reshape([*shape, -1])
+        loss_sum, count = None, None
         if labels is not None:
             targets_T = next_token_targets(device_tensor(labels))
             weights_T = None
             if loss_weights is not None:
                 # Shifted like the labels; the last of a row has no target.
                 weights_T = device_tensor(loss_weights).roll(-1, axis=1).reshape([-1])
-            output.loss_sum, count = self.placement.ops.token_loss(logits_TV, targets_T, weights_T)
-            known = num_target_tokens is not None
-            output.num_target_tokens = num_target_tokens if known else count
-            output.loss = output.loss_sum / (
-                max(num_target_tokens, 1) if known else count.clip(min=1.0)
-            )
+            loss_sum, count = self.placement.ops.token_loss(logits_TV, targets_T, weights_T)
+        return self._output(logits_BLV, loss_sum, count, num_target_tokens, balance)
+
+    def losses(
+        self,
+        hidden_TD: Tensor,
+        target_rows: Array,
+        num_target_tokens: int | None = None,
+        balance: LoadBalance | None = None,
+        target_weights: Array | None = None,
+    ) -> Qwen3VLOutput:
+        """Losses of the token rows `[T, D]` after the final norm, without logits; see `forward`."""
+        rows_2R = device_tensor(target_rows)
+        targets_R = rows_2R[1]
+        targets = TargetRows(rows_2R[0], targets_R, device_tensor(target_weights))
+        ops = self.placement.ops
+        loss_sum = ops.head_loss(self.lm_head, ops.enter_columns(hidden_TD), targets)
+        count = num_targets(targets_R) if num_target_tokens is None else None
+        return self._output(None, loss_sum, count, num_target_tokens, balance)
+
+    def _output(
+        self,
+        logits_BLV: Tensor | None,
+        loss_sum: Tensor | None,
+        count: Tensor | None,
+        num_target_tokens: int | None,
+        balance: LoadBalance | None,
+    ) -> Qwen3VLOutput:
+        output = Qwen3VLOutput(logits_BLV, loss_sum=loss_sum)
+        if loss_sum is not None:
+            if num_target_tokens is None:
+                assert count is not None, "counted with the loss"
+                output.num_target_tokens, divisor = count, count.clip(min=1.0)
+            else:
+                output.num_target_tokens, divisor = num_target_tokens, max(num_target_tokens, 1)
+            output.loss = loss_sum / divisor
         text = self.config.text_config
         if balance is not None and isinstance(text, Qwen3VLMoeTextConfig):
             output.aux_loss = balance.loss()

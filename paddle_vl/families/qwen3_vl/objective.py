@@ -6,7 +6,7 @@ a batch of padding. Neither affects loss or gradients.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import paddle
@@ -15,12 +15,14 @@ from paddle import Tensor, nn
 from paddle_vl.batch.positions import PatchRows, key_ends, real_lengths, vision_layout
 from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.qwen3_vl.model import PATCH_FIELDS, Qwen3VLOutput
-from paddle_vl.nn.objective import BatchAdapter, Loss
+from paddle_vl.nn.objective import BatchAdapter, Loss, target_rows
+from paddle_vl.nn.operations import IGNORE_INDEX
 
 # Entry under the colocated schedule: data-parallel ranks with images or videos in this micro-batch.
 RANKS_WITH_VISUAL = "num_ranks_with_visual"
 _GRIDS = ("image_grid_thw", "video_grid_thw")
-_HOST_ARRAYS = frozenset({*_GRIDS, "cu_seqlens"})
+# The labels and their factors reach the device as `target_rows` and `target_weights`.
+_HOST_ARRAYS = frozenset({*_GRIDS, "cu_seqlens", "labels", "loss_weights"})
 
 
 class VLLoss(Loss):
@@ -86,10 +88,13 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return [has_visual(batch)]
 
     def prepared(self, batch: VLBatch) -> VLBatch:
-        return with_layouts(batch, self.vision)
+        return with_target_rows(with_layouts(batch, self.vision))
 
     def is_for_device(self, name: str) -> bool:
         return name not in _HOST_ARRAYS
+
+    def to_device(self, batch: VLBatch) -> VLBatch:
+        return super().to_device(with_target_rows(batch))
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
         if model.placement.stage_layers.encoder_everywhere:
@@ -117,6 +122,25 @@ def with_layouts(batch: VLBatch, vision: Any = None) -> VLBatch:
     if "cu_seqlens" in found:
         found["packed_key_ends"] = key_ends(found["cu_seqlens"], found["input_ids"].shape[1])
     return found
+
+
+def with_target_rows(batch: VLBatch) -> VLBatch:
+    """The batch with `target_rows`, and `target_weights` if its labels have factors.
+
+    Unchanged if it has them, or no labels on the host.
+    """
+    labels_BL = batch.get("labels")
+    if "target_rows" in batch or not isinstance(labels_BL, np.ndarray):
+        return batch
+    # Row i predicts label i + 1; the last row of a sample predicts nothing.
+    targets_BL = np.full_like(labels_BL, IGNORE_INDEX)
+    targets_BL[:, :-1] = labels_BL[:, 1:]
+    targets_T = targets_BL.reshape(-1)
+    added: Any = {"target_rows": target_rows(targets_T)}
+    if "loss_weights" in batch:
+        weights_T = np.roll(batch["loss_weights"], -1, axis=1).reshape(-1)
+        added["target_weights"] = weights_T[added["target_rows"][0]]
+    return cast(VLBatch, {**batch, **added})
 
 
 def has_visual(batch: VLBatch) -> bool:
@@ -152,7 +176,7 @@ def empty_batch(length: int) -> VLBatch:
     return {
         "input_ids": ids_BL,
         "attention_mask": np.zeros_like(ids_BL),
-        "labels": np.full_like(ids_BL, -100),
+        "labels": np.full_like(ids_BL, IGNORE_INDEX),
         "position_ids": np.zeros([3, 1, length], dtype=np.int64),
         "num_target_tokens": 0,
         "has_left_padding": False,
