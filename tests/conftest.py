@@ -1,6 +1,7 @@
 """Settings shared by all tests."""
 
 import os
+import sys
 
 import paddle
 import pytest
@@ -23,7 +24,10 @@ def _gpu_stubs():
 
 @pytest.fixture(autouse=True)
 def _keep_process_settings():
-    """Commands choose Paddle's transpose kernels for the whole process; a test must not."""
+    """Commands choose kernels for the whole process; a test must not."""
     kept = paddle.get_flags("FLAGS_use_stride_kernel")
     yield
     paddle.set_flags(kept)
+    compiled = sys.modules.get("paddle_vl.nn.cpu.compiled")
+    if compiled is not None:
+        compiled.disable()

@@ -197,7 +197,8 @@ def add_base(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_runtime() -> None:
-    """Configure the CPU runtime, all cores unless OMP_NUM_THREADS is set, or that of a GPU.
+    """Configure the CPU runtime, all cores unless OMP_NUM_THREADS is set, with compiled kernels; or
+    that of a GPU.
 
     Must run before Paddle is imported, which sets that variable to one thread.
     """
@@ -206,7 +207,11 @@ def configure_runtime() -> None:
 
     from paddle_vl.compat import configure_cpu_runtime
 
-    if not configure_cpu_runtime(num_threads):
+    if configure_cpu_runtime(num_threads):
+        from paddle_vl.nn.cpu import compiled
+
+        compiled.enable()
+    else:
         from paddle_vl.train.gpu_settings import configure_gpu
 
         configure_gpu()

@@ -176,6 +176,9 @@ class TrainConfig(Section):
     tf32: bool = False
     """on a GPU, compute matrix products of float32 in TF32, with 10 bits of mantissa; false as in
     the original models"""
+    cpu_kernels: bool = True
+    """on a CPU, kernels in C, compiled at first use where a compiler is found; the environment
+    variable PADDLE_VL_CPU_KERNELS=0 turns them off too"""
     eval_steps: Annotated[int | None, Field(ge=1)] = None
     """steps between evaluations; null: at the end only"""
     save_steps: Annotated[int | None, Field(ge=1)] = 500

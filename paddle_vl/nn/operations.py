@@ -194,10 +194,16 @@ def column_sum(x_NC: Tensor) -> Tensor:
     return x_NC.sum(axis=0)
 
 
+@operation
+def gelu(x: Tensor, approximate: bool = False) -> Tensor:
+    """GELU with the error function, or its tanh form."""
+    return F.gelu(x, approximate)
+
+
 IGNORE_INDEX = -100
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate=True),
+    "gelu": gelu,
+    "gelu_pytorch_tanh": lambda x: gelu(x, True),
     "silu": F.silu,
 }
 ACTIVATIONS = tuple(_ACTIVATIONS)
@@ -214,6 +220,7 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return _ACTIVATIONS[name]
 
 
+@operation
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`silu(gate) * up`, in one kernel; without `up` both are halves of `gate`'s last dim.
 
@@ -225,7 +232,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 @operation
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """`gelu(gate) * up` with the tanh form of GELU, as in Gemma."""
-    return F.gelu(gate, approximate=True) * up
+    return gelu(gate, True) * up
 
 
 def slice_axis(x: Tensor, begin: int, end: int, axis: int = 0) -> Tensor:

@@ -18,6 +18,7 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses
+from paddle_vl.nn.cpu import compiled
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.operations import choose_kernels
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
@@ -122,6 +123,8 @@ def _build(
         check_pretrained(folder, config.train.verify_checkpoint, ranks)
     seed_everything(config.train.seed)
     choose_kernels(config.train.kernels)
+    if not config.train.cpu_kernels:
+        compiled.disable()
     family = run_family(config, checkpoint)
     if several:
         check_fields_agree(family.fields, topology.describe())

@@ -22,7 +22,7 @@ from paddle_vl.families.qwen3_vl.config import Qwen3VLVisionConfig
 from paddle_vl.nn.attention import PaddedSegments, Segments, segment_attention
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.norm import LayerNorm
-from paddle_vl.nn.operations import activation
+from paddle_vl.nn.operations import activation, gelu
 from paddle_vl.nn.rotary import RotaryTables, apply_rotary, vision_tables
 
 AnySegments = Segments | PaddedSegments
@@ -191,4 +191,4 @@ class PatchMerger(nn.Layer):
             x = self.norm(x_PU.reshape([-1, self.block_width]))
         else:
             x = self.norm(x_PU).reshape([-1, self.block_width])
-        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
+        return self.linear_fc2(gelu(self.linear_fc1(x)))
