@@ -46,8 +46,7 @@ def main() -> None:
     for name, make in cases().items():
         case = make()
         sides: dict[str, Any] = {}
-        for side, kernels in (("plain", "plain"), ("fused", "gpu")):
-            counts = case.counted(kernels)
+        for side, counts in (("plain", case.counted("plain")), ("fused", case.counted("gpu"))):
             forward, backward = counts.launches
             sides[side] = {
                 "forward": forward, "backward": backward, "both": forward + backward,

@@ -5,8 +5,8 @@ Its fused GeGLU (`fused_bias_act`) has the erf form of GELU and no gradient, so 
 Paddle's own; a third tensor, `gelu(gate)`, is computed again in the backward pass and not kept.
 """
 
-import paddle
 import paddle.nn.functional as F
+from paddle import _C_ops
 from paddle.autograd import PyLayer
 
 from paddle_vl.nn.operations import geglu
@@ -24,6 +24,6 @@ class _GeGLU(PyLayer):
     def backward(ctx, grad):
         gate, up = ctx.saved_tensor()
         needs_gate, needs_up = ctx.needs
-        grad_gate = paddle._C_ops.gelu_grad(gate, grad * up, True) if needs_gate else None
+        grad_gate = _C_ops.gelu_grad(gate, grad * up, True) if needs_gate else None
         grad_up = grad * F.gelu(gate, approximate=True) if needs_up else None
         return grad_gate, grad_up

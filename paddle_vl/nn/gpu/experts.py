@@ -11,7 +11,7 @@ runs one product per expert, without padding and without copies.
 Shapes: N rows, E experts, I features in, O features out; B blocks beyond the first E, of R rows.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import paddle
 import paddle.incubate.nn.functional as incubate
@@ -46,7 +46,8 @@ class _ProductPerExpert(PyLayer):
     def backward(ctx, grad_NO):
         x_NI, weight_EIO = ctx.saved_tensor()
         needs_x, needs_weight = ctx.needs
-        grad_x = grad_weight = None
+        grad_x: Any = None
+        grad_weight: Any = None
         if needs_x:
             grad_x = incubate.batched_gemm(grad_NO, weight_EIO, ctx.counts, trans_rhs=True)
         if needs_weight:

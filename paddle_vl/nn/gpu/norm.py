@@ -11,7 +11,7 @@ A kernel starts one block per row, which fails without rows; the plain forms tak
 import paddle
 import paddle.incubate.nn.functional as incubate
 import paddle.nn.functional as F
-from paddle import Tensor
+from paddle import Tensor, _C_ops
 from paddle.autograd import PyLayer
 
 from paddle_vl.nn.norm import add_rms_norm, gemma_rms_norm, layer_norm, rms_norm, rms_quotient
@@ -52,7 +52,7 @@ class _AddRMSNorm(PyLayer):
     @staticmethod
     def backward(ctx, sum_grad_TD, normed_grad_TD):
         sum_TD, weight_D, inverse_T = ctx.saved_tensor()
-        grad_TD, weight_grad_D = paddle._C_ops.rms_norm_grad(
+        grad_TD, weight_grad_D = _C_ops.rms_norm_grad(
             sum_TD, weight_D, inverse_T, normed_grad_TD, [sum_TD.shape[-1]], ctx.epsilon
         )
         grad_TD = grad_TD + sum_grad_TD
