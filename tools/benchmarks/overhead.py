@@ -7,9 +7,9 @@ Trains a small model with data parallelism on this machine, and counts the colle
 its host reads of the device; then it times whole steps, and the collectives of the metrics alone.
 
 Counts hold on any machine. They are taken with updates masked on the device over flat buckets, as
-on a GPU; on a CPU, where a read waits for nothing, a flag is read instead. Reads of messages between
-hosts, and of Paddle's attention for CPUs, are not reads of the device and listed apart. Times are
-this machine's, with buckets too.
+on a GPU; on a CPU, where a read waits for nothing, a flag is read instead. Reads of messages
+between hosts, and of Paddle's attention for CPUs, are not reads of the device and listed apart.
+Times are this machine's, with buckets too.
 
 Expected per step on several ranks, and nothing on one:
 
