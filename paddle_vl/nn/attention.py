@@ -439,11 +439,11 @@ class HistoryMask(AttentionMask):
         return ends_VR.unsqueeze([1, 3])
 
     def _dense(self) -> Tensor:
-        frames = self._real_VF.shape[1]
-        order = paddle.arange(frames)
-        causal_FF = order.unsqueeze(1) >= order.unsqueeze(0)
-        visible_V1FF = paddle.logical_and(self._real_VF.unsqueeze(1), causal_FF).unsqueeze(1)
-        return visible_V1FF.expand([-1, self.copies, -1, -1]).reshape([-1, frames, frames])
+        # Without sizes, which a traced program may not know.
+        order_VF = paddle.cumsum(paddle.ones_like(self._real_VF, dtype="int64"), axis=1)
+        causal_VFF = order_VF.unsqueeze(2) >= order_VF.unsqueeze(1)
+        visible_V1FF = paddle.logical_and(self._real_VF.unsqueeze(1), causal_VFF).unsqueeze(1)
+        return visible_V1FF.expand([-1, self.copies, -1, -1]).flatten(0, 1)
 
 
 def masked_attention(
