@@ -100,6 +100,7 @@ def with_rounded_weights(int8: bool, **text_overrides):
     return model
 
 
+@pytest.mark.heavy
 def test_half_weights_answer_like_the_model_with_rounded_weights(half):
     # The checkpoint has other ids of images.
     check_answers(load(half), with_rounded_weights(False), BATCHES["text"])
@@ -117,25 +118,24 @@ def check_answers(exported, rounded, batch) -> None:
     np.testing.assert_allclose(scores, wanted_scores, rtol=1e-4, atol=1e-5)
 
 
-def test_files_have_the_size_of_the_stored_weights(half, int8_experts):
-    for folder, int8, overrides in ((half, False, {}), (int8_experts, True, EXPERTS)):
-        sizes = dict.fromkeys(("tower", "decoder"), 0)
-        count = dict.fromkeys(sizes, 0)
-        for name, parameter in tiny_model(vocab_size=320, **overrides).named_parameters():
-            part = "tower" if name.startswith("visual") else "decoder"
-            is_matrix = parameter.ndim > 1 and not name.endswith("gate.weight")
-            is_int8 = int8 and part == "decoder" and is_matrix
-            sizes[part] += int(parameter.size) * (1 if is_int8 else 2)
+def test_files_have_the_size_of_the_stored_weights(int8_experts):
+    sizes = dict.fromkeys(("tower", "decoder"), 0)
+    count = dict.fromkeys(sizes, 0)
+    for name, parameter in tiny_model(vocab_size=320, **EXPERTS).named_parameters():
+        part = "tower" if name.startswith("visual") else "decoder"
+        is_matrix = parameter.ndim > 1 and not name.endswith("gate.weight")
+        is_int8 = part == "decoder" and is_matrix
+        sizes[part] += int(parameter.size) * (1 if is_int8 else 2)
+        count[part] += 1
+        if is_int8:
+            is_table = "embed_tokens" in name or "lm_head" in name
+            rows = parameter.shape[1] if is_table else parameter.shape[-2]
+            sizes[part] += 4 * int(parameter.size) // rows
             count[part] += 1
-            if is_int8:
-                is_table = "embed_tokens" in name or "lm_head" in name
-                rows = parameter.shape[1] if is_table else parameter.shape[-2]
-                sizes[part] += 4 * int(parameter.size) // rows
-                count[part] += 1
-        for part, size in sizes.items():
-            # A header of each tensor.
-            found = (folder / f"{part}.pdiparams").stat().st_size
-            assert size < found <= size + 64 * count[part], part
+    for part, size in sizes.items():
+        # A header of each tensor.
+        found = (int8_experts / f"{part}.pdiparams").stat().st_size
+        assert size < found <= size + 64 * count[part], part
 
 
 def test_the_manifest_tells_how_much_answers_change(int8_experts):
@@ -204,8 +204,8 @@ def test_programs_for_gpus_do_in_bfloat16_what_the_others_do(int8_experts, name,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_products_for_gpus_are_in_bfloat16_and_softmax_in_float32(half, name):
-    file = half / "gpu" / f"{name}.json"
+def test_products_for_gpus_are_in_bfloat16_and_softmax_in_float32(int8_experts, name):
+    file = int8_experts / "gpu" / f"{name}.json"
     (block,) = json.loads(file.read_text())["program"]["regions"][0]["blocks"]
     dtypes: dict[str, set] = {"matmul": set(), "softmax": set(), "cos": set()}
     for op in block["ops"]:
@@ -216,8 +216,8 @@ def test_products_for_gpus_are_in_bfloat16_and_softmax_in_float32(half, name):
     assert not set(operations(file)) & {*HOST_OPERATIONS, "while"}
 
 
-def test_the_manifest_says_that_programs_for_gpus_were_not_run(half):
-    manifest = ExportFolder.open(half).manifest
+def test_the_manifest_says_that_programs_for_gpus_were_not_run(int8_experts):
+    manifest = ExportFolder.open(int8_experts).manifest
     assert set(manifest.gpu) == set(NAMES)
     assert manifest.gpu["decode"].inputs["key_0"][1] == "bfloat16"
     assert manifest.programs["decode"].inputs["key_0"][1] == "float32"
@@ -225,7 +225,7 @@ def test_the_manifest_says_that_programs_for_gpus_were_not_run(half):
     assert manifest.gpu_was_run == has_gpu
 
 
-def test_a_policy_with_int8_weights_acts_like_the_policy_with_rounded_weights(tmp_path):
+def test_a_policy_with_int8_weights_acts_like_the_policy_with_rounded_weights(tmp_path, capsys):
     """Through the command line, from a checkpoint."""
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
     golden = golden_policy(dataset_names=["a", "b"])
@@ -235,6 +235,8 @@ def test_a_policy_with_int8_weights_acts_like_the_policy_with_rounded_weights(tm
     policy.eval()
     given = ["--checkpoint", str(checkpoint), "--output", str(out)]
     assert main(["export", *given, "--int8"]) == 0
+    printed = capsys.readouterr().out
+    assert "actions: int8 weights change the answer to the stored input by 0.0" in printed
     batch, noise = batch_of(3)
     exact = policy.sample_actions(batch, noise)
     to_export = policy_to_export(policy)
@@ -246,6 +248,7 @@ def test_a_policy_with_int8_weights_acts_like_the_policy_with_rounded_weights(tm
     assert ExportFolder.open(out).manifest.change["actions"].largest > 0
 
 
+@pytest.mark.heavy
 def test_the_command_line_reports_the_change(half_and_text):
     printed = half_and_text[1]
     assert "prefill: bfloat16 weights change the answer to the stored input by 0.0" in printed
