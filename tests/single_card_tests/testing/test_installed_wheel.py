@@ -2,7 +2,7 @@
 
 Guarantees: a wheel of this checkout, installed into an empty environment, has the testing package;
 there, outside of the checkout, every example of docs/testing.md runs as a user's tests, and a
-user's test fails when a gather list is wrong.
+user's test fails when a gather list is wrong; the wheel has the C file of the CPU kernels.
 """
 
 import os
@@ -91,3 +91,12 @@ def test_the_examples_of_the_page_run_as_a_users_tests(installed, tmp_path):
 def test_the_first_example_is_ten_lines():
     first = examples().split("from paddle_vl.batch")[0]
     assert len(first.strip().splitlines()) <= 10
+
+
+def test_the_wheel_has_the_source_of_the_compiled_kernels(installed, tmp_path):
+    program = (
+        "from paddle_vl.nn.cpu import compiler\n"
+        "assert 'site-packages' in str(compiler.SOURCE), compiler.SOURCE\n"
+        "print(compiler.SOURCE.read_text(encoding='utf-8').count('attention_backward'))"
+    )
+    assert int(run(installed, "-c", program, cwd=tmp_path).split()[-1]) > 0
