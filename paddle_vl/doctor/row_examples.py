@@ -39,6 +39,30 @@ def _add_rms_norm(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     return Inputs((x, normal(rng, sizes.rows, sizes.width), weight, 1e-6))
 
 
+@example("gelu")
+def _gelu(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    return Inputs((normal(rng, sizes.rows, sizes.width), False))
+
+
+@example("gelu.tanh")
+def _gelu_tanh(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    return Inputs((normal(rng, sizes.rows, sizes.width), True))
+
+
+@example("swiglu")
+def _swiglu(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    def exact(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        return gate / (1 + np.exp(-gate)) * up
+
+    gate, up = (normal(rng, sizes.rows, 3 * sizes.width) for _ in range(2))
+    return Inputs((gate, up), exact=exact)
+
+
+@example("swiglu.halves")
+def _swiglu_of_halves(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    return Inputs((normal(rng, sizes.rows, 6 * sizes.width),))
+
+
 @example("geglu")
 def _geglu(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     return Inputs(tuple(normal(rng, sizes.rows, 3 * sizes.width) for _ in range(2)))
