@@ -109,6 +109,20 @@ def _index_add(x: Tensor, index: Tensor, axis: int, value: Tensor, name: Any = N
     return paddle.scatter_nd_add(x, index.unsqueeze(-1), value)
 
 
+def _searchsorted(
+    sorted_sequence: Tensor,
+    values: Tensor,
+    out_int32: bool = False,
+    right: bool = False,
+    name: str | None = None,
+) -> Tensor:
+    if len(sorted_sequence.shape) != 1:
+        raise ValueError("searchsorted has a composition for ONNX for a sequence of one dim only")
+    wide = values.unsqueeze(-1)
+    is_before = sorted_sequence <= wide if right else sorted_sequence < wide
+    return is_before.astype("int32" if out_int32 else "int64").sum(axis=-1)
+
+
 _gelu = F.gelu
 
 
@@ -123,6 +137,7 @@ _COMPOSITIONS: tuple[tuple[Any, str, Callable[..., Tensor]], ...] = (
     (F, "swiglu", _swiglu),
     (F, "gelu", _tanh_gelu),
     (paddle, "index_add", _index_add),
+    (paddle, "searchsorted", _searchsorted),
 )
 
 

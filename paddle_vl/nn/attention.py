@@ -245,7 +245,7 @@ class AttentionMask:
     @cached_property
     def has_key_BL11(self) -> Tensor:
         """float32, 1 where a query sees any key."""
-        return self.visible_BLS.any(axis=-1).astype("float32").unsqueeze([-1, -1])
+        return self.visible_BLS.any(axis=-1).astype("float32").unsqueeze([2, 3])
 
     @cached_property
     def all_see(self) -> bool:

@@ -26,16 +26,24 @@ _SAMPLES, _LENGTH, _FRAMES = 2, 6, 2
 def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:
     """The three programs of a policy, with inputs to check them."""
     model, rng = policy.model, np.random.default_rng(0)
-    prefix, step, actions = PrefixProgram(model), StepProgram(model), ActionsProgram(model)
+    layers = PrefixProgram(model), StepProgram(model), ActionsProgram(model)
+    prefix, step, actions = layers
+    examples = _prefix_example(prefix, rng), _example(step, rng), _example(actions, rng)
+
+    def programs(layers: tuple[Any, Any, Any]) -> dict[str, ProgramToExport]:
+        names = {"prefix": "prefix", "step": "expert", "actions": "expert"}
+        return {
+            name: ProgramToExport(layer, weights, example)
+            for (name, weights), layer, example in zip(names.items(), layers, examples, strict=True)
+        }
+
     return ModelToExport(
         "pi07_low_level",
         {"num_groups": _num_groups(policy)},
-        {
-            "prefix": ProgramToExport(prefix, "prefix", _prefix_example(prefix, rng)),
-            "step": ProgramToExport(step, "expert", _example(step, rng)),
-            "actions": ProgramToExport(actions, "expert", _example(actions, rng)),
-        },
+        programs(layers),
         lambda folder: _save_files(policy, folder),
+        # A layer is traced once.
+        programs((PrefixProgram(model), StepProgram(model), ActionsProgram(model))),
     )
 
 

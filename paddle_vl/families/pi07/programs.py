@@ -13,6 +13,9 @@ tokens, C steps of a chunk, A action values, K key heads, H head width.
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.families.pi07.decoder import SuffixView
+from paddle_vl.families.pi07.decoder_layers import KeyValue, PrefixKeys, StreamView
 from paddle_vl.families.pi07.flow import GivenActions, PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.program_inputs import (
     TEXTS,
@@ -84,6 +87,24 @@ class PrefixProgram(nn.Layer):
         ]
 
 
+def shared_by_steps(
+    own: StreamView, keys_values: list[KeyValue], config: PI07Config
+) -> tuple[SuffixView, list[PrefixKeys]]:
+    """View and prefix for the Euler steps; what they share is made here, not in every step."""
+    expert = config.vlm_config.gemma_expert_config
+    key_heads = expert.num_key_value_heads
+    groups = expert.num_attention_heads // key_heads
+    own.prepare([expert.num_attention_heads, key_heads])
+    # In full, as Paddle's CPU kernels are slow at broadcasting over a middle dim.
+    bias_B1RS = paddle.concat([own.mask.bias_B1LS] * groups, axis=2)
+    bias_BKRS = paddle.concat([bias_B1RS] * key_heads, axis=1)
+    # With -1 for B, no reshape of a step needs to compute it.
+    shape = (-1, config.chunk_size)
+    view = StreamView(shape, own.rotary, own.mask, own.scale, own.implementation, own.num_rows)
+    prefix = [PrefixKeys(keys_values[i], bias_BKRS, own.scale) for i in range(len(keys_values))]
+    return SuffixView(view, None, insulated=False), prefix
+
+
 class StepProgram(nn.Layer):
     """One Euler step: noisy actions to the actions one step later, `[B, C, A]`."""
 
@@ -103,10 +124,11 @@ class StepProgram(nn.Layer):
         group_index: list[Tensor],
         keys_values: list[Tensor],
     ) -> Tensor:
-        given = GivenActions(action_prefix, self.config.chunk_size, delay)
-        view = self.model.chunk_view(pad_masks)
+        given = GivenActions(action_prefix, action_prefix.shape[0], self.config.chunk_size, delay)
+        own = self.model.chunk_view(pad_masks).own
+        view, cache = shared_by_steps(own, pairs(keys_values), self.config)
         group = group_index[0] if group_index else None
-        return self.model.euler_step(x, time, step, given, view, pairs(keys_values), group)
+        return self.model.euler_step(x, time, step, given, view, cache, group)
 
     def input_spec(self) -> list:
         """Its inputs; `delay` is the number of known steps, the first of `action_prefix`."""
@@ -141,12 +163,10 @@ class ActionsProgram(nn.Layer):
         group_index: list[Tensor],
         keys_values: list[Tensor],
     ) -> Tensor:
-        given = GivenActions(action_prefix, self.config.chunk_size, delay)
-        view = self.model.chunk_view(pad_masks)
-        text = self.config.vlm_config.gemma3_config.text_config
-        view.own.prepare([text.num_attention_heads, text.num_key_value_heads])
+        given = GivenActions(action_prefix, action_prefix.shape[0], self.config.chunk_size, delay)
+        own = self.model.chunk_view(pad_masks).own
+        view, cache = shared_by_steps(own, pairs(keys_values), self.config)
         group = group_index[0] if group_index else None
-        cache = pairs(keys_values)
         # As `flow.times`, in float32.
         step = (-1.0 / num_steps.astype("float64")).astype("float32")
         last, time, x = -step / 2, paddle.ones_like(step), noise
