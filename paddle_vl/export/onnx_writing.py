@@ -123,6 +123,11 @@ def _searchsorted(
     return is_before.astype("int32" if out_int32 else "int64").sum(axis=-1)
 
 
+def _any(x: Tensor, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Tensor:
+    # paddle2onnx makes a maximum of it, which of no values is the lowest number: True.
+    return x.astype("int32").sum(axis=axis, keepdim=keepdim) > 0
+
+
 _gelu = F.gelu
 
 
@@ -138,6 +143,8 @@ _COMPOSITIONS: tuple[tuple[Any, str, Callable[..., Tensor]], ...] = (
     (F, "gelu", _tanh_gelu),
     (paddle, "index_add", _index_add),
     (paddle, "searchsorted", _searchsorted),
+    (paddle, "any", _any),
+    (paddle.pir.Value, "any", _any),
 )
 
 

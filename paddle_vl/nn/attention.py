@@ -258,10 +258,6 @@ class AttentionMask:
         hidden = paddle.logical_not(self.visible_BLS).astype("float32")
         return (hidden * _LOWEST_SCORE).unsqueeze(1)
 
-    def prepare(self) -> None:
-        """Make the masks of the `sdpa` attention now, outside of a loop of a program."""
-        self._prepared = self.bias_B1LS, self.has_key_BL11
-
     def bias(self, heads: int) -> Tensor:
         """`[B, heads, L, S]`: Paddle's CPU kernels are slow at broadcasting over a middle dim."""
         if heads not in self._biases:

@@ -89,8 +89,6 @@ class StreamView:
         for rotary in self.rotary.values():
             for heads in num_heads:
                 rotary.tables(heads)
-        if self.implementation == "sdpa":
-            self.mask.prepare()
 
     def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """Attention output `[B, L, N, H]`."""

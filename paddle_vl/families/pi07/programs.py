@@ -13,10 +13,8 @@ tokens, C steps of a chunk, A action values, K key heads, H head width.
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.decoder import SuffixView
-from paddle_vl.families.pi07.decoder_layers import KeyValue, PrefixKeys, StreamView
 from paddle_vl.families.pi07.flow import GivenActions, PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.program_attention import ProgramView, shared_by_steps
 from paddle_vl.families.pi07.program_inputs import (
     TEXTS,
     flat,
@@ -63,7 +61,7 @@ class PrefixProgram(nn.Layer):
             **text_fields(TEXTS, texts),
         }
         embs_BLD, pad_BL, marks_BL = self.prefix.embed_all(batch, stills, subgoal_rows)
-        view = self._view_of(pad_BL, marks_BL)
+        view = ProgramView(self._view_of(pad_BL, marks_BL), self.config.vlm_config)
         cache = self.decoder(embs_BLD, prefix_view=view, keep=True).cache
         return [pad_BL, *flat(cache)]
 
@@ -85,24 +83,6 @@ class PrefixProgram(nn.Layer):
             spec("history_is_pad", [None, None], "bool"),
             group_specs(config),
         ]
-
-
-def shared_by_steps(
-    own: StreamView, keys_values: list[KeyValue], config: PI07Config
-) -> tuple[SuffixView, list[PrefixKeys]]:
-    """View and prefix for the Euler steps; what they share is made here, not in every step."""
-    expert = config.vlm_config.gemma_expert_config
-    key_heads = expert.num_key_value_heads
-    groups = expert.num_attention_heads // key_heads
-    own.prepare([expert.num_attention_heads, key_heads])
-    # In full, as Paddle's CPU kernels are slow at broadcasting over a middle dim.
-    bias_B1RS = paddle.concat([own.mask.bias_B1LS] * groups, axis=2)
-    bias_BKRS = paddle.concat([bias_B1RS] * key_heads, axis=1)
-    # With -1 for B, no reshape of a step needs to compute it.
-    shape = (-1, config.chunk_size)
-    view = StreamView(shape, own.rotary, own.mask, own.scale, own.implementation, own.num_rows)
-    prefix = [PrefixKeys(keys_values[i], bias_BKRS, own.scale) for i in range(len(keys_values))]
-    return SuffixView(view, None, insulated=False), prefix
 
 
 class StepProgram(nn.Layer):

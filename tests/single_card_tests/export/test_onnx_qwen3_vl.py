@@ -5,7 +5,6 @@ the functions that they replace and leave the model alone; weights are stored on
 cannot be converted is named with its layer; what is missing is refused with the remedy.
 """
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +21,8 @@ from paddle_vl.export.writing import ProgramToExport, export_model
 from paddle_vl.families.qwen3_vl.programs import model_to_export, spec
 from tests.single_card_tests.export.test_exported_qwen3_vl import BATCHES
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
+from tests.support.exports import needs_onnx
 from tests.support.tiny import tiny_model
-
-MISSING = [name for name in onnx_writing.PACKAGES if importlib.util.find_spec(name) is None]
-needs_onnx = pytest.mark.skipif(
-    bool(MISSING), reason=f"the extra onnx is not installed: {', '.join(MISSING)}"
-)
 
 
 @pytest.fixture(scope="module")
