@@ -1,9 +1,9 @@
 """An exported pi07 policy acts as the policy does, without the model's code.
 
-Guarantees, on Paddle's predictor and on onnxruntime: equal actions at shapes that the export has not seen, for every set of optional fields,
-batch size, delay, number of frames and of steps; the golden rollout; groups with projections of
-their own and both attention implementations; a process without the model's code gives the same; a
-program has no control flow but the loop over the steps.
+Guarantees, on Paddle's predictor and on onnxruntime: equal actions at shapes that the export has
+not seen, for every set of optional fields, batch size, delay, number of frames and of steps; the
+golden rollout; groups with projections of their own and both attention implementations. A process
+without the model's code gives the same; a program has no control flow but the loop over the steps.
 """
 
 import json

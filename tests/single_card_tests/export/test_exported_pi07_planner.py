@@ -1,8 +1,9 @@
 """An exported pi07 planner plans as the planner does, without the model's code.
 
-Guarantees, on Paddle's predictor and on onnxruntime: equal tokens and texts at batch sizes that the export has not seen, with and without
-metadata, for plans that end early; `paddle-vl export` writes the folder of a checkpoint; a program
-has no control flow; a process without the model's code gives the same.
+Guarantees, on Paddle's predictor and on onnxruntime: equal tokens and texts at batch sizes that the
+export has not seen, with and without metadata, for plans that end early. `paddle-vl export` writes
+the folder of a checkpoint; a program has no control flow; a process without the model's code gives
+the same.
 """
 
 import json
