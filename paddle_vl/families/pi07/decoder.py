@@ -13,6 +13,7 @@ parallelism this rank's shard of them.
 Source: OpenTau's Gemma3WithExpertModel and make_att_2d_masks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import paddle
@@ -243,7 +244,7 @@ class InterleavedDecoder(nn.Layer):
         cond_BCE: Tensor | SharedConditions | None = None,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
-        cache: list[KeyValue] | None = None,
+        cache: Sequence[KeyValue | PrefixKeys] | None = None,
         keep: bool = False,
     ) -> DecoderOutput:
         """Run the given streams through all layers.
@@ -285,7 +286,7 @@ class InterleavedDecoder(nn.Layer):
             if self.placement.ops.row_part.size == 1:
                 return streams._replace(suffix=suffix_TE, cond=cond_BCE)
             cond_BCE = cond_BCE.of_rows(cond_BCE.values_nE)
-        elif cond_BCE.shape[0] == 1:
+        elif cond_BCE.shape[0] != suffix_BCE.shape[0]:
             cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], -1])
         return streams._replace(suffix=suffix_TE, cond=self._enter(cond_BCE))
 
@@ -295,7 +296,7 @@ class InterleavedDecoder(nn.Layer):
         streams: Streams,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
-        cache: list[KeyValue] | None = None,
+        cache: Sequence[KeyValue | PrefixKeys] | None = None,
         keep: bool = False,
     ) -> tuple[Streams, list[KeyValue] | None]:
         """Run some layers in order; also returns their keys and values with `keep`."""

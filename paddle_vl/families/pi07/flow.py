@@ -29,7 +29,7 @@ from paddle_vl.families.pi07.decoder import (
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.families.pi07.decoder_layers import KeyValue
+from paddle_vl.families.pi07.decoder_layers import KeyValue, PrefixKeys
 from paddle_vl.families.pi07.layers import GroupedProjection, SharedConditions, fresh_std
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
 from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
@@ -442,14 +442,14 @@ class PI07LowLevelFlowMatching(PolicyModel):
         step: float | Tensor,
         given: "GivenActions",
         view: SuffixView,
-        cache: list[KeyValue],
+        cache: Sequence[KeyValue | PrefixKeys],
         group_B: Tensor | None = None,
     ) -> Tensor:
         """The actions `[B, C, A]` one step later.
 
         Args:
             time, step: numbers, or float32 `[1]`.
-            cache: keys and values of the prefix, see `decode`.
+            cache: keys and values of the prefix by layer.
         """
         assert self.suffix is not None, "a full model has all layers"
         x_BCA = given.put(x_BCA)

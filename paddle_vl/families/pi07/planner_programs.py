@@ -129,6 +129,7 @@ class PastDecodeProgram(DecodeProgram):
     def forward(self, input_ids: Tensor, pad_masks: Tensor, past: list[Tensor]) -> list[Tensor]:
         place = paddle.shape(past[0])[1:2].astype("int64")
         logits_BV, cache = self.run(input_ids, pad_masks, place, pairs(past), keep=True)
+        assert cache is not None, "the keys are kept"
         return [logits_BV, *flat(cache)]
 
     def input_spec(self) -> list:
