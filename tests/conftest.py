@@ -6,11 +6,19 @@ import paddle
 import pytest
 
 from paddle_vl.compat import amd_instruction_set
+from tests.support.gpu_stubs.installed import gpu_stubs
 
 # Read by Paddle's matrix library at its first product; without it tests run several times longer
 # on AMD processors.
 if (instructions := amd_instruction_set()) is not None:
     os.environ.setdefault("MKL_DEBUG_CPU_TYPE", instructions)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _gpu_stubs():
+    """`use_kernels("gpu")` runs on a CPU, by the contracts of Paddle's GPU kernels."""
+    with gpu_stubs():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,17 +10,20 @@ differentiable, and can be traced into a program.
     def _rms_norm_on_cpu(x, weight_C, epsilon): ...
 
 A call takes the kernel of its first tensor's device. Without one, or while a program is traced, it
-takes the plain implementation. `use_kernels` forces one choice, for tests.
+takes the plain implementation. `choose_kernels("plain")` makes every call of the process take it,
+and `use_kernels` forces one choice, for tests.
 
 Small operations are here too: sums, activations, slices, dropout of token rows, and the cross
 entropy of tokens.
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
@@ -33,6 +36,8 @@ R = TypeVar("R")
 K = TypeVar("K")
 
 OPERATIONS: list["Operation[Any, Any]"] = []
+Kernels = Literal["fused", "plain"]
+_chosen: Kernels = "fused"
 _forced: Device | Literal["plain"] | None = None
 
 
@@ -79,6 +84,28 @@ def operation(plain: Callable[P, R]) -> Operation[P, R]:
     return Operation(plain)
 
 
+def choose_kernels(kernels: Kernels) -> None:
+    """Take kernels or plain implementations from now on, in the whole process.
+
+    Args:
+        kernels: `fused` takes the kernels of the tensors' device; `plain` takes the plain
+            implementations on every device, which round after each operator as the original
+            models do. The setting `train.kernels`.
+
+    Raises:
+        ValueError: another choice.
+    """
+    global _chosen
+    if kernels not in ("fused", "plain"):
+        raise ValueError(f"kernels is {kernels!r}; 'fused' or 'plain'")
+    _chosen = kernels
+
+
+def chosen_kernels() -> Kernels:
+    """The last choice of `choose_kernels`; `fused` before the first."""
+    return _chosen
+
+
 @contextmanager
 def use_kernels(device: Device | Literal["plain"]) -> Iterator[None]:
     """Take the kernels of this device, or the plain implementations, wherever tensors lie.
@@ -87,6 +114,8 @@ def use_kernels(device: Device | Literal["plain"]) -> Iterator[None]:
     pass must run inside the block too, since hand-written ones call operations.
     """
     global _forced
+    if device == "gpu":
+        _import_gpu_kernels()
     before, _forced = _forced, device
     try:
         yield
@@ -97,12 +126,58 @@ def use_kernels(device: Device | Literal["plain"]) -> Iterator[None]:
 def _device_of(x: Any) -> str | None:
     if _forced is not None:
         return _forced
+    if _chosen == "plain":
+        return "plain"
     if not paddle.in_dynamic_mode():
         return None
     place = x.place
     if place.is_cpu_place():
         return "cpu"
-    return "gpu" if place.is_gpu_place() else None
+    if not place.is_gpu_place():
+        return None
+    _import_gpu_kernels()
+    return "gpu"
+
+
+@functools.cache
+def _import_gpu_kernels() -> None:
+    """Register them. A run on CPUs does without."""
+    importlib.import_module("paddle_vl.nn.gpu")
+
+
+class HostTable:
+    """A table made of its arguments alone, as a tensor on the current device.
+
+    It is copied there at the first call for these arguments; a later step copies nothing from the
+    host. In a traced program it is a constant of the program.
+
+    Args:
+        make: the table from hashable arguments, as a NumPy array.
+    """
+
+    _MOST = 256
+
+    def __init__(self, make: Callable[..., np.ndarray]):
+        functools.update_wrapper(self, make)
+        self.make = make
+        self._kept: dict[tuple, Tensor] = {}
+
+    def __call__(self, *args: Any) -> Tensor:
+        if not paddle.base.framework.in_dygraph_mode():
+            return paddle.to_tensor(self.make(*args))
+        key = (paddle.get_device(), *args)
+        table = self._kept.get(key)
+        if table is None:
+            while len(self._kept) >= self._MOST:
+                self._kept.pop(next(iter(self._kept)))
+            table = self._kept[key] = paddle.to_tensor(self.make(*args))
+        return table
+
+
+@paddle.jit.not_to_static
+def host_table(make: Callable[..., np.ndarray]) -> HostTable:
+    """Decorator: make a `HostTable` of a function."""
+    return HostTable(make)
 
 
 @operation
@@ -145,6 +220,12 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return F.swiglu(gate, up)
 
 
+@operation
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`gelu(gate) * up` with the tanh form of GELU, as in Gemma."""
+    return F.gelu(gate, approximate=True) * up
+
+
 def slice_axis(x: Tensor, begin: int, end: int, axis: int = 0) -> Tensor:
     """`x[begin:end]` along an axis, always as an operation of the graph.
 
@@ -152,6 +233,17 @@ def slice_axis(x: Tensor, begin: int, end: int, axis: int = 0) -> Tensor:
     order than on a rank with a smaller slice, and collectives would not match.
     """
     return paddle.slice(x, [axis], [begin], [end])
+
+
+def rows_in_order(x: Tensor, rows: np.ndarray) -> Tensor:
+    """`x[rows]` for rows that come in few runs of consecutive ones, without a gradient.
+
+    Slices in place of an index array, which would be copied to the device.
+    """
+    if not rows.size:
+        return x[:0]
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+    return paddle.concat([x[int(run[0]) : int(run[-1]) + 1] for run in runs])
 
 
 class RowDropout(nn.Layer):

@@ -30,7 +30,7 @@ ALLOWED = {
         "export",
     },
     # `writing` and the programs of families are for exporting; `load` imports no model code.
-    "export": {"checkpoint", "config", "files", "__init__"},
+    "export": {"checkpoint", "config", "files", "compat", "__init__"},
     "parallel": {"nn", "batch", "config", "compat"},
     # For other frameworks, which it imports when asked; nothing here imports it.
     "integrations": {"batch"},

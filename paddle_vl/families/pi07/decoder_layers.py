@@ -15,16 +15,12 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from paddle_vl.families.pi07.engine_config import Gemma3TextConfig, GemmaExpertConfig
-from paddle_vl.families.pi07.layers import (
-    AdaptiveRMSNorm,
-    GemmaRMSNorm,
-    Rotary,
-    SharedConditions,
-)
+from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, SharedConditions
 from paddle_vl.nn.attention import AttentionMask, masked_attention
 from paddle_vl.nn.linear import Columns
-from paddle_vl.nn.operations import activation
+from paddle_vl.nn.operations import geglu
 from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 # Keys and values `[B, S, K, H]`; keys are normalized and rotated.
 KeyValue = tuple[Tensor, Tensor]
@@ -64,7 +60,7 @@ class StreamView:
 
     Args:
         shape: B and L; in a program B may be -1.
-        rotary: rotary embedding by base.
+        rotary: tables of the rotary embedding by base.
         mask: over keys of the cache or prefix, then the stream's own keys.
         scale: factor of the scores; the backbone's for both streams.
         implementation: `eager` or `sdpa` attention.
@@ -74,7 +70,7 @@ class StreamView:
     def __init__(
         self,
         shape: tuple[int, int],
-        rotary: dict[float, Rotary],
+        rotary: dict[float, RotaryTables],
         mask: AttentionMask,
         scale: float,
         implementation: str,
@@ -86,9 +82,8 @@ class StreamView:
 
     def prepare(self, num_heads: Sequence[int]) -> None:
         """Make what all layers share now, outside of a loop of a program that reads it."""
-        for rotary in self.rotary.values():
-            for heads in num_heads:
-                rotary.tables(heads)
+        for tables in self.rotary.values():
+            tables.prepare(num_heads)
 
     def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """Attention output `[B, L, N, H]`."""
@@ -249,8 +244,7 @@ class Attention(nn.Layer):
         v_BSKH = self._of_heads(rows_TC[2], view)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BSKH = self.q_norm(q_BLNH), self.k_norm(k_BSKH)
-        rotary = view.rotary[rope_base]
-        q_BLNH, k_BSKH = rotary(q_BLNH), rotary(k_BSKH)
+        q_BLNH, k_BSKH = apply_rotary(q_BLNH, k_BSKH, view.rotary[rope_base])
         if isinstance(past, PrefixKeys):
             out_BLNH = past.attend(q_BLNH, k_BSKH, v_BSKH)
         else:
@@ -273,8 +267,6 @@ class GemmaMLP(nn.Layer):
         columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
         self.gate_up_proj = placement.layers.projections(width, columns)
         self.down_proj = placement.layers.row_linear(inner, width)
-        self.act = activation("gelu_pytorch_tanh")
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = self.gate_up_proj(x_TD)
-        return self.down_proj(self.act(gate_TF) * up_TF)
+        return self.down_proj(geglu(*self.gate_up_proj(x_TD)))

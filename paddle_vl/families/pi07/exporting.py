@@ -23,6 +23,7 @@ from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_config import CURRENT_CONFIG_VERSION
 from paddle_vl.families.pi07.prefix_layout import RESPONSE_LABEL
 from paddle_vl.families.pi07.programs import ActionsProgram, PrefixProgram, StepProgram
+from paddle_vl.nn.matrices import matrices
 
 # Sizes of the examples: samples, and tokens or frames where they are free.
 _SAMPLES, _LENGTH, _FRAMES = 2, 6, 2
@@ -38,7 +39,7 @@ def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:
     def programs(layers: tuple[Any, Any, Any]) -> dict[str, ProgramToExport]:
         names = {"prefix": "prefix", "step": "expert", "actions": "expert"}
         return {
-            name: ProgramToExport(layer, weights, example)
+            name: ProgramToExport(layer, weights, example, measured_output=int(name == "prefix"))
             for (name, weights), layer, example in zip(names.items(), layers, examples, strict=True)
         }
 
@@ -49,6 +50,7 @@ def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:
         lambda folder: _save_files(policy, folder),
         # A layer is traced once.
         programs((PrefixProgram(model), StepProgram(model), ActionsProgram(model))),
+        quantized=list(matrices(model.decoder, prefix.prefix.embed_tokens)),
     )
 
 
@@ -77,8 +79,8 @@ def planner_to_export(planner: PI07HighLevelPlanner) -> ModelToExport:
         },
         {
             "images": ProgramToExport(images, "images", images_example),
-            "prefill": ProgramToExport(prefill, "decoder", prefill_example),
-            "decode": ProgramToExport(decode, "decoder", decode_example),
+            "prefill": ProgramToExport(prefill, "decoder", prefill_example, True),
+            "decode": ProgramToExport(decode, "decoder", decode_example, True),
         },
         lambda folder: _save_files(planner, folder),
         {
@@ -86,6 +88,7 @@ def planner_to_export(planner: PI07HighLevelPlanner) -> ModelToExport:
             "prefill": ProgramToExport(PrefillProgram(model), "decoder", prefill_example),
             "decode": ProgramToExport(PastDecodeProgram(model), "decoder", past_example),
         },
+        quantized=list(matrices(model.decoder, prefill.lm_head, prefill.embed_tokens)),
     )
 
 

@@ -12,14 +12,15 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.positions import real_lengths
+from paddle_vl.batch.positions import PatchRows, key_ends, real_lengths, vision_layout
 from paddle_vl.batch.schema import VLBatch
-from paddle_vl.families.qwen3_vl.model import Qwen3VLOutput
+from paddle_vl.families.qwen3_vl.model import PATCH_FIELDS, Qwen3VLOutput
 from paddle_vl.nn.objective import BatchAdapter, Loss
 
 # Entry under the colocated schedule: data-parallel ranks with images or videos in this micro-batch.
 RANKS_WITH_VISUAL = "num_ranks_with_visual"
-_HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+_HOST_ARRAYS = frozenset({*_GRIDS, "cu_seqlens"})
 
 
 class VLLoss(Loss):
@@ -56,7 +57,15 @@ class VLLoss(Loss):
 
 
 class VLBatchAdapter(BatchAdapter[VLBatch]):
-    """Batches of `VLCollator`. The one optional branch is the vision tower."""
+    """Batches of `VLCollator`. The one optional branch is the vision tower.
+
+    Args:
+        vision: a `Qwen3VLVisionConfig`, to lay out the patches here and copy their layout with the
+            batch; None where the model does it, or where a colocated encoder has the tower.
+    """
+
+    def __init__(self, vision: Any = None):
+        self.vision = vision
 
     def counts(self, batch: VLBatch) -> list[int]:
         return [batch["num_target_tokens"]]
@@ -76,6 +85,9 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
     def optional_branches(self, batch: VLBatch) -> list[bool]:
         return [has_visual(batch)]
 
+    def prepared(self, batch: VLBatch) -> VLBatch:
+        return with_layouts(batch, self.vision)
+
     def is_for_device(self, name: str) -> bool:
         return name not in _HOST_ARRAYS
 
@@ -90,6 +102,21 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
 
     def idle_batch(self, model: nn.Layer) -> VLBatch:
         return empty_batch(model.placement.ops.row_part.size)
+
+
+def with_layouts(batch: VLBatch, vision: Any = None) -> VLBatch:
+    """The batch with what the model would otherwise copy to the device in every step: the layout of
+    its patches, for a `Qwen3VLVisionConfig`, and the ends of packed samples."""
+    found: Any = dict(batch)
+    grids = [found[name] for name in _GRIDS if name in found]
+    if vision is not None and grids:
+        layout = vision_layout(
+            np.concatenate(grids), table_side=vision.table_side, merge=vision.spatial_merge_size
+        )
+        found |= zip(PATCH_FIELDS, PatchRows.of(layout), strict=True)
+    if "cu_seqlens" in found:
+        found["packed_key_ends"] = key_ends(found["cu_seqlens"], found["input_ids"].shape[1])
+    return found
 
 
 def has_visual(batch: VLBatch) -> bool:

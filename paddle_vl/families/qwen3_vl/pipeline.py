@@ -19,9 +19,11 @@ from paddle import Tensor
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
 from paddle_vl.families.qwen3_vl.model import (
+    PATCH_FIELDS,
     Qwen3VLForConditionalGeneration,
     Qwen3VLOutput,
     device_tensor,
+    patch_rows,
 )
 from paddle_vl.families.qwen3_vl.moe import LoadBalance
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
@@ -33,7 +35,7 @@ VISUAL_SHARE = 0.5
 # `paddle_vl.families.qwen3_vl.colocated`.
 SECTIONS = "visual_sections"
 _NOT_FOR_DECODER = (
-    *("pixel_values", "pixel_values_videos"),
+    *("pixel_values", "pixel_values_videos", *PATCH_FIELDS),
     *("labels", "num_target_tokens", "loss_weights"),
     SECTIONS,
 )
@@ -182,7 +184,11 @@ class Qwen3VLStage:
             device_tensor(batch.get(name)) for name in ("pixel_values", "pixel_values_videos")
         )
         return self.model.encode_visual(
-            pixels, batch.get("image_grid_thw"), video_pixels, batch.get("video_grid_thw")
+            pixels,
+            batch.get("image_grid_thw"),
+            video_pixels,
+            batch.get("video_grid_thw"),
+            patch_rows(batch),
         )
 
     def _merged_rows(self, batch: dict[str, Any]) -> dict[str, Any]:

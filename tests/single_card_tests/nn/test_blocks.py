@@ -15,21 +15,23 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
-from paddle_vl.nn.attention import (
-    apply_rotary,
-    interleaved_mrope_axis,
-    inverse_frequencies,
-    mrope_cos_sin,
-)
 from paddle_vl.nn.linear import Linear, VocabHead, linear
-from paddle_vl.nn.norm import layer_norm, rms_norm
+from paddle_vl.nn.norm import add_rms_norm, gemma_rms_norm, layer_norm, rms_norm, rms_quotient
 from paddle_vl.nn.operations import (
     RowDropout,
     activation,
+    geglu,
     next_token_targets,
     swiglu,
     token_loss,
     use_kernels,
+)
+from paddle_vl.nn.rotary import (
+    RotaryTables,
+    apply_rotary,
+    interleaved_mrope_axis,
+    inverse_frequencies,
+    mrope_tables,
 )
 from tests.support.tolerance import BLOCK
 
@@ -72,14 +74,81 @@ def test_rms_norm_equals_its_formula(shape):
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
-def test_layer_norm_equals_paddles(shape):
+def test_layer_norm_equals_its_formula(shape):
+    def formula(x, weight, bias):
+        centred = x - x.mean(-1, keepdim=True)
+        return weight * centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() + bias
+
     assert_same(
         lambda x, w, b: layer_norm(x, w, b, 1e-6),
-        lambda x, w, b: F.layer_norm(x, [8], w, b, 1e-6),
+        formula,
         draw(*shape),
         draw(8),
         draw(8, seed=1),
     )
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 4, 8)])
+def test_gemmas_norm_equals_its_formula(shape):
+    def formula(x, weight):
+        return (1 + weight) * x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    assert_same(lambda x, w: gemma_rms_norm(x, w, 1e-6), formula, draw(*shape), draw(8))
+
+
+def test_a_norm_without_a_weight_equals_its_formula():
+    def formula(x):
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    assert_same(lambda x: rms_quotient(x, 1e-6), formula, draw(6, 8))
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["product", "sum"])
+def test_a_norm_after_a_residual_equals_its_formula(adds):
+    def formula(x, residual, weight):
+        total = x + residual
+        normed = weight * total / (total.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        # Both results pass gradients.
+        return total + 2 * normed if adds else total * normed
+
+    def found(x, residual, weight):
+        total, normed = add_rms_norm(x, residual, weight, 1e-6)
+        return total + 2 * normed if adds else total * normed
+
+    assert_same(found, formula, draw(6, 8), draw(6, 8, seed=1), draw(8))
+
+
+def test_a_norm_after_a_residual_leaves_what_is_frozen():
+    x, residual, weight = draw(6, 8), draw(6, 8).detach(), draw(8).detach()
+    total, normed = add_rms_norm(x, residual, weight, 1e-6)
+    (total * normed).sum().backward()
+    assert x.grad is not None
+    assert residual.grad is None
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("norm", [rms_norm, gemma_rms_norm], ids=["rms", "gemma"])
+def test_norms_of_no_rows_have_no_rows_and_a_gradient_of_zero(norm):
+    weight = draw(8)
+    out = norm(draw(0, 8), weight, 1e-6)
+    assert out.shape == [0, 8]
+    out.sum().backward()
+    assert not weight.grad.numpy().any()
+
+
+def test_geglu_equals_its_formula():
+    def formula(gate, up):
+        inner = (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate.pow(3))
+        return 0.5 * gate * (1 + inner.tanh()) * up
+
+    assert_same(geglu, formula, draw(6, 8), draw(6, 8, seed=1))
+
+
+def test_geglu_of_a_frozen_half_leaves_it():
+    gate, up = draw(6, 8), draw(6, 8).detach()
+    geglu(gate, up).sum().backward()
+    assert gate.grad is not None
+    assert up.grad is None
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
@@ -118,14 +187,52 @@ def test_norms_train_their_weights_on_an_input_without_gradient():
     assert bias.grad.numpy().tolist() == [6.0] * 8
 
 
-def test_rotary_equals_rotate_half():
-    cos, sin = draw(2, 5, 8).detach(), draw(2, 5, 8, seed=1).detach()
+def rotate(x, cos, sin):
+    rotated = paddle.concat([-x[..., 4:], x[..., :4]], axis=-1)
+    return x * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)
 
-    def formula(x):
-        rotated = paddle.concat([-x[..., 4:], x[..., :4]], axis=-1)
-        return x * cos.unsqueeze(2) + rotated * sin.unsqueeze(2)
 
-    assert_same(lambda x: apply_rotary(x, cos, sin), formula, draw(2, 5, 3, 8))
+@pytest.mark.parametrize("rows", [(2, 5), (7,), (0,)], ids=["batch", "rows", "empty"])
+def test_rotary_equals_rotate_half_to_the_bit(rows):
+    cos, sin = draw(*rows, 8).detach(), draw(*rows, 8, seed=1).detach()
+    tables = RotaryTables(cos, sin)
+    q, k = draw(*rows, 3, 8), draw(*rows, 2, 8)
+    q_grad, k_grad = draw(*rows, 3, 8, seed=2).detach(), draw(*rows, 2, 8, seed=3).detach()
+    found = apply_rotary(q, k, tables)
+    paddle.autograd.backward(list(found), [q_grad, k_grad])
+    for x, out, grad in zip((q, k), found, (q_grad, k_grad), strict=True):
+        assert np.array_equal(out.numpy(), rotate(x, cos, sin).numpy())
+        # The transpose: rotate_half of the product with the sines, subtracted.
+        wide = grad * sin.unsqueeze(-2)
+        back = paddle.concat([-wide[..., 4:], wide[..., :4]], axis=-1)
+        assert np.array_equal(x.grad.numpy(), (grad * cos.unsqueeze(-2) - back).numpy())
+
+
+def test_rotated_keys_alone_give_the_queries_no_gradient():
+    tables = RotaryTables(draw(5, 8).detach(), draw(5, 8, seed=1).detach())
+    q, k = draw(5, 3, 8), draw(5, 2, 8)
+    apply_rotary(q, k, tables)[1].sum().backward()
+    assert q.grad is None
+    assert k.grad is not None
+
+
+def test_rotary_tables_are_made_once_for_all_layers():
+    tables = RotaryTables(draw(5, 8).detach(), draw(5, 8, seed=1).detach())
+    assert tables.of_heads(3)[0] is tables.of_heads(3)[0]
+    assert tables.astype("bfloat16") is tables.astype("bfloat16")
+    assert tables.astype(tables.cos_TH.dtype) is tables
+    cos, sin = tables
+    assert cos is tables.cos_TH
+    assert sin is tables.sin_TH
+
+
+def test_prepared_tables_change_no_bit():
+    q, k = draw(5, 3, 8), draw(5, 2, 8)
+    tables = RotaryTables(draw(5, 8).detach(), draw(5, 8, seed=1).detach())
+    before = apply_rotary(q, k, tables)
+    tables.prepare([3, 2])
+    for x, y in zip(before, apply_rotary(q, k, tables), strict=True):
+        assert np.array_equal(x.numpy(), y.numpy())
 
 
 def test_interleaved_axes_of_the_specification():
@@ -136,7 +243,7 @@ def test_interleaved_axes_of_the_specification():
 
 def test_each_slot_rotates_by_its_own_axis():
     position_3BL = np.array([[[1, 10]], [[2, 20]], [[3, 30]]])
-    cos, sin = mrope_cos_sin(paddle.to_tensor(position_3BL), 16, 100.0, [4, 2, 2])
+    cos, sin = mrope_tables(paddle.to_tensor(position_3BL), 16, 100.0, [4, 2, 2])
     frequency = inverse_frequencies(8, 100.0)
     axis = interleaved_mrope_axis(8, [4, 2, 2])
     angle = position_3BL[axis, 0].T * frequency

@@ -1,8 +1,9 @@
 """The choice between an operation's plain implementation and its kernels.
 
 Guarantees: the kernel is that of the first tensor's device; a device without a kernel and a traced
-program get the plain implementation; a forced choice ends with its block, also nested or after an
-error. Tests of the operations and the golden cases cover the results of kernels.
+program get the plain implementation; a choice of plain implementations holds for the process, a
+forced choice until its block ends, also nested or after an error. Tests of the operations and the
+golden cases cover the results of kernels.
 """
 
 import paddle
@@ -10,7 +11,13 @@ import pytest
 
 from paddle_vl.nn import operations
 from paddle_vl.nn.norm import rms_norm
-from paddle_vl.nn.operations import OPERATIONS, operation, use_kernels
+from paddle_vl.nn.operations import (
+    OPERATIONS,
+    choose_kernels,
+    chosen_kernels,
+    operation,
+    use_kernels,
+)
 
 
 @pytest.fixture
@@ -40,6 +47,21 @@ def test_the_kernel_of_the_tensors_device_runs(doubled):
 def test_without_a_kernel_the_plain_implementation_runs(doubled):
     del doubled.kernels["cpu"]
     assert doubled(paddle.ones([2]))[0] == "plain"
+
+
+def test_plain_implementations_can_be_chosen_for_the_process(doubled):
+    x = paddle.ones([2])
+    try:
+        choose_kernels("plain")
+        assert chosen_kernels() == "plain"
+        assert doubled(x)[0] == "plain"
+        with use_kernels("cpu"):
+            assert doubled(x)[0] == "cpu"
+    finally:
+        choose_kernels("fused")
+    assert doubled(x)[0] == "cpu"
+    with pytest.raises(ValueError, match="kernels is 'fast'; 'fused' or 'plain'"):
+        choose_kernels("fast")
 
 
 def test_a_choice_can_be_forced(doubled):
