@@ -33,6 +33,8 @@ from paddle_vl.export.writing import ProgramToExport, save_program
 PACKAGES = ("onnx", "onnxruntime", "paddle2onnx")
 # The first with ScatterND's sum.
 OPSET = 17
+# Bytes of a program without its weights: a protobuf message has at most 2 GB.
+LARGEST_PROGRAM = 2**31 - 1
 # Names of paddle2onnx's list where they differ from those of a program's operators.
 _NAMES = {
     "add": "elementwise_add", "subtract": "elementwise_sub", "multiply": "elementwise_mul",
@@ -90,11 +92,23 @@ def write_onnx(programs: Mapping[str, ProgramToExport], folder: Path) -> None:
         with compositions():
             for name, program in programs.items():
                 save_program(program.layer, traced[name])
+                traced[name].with_suffix(".pdiparams").unlink()
                 _make_weights_inputs(traced[name].with_suffix(".json"))
         _convert(list(traced.values()))
         for name, program in programs.items():
             source = traced[name].with_suffix(".onnx")
+            _check_size(name, source)
             weights.write(source, program.layer.parameters(), folder / onnx_file(name))
+
+
+def _check_size(name: str, file: Path) -> None:
+    """Refuse what a protobuf message cannot hold; paddle2onnx writes nothing then."""
+    if not 0 < (size := file.stat().st_size) <= LARGEST_PROGRAM:
+        raise RuntimeError(
+            f"{name} in ONNX has {size} bytes without its weights; at most {LARGEST_PROGRAM} fit "
+            "into one file: make its large constants parameters of the layer, whose values are "
+            "stored apart"
+        )
 
 
 def _swiglu(x: Tensor, y: Tensor | None = None, name: str | None = None) -> Tensor:
@@ -107,6 +121,25 @@ def _index_add(x: Tensor, index: Tensor, axis: int, value: Tensor, name: Any = N
     if axis:
         raise ValueError(f"index_add along axis {axis} has no composition for ONNX: use axis 0")
     return paddle.scatter_nd_add(x, index.unsqueeze(-1), value)
+
+
+def _searchsorted(
+    sorted_sequence: Tensor,
+    values: Tensor,
+    out_int32: bool = False,
+    right: bool = False,
+    name: str | None = None,
+) -> Tensor:
+    if len(sorted_sequence.shape) != 1:
+        raise ValueError("searchsorted has a composition for ONNX for a sequence of one dim only")
+    wide = values.unsqueeze(-1)
+    is_before = sorted_sequence <= wide if right else sorted_sequence < wide
+    return is_before.astype("int32" if out_int32 else "int64").sum(axis=-1)
+
+
+def _any(x: Tensor, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Tensor:
+    # paddle2onnx makes a maximum of it, which of no values is the lowest number: True.
+    return x.astype("int32").sum(axis=axis, keepdim=keepdim) > 0
 
 
 _gelu = F.gelu
@@ -123,6 +156,9 @@ _COMPOSITIONS: tuple[tuple[Any, str, Callable[..., Tensor]], ...] = (
     (F, "swiglu", _swiglu),
     (F, "gelu", _tanh_gelu),
     (paddle, "index_add", _index_add),
+    (paddle, "searchsorted", _searchsorted),
+    (paddle, "any", _any),
+    (paddle.pir.Value, "any", _any),
 )
 
 

@@ -10,6 +10,8 @@ from paddle import Tensor, inference
 
 from paddle_vl.compat import configure_cpu_runtime
 
+# Freed at once on a CPU; more would not stay in the caches.
+_GARBAGE_GB = 0.004
 DEVICE_VARIABLE = "FLAGS_selected_gpus"
 _threads: int | None = None
 
@@ -32,6 +34,9 @@ class Program:
         if has_gpu():
             config.enable_use_gpu(256, device_number())
         else:
+            # Tensors that are no longer needed go to a thread that frees them: one by one they cost
+            # as much as a small kernel, and keep a second core busy.
+            paddle.set_flags({"FLAGS_eager_delete_tensor_gb": _GARBAGE_GB})
             config.disable_gpu()
             # oneDNN's in-place pass gives wrong cosines in silence (paddlepaddle 3.3.1).
             config.disable_mkldnn()

@@ -293,7 +293,7 @@ class AttentionMask:
     @cached_property
     def has_key_BL11(self) -> Tensor:
         """float32, 1 where a query sees any key."""
-        return self.visible_BLS.any(axis=-1).astype("float32").unsqueeze([-1, -1])
+        return self.visible_BLS.any(axis=-1).astype("float32").unsqueeze([2, 3])
 
     @cached_property
     def all_see(self) -> bool:
@@ -332,10 +332,6 @@ class AttentionMask:
     @staticmethod
     def _bias_of(visible_BLS: Tensor) -> Tensor:
         return (paddle.logical_not(visible_BLS).astype("float32") * MASKED_SCORE).unsqueeze(1)
-
-    def prepare(self) -> None:
-        """Make the masks of the `sdpa` attention now, outside of a loop of a program."""
-        self._prepared = self.bias_B1LS, self.has_key_BL11
 
     def bias(self, heads: int) -> Tensor:
         """`[B, heads, L, S]`: Paddle's CPU kernels are slow at broadcasting over a middle dim."""

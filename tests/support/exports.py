@@ -1,5 +1,6 @@
-"""What an exported program consists of, and processes that have no model code."""
+"""What an exported program consists of, runtimes, and processes that have no model code."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -7,6 +8,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from paddle_vl.export.onnx_writing import PACKAGES
+
+MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+HAS_ONNX = not MISSING
+needs_onnx = pytest.mark.skipif(
+    not HAS_ONNX, reason=f"the extra onnx is not installed: {', '.join(MISSING)}"
+)
+# Parameters of a fixture of exported models.
+RUNTIMES = ("paddle", pytest.param("onnxruntime", marks=needs_onnx))
 
 CHECKOUT = Path(__file__).parents[2]
 

@@ -164,9 +164,12 @@ def run_sampling(case: GoldenCase, report: CaseReport) -> None:
         compare.check("layers", {f"out.step0.suffix.layer{i}": suffix_rows})
     masks = suffix_quantities(prefix, actions.shape[1])
     compare.check("steps", {f"out.step0.suffix.{name}": value for name, value in masks.items()})
+    is_known_C = (paddle.arange(actions.shape[1]) < delay).astype("int64")
     for n in range(steps):
-        x_t, time = calls["suffix input"][n][:2]
-        rows, cond = calls["suffix"][n]
+        x_t, time_2 = calls["suffix input"][n][:2]
+        rows, cond_2E = calls["suffix"][n]
+        # A step has two times: that of the free actions, and 0 of the known ones.
+        time, cond = (x[is_known_C].unsqueeze(0) for x in (time_2, cond_2E))
         values = {"x_t": x_t, "time_bc": time, "embs": rows, "adarms_cond": cond}
         values["final"] = passes[n + 1].suffix
         found = {f"out.step{n}.suffix.{name}": array(value) for name, value in values.items()}

@@ -13,6 +13,7 @@ parallelism this rank's shard of them.
 Source: OpenTau's Gemma3WithExpertModel and make_att_2d_masks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import paddle
@@ -22,10 +23,16 @@ from paddle_vl.families.pi07.decoder_layers import (
     BackboneLayer,
     ExpertLayer,
     KeyValue,
+    PrefixKeys,
     StreamView,
 )
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, rotary_tables
+from paddle_vl.families.pi07.layers import (
+    AdaptiveRMSNorm,
+    GemmaRMSNorm,
+    SharedConditions,
+    rotary_tables,
+)
 from paddle_vl.nn.attention import AttentionMask, BlockMask
 from paddle_vl.nn.placement import Placement
 
@@ -64,8 +71,10 @@ class SuffixView:
     def __init__(self, own: StreamView, num_keys: int | None, insulated: bool):
         self.own, self.num_keys, self.insulated = own, num_keys, insulated
 
-    def read(self, prefix: KeyValue) -> KeyValue:
+    def read(self, prefix: KeyValue | PrefixKeys) -> KeyValue | PrefixKeys:
         """The keys and values that the suffix sees."""
+        if isinstance(prefix, PrefixKeys):
+            return prefix
         key, value = prefix
         if self.num_keys is not None and key.shape[1] != self.num_keys:
             key, value = key[:, : self.num_keys], value[:, : self.num_keys]
@@ -95,7 +104,7 @@ class InterleavedDecoderLayer(nn.Layer):
         self,
         prefix_TD: Tensor | None,
         suffix_TE: Tensor | None = None,
-        cond_TE: Tensor | None = None,
+        cond_TE: Tensor | SharedConditions | None = None,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
         past: KeyValue | None = None,
@@ -148,13 +157,12 @@ class Streams(NamedTuple):
     Attributes:
         prefix: `[T, D]`.
         suffix: `[T', E]`.
-        cond: condition of the suffix's norms, `[T', E]`, or `[C, E]` if all samples share it and
-            rows are not sharded.
+        cond: condition of the suffix's norms, `[T', E]`, or shared ones of all T' rows.
     """
 
     prefix: Tensor | None
     suffix: Tensor | None
-    cond: Tensor | None
+    cond: Tensor | SharedConditions | None
 
 
 class InterleavedDecoder(nn.Layer):
@@ -217,16 +225,17 @@ class InterleavedDecoder(nn.Layer):
         self,
         prefix_BLD: Tensor | None,
         suffix_BCE: Tensor | None = None,
-        cond_BCE: Tensor | None = None,
+        cond_BCE: Tensor | SharedConditions | None = None,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
-        cache: list[KeyValue] | None = None,
+        cache: Sequence[KeyValue | PrefixKeys] | None = None,
         keep: bool = False,
     ) -> DecoderOutput:
         """Run the given streams through all layers.
 
         Args:
-            cond_BCE: condition of the suffix's norms, `[1, C, E]` if all samples share it.
+            cond_BCE: condition of the suffix's norms, `[1, C, E]` if all samples share it; or
+                shared ones of all B * C rows.
             cache: keys and values by layer, from an earlier call with `keep`.
             keep: return all keys and values, the cached ones first.
 
@@ -247,7 +256,7 @@ class InterleavedDecoder(nn.Layer):
         self,
         prefix_BLD: Tensor | None,
         suffix_BCE: Tensor | None = None,
-        cond_BCE: Tensor | None = None,
+        cond_BCE: Tensor | SharedConditions | None = None,
     ) -> Streams:
         """This rank's token rows, the layers' input."""
         streams = Streams(None, None, None)
@@ -256,10 +265,14 @@ class InterleavedDecoder(nn.Layer):
         if suffix_BCE is None:
             return streams
         assert cond_BCE is not None, "a suffix has a condition"
-        if self.placement.ops.row_part.size > 1:
-            # Sharded rows need one condition per row.
-            cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], cond_BCE.shape[-1]])
-        return streams._replace(suffix=self._enter(suffix_BCE), cond=self._enter(cond_BCE))
+        suffix_TE = self._enter(suffix_BCE)
+        if isinstance(cond_BCE, SharedConditions):
+            if self.placement.ops.row_part.size == 1:
+                return streams._replace(suffix=suffix_TE, cond=cond_BCE)
+            cond_BCE = cond_BCE.of_rows(cond_BCE.values_nE)
+        elif cond_BCE.shape[0] != suffix_BCE.shape[0]:
+            cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], -1])
+        return streams._replace(suffix=suffix_TE, cond=self._enter(cond_BCE))
 
     def run_layers(
         self,
@@ -267,7 +280,7 @@ class InterleavedDecoder(nn.Layer):
         streams: Streams,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
-        cache: list[KeyValue] | None = None,
+        cache: Sequence[KeyValue | PrefixKeys] | None = None,
         keep: bool = False,
     ) -> tuple[Streams, list[KeyValue] | None]:
         """Run some layers in order; also returns their keys and values with `keep`."""

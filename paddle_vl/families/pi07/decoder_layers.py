@@ -11,10 +11,11 @@ InterleavedDecoderLayer.
 from collections.abc import Sequence
 
 import paddle
+import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from paddle_vl.families.pi07.engine_config import Gemma3TextConfig, GemmaExpertConfig
-from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm
+from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, SharedConditions
 from paddle_vl.nn.attention import AttentionMask, masked_attention
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.operations import geglu
@@ -58,11 +59,12 @@ class StreamView:
     Not a tuple, which Paddle's recompute searches for tensors.
 
     Args:
-        shape: B and L.
+        shape: B and L; in a program B may be -1.
         rotary: tables of the rotary embedding by base.
         mask: over keys of the cache or prefix, then the stream's own keys.
         scale: factor of the scores; the backbone's for both streams.
         implementation: `eager` or `sdpa` attention.
+        num_rows: B * L, if the shape does not give it.
     """
 
     def __init__(
@@ -72,25 +74,56 @@ class StreamView:
         mask: AttentionMask,
         scale: float,
         implementation: str,
+        num_rows: int | None = None,
     ):
         self.shape, self.rotary, self.mask = shape, rotary, mask
         self.scale, self.implementation = scale, implementation
-
-    @property
-    def num_rows(self) -> int:
-        """B * L."""
-        return self.shape[0] * self.shape[1]
+        self.num_rows = shape[0] * shape[1] if num_rows is None else num_rows
 
     def prepare(self, num_heads: Sequence[int]) -> None:
         """Make what all layers share now, outside of a loop of a program that reads it."""
         for tables in self.rotary.values():
             tables.prepare(num_heads)
-        if self.implementation == "sdpa":
-            self.mask.prepare()
 
     def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """Attention output `[B, L, N, H]`."""
         return masked_attention(q_BLNH, k_BSKH, v_BSKH, self.mask, self.scale, self.implementation)
+
+
+class PrefixKeys:
+    """Keys and values of a prefix, laid out for suffixes that read them again and again.
+
+    For programs, which do that once, outside of their loop over the Euler steps. Each query of a
+    suffix must see a key.
+
+    Args:
+        prefix: keys and values `[B, L, K, H]`.
+        bias: see `group_bias`.
+        scale: factor of the scores.
+    """
+
+    def __init__(self, prefix: KeyValue, bias_BKRS: Tensor, scale: float):
+        key_BLKH, value_BLKH = prefix
+        self.key_BKHL = key_BLKH.transpose([0, 2, 3, 1])
+        self.value_BKLH = value_BLKH.transpose([0, 2, 1, 3])
+        self.bias_BKRS, self.scale = bias_BKRS, scale
+
+    def attend(self, q_BCNH: Tensor, k_BCKH: Tensor, v_BCKH: Tensor) -> Tensor:
+        """Attention output `[B, C, N, H]` of a suffix over the prefix and itself."""
+        steps, heads, width = q_BCNH.shape[1:]
+        key_heads = k_BCKH.shape[2]
+        # The G query heads of a key head become R = G * C rows of one product.
+        q_BNCH = (q_BCNH * self.scale).transpose([0, 2, 1, 3])
+        q_BKRH = q_BNCH.reshape([-1, key_heads, heads // key_heads * steps, width])
+        k_BKHC, v_BKCH = k_BCKH.transpose([0, 2, 3, 1]), v_BCKH.transpose([0, 2, 1, 3])
+        scores_BKRS = paddle.concat(
+            [paddle.matmul(q_BKRH, self.key_BKHL), paddle.matmul(q_BKRH, k_BKHC)], axis=-1
+        )
+        weights_BKRS = F.softmax(scores_BKRS.astype("float32") + self.bias_BKRS)
+        weights_BKRS = weights_BKRS.astype(v_BKCH.dtype)
+        out_BKRH = paddle.matmul(weights_BKRS[..., :-steps], self.value_BKLH)
+        out_BKRH = out_BKRH + paddle.matmul(weights_BKRS[..., -steps:], v_BKCH)
+        return out_BKRH.reshape([-1, heads, steps, width]).transpose([0, 2, 1, 3])
 
 
 class BackboneLayer(nn.Layer):
@@ -157,7 +190,9 @@ class ExpertLayer(nn.Layer):
         self.mlp = GemmaMLP(width, config.intermediate_size, placement)
         self.dropout = placement.layers.row_dropout(dropout)
 
-    def forward(self, x_TD: Tensor, cond_TE: Tensor, view: StreamView, prefix: KeyValue) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, cond_TE: Tensor | SharedConditions, view: StreamView, prefix: KeyValue
+    ) -> Tensor:
         """Rows `[T, D]`, which see the prefix and each other.
 
         Args:
@@ -210,9 +245,13 @@ class Attention(nn.Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BSKH = self.q_norm(q_BLNH), self.k_norm(k_BSKH)
         q_BLNH, k_BSKH = apply_rotary(q_BLNH, k_BSKH, view.rotary[rope_base])
-        if past is not None:
-            k_BSKH, v_BSKH = appended(past, k_BSKH, v_BSKH)
-        out_TD = view.attend(q_BLNH, k_BSKH, v_BSKH).reshape([-1, rows_TC[0].shape[-1]])
+        if isinstance(past, PrefixKeys):
+            out_BLNH = past.attend(q_BLNH, k_BSKH, v_BSKH)
+        else:
+            if past is not None:
+                k_BSKH, v_BSKH = appended(past, k_BSKH, v_BSKH)
+            out_BLNH = view.attend(q_BLNH, k_BSKH, v_BSKH)
+        out_TD = out_BLNH.reshape([-1, rows_TC[0].shape[-1]])
         return self.o_proj(self.placement.ops.pad_rows(out_TD)), (k_BSKH, v_BSKH)
 
     def _of_heads(self, rows_TC: Tensor, view: StreamView) -> Tensor:

@@ -114,6 +114,7 @@ class ExportedPI07Planner:
         self._images, self._prefill, self._decode = (
             folder.program(name) for name in ("images", "prefill", "decode")
         )
+        self._writes_in_place = folder.runtime == "paddle"
         self._rules = WritingRules(
             self.config.memory_max_length,
             self.config.response_max_length,
@@ -146,32 +147,41 @@ class ExportedPI07Planner:
             **_texts(inputs, ("lang", "metadata")),
         }
         _, pad_BL, *keys_values = self._prefill(prompt)
-        reader = _Reader(self._decode, pad_BL, keys_values, self._rules.num_tokens)
+        # Programs in ONNX return longer copies of the keys and values.
+        room = self._rules.num_tokens if self._writes_in_place else 0
+        reader = _Reader(self._decode, pad_BL, keys_values, room)
         return write_plan(reader, pad_BL.shape[0], self._rules)
 
 
 class _Reader:
-    """A prompt and the tokens after it, with keys and values in buffers, see `TokenReader`."""
+    """A prompt and the tokens after it, with their keys and values, see `TokenReader`.
+
+    Args:
+        room: free positions of the buffers; 0 if the program returns longer keys and values.
+    """
 
     def __init__(
         self, decode: AnyProgram, pad_BL: Tensor, keys_values: Sequence[Tensor], room: int
     ):
-        self._decode, self._place = decode, pad_BL.shape[1]
-        self._pad_BC = np.pad(pad_BL.numpy(), ((0, 0), (0, room)))
-        self._buffers = _by_layer([_with_room(tensor, room) for tensor in keys_values])
+        self._decode, self._room, self._pad_BS = decode, room, pad_BL.numpy()
+        if room:
+            keys_values = [_with_room(tensor, room) for tensor in keys_values]
+        self._cache = _by_layer(keys_values)
         self._logits_BV: Tensor | None = None
 
     def read(self, ids_Bn: np.ndarray, is_real_Bn: np.ndarray) -> None:
-        end = self._place + ids_Bn.shape[1]
-        self._pad_BC[:, self._place : end] = is_real_Bn
+        place = self._pad_BS.shape[1]
+        self._pad_BS = np.concatenate([self._pad_BS, is_real_Bn], axis=1)
+        self._room = max(self._room - ids_Bn.shape[1], 0)
         given = {
             "input_ids": ids_Bn,
-            "pad_masks": self._pad_BC,
-            "place": np.array([self._place], dtype=np.int64),
-            **self._buffers,
+            "pad_masks": np.pad(self._pad_BS, ((0, 0), (0, self._room))),
+            "place": np.array([place], dtype=np.int64),
+            **self._cache,
         }
-        (self._logits_BV,) = self._decode(given)
-        self._place = end
+        self._logits_BV, *longer = self._decode(_only(given, self._decode))
+        if longer:
+            self._cache = _by_layer(longer)
 
     def next_tokens(self) -> np.ndarray:
         assert self._logits_BV is not None, "BOS is read first"

@@ -13,7 +13,12 @@ from paddle_vl.families.pi07.inputs.model_inputs import cameras_of
 from paddle_vl.families.pi07.inputs.normalizers import STATISTICS_FILE, save_statistics
 from paddle_vl.families.pi07.layers import PAD_ID
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
-from paddle_vl.families.pi07.planner_programs import DecodeProgram, ImagesProgram, PrefillProgram
+from paddle_vl.families.pi07.planner_programs import (
+    DecodeProgram,
+    ImagesProgram,
+    PastDecodeProgram,
+    PrefillProgram,
+)
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_config import CURRENT_CONFIG_VERSION
 from paddle_vl.families.pi07.prefix_layout import RESPONSE_LABEL
@@ -27,18 +32,24 @@ _SAMPLES, _LENGTH, _FRAMES = 2, 6, 2
 def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:
     """The three programs of a policy, with inputs to check them."""
     model, rng = policy.model, np.random.default_rng(0)
-    prefix, step, actions = PrefixProgram(model), StepProgram(model), ActionsProgram(model)
+    layers = PrefixProgram(model), StepProgram(model), ActionsProgram(model)
+    prefix, step, actions = layers
+    examples = _prefix_example(prefix, rng), _example(step, rng), _example(actions, rng)
+
+    def programs(layers: tuple[Any, Any, Any]) -> dict[str, ProgramToExport]:
+        names = {"prefix": "prefix", "step": "expert", "actions": "expert"}
+        return {
+            name: ProgramToExport(layer, weights, example, measured_output=int(name == "prefix"))
+            for (name, weights), layer, example in zip(names.items(), layers, examples, strict=True)
+        }
+
     return ModelToExport(
         "pi07_low_level",
         {"num_groups": _num_groups(policy)},
-        {
-            "prefix": ProgramToExport(
-                prefix, "prefix", _prefix_example(prefix, rng), measured_output=1
-            ),
-            "step": ProgramToExport(step, "expert", _example(step, rng)),
-            "actions": ProgramToExport(actions, "expert", _example(actions, rng)),
-        },
+        programs(layers),
         lambda folder: _save_files(policy, folder),
+        # A layer is traced once.
+        programs((PrefixProgram(model), StepProgram(model), ActionsProgram(model))),
         quantized=list(matrices(model.decoder, prefix.prefix.embed_tokens)),
     )
 
@@ -47,10 +58,18 @@ def planner_to_export(planner: PI07HighLevelPlanner) -> ModelToExport:
     """The three programs of a planner, with inputs to check them."""
     model, rng = planner.model, np.random.default_rng(0)
     images, prefill, decode = ImagesProgram(model), PrefillProgram(model), DecodeProgram(model)
+    place = _LENGTH - 3
     decode_example = _example(decode, rng) | {
         "pad_masks": np.arange(_LENGTH) < [[_LENGTH - 1], [_LENGTH - 1]],
-        "place": np.array([_LENGTH - 3]),
+        "place": np.array([place]),
     }
+    images_example, prefill_example = _example(images, rng), _example(prefill, rng)
+    # The two new tokens after the keys and values before them.
+    past_example = {
+        name: array[:, :place] if array.ndim == 4 else array
+        for name, array in decode_example.items()
+        if name != "place"
+    } | {"pad_masks": decode_example["pad_masks"][:, : place + 2]}
     return ModelToExport(
         "pi07_high_level",
         {
@@ -59,11 +78,16 @@ def planner_to_export(planner: PI07HighLevelPlanner) -> ModelToExport:
             "pad_id": PAD_ID,
         },
         {
-            "images": ProgramToExport(images, "images", _example(images, rng)),
-            "prefill": ProgramToExport(prefill, "decoder", _example(prefill, rng), True),
+            "images": ProgramToExport(images, "images", images_example),
+            "prefill": ProgramToExport(prefill, "decoder", prefill_example, True),
             "decode": ProgramToExport(decode, "decoder", decode_example, True),
         },
         lambda folder: _save_files(planner, folder),
+        {
+            "images": ProgramToExport(ImagesProgram(model), "images", images_example),
+            "prefill": ProgramToExport(PrefillProgram(model), "decoder", prefill_example),
+            "decode": ProgramToExport(PastDecodeProgram(model), "decoder", past_example),
+        },
         quantized=list(matrices(model.decoder, prefill.lm_head, prefill.embed_tokens)),
     )
 

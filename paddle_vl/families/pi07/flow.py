@@ -28,8 +28,8 @@ from paddle_vl.families.pi07.decoder import (
     SuffixView,
     suffix_positions,
 )
-from paddle_vl.families.pi07.decoder_layers import KeyValue
-from paddle_vl.families.pi07.layers import GroupedProjection, fresh_std
+from paddle_vl.families.pi07.decoder_layers import KeyValue, PrefixKeys
+from paddle_vl.families.pi07.layers import GroupedProjection, SharedConditions, fresh_std
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
 from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
 from paddle_vl.families.pi07.prefix_layout import (
@@ -74,14 +74,14 @@ def _time_frequencies(num: int) -> np.ndarray:
     return 2 * np.pi / (_SHORTEST * (_LONGEST / _SHORTEST) ** fraction)
 
 
-def time_embedding(time_BC: Tensor, width: int) -> Tensor:
-    """Sine and cosine of `2 pi time / period`, float64 `[B, C, width]`.
+def time_embedding(time: Tensor, width: int) -> Tensor:
+    """Sine and cosine of `2 pi time / period`, float64 `[..., width]` of times `[...]`.
 
     Periods are geometric from 0.004 to 4.
 
     Source: create_sinusoidal_pos_embedding of OpenTau and openpi.
     """
-    angle = time_BC.astype("float64").unsqueeze(-1) * _time_frequencies(width // 2)
+    angle = time.astype("float64").unsqueeze(-1) * _time_frequencies(width // 2)
     return paddle.concat([paddle.sin(angle), paddle.cos(angle)], axis=-1)
 
 
@@ -99,12 +99,12 @@ class SuffixEmbedding(nn.Layer):
         self.time_mlp_out = Linear(width, width, True, init_std=fresh_std(width))
 
     def forward(
-        self, noisy_BCA: Tensor, time_BC: Tensor, group_B: Tensor | None = None
+        self, noisy_BCA: Tensor, time: Tensor, group_B: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Rows and condition, both `[B, C, E]`; condition `[1, C, E]` if `time_BC` is `[1, C]`."""
+        """Rows `[B, C, E]`, and conditions `[..., E]` of times `[...]`."""
         dtype = self.time_mlp_in.weight.dtype
         rows_BCE = self.action_in_proj(noisy_BCA.astype(dtype), group_B)
-        code = time_embedding(time_BC, rows_BCE.shape[-1]).astype(dtype)
+        code = time_embedding(time, rows_BCE.shape[-1]).astype(dtype)
         return rows_BCE, F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(code))))
 
 
@@ -169,14 +169,31 @@ class GivenActions:
 
     Args:
         action_prefix: `[B, C, A]`; None if there are none.
+        num_samples: B.
         num_steps: C.
         delay: number of known steps; int64 `[1]` in a program.
     """
 
-    def __init__(self, action_prefix: Tensor | None, num_steps: int, delay: int | Tensor):
+    def __init__(
+        self,
+        action_prefix: Tensor | None,
+        num_samples: int | Tensor,
+        num_steps: int,
+        delay: int | Tensor,
+    ):
         self.action_prefix = action_prefix
         self._is_given_1C = (paddle.arange(num_steps) < delay).unsqueeze(0)
-        self.is_free_1C = paddle.logical_not(self._is_given_1C).astype("float32")
+        is_given_BC = self._is_given_1C.expand([num_samples, num_steps])
+        self._time_index_T = is_given_BC.astype("int64").flatten()
+        self._is_free_2 = paddle.to_tensor([1.0, 0.0])
+
+    def times(self, time: float | Tensor) -> Tensor:
+        """Time of the free steps and of the known ones, `[2]`."""
+        return self._is_free_2 * time
+
+    def conditions(self, values_2E: Tensor) -> SharedConditions:
+        """Conditions of all steps from those of the two `times`."""
+        return SharedConditions(values_2E, self._time_index_T)
 
     def put(self, x_BCA: Tensor) -> Tensor:
         """The chunk with the known steps in place."""
@@ -410,7 +427,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         suffix_view = self.suffix_view(prefix)
         shape = [prefix.embs.shape[0], config.chunk_size, config.max_action_dim]
         x_BCA = paddle.randn(shape, dtype="float32") if noise is None else noise
-        given = GivenActions(action_prefix, config.chunk_size, delay)
+        given = GivenActions(action_prefix, shape[0], config.chunk_size, delay)
         step = float(time_step(num_steps))
         for time in times(num_steps):
             x_BCA = self.euler_step(x_BCA, float(time), step, given, suffix_view, cache, group_B)
@@ -423,17 +440,18 @@ class PI07LowLevelFlowMatching(PolicyModel):
         step: float | Tensor,
         given: "GivenActions",
         view: SuffixView,
-        cache: list[KeyValue],
+        cache: Sequence[KeyValue | PrefixKeys],
         group_B: Tensor | None = None,
     ) -> Tensor:
         """The actions `[B, C, A]` one step later.
 
         Args:
             time, step: numbers, or float32 `[1]`.
-            cache: keys and values of the prefix, see `decode`.
+            cache: keys and values of the prefix by layer.
         """
         assert self.suffix is not None, "a full model has all layers"
         x_BCA = given.put(x_BCA)
-        rows, cond = self.suffix(x_BCA, given.is_free_1C * time, group_B)
-        out = self.decoder(None, rows, cond, suffix_view=view, cache=cache)
+        rows_BCE, values_2E = self.suffix(x_BCA, given.times(time), group_B)
+        conditions = given.conditions(values_2E)
+        out = self.decoder(None, rows_BCE, conditions, suffix_view=view, cache=cache)
         return x_BCA + self.velocity(out.suffix, group_B) * step

@@ -36,6 +36,24 @@ class GemmaRMSNorm(nn.Layer):
         return gemma_rms_norm(x, self.weight, self.epsilon)
 
 
+class SharedConditions:
+    """Conditions of which many rows share one; a norm projects each of them once.
+
+    Not a tuple, which Paddle's recompute searches for tensors.
+
+    Args:
+        values_nE: the distinct conditions.
+        index_T: int64 condition of each token row.
+    """
+
+    def __init__(self, values_nE: Tensor, index_T: Tensor):
+        self.values_nE, self.index_T = values_nE, index_T
+
+    def of_rows(self, x_nD: Tensor) -> Tensor:
+        """A value of each condition to `[T, D]`."""
+        return paddle.index_select(x_nD, self.index_T)
+
+
 class AdaptiveRMSNorm(nn.Layer):
     """`x / sqrt(mean(x^2) + epsilon) * (1 + scale) + shift`, and a gate for the sublayer's output.
 
@@ -50,20 +68,21 @@ class AdaptiveRMSNorm(nn.Layer):
         self.epsilon = epsilon
         self.dense = Linear(cond_size, 3 * size, True)
 
-    def forward(self, x_TD: Tensor, cond_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, condition: Tensor | SharedConditions) -> tuple[Tensor, Tensor]:
         """Normalized rows and gates, both `[T, D]` in the dtype of the rows.
 
         Args:
-            cond_TE: one condition per row, or `[T / B, E]` where all B samples share it.
+            condition: `[T, E]`, one per row, or shared ones.
         """
-        terms = self.dense(cond_TE)
-        samples = x_TD.shape[0] // terms.shape[0]
-        if not (isinstance(samples, int) and samples == 1):
-            terms = terms.unsqueeze(0).expand([samples, -1, -1]).flatten(0, 1)
+        is_shared = isinstance(condition, SharedConditions)
+        terms = self.dense(condition.values_nE if is_shared else condition)
         scale, shift, gate = paddle.chunk(terms, 3, axis=-1)
-        quotient = rms_quotient(x_TD, self.epsilon)
-        y = quotient * (1.0 + scale.astype("float32")) + shift.astype("float32")
-        return y.astype(x_TD.dtype), gate.astype(x_TD.dtype)
+        scale, shift = 1.0 + scale.astype("float32"), shift.astype("float32")
+        gate = gate.astype(x_TD.dtype)
+        if is_shared:
+            scale, shift, gate = (condition.of_rows(term) for term in (scale, shift, gate))
+        y = rms_quotient(x_TD, self.epsilon) * scale + shift
+        return y.astype(x_TD.dtype), gate
 
 
 @host_table

@@ -78,7 +78,7 @@ class PI07Stage(ABC):
         streams, _ = decoder.run_layers(self.layers, streams, prefix_view, suffix_view)
         if self.is_last:
             return self._losses(decoder.leave(streams, prefix_view, suffix_view), batch)
-        return paddle.concat([rows.reshape([-1]) for rows in streams if rows is not None])
+        return paddle.concat([rows.reshape([-1]) for rows in streams if isinstance(rows, Tensor)])
 
     def _shapes(self, batch: Mapping[str, Any], presence: Presence) -> list[tuple[int, int]]:
         """(rows, width) of each tensor of `Streams` in a message."""

@@ -10,12 +10,14 @@ from typing import cast
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.families.pi07.decoder_layers import KeyValueBuffers
+from paddle_vl.families.pi07.decoder_layers import KeyValue, KeyValueBuffers
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.program_attention import ProgramView
 from paddle_vl.families.pi07.program_inputs import (
     PLANNER_TEXTS,
     flat,
     key_value_specs,
+    pairs,
     spec,
     text_fields,
     text_specs,
@@ -53,7 +55,7 @@ class PrefillProgram(nn.Layer):
     def forward(self, image_rows: Tensor, img_masks: Tensor, texts: list[Tensor]) -> list[Tensor]:
         batch = {"img_masks": img_masks, **text_fields(PLANNER_TEXTS, texts)}
         embs_BLD, pad_BL, marks_BL = self._embed_all(batch, image_rows)
-        view = self._view_of(pad_BL, marks_BL)
+        view = ProgramView(self._view_of(pad_BL, marks_BL), self.config.vlm_config)
         out = self.decoder(embs_BLD, prefix_view=view, keep=True)
         logits_BV = self.lm_head(out.prefix[:, -1])
         return [logits_BV.astype("float32"), pad_BL, *flat(out.cache)]
@@ -82,29 +84,54 @@ class DecodeProgram(nn.Layer):
     def forward(
         self, input_ids: Tensor, pad_masks: Tensor, place: Tensor, buffers: list[Tensor]
     ) -> Tensor:
-        key_BSKH = buffers[0]
-        end, size = place + input_ids.shape[1], key_BSKH.shape[1]
-        numbers_S = paddle.arange(size, dtype="int64")
+        caches = [
+            KeyValueBuffers(buffers[2 * i], buffers[2 * i + 1], place)
+            for i in range(len(buffers) // 2)
+        ]
+        return self.run(input_ids, pad_masks, place, caches)[0]
+
+    def run(
+        self, input_ids: Tensor, pad_masks: Tensor, place: Tensor, caches: list, keep: bool = False
+    ) -> tuple[Tensor, list[KeyValue] | None]:
+        """Logits `[B, V]` after new tokens at a place, and with `keep` all keys and values."""
+        end = place + input_ids.shape[1]
+        numbers_S = paddle.arange(pad_masks.shape[1], dtype="int64")
         numbers_n = place + paddle.arange(input_ids.shape[1], dtype="int64")
         earlier_nS = numbers_S.unsqueeze(0) <= numbers_n.unsqueeze(1)
         visible_BnS = paddle.logical_and(pad_masks.unsqueeze(1), earlier_nS.unsqueeze(0))
         position_BS = paddle.cumsum(pad_masks.astype("int64"), axis=1) - 1
         view = self.decoder.view(position_BS[:, place:end], visible_BnS)
-        caches = [
-            KeyValueBuffers(buffers[2 * i], buffers[2 * i + 1], place)
-            for i in range(len(buffers) // 2)
-        ]
+        view = ProgramView(view, self.config.vlm_config)
         rows = self.embed_tokens(input_ids)
-        out = self.decoder(rows, prefix_view=view, cache=caches)
-        return self.lm_head(out.prefix[:, -1]).astype("float32")
+        out = self.decoder(rows, prefix_view=view, cache=caches, keep=keep)
+        return self.lm_head(out.prefix[:, -1]).astype("float32"), out.cache
 
     def input_spec(self) -> list:
         """Its inputs; `pad_masks` `[B, C]` is True at real tokens, the new ones among them, and
         `place` is where the new ones are written."""
-        backbone = self.config.vlm_config.gemma3_config
+        ids, masks, caches = self._specs()
+        return [ids, masks, spec("place", [1], "int64"), caches]
+
+    def _specs(self) -> list:
         return [
             spec("input_ids", [None, None], "int64"),
             spec("pad_masks", [None, None], "bool"),
-            spec("place", [1], "int64"),
-            key_value_specs(backbone),
+            key_value_specs(self.config.vlm_config.gemma3_config),
         ]
+
+
+class PastDecodeProgram(DecodeProgram):
+    """`DecodeProgram` for ONNX, whose programs cannot write into inputs: it returns longer copies.
+
+    Outputs: logits, then each layer's keys and values with the new ones, `[B, S + n, K, H]`.
+    """
+
+    def forward(self, input_ids: Tensor, pad_masks: Tensor, past: list[Tensor]) -> list[Tensor]:
+        place = paddle.shape(past[0])[1:2].astype("int64")
+        logits_BV, cache = self.run(input_ids, pad_masks, place, pairs(past), keep=True)
+        assert cache is not None, "the keys are kept"
+        return [logits_BV, *flat(cache)]
+
+    def input_spec(self) -> list:
+        """Its inputs; `pad_masks` `[B, S + n]` is True at real tokens, the new ones among them."""
+        return self._specs()

@@ -14,6 +14,7 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.families.pi07.flow import GivenActions, PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.program_attention import ProgramView, shared_by_steps
 from paddle_vl.families.pi07.program_inputs import (
     TEXTS,
     flat,
@@ -60,7 +61,7 @@ class PrefixProgram(nn.Layer):
             **text_fields(TEXTS, texts),
         }
         embs_BLD, pad_BL, marks_BL = self.prefix.embed_all(batch, stills, subgoal_rows)
-        view = self._view_of(pad_BL, marks_BL)
+        view = ProgramView(self._view_of(pad_BL, marks_BL), self.config.vlm_config)
         cache = self.decoder(embs_BLD, prefix_view=view, keep=True).cache
         return [pad_BL, *flat(cache)]
 
@@ -103,10 +104,11 @@ class StepProgram(nn.Layer):
         group_index: list[Tensor],
         keys_values: list[Tensor],
     ) -> Tensor:
-        given = GivenActions(action_prefix, self.config.chunk_size, delay)
-        view = self.model.chunk_view(pad_masks)
+        given = GivenActions(action_prefix, action_prefix.shape[0], self.config.chunk_size, delay)
+        own = self.model.chunk_view(pad_masks).own
+        view, cache = shared_by_steps(own, pairs(keys_values), self.config)
         group = group_index[0] if group_index else None
-        return self.model.euler_step(x, time, step, given, view, pairs(keys_values), group)
+        return self.model.euler_step(x, time, step, given, view, cache, group)
 
     def input_spec(self) -> list:
         """Its inputs; `delay` is the number of known steps, the first of `action_prefix`."""
@@ -141,12 +143,10 @@ class ActionsProgram(nn.Layer):
         group_index: list[Tensor],
         keys_values: list[Tensor],
     ) -> Tensor:
-        given = GivenActions(action_prefix, self.config.chunk_size, delay)
-        view = self.model.chunk_view(pad_masks)
-        text = self.config.vlm_config.gemma3_config.text_config
-        view.own.prepare([text.num_attention_heads, text.num_key_value_heads])
+        given = GivenActions(action_prefix, action_prefix.shape[0], self.config.chunk_size, delay)
+        own = self.model.chunk_view(pad_masks).own
+        view, cache = shared_by_steps(own, pairs(keys_values), self.config)
         group = group_index[0] if group_index else None
-        cache = pairs(keys_values)
         # As `flow.times`, in float32.
         step = (-1.0 / num_steps.astype("float64")).astype("float32")
         last, time, x = -step / 2, paddle.ones_like(step), noise

@@ -1,9 +1,9 @@
 """An exported pi07 policy acts as the policy does, without the model's code.
 
-Guarantees: equal actions at shapes that the export has not seen, for every set of optional fields,
-batch size, delay, number of frames and of steps; the golden rollout; groups with projections of
-their own and both attention implementations; a process without the model's code gives the same; a
-program has no control flow but the loop over the steps.
+Guarantees, on Paddle's predictor and on onnxruntime: equal actions at shapes that the export has
+not seen, for every set of optional fields, batch size, delay, number of frames and of steps; the
+golden rollout; groups with projections of their own and both attention implementations. A process
+without the model's code gives the same; a program has no control flow but the loop over the steps.
 """
 
 import json
@@ -27,7 +27,13 @@ from tests.single_card_tests.families.pi07.test_policy import (
     observation,
     raw_batch,
 )
-from tests.support.exports import host_waits, operations, output_without_model_code
+from tests.support.exports import (
+    HAS_ONNX,
+    RUNTIMES,
+    host_waits,
+    operations,
+    output_without_model_code,
+)
 from tests.support.pi07_golden import (
     CharacterTokenizer,
     case,
@@ -39,7 +45,7 @@ from tests.support.pi07_golden import (
 MODEL_CODE = (
     *("base_policy", "decoder", "decoder_layers", "exporting", "flow", "layers", "planner"),
     *("planner_programs", "policy", "policy_model", "prefix", "prefix_layout", "program_inputs"),
-    *("programs", "vision"),
+    *("program_attention", "programs", "vision"),
 )
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
 
@@ -48,7 +54,7 @@ def written(policy: PI07LowLevelPolicy, out: Path) -> Path:
     """An export of a policy with a tokenizer that can be saved."""
     policy.tokenizer, policy.action_tokenizer = character_tokenizer(), None
     policy.eval()
-    export_model(policy_to_export(policy), Path("golden"), out)
+    export_model(policy_to_export(policy), Path("golden"), out, onnx=HAS_ONNX)
     return out
 
 
@@ -62,9 +68,9 @@ def folder(policy, tmp_path_factory) -> Path:
     return written(policy, tmp_path_factory.mktemp("export") / "out")
 
 
-@pytest.fixture(scope="module")
-def exported(folder):
-    return load(folder)
+@pytest.fixture(scope="module", params=RUNTIMES)
+def exported(folder, request):
+    return load(folder, request.param)
 
 
 def golden_inputs(config) -> dict:
@@ -110,15 +116,17 @@ def test_another_policy_is_exported_too(tmp_path):
     projector.mm_input_projection_weight.set_value(
         paddle.randn(projector.mm_input_projection_weight.shape)
     )
-    exported = load(written(policy, tmp_path / "out"))
+    folder = written(policy, tmp_path / "out")
     batch, noise = batch_of(3)
     for name in ("state", "camera0", "camera1"):
         batch[name] = batch[name][:, -1:]
     batch.pop("obs_history_is_pad")
     for index in ([0, 1, 1], [1, 0, 1]):
         batch["dataset_index"] = index
-        found = exported.sample_actions(batch, noise)
-        np.testing.assert_allclose(found, policy.sample_actions(batch, noise), **TOLERANCE)
+        wanted = policy.sample_actions(batch, noise)
+        for runtime in ("paddle", "onnxruntime") if HAS_ONNX else ("paddle",):
+            found = load(folder, runtime).sample_actions(batch, noise)
+            np.testing.assert_allclose(found, wanted, **TOLERANCE)
 
 
 def batch_of(size: int, **changes) -> tuple[dict, np.ndarray]:

@@ -1,8 +1,9 @@
 """An exported pi07 planner plans as the planner does, without the model's code.
 
-Guarantees: equal tokens and texts at batch sizes that the export has not seen, with and without
-metadata, for plans that end early; `paddle-vl export` writes the folder of a checkpoint; a program
-has no control flow; a process without the model's code gives the same.
+Guarantees, on Paddle's predictor and on onnxruntime: equal tokens and texts at batch sizes that the
+export has not seen, with and without metadata, for plans that end early. `paddle-vl export` writes
+the folder of a checkpoint; a program has no control flow; a process without the model's code gives
+the same.
 """
 
 import json
@@ -16,7 +17,13 @@ from paddle_vl.cli.main import main
 from paddle_vl.export import load
 from tests.single_card_tests.export.test_exported_pi07 import MODEL_CODE
 from tests.single_card_tests.families.pi07.test_planner_policy import batch, planner
-from tests.support.exports import host_waits, operations, output_without_model_code
+from tests.support.exports import (
+    HAS_ONNX,
+    RUNTIMES,
+    host_waits,
+    operations,
+    output_without_model_code,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +43,13 @@ def folder(made, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("planner")
     made.save_pretrained(root / "checkpoint")
     arguments = ["--checkpoint", str(root / "checkpoint"), "--output", str(root / "export")]
-    assert main(["export", *arguments]) == 0
+    assert main(["export", *arguments, *(["--onnx"] if HAS_ONNX else [])]) == 0
     return root / "export"
 
 
-@pytest.fixture(scope="module")
-def exported(folder):
-    return load(folder)
+@pytest.fixture(scope="module", params=RUNTIMES)
+def exported(folder, request):
+    return load(folder, request.param)
 
 
 def batch_of(size: int, **changes) -> dict:

@@ -1,11 +1,12 @@
 """Qwen3-VL in ONNX answers as the model does.
 
 Guarantees: equal tokens on onnxruntime at shapes that the export has not seen; compositions equal
-the functions that they replace and leave the model alone; weights are stored once; an operator that
-cannot be converted is named with its layer; what is missing is refused with the remedy.
+the functions that they replace and leave the model alone; weights are stored once, apart from the
+programs, and may have more than 2 GB; an operator that cannot be converted is named with its layer;
+what is missing is refused with the remedy.
 """
 
-import importlib.util
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +18,14 @@ from paddle import nn
 
 from paddle_vl.export import load, onnx_writing
 from paddle_vl.export.folder import ExportFolder
+from paddle_vl.export.onnx_program import OnnxProgram
 from paddle_vl.export.onnx_writing import check_packages, compositions, write_onnx
 from paddle_vl.export.writing import ProgramToExport, export_model
 from paddle_vl.families.qwen3_vl.programs import model_to_export, spec
 from tests.single_card_tests.export.test_exported_qwen3_vl import BATCHES
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
+from tests.support.exports import needs_onnx
 from tests.support.tiny import tiny_model
-
-MISSING = [name for name in onnx_writing.PACKAGES if importlib.util.find_spec(name) is None]
-needs_onnx = pytest.mark.skipif(
-    bool(MISSING), reason=f"the extra onnx is not installed: {', '.join(MISSING)}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -94,20 +92,20 @@ def test_an_export_without_onnx_is_refused_by_onnxruntime(folder):
         load(folder, "tensorrt")
 
 
-class Search(nn.Layer):
+class Special(nn.Layer):
     """Has an operator without a counterpart in ONNX."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return paddle.searchsorted(paddle.to_tensor([0.0, 1.0]), x)
+        return paddle.digamma(x)
 
 
-class Searching(nn.Layer):
+class WithSpecial(nn.Layer):
     def __init__(self):
         super().__init__()
-        self.search, self.linear = Search(), nn.Linear(2, 2)
+        self.special, self.linear = Special(), nn.Linear(2, 2)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return self.search(self.linear(x))
+        return self.special(self.linear(x))
 
     def input_spec(self) -> list:
         return [spec("x", [None, 2], "float32")]
@@ -115,14 +113,60 @@ class Searching(nn.Layer):
 
 @needs_onnx
 def test_an_operator_that_onnx_lacks_is_named_with_its_layer(tmp_path):
-    program = ProgramToExport(Searching(), "w", {"x": np.zeros((1, 2), np.float32)})
-    with pytest.raises(RuntimeError, match=r"searching: searchsorted in Search\. Give"):
-        write_onnx({"searching": program}, tmp_path)
+    program = ProgramToExport(WithSpecial(), "w", {"x": np.zeros((1, 2), np.float32)})
+    with pytest.raises(RuntimeError, match=r"unknown: digamma in Special\. Give"):
+        write_onnx({"unknown": program}, tmp_path)
+
+
+class Wide(nn.Layer):
+    """A weight of 256 KiB, and a constant of a given number of rows."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+        self.constant = np.arange(rows * 256, dtype=np.float32).reshape([rows, 256])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.linear(x) + paddle.to_tensor(self.constant).sum(axis=0)
+
+    def input_spec(self) -> list:
+        return [spec("x", [None, 256], "float32")]
+
+
+class FarWeights(onnx_writing._Weights):
+    """Weights behind a hole of 5 GiB, which takes no room on a disk."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        os.truncate(path, 5 << 30)
+
+
+@needs_onnx
+def test_weights_may_have_more_bytes_than_a_program(tmp_path, monkeypatch):
+    """With the limit of 2 GB lowered, and offsets that need more than 32 bits."""
+    monkeypatch.setattr(onnx_writing, "LARGEST_PROGRAM", 64 << 10)
+    monkeypatch.setattr(onnx_writing, "_Weights", FarWeights)
+    layer, x = Wide(rows=2), np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
+    write_onnx({"wide": ProgramToExport(layer, "w", {"x": x})}, tmp_path)
+    assert (tmp_path / "onnx" / "wide.onnx").stat().st_size < 64 << 10
+    assert (tmp_path / "onnx" / "weights.bin").stat().st_size > (5 << 30) + (256 << 10)
+    program = OnnxProgram(tmp_path / "onnx" / "wide.onnx", {"x": ([-1, 256], "float32")})
+    (found,) = program.run({"x": x})
+    np.testing.assert_allclose(found, layer(paddle.to_tensor(x)).numpy(), rtol=1e-5, atol=1e-3)
+
+
+@needs_onnx
+def test_a_program_with_too_many_bytes_beside_its_weights_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_writing, "LARGEST_PROGRAM", 64 << 10)
+    program = ProgramToExport(Wide(rows=200), "w", {"x": np.zeros((1, 256), np.float32)})
+    with pytest.raises(RuntimeError, match=r"wide in ONNX has \d+ bytes without its weights; at"):
+        write_onnx({"wide": program}, tmp_path)
 
 
 def test_compositions_equal_what_they_replace():
     x, y = paddle.randn([5, 8]), paddle.randn([5, 8])
     rows = paddle.to_tensor([3, 0])
+    ascending, values = paddle.to_tensor([0, 2, 2, 5]), paddle.to_tensor([[2, 9, -1], [5, 3, 0]])
 
     def results() -> list[np.ndarray]:
         found = [
@@ -131,6 +175,11 @@ def test_compositions_equal_what_they_replace():
             F.gelu(x),
             F.gelu(x, approximate=True),
             paddle.index_add(x, rows, 0, y[:2]),
+            paddle.searchsorted(ascending, values),
+            paddle.searchsorted(ascending, values, right=True),
+            paddle.any(x > 1.0),
+            paddle.any(x > 1.0, axis=1, keepdim=True),
+            paddle.any(x[:0] > 1.0, axis=0),
         ]
         return [one.numpy() for one in found]
 
@@ -140,6 +189,8 @@ def test_compositions_equal_what_they_replace():
         found = results()
         with pytest.raises(ValueError, match="axis 1 has no composition"):
             paddle.index_add(x, rows, 1, y[:, :2])
+        with pytest.raises(ValueError, match="a sequence of one dim only"):
+            paddle.searchsorted(x, values)
     assert F.swiglu is function
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
