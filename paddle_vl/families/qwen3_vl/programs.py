@@ -20,8 +20,14 @@ from paddle.static import InputSpec
 from paddle_vl.batch.positions import padded_segments, vision_layout
 from paddle_vl.export.writing import DTYPES, ModelToExport, ProgramToExport
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
+from paddle_vl.families.qwen3_vl.generate import step_logits
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments, bias_of_groups
+from paddle_vl.nn.attention import (
+    MASKED_SCORE,
+    PaddedSegments,
+    biased_attention,
+    bias_of_groups,
+)
 
 
 def spec(name: str, shape: Any, dtype: Any) -> InputSpec:
@@ -65,37 +71,56 @@ class TowerProgram(nn.Layer):
         ]
 
 
-class NewKeys:
-    """A cache that keeps the keys and values of one pass, `[B, K, L, H]`."""
+class HeadsFirst:
+    """A cache of a program: keys and values with heads before positions, under a bias."""
+
+    def mask(self, num_new: Any, bias: Tensor) -> Tensor:
+        """The bias of all layers, see `biased_attention`."""
+        return bias
+
+    def attend(
+        self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, bias: Tensor
+    ) -> Tensor:
+        """Attention `[B, L, N, H]` over the keys so far and new ones."""
+        key_BKLH, value_BKLH = (x.transpose([0, 2, 1, 3]) for x in (key_BLKH, value_BLKH))
+        return biased_attention(q_BLNH, *self.append(key_BKLH, value_BKLH), bias)
+
+    def append(self, key_BKLH: Tensor, value_BKLH: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep new keys and values; all that are attended to."""
+        raise NotImplementedError
+
+
+class NewKeys(HeadsFirst):
+    """Keeps the keys and values of one pass, `[B, K, L, H]`."""
 
     def append(self, key_BKLH: Tensor, value_BKLH: Tensor) -> tuple[Tensor, Tensor]:
         self.pair = key_BKLH, value_BKLH
         return self.pair
 
 
-class Buffers:
-    """A cache of fixed capacity, `[B, K, C, H]`; one position is written in place."""
+class Buffers(HeadsFirst):
+    """Buffers of fixed capacity, `[B, K, C, H]`; one position is written in place."""
 
     def __init__(self, key_BKCH: Tensor, value_BKCH: Tensor, place_1: Tensor):
         self.key_BKCH, self.value_BKCH, self.place_1 = key_BKCH, value_BKCH, place_1
 
-    def append(self, key_BK1H: Tensor, value_BK1H: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, key_BKLH: Tensor, value_BKLH: Tensor) -> tuple[Tensor, Tensor]:
         begin, end = self.place_1, self.place_1 + 1
-        self.key_BKCH[:, :, begin:end] = key_BK1H
-        self.value_BKCH[:, :, begin:end] = value_BK1H
+        self.key_BKCH[:, :, begin:end] = key_BKLH
+        self.value_BKCH[:, :, begin:end] = value_BKLH
         return self.key_BKCH, self.value_BKCH
 
 
 class Past(NewKeys):
-    """A cache of the keys and values so far, `[B, K, S, H]`; new ones are appended to copies."""
+    """The keys and values so far, `[B, K, S, H]`; new ones are appended to copies."""
 
     def __init__(self, key_BKSH: Tensor, value_BKSH: Tensor):
         self.past = key_BKSH, value_BKSH
 
-    def append(self, key_BK1H: Tensor, value_BK1H: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, key_BKLH: Tensor, value_BKLH: Tensor) -> tuple[Tensor, Tensor]:
         self.pair = (
-            paddle.concat([self.past[0], key_BK1H], axis=2),
-            paddle.concat([self.past[1], value_BK1H], axis=2),
+            paddle.concat([self.past[0], key_BKLH], axis=2),
+            paddle.concat([self.past[1], value_BKLH], axis=2),
         )
         return self.pair
 
@@ -185,12 +210,12 @@ class DecodeProgram(nn.Layer):
     ) -> Tensor:
         """Logits `[B, V]` after one token, whose keys and values the caches get."""
         inputs = decoder_positions(self.config, {"position_ids": position_ids})
-        hidden_BD = self.language_model.embedding.embed_tokens(input_ids.reshape([-1]))
-        hidden = (1.0 - attention_mask.astype("float32")) * MASKED_SCORE
-        inputs["score_bias"] = hidden.unsqueeze(1).unsqueeze(1)
-        inputs["hidden_states"] = hidden_BD
-        hidden_BD = self.language_model.run(inputs, caches)
-        return self.lm_head(hidden_BD).astype("float32")
+        hidden_BC = (1.0 - attention_mask.astype("float32")) * MASKED_SCORE
+        text = self.config.text_config
+        key_heads = text.num_key_value_heads
+        groups = text.num_attention_heads // key_heads
+        inputs["score_bias"] = hidden_BC.unsqueeze([1, 2]).tile([1, key_heads, groups, 1])
+        return step_logits(self, input_ids, inputs, caches)
 
     def input_spec(self) -> list:
         """Its inputs; the mask `[B, C]` is 1 at real keys, the new one among them."""

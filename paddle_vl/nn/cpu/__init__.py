@@ -3,4 +3,4 @@
 On Paddle's CPU kernels, mathematically equal formulas differ tenfold in time.
 """
 
-from paddle_vl.nn.cpu import attention, products  # noqa: F401
+from paddle_vl.nn.cpu import attention, inference, products  # noqa: F401
