@@ -22,8 +22,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from paddle_vl.data.jsonl import BadSampleError
-
 # Consecutive bad samples after which a batch fails, instead of decoding wrong data for hours.
 MAX_BAD_IN_A_ROW = 1000
 
@@ -183,86 +181,6 @@ def current_sample() -> int | None:
 def note_sample(number: int | None) -> None:
     """Say which sample this process prepares; None for none."""
     _slot.sample = number
-
-
-def load_batch(
-    dataset: SampleSource, collator: Collator, numbers: np.ndarray, replace_bad: bool, epoch: int
-) -> LoadedBatch:
-    """Load and collate samples.
-
-    Args:
-        numbers: `[B]` int64 sample numbers.
-        replace_bad: where the dataset skips bad samples, take the next good sample in file order
-            instead, so that the batch keeps its size; otherwise leave it out.
-        epoch: selects the random draws of a `DrawsByEpoch` dataset.
-
-    Raises:
-        BadSampleError: a bad sample where `on_bad_sample` is "fail", or too many in a row.
-    """
-    if isinstance(dataset, DrawsByEpoch):
-        dataset = dataset.in_epoch(epoch)
-    skipped: Counter[str] = Counter()
-    samples = []
-    for number in numbers.tolist():
-        attempts = min(len(dataset), MAX_BAD_IN_A_ROW) if replace_bad else 1
-        for step in range(attempts):
-            tried = (number + step) % len(dataset)
-            _slot.sample = tried
-            try:
-                samples.append(dataset[tried])
-                break
-            except BadSampleError as error:
-                if dataset.on_bad_sample == "fail":
-                    raise
-                skipped[error.kind] += 1
-                last_error = error
-        else:
-            if replace_bad:
-                raise BadSampleError(
-                    last_error.kind,
-                    f"{attempts} samples in a row are bad, so none was found to replace one; the "
-                    f"last is: {last_error.reason}",
-                    last_error.place,
-                )
-    _slot.sample = None
-    return LoadedBatch(collator(samples) if samples else None, skipped)
-
-
-def load_packed_batch(
-    dataset: SampleSource, collator: Collator, rows: Sequence[np.ndarray], max_length: int
-) -> LoadedBatch:
-    """Load and collate rows of several samples; a bad sample is left out of its row.
-
-    Args:
-        rows: int64 sample numbers of each row.
-        max_length: most tokens of a row.
-
-    Raises:
-        BadSampleError: a bad sample where `on_bad_sample` is "fail".
-        RuntimeError: a row is longer than when its samples were measured.
-    """
-    skipped: Counter[str] = Counter()
-    loaded = []
-    for numbers in rows:
-        samples = []
-        for number in numbers.tolist():
-            _slot.sample = number
-            try:
-                samples.append(dataset[number])
-            except BadSampleError as error:
-                if dataset.on_bad_sample == "fail":
-                    raise
-                skipped[error.kind] += 1
-        length = sum(len(sample["input_ids"]) for sample in samples)
-        if length > max_length:
-            raise RuntimeError(
-                f"samples {numbers.tolist()} were measured to fit a row of {max_length} tokens "
-                f"and have {length}: images or videos changed under the same name; delete the "
-                ".lengths-*.npz file beside the data"
-            )
-        loaded.append(samples)
-    _slot.sample = None
-    return LoadedBatch(collator(loaded), skipped)
 
 
 class WorkerPool:

@@ -13,9 +13,9 @@ import paddle
 import paddle.nn.functional as F
 
 from paddle_vl.nn import experts
-from paddle_vl.nn.attention import rotate_half
 from paddle_vl.nn.cpu import attention
 from paddle_vl.nn.operations import column_sum, row_sum
+from paddle_vl.nn.rotary import apply_rotary
 
 
 @dataclass
@@ -55,7 +55,7 @@ def counted_products(monkeypatch) -> Iterator[Counts]:
 
     with monkeypatch.context() as patch:
         # Sums and rotations are matrix products only on CPUs; run their plain forms instead.
-        for operation in (row_sum, column_sum, rotate_half):
+        for operation in (row_sum, column_sum, apply_rotary):
             patch.delitem(operation.kernels, "cpu")
         patch.setattr(experts, "unpermute_rows", _weighted_sum)
         patch.setattr(paddle, "matmul", counting)

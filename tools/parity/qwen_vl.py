@@ -17,7 +17,7 @@ import paddle
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.batch.positions import mrope_position_ids, restart_offsets, vision_layout
 from paddle_vl.batch.visual_index import host_visual_indices
-from paddle_vl.nn.attention import vision_cos_sin
+from paddle_vl.nn.rotary import vision_tables
 from parity.comparison import CaseReport
 from parity.golden import GoldenCase, GoldenFolders
 from parity.qwen_vl_processor import compare_processor
@@ -235,12 +235,12 @@ def _tower_quantities(model, pixels: np.ndarray, grid: np.ndarray) -> Iterator[t
     finally:
         for hook in hooks:
             hook.remove()
-    cos_sin = vision_cos_sin(
+    tables = vision_tables(
         paddle.to_tensor(layout.coordinates),
         config.hidden_size // config.num_heads,
         config.rope_theta,
     )
-    values["rope_cos"], values["rope_sin"] = (x.numpy() for x in cos_sin)
+    values["rope_cos"], values["rope_sin"] = (x.numpy() for x in tables)
     values["merged"] = features.merged.astype("float32").numpy()
     for n, level in enumerate(features.levels):
         values[f"deepstack.{n}"] = level.astype("float32").numpy()

@@ -25,7 +25,7 @@ from paddle_vl.families.pi07.decoder_layers import (
     StreamView,
 )
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, Rotary
+from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, rotary_tables
 from paddle_vl.nn.attention import AttentionMask
 from paddle_vl.nn.placement import Placement
 
@@ -218,9 +218,12 @@ class InterleavedDecoder(nn.Layer):
         """
         text = self.config.gemma3_config.text_config
         rotary = {
-            base: Rotary(position_ids_BL, text.head_dim, base)
+            base: rotary_tables(position_ids_BL, text.head_dim, base)
             for base in {text.rope_base(i) for i in range(text.num_hidden_layers)}
         }
+        if not paddle.in_dynamic_mode():
+            for tables in rotary.values():
+                tables.prepare([text.num_attention_heads, text.num_key_value_heads])
         return StreamView(
             tuple(position_ids_BL.shape),
             rotary,

@@ -14,11 +14,12 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.families.pi07.engine_config import Gemma3TextConfig, GemmaExpertConfig
-from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, Rotary
+from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm
 from paddle_vl.nn.attention import AttentionMask, masked_attention
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.operations import activation
 from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 # Keys and values `[B, S, K, H]`; keys are normalized and rotated.
 KeyValue = tuple[Tensor, Tensor]
@@ -58,7 +59,7 @@ class StreamView:
 
     Args:
         shape: B and L.
-        rotary: rotary embedding by base.
+        rotary: tables of the rotary embedding by base.
         mask: over keys of the cache or prefix, then the stream's own keys.
         scale: factor of the scores; the backbone's for both streams.
         implementation: `eager` or `sdpa` attention.
@@ -67,7 +68,7 @@ class StreamView:
     def __init__(
         self,
         shape: tuple[int, int],
-        rotary: dict[float, Rotary],
+        rotary: dict[float, RotaryTables],
         mask: AttentionMask,
         scale: float,
         implementation: str,
@@ -82,9 +83,8 @@ class StreamView:
 
     def prepare(self, num_heads: Sequence[int]) -> None:
         """Make what all layers share now, outside of a loop of a program that reads it."""
-        for rotary in self.rotary.values():
-            for heads in num_heads:
-                rotary.tables(heads)
+        for tables in self.rotary.values():
+            tables.prepare(num_heads)
         if self.implementation == "sdpa":
             self.mask.prepare()
 
@@ -209,8 +209,7 @@ class Attention(nn.Layer):
         v_BSKH = self._of_heads(rows_TC[2], view)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BSKH = self.q_norm(q_BLNH), self.k_norm(k_BSKH)
-        rotary = view.rotary[rope_base]
-        q_BLNH, k_BSKH = rotary(q_BLNH), rotary(k_BSKH)
+        q_BLNH, k_BSKH = apply_rotary(q_BLNH, k_BSKH, view.rotary[rope_base])
         if past is not None:
             k_BSKH, v_BSKH = appended(past, k_BSKH, v_BSKH)
         out_TD = view.attend(q_BLNH, k_BSKH, v_BSKH).reshape([-1, rows_TC[0].shape[-1]])

@@ -10,9 +10,9 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Constant, Uniform
 
-from paddle_vl.nn.attention import apply_rotary
 from paddle_vl.nn.linear import Linear, linear
 from paddle_vl.nn.norm import gemma_rms_norm, rms_quotient
+from paddle_vl.nn.rotary import RotaryTables
 
 PAD_ID = 0
 
@@ -65,41 +65,20 @@ class AdaptiveRMSNorm(nn.Layer):
         return y.astype(x_TD.dtype), gate.astype(x_TD.dtype)
 
 
-class Rotary:
-    """Rotary embedding of queries and keys at given positions, for layers with one base.
+def rotary_tables(position_ids_BL: Tensor, head_dim: int, base: float) -> RotaryTables:
+    """Tables `[B, L, H]` of the layers with one base: `angle_j = position / base^(2j / H)`.
 
-    `angle_j = position / base^(2j / H)`, in the rotate-half convention. `rope_scaling` and the
-    expert's `rope_theta` are ignored.
-
-    Not a tuple, which Paddle's recompute searches for tensors.
-
-    Source: `apply_rope` of OpenTau's pi07 engine.
+    `rope_scaling` and the expert's `rope_theta` are ignored. Source: `apply_rope` of OpenTau's pi07
+    engine.
 
     Args:
         position_ids_BL: int64.
     """
-
-    def __init__(self, position_ids_BL: Tensor, head_dim: int, base: float):
-        slots = head_dim // 2
-        # Division by float32 powers, as in OpenTau: a product with inverses rounds differently.
-        scale = np.float32(base) ** (np.float32(2.0 / head_dim) * np.arange(slots, dtype="float32"))
-        angle = position_ids_BL.astype("float32").unsqueeze(-1) / paddle.to_tensor(scale)
-        angle_BL1H = paddle.concat([angle, angle], axis=-1).unsqueeze(2)
-        self._one_head = paddle.cos(angle_BL1H), paddle.sin(angle_BL1H)
-        self._by_heads: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, x_BLNH: Tensor) -> Tensor:
-        """Queries or keys, rotated in float32 and cast back."""
-        cos, sin = self.tables(x_BLNH.shape[2])
-        return apply_rotary(x_BLNH.unsqueeze(-2), cos, sin).squeeze(-2)
-
-    def tables(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine `[B, L, N, H]`, repeated for every head: Paddle's CPU kernels are slow at
-        broadcasting over a middle dim."""
-        if heads not in self._by_heads:
-            cos, sin = (paddle.concat([x] * heads, 2) for x in self._one_head)
-            self._by_heads[heads] = cos, sin
-        return self._by_heads[heads]
+    slots = head_dim // 2
+    # Division by float32 powers, as in OpenTau: a product with inverses rounds differently.
+    scale = np.float32(base) ** (np.float32(2.0 / head_dim) * np.arange(slots, dtype="float32"))
+    angle_BLF = position_ids_BL.astype("float32").unsqueeze(-1) / paddle.to_tensor(scale)
+    return RotaryTables.of_angles(angle_BLF)
 
 
 class PaddedEmbedding(nn.Layer):

@@ -19,7 +19,6 @@ from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.nn.attention import (
     MASKED_SCORE,
     PackedSamples,
-    apply_rotary,
     causal_attention,
 )
 from paddle_vl.nn.cached_attention import CachedKeys, cached_attention
@@ -28,6 +27,7 @@ from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.norm import RMSNorm
 from paddle_vl.nn.operations import swiglu
 from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 
 class KeyValueCache:
@@ -171,7 +171,7 @@ class LanguageModel(nn.Layer):
                 `visual_update_indices`, as `GPTEmbedding` returns them.
             caches, balance: as of `forward`.
         """
-        cos_BLH, sin_BLH = inputs["rotary_pos_emb"]
+        tables: RotaryTables = inputs["rotary_pos_emb"]
         key_bias = inputs.get("score_bias")
         if inputs.get("attention_mask") is not None:
             key_bias = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
@@ -180,7 +180,7 @@ class LanguageModel(nn.Layer):
         packed, rows = inputs.get("packed"), inputs.get("routed_rows")
         for i in layers:
             cache = None if caches is None else caches[i]
-            shared = (cos_BLH, sin_BLH, key_bias, cache, packed)
+            shared = (tables, key_bias, cache, packed)
             if balance is not None and self.layers[i].has_experts:
                 x_TD, sums_2E = self.layers[i](x_TD, *shared, rows, True)
                 balance.add(sums_2E)
@@ -254,8 +254,7 @@ class DecoderLayer(nn.Layer):
     def forward(
         self,
         x_TD: Tensor,
-        cos_BLH: Tensor,
-        sin_BLH: Tensor,
+        tables: RotaryTables,
         key_bias: Any = None,
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
@@ -263,9 +262,7 @@ class DecoderLayer(nn.Layer):
         with_sums: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The token rows; with experts and `with_sums` also the layer's `routing_sums`."""
-        x_TD = x_TD + self.self_attn(
-            self.input_layernorm(x_TD), cos_BLH, sin_BLH, key_bias, cache, packed
-        )
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), tables, key_bias, cache, packed)
         rows_TD = self.post_attention_layernorm(x_TD)
         if not self.has_experts:
             return x_TD + self.mlp(rows_TD)
@@ -295,21 +292,18 @@ class SelfAttention(nn.Layer):
     def forward(
         self,
         x_TD: Tensor,
-        cos_BLH: Tensor,
-        sin_BLH: Tensor,
+        tables: RotaryTables,
         key_bias: Any = None,
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
     ) -> Tensor:
-        batch, length, _ = cos_BLH.shape
-        cos_BLH, sin_BLH = cos_BLH.astype(x_TD.dtype), sin_BLH.astype(x_TD.dtype)
+        batch, length, _ = tables.cos_TH.shape
         q_BLNH, k_BLKH, v_BLKH = [
             rows.reshape([batch, length, rows.shape[-1] // self.head_dim, self.head_dim])
             for rows in self.qkv_proj(x_TD)
         ]
         q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
-        q_BLNH = apply_rotary(q_BLNH, cos_BLH, sin_BLH)
-        k_BLKH = apply_rotary(k_BLKH, cos_BLH, sin_BLH)
+        q_BLNH, k_BLKH = apply_rotary(q_BLNH, k_BLKH, tables.astype(x_TD.dtype))
         if cache is not None:
             out_BLNH = cache.attend(q_BLNH, k_BLKH, v_BLKH, key_bias)
         else:

@@ -20,8 +20,8 @@ from paddle_vl.batch.visual_index import (
     compute_visual_indices,
 )
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-from paddle_vl.nn.attention import mrope_cos_sin
 from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.rotary import mrope_tables
 
 KINDS = ("image", "video")
 # HF's and PaddleFleet's name of the levels of all visual tokens in reading order.
@@ -38,8 +38,8 @@ def decoder_positions(config: Qwen3VLConfig, dict_args: dict[str, Any]) -> dict[
     """The inputs that all decoder layers share, see `GPTEmbedding.forward`."""
     text = config.text_config
     position_ids = dict_args["position_ids"]
-    cos_sin = mrope_cos_sin(position_ids, text.head_dim, text.rope_theta, text.mrope_section)
-    outputs = {"position_ids": position_ids, "rotary_pos_emb": cos_sin}
+    tables = mrope_tables(position_ids, text.head_dim, text.rope_theta, text.mrope_section)
+    outputs = {"position_ids": position_ids, "rotary_pos_emb": tables}
     for name in ("attention_mask", "packed", "routed_rows"):
         if dict_args.get(name) is not None:
             outputs[name] = dict_args[name]
@@ -177,8 +177,8 @@ class GPTEmbedding(nn.Layer):
                   or `visual_pos_masks` `[B, L]` bool; or the placeholders in `input_ids`.
 
         Returns:
-            `hidden_states` `[T, D]`; `position_ids`; `rotary_pos_emb`, cosine and sine `[B, L, H]`;
-            what is passed on, if given; and, unless the batch is all text,
+            `hidden_states` `[T, D]`; `position_ids`; `rotary_pos_emb`, the `RotaryTables`
+            `[B, L, H]`; what is passed on, if given; and, unless the batch is all text,
             `visual_pos_masks` `[B, L]` bool if known, `deepstack_visual_emb` (G tensors
             `[M_local, D]` in the dtype of the hidden states), `visual_update_indices` and
             `visual_gather_indices` `[M_local]`.

@@ -16,6 +16,7 @@ from paddle_vl.families.qwen3_vl.model import device_tensor
 from paddle_vl.families.qwen3_vl.moe import routed_rows
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.generation.loop import checked_prompts, chosen_tokens
+from paddle_vl.nn.rotary import RotaryTables
 
 if TYPE_CHECKING:
     from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
@@ -226,8 +227,7 @@ class _CachedDecoder:
 
 def columns_of(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
     """Positions and rotary tables of some columns."""
-    tables = (table[:, begin:end] for table in inputs["rotary_pos_emb"])
     return {
         "position_ids": inputs["position_ids"][:, :, begin:end],
-        "rotary_pos_emb": tuple(tables),
+        "rotary_pos_emb": RotaryTables(*(x[:, begin:end] for x in inputs["rotary_pos_emb"])),
     }

@@ -25,8 +25,8 @@ from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.nn.attention import (
     MASKED_SCORE,
     PaddedSegments,
-    biased_attention,
     bias_of_groups,
+    biased_attention,
 )
 
 
@@ -78,9 +78,7 @@ class HeadsFirst:
         """The bias of all layers, see `biased_attention`."""
         return bias
 
-    def attend(
-        self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, bias: Tensor
-    ) -> Tensor:
+    def attend(self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, bias: Tensor) -> Tensor:
         """Attention `[B, L, N, H]` over the keys so far and new ones."""
         key_BKLH, value_BKLH = (x.transpose([0, 2, 1, 3]) for x in (key_BLKH, value_BLKH))
         return biased_attention(q_BLNH, *self.append(key_BKLH, value_BKLH), bias)

@@ -19,15 +19,11 @@ from paddle.nn.initializer import Normal
 
 from paddle_vl.batch.positions import VisionLayout
 from paddle_vl.families.qwen3_vl.config import Qwen3VLVisionConfig
-from paddle_vl.nn.attention import (
-    PaddedSegments,
-    apply_rotary,
-    segment_attention,
-    vision_cos_sin,
-)
+from paddle_vl.nn.attention import PaddedSegments, segment_attention
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.norm import LayerNorm
 from paddle_vl.nn.operations import activation
+from paddle_vl.nn.rotary import RotaryTables, apply_rotary, vision_tables
 
 Segments = tuple[tuple[int, int], ...] | PaddedSegments
 
@@ -82,10 +78,10 @@ class VisionTower(nn.Layer):
         x_PU = self.patch_embed(pixel_values.astype(self.patch_embed.weight.dtype))
         x_PU = x_PU + self.pos_embed(tap_rows_4P, tap_weights_4P)
         head_dim = self.config.hidden_size // self.config.num_heads
-        cos_PH, sin_PH = vision_cos_sin(coordinates_P2, head_dim, self.config.rope_theta)
+        tables = vision_tables(coordinates_P2, head_dim, self.config.rope_theta)
         levels: list[Any] = [None] * len(self.deepstack_merger_list)
         for i, block in enumerate(self.blocks):
-            x_PU = block(x_PU, cos_PH, sin_PH, segments)
+            x_PU = block(x_PU, tables, segments)
             if i in self.config.deepstack_visual_indexes:
                 level = self.config.deepstack_visual_indexes.index(i)
                 levels[level] = self.deepstack_merger_list[level](x_PU)
@@ -122,8 +118,8 @@ class VisionBlock(nn.Layer):
         self.attn = VisionAttention(config)
         self.mlp = VisionMLP(config)
 
-    def forward(self, x_PU: Tensor, cos_PH: Tensor, sin_PH: Tensor, segments: Segments) -> Tensor:
-        x_PU = x_PU + self.attn(self.norm1(x_PU), cos_PH, sin_PH, segments)
+    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: Segments) -> Tensor:
+        x_PU = x_PU + self.attn(self.norm1(x_PU), tables, segments)
         return x_PU + self.mlp(self.norm2(x_PU))
 
 
@@ -140,13 +136,12 @@ class VisionAttention(nn.Layer):
         self.qkv = Linear(width, 3 * width, True, std)
         self.proj = Linear(width, width, True, std)
 
-    def forward(self, x_PU: Tensor, cos_PH: Tensor, sin_PH: Tensor, segments: Segments) -> Tensor:
+    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: Segments) -> Tensor:
         # A rank may have some of the heads.
         width = self.qkv.weight.shape[1] // 3
         qkv_P3NH = self.qkv(x_PU).reshape([-1, 3, width // self.head_dim, self.head_dim])
         q_PNH, k_PNH, v_PNH = qkv_P3NH.unbind(axis=1)
-        q_PNH = apply_rotary(q_PNH, cos_PH, sin_PH)
-        k_PNH = apply_rotary(k_PNH, cos_PH, sin_PH)
+        q_PNH, k_PNH = apply_rotary(q_PNH, k_PNH, tables)
         out_PNH = segment_attention(q_PNH, k_PNH, v_PNH, segments)
         return self.proj(out_PNH.reshape([-1, width]))
 

@@ -5,16 +5,17 @@ TF32, which would round the terms of a sum.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import rotate_half
 from paddle_vl.nn.experts import grouped_linear
 from paddle_vl.nn.linear import biased_linear
 from paddle_vl.nn.operations import column_sum, row_sum
+from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 
 @row_sum.register("cpu")
@@ -28,14 +29,44 @@ def _column_sum(x_NC: Tensor) -> Tensor:
     return paddle.matmul(ones, x_NC).reshape([x_NC.shape[1]])
 
 
-@rotate_half.register("cpu")
+@apply_rotary.register("cpu")
+def _apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+    # One by one: both outputs of one PyLayer pass gradients, so an unused one would pass zeros.
+    q_TNH = _Rotary.apply(q_TNH, *tables.of_heads(q_TNH.shape[-2]))
+    k_TKH = _Rotary.apply(k_TKH, *tables.of_heads(k_TKH.shape[-2]))
+    return q_TNH, k_TKH
+
+
+class _Rotary(PyLayer):
+    """Keeps the tables of all layers for the backward pass, and nothing else."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        wide = x.astype(cos.dtype)
+        return (wide * cos).add_(_rotate_half(wide).multiply_(sin)).astype(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensor()
+        wide = grad.astype(cos.dtype)
+        # The transpose of rotate_half is its negative.
+        grad_x = (wide * cos).subtract_(_rotate_half(wide * sin))
+        return grad_x.astype(grad.dtype), None, None
+
+
 def _rotate_half(x: Tensor) -> Tensor:
     """A product with a signed permutation: exact, and faster than splitting and joining."""
-    half = x.shape[-1] // 2
-    swap = np.zeros((2 * half, 2 * half), dtype=np.float32)
+    return paddle.matmul(x, _swap(x.shape[-1], x.dtype))
+
+
+@lru_cache(maxsize=16)
+def _swap(width: int, dtype: paddle.dtype) -> Tensor:
+    half = width // 2
+    swap = np.zeros((width, width), dtype=np.float32)
     swap[np.arange(half) + half, np.arange(half)] = -1.0
     swap[np.arange(half), np.arange(half) + half] = 1.0
-    return paddle.matmul(x, paddle.to_tensor(swap, dtype=x.dtype))
+    return paddle.to_tensor(swap, dtype=dtype)
 
 
 @biased_linear.register("cpu")

@@ -15,12 +15,6 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
-from paddle_vl.nn.attention import (
-    apply_rotary,
-    interleaved_mrope_axis,
-    inverse_frequencies,
-    mrope_cos_sin,
-)
 from paddle_vl.nn.linear import Linear, VocabHead, linear
 from paddle_vl.nn.norm import layer_norm, rms_norm
 from paddle_vl.nn.operations import (
@@ -30,6 +24,13 @@ from paddle_vl.nn.operations import (
     swiglu,
     token_loss,
     use_kernels,
+)
+from paddle_vl.nn.rotary import (
+    RotaryTables,
+    apply_rotary,
+    interleaved_mrope_axis,
+    inverse_frequencies,
+    mrope_tables,
 )
 from tests.support.tolerance import BLOCK
 
@@ -118,14 +119,52 @@ def test_norms_train_their_weights_on_an_input_without_gradient():
     assert bias.grad.numpy().tolist() == [6.0] * 8
 
 
-def test_rotary_equals_rotate_half():
-    cos, sin = draw(2, 5, 8).detach(), draw(2, 5, 8, seed=1).detach()
+def rotate(x, cos, sin):
+    rotated = paddle.concat([-x[..., 4:], x[..., :4]], axis=-1)
+    return x * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)
 
-    def formula(x):
-        rotated = paddle.concat([-x[..., 4:], x[..., :4]], axis=-1)
-        return x * cos.unsqueeze(2) + rotated * sin.unsqueeze(2)
 
-    assert_same(lambda x: apply_rotary(x, cos, sin), formula, draw(2, 5, 3, 8))
+@pytest.mark.parametrize("rows", [(2, 5), (7,), (0,)], ids=["batch", "rows", "empty"])
+def test_rotary_equals_rotate_half_to_the_bit(rows):
+    cos, sin = draw(*rows, 8).detach(), draw(*rows, 8, seed=1).detach()
+    tables = RotaryTables(cos, sin)
+    q, k = draw(*rows, 3, 8), draw(*rows, 2, 8)
+    q_grad, k_grad = draw(*rows, 3, 8, seed=2).detach(), draw(*rows, 2, 8, seed=3).detach()
+    found = apply_rotary(q, k, tables)
+    paddle.autograd.backward(list(found), [q_grad, k_grad])
+    for x, out, grad in zip((q, k), found, (q_grad, k_grad), strict=True):
+        assert np.array_equal(out.numpy(), rotate(x, cos, sin).numpy())
+        # The transpose: rotate_half of the product with the sines, subtracted.
+        wide = grad * sin.unsqueeze(-2)
+        back = paddle.concat([-wide[..., 4:], wide[..., :4]], axis=-1)
+        assert np.array_equal(x.grad.numpy(), (grad * cos.unsqueeze(-2) - back).numpy())
+
+
+def test_rotated_keys_alone_give_the_queries_no_gradient():
+    tables = RotaryTables(draw(5, 8).detach(), draw(5, 8, seed=1).detach())
+    q, k = draw(5, 3, 8), draw(5, 2, 8)
+    apply_rotary(q, k, tables)[1].sum().backward()
+    assert q.grad is None
+    assert k.grad is not None
+
+
+def test_rotary_tables_are_made_once_for_all_layers():
+    tables = RotaryTables(draw(5, 8).detach(), draw(5, 8, seed=1).detach())
+    assert tables.of_heads(3)[0] is tables.of_heads(3)[0]
+    assert tables.astype("bfloat16") is tables.astype("bfloat16")
+    assert tables.astype(tables.cos_TH.dtype) is tables
+    cos, sin = tables
+    assert cos is tables.cos_TH
+    assert sin is tables.sin_TH
+
+
+def test_prepared_tables_change_no_bit():
+    q, k = draw(5, 3, 8), draw(5, 2, 8)
+    tables = RotaryTables(draw(5, 8).detach(), draw(5, 8, seed=1).detach())
+    before = apply_rotary(q, k, tables)
+    tables.prepare([3, 2])
+    for x, y in zip(before, apply_rotary(q, k, tables), strict=True):
+        assert np.array_equal(x.numpy(), y.numpy())
 
 
 def test_interleaved_axes_of_the_specification():
@@ -136,7 +175,7 @@ def test_interleaved_axes_of_the_specification():
 
 def test_each_slot_rotates_by_its_own_axis():
     position_3BL = np.array([[[1, 10]], [[2, 20]], [[3, 30]]])
-    cos, sin = mrope_cos_sin(paddle.to_tensor(position_3BL), 16, 100.0, [4, 2, 2])
+    cos, sin = mrope_tables(paddle.to_tensor(position_3BL), 16, 100.0, [4, 2, 2])
     frequency = inverse_frequencies(8, 100.0)
     axis = interleaved_mrope_axis(8, [4, 2, 2])
     angle = position_3BL[axis, 0].T * frequency

@@ -11,6 +11,7 @@ import pytest
 
 from paddle_vl.families.qwen3_vl.decoder import DeepstackLayer
 from paddle_vl.nn.placement import SingleDevicePlacement
+from paddle_vl.nn.rotary import RotaryTables
 from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 from tests.single_card_tests.families.qwen3_vl.embedding_inputs import (
@@ -180,7 +181,7 @@ def assert_equal_outputs(found: dict, wanted: dict) -> None:
     for name, value in wanted.items():
         tensors = (
             zip(found[name], value, strict=True)
-            if isinstance(value, list | tuple)
+            if isinstance(value, list | tuple | RotaryTables)
             else [(found[name], value)]
         )
         for tensor, other in tensors:
