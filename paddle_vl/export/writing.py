@@ -25,6 +25,7 @@ from paddle_vl.export.folder import (
     ProgramEntry,
     as_tensor,
 )
+from paddle_vl.nn.operations import without_gradient
 
 # By dtype, relative to the largest value: sums in another order.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -156,7 +157,8 @@ def _write(
     for name, program in model.programs.items():
         answer = _stored_answer(program, name)
         stored |= answer
-        save_program(program.layer, folder / name)
+        with without_gradient():
+            save_program(program.layer, folder / name)
         weights = f"{program.weights}.pdiparams"
         _keep_once(folder / f"{name}.pdiparams", folder / weights)
         entries[name] = _entry(program, weights, len(answer))

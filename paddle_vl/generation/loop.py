@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
+import paddle
 from paddle import Tensor
 
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.generation.sampling import LogitsRules, TokenChoice
-from paddle_vl.nn.operations import without_gradient
 
 
 class Decoder(Protocol):
@@ -68,7 +68,7 @@ def chosen_tokens(
     ended_B = np.zeros(len(prompt_BL), dtype=bool)
     token_B = None
     for _ in range(config.max_new_tokens):
-        with without_gradient():
+        with paddle.no_grad():
             logits_BV = decoder.prefill() if token_B is None else decoder.advance(token_B)
             if on_logits is not None:
                 on_logits(logits_BV.numpy())

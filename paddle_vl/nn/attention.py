@@ -12,7 +12,7 @@ side.
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -173,15 +173,50 @@ def padded_segment_attention(
     return paddle.index_select(out_QC, segments.place).reshape([-1, heads, width])
 
 
-def biased_attention(q_BLNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, bias: Tensor) -> Tensor:
-    """Attention under an additive float32 bias, for programs whose lengths are not known.
+class QueryBlocks:
+    """The bias of prompts in a program, by blocks of queries; one object for all layers.
 
-    Scores are scaled by H^-0.5 and computed in float32. Keys and values have heads first, as
-    buffers that are written in place have them.
+    Not a tuple, which Paddle would search for tensors. See `query_blocks`.
 
     Args:
-        bias: of a single query `[B, 1, 1, S]`; of several `[B, G * L, S]`, see `bias_of_groups`.
-            The number of dims decides: a traced program may not know L.
+        rows: first and end row of each block, a row for each query and query head of a key head.
+        ends: number of keys that a block sees.
+        biases: float32 `[B, rows of a block, keys of a block]`.
+    """
+
+    def __init__(self, rows: list[tuple[Any, Any]], ends: list[Any], biases: list[Tensor]):
+        self.rows, self.ends, self.biases = rows, ends, biases
+
+
+def query_blocks(bias_BLL: Tensor, groups: int, number: int = 4) -> QueryBlocks:
+    """Blocks of queries, each multiplied with the keys up to its last query only.
+
+    Args:
+        bias_BLL: float32 added to the scores, 0 or `MASKED_SCORE`; it hides later keys.
+        groups: query heads per key head.
+        number: of blocks; some are empty if there are fewer queries.
+    """
+    length = bias_BLL.shape[1]
+    bias_BRL = paddle.stack([bias_BLL] * groups, axis=2).flatten(1, 2)
+    rows, ends, biases = [], [], []
+    for i in range(number):
+        begin, end = length * i // number, length * (i + 1) // number
+        rows.append((begin * groups, end * groups))
+        ends.append(end)
+        biases.append(bias_BRL[:, begin * groups : end * groups, :end])
+    return QueryBlocks(rows, ends, biases)
+
+
+def biased_attention(
+    q_BLNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, bias: Tensor | QueryBlocks
+) -> Tensor:
+    """Attention under an additive float32 bias, over keys and values with heads first.
+
+    Scores are scaled by H^-0.5 and computed in float32. Buffers that are written in place have
+    heads first.
+
+    Args:
+        bias: of a single query `[B, K, G, S]`; of the queries of prompts `QueryBlocks`.
 
     Returns:
         `[B, L, N, H]` in the dtype of the queries.
@@ -189,33 +224,30 @@ def biased_attention(q_BLNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, bias: Tenso
     heads, width = q_BLNH.shape[2:]
     key_heads = k_BKSH.shape[1]
     groups = heads // key_heads
+    q_BLNH = q_BLNH * width**-0.5
+    if not isinstance(bias, QueryBlocks):
+        q_BKGH = q_BLNH.reshape([-1, key_heads, groups, width])
+        return _biased_rows(q_BKGH, k_BKSH, v_BKSH, bias).reshape([-1, 1, heads, width])
     # The G query heads of a key head become rows of one product, so keys are never repeated.
-    q_BKGLH = (q_BLNH * width**-0.5).reshape([0, 0, -1, groups, width]).transpose([0, 2, 3, 1, 4])
-    q_BKRH = q_BKGLH.reshape([0, key_heads, -1, width])
-    if len(bias.shape) == 4:
-        out_BKRH = _biased_rows(q_BKRH, k_BKSH, v_BKSH, bias)
-    else:
-        # One key head at a time: Paddle's CPU kernels are slow at broadcasting a bias over heads,
-        # and the scores of all heads together take K times the memory.
-        out_BKRH = paddle.stack(
-            [
-                _biased_rows(q_BKRH[:, i], k_BKSH[:, i], v_BKSH[:, i], bias)
-                for i in range(key_heads)
-            ],
-            axis=1,
-        )
-    out_BKGLH = out_BKRH.reshape([0, key_heads, groups, -1, width])
-    return out_BKGLH.transpose([0, 3, 1, 2, 4]).reshape([0, 0, heads, width])
+    q_BKLX = q_BLNH.reshape([0, 0, key_heads, groups * width]).transpose([0, 2, 1, 3])
+    q_BKRH = q_BKLX.reshape([0, key_heads, -1, width])
+    out_heads = []
+    # One key head at a time: Paddle's CPU kernels are slow at broadcasting a bias over heads, and
+    # the scores of all heads together take K times the memory.
+    for k in range(key_heads):
+        blocks = []
+        for i in range(len(bias.ends)):
+            begin, end = bias.rows[i]
+            keys, values = (x[:, k, : bias.ends[i]] for x in (k_BKSH, v_BKSH))
+            blocks.append(_biased_rows(q_BKRH[:, k, begin:end], keys, values, bias.biases[i]))
+        out_heads.append(paddle.concat(blocks, axis=1))
+    out_BKLX = paddle.stack(out_heads, axis=1).reshape([0, key_heads, -1, groups * width])
+    return out_BKLX.transpose([0, 2, 1, 3]).reshape([0, 0, heads, width])
 
 
 def _biased_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     scores = paddle.matmul(q, k, transpose_y=True).astype("float32") + bias
     return paddle.matmul(F.softmax(scores).astype(v.dtype), v)
-
-
-def bias_of_groups(bias_BLS: Tensor, groups: int) -> Tensor:
-    """The bias of `biased_attention` for several queries: once per query head of a key head."""
-    return paddle.concat([bias_BLS] * groups, axis=1)
 
 
 @operation

@@ -62,7 +62,13 @@ class Operation(Generic[P, R]):
         OPERATIONS.append(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        device, kernel = _device_of(args[0]), None
+        return self.kernel_for(args[0])(*args, **kwargs)
+
+    # Not converted: a converted function has copies of the module's variables.
+    @paddle.jit.not_to_static
+    def kernel_for(self, x: Any) -> Callable[..., R]:
+        """The implementation for a tensor."""
+        device, kernel = _device_of(x), None
         if not _needs_gradient:
             kernel = self.kernels_without_gradient.get(device)
         kernel = kernel or self.kernels.get(device, self.plain)
@@ -70,7 +76,7 @@ class Operation(Generic[P, R]):
             # A traced program does not convert what is called through a reference by itself:
             # free sizes would be -1.
             kernel = convert_to_static(kernel)
-        return kernel(*args, **kwargs)
+        return kernel
 
     def register(self, *devices: Device, gradient: bool = True) -> Callable[[K], K]:
         """Decorator: the kernel for these devices, a function of the same arguments or a `PyLayer`

@@ -297,9 +297,9 @@ class SelfAttention(nn.Layer):
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
     ) -> Tensor:
-        batch, length, _ = tables.cos_TH.shape
+        length = tables.cos_TH.shape[1]
         q_BLNH, k_BLKH, v_BLKH = [
-            rows.reshape([batch, length, rows.shape[-1] // self.head_dim, self.head_dim])
+            rows.reshape([-1, length, rows.shape[-1] // self.head_dim, self.head_dim])
             for rows in self.qkv_proj(x_TD)
         ]
         q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)

@@ -16,6 +16,7 @@ from paddle_vl.families.qwen3_vl.model import device_tensor
 from paddle_vl.families.qwen3_vl.moe import routed_rows
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.generation.loop import checked_prompts, chosen_tokens
+from paddle_vl.nn.operations import without_gradient
 from paddle_vl.nn.rotary import RotaryTables
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class _CachedDecoder:
         self._caches = [KeyValueCache(length, most) for _ in model.decoder_layers]
         self._num_steps, self._tables = 0, None
 
+    @without_gradient()
     def prefill(self) -> Tensor:
         """Logits `[B, V]` float32 after the prompts."""
         if self._chunk is not None and self._chunk < self._prompt_BL.shape[1]:
@@ -157,6 +159,7 @@ class _CachedDecoder:
         )
         return output.logits[:, -1].astype("float32")
 
+    @without_gradient()
     def advance(self, token_B: np.ndarray) -> Tensor:
         """Append a token to every prompt; logits `[B, V]` float32 after it."""
         token_B1 = np.ascontiguousarray(token_B[:, None])

@@ -25,8 +25,8 @@ from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.nn.attention import (
     MASKED_SCORE,
     PaddedSegments,
-    bias_of_groups,
     biased_attention,
+    query_blocks,
 )
 
 
@@ -74,7 +74,7 @@ class TowerProgram(nn.Layer):
 class HeadsFirst:
     """A cache of a program: keys and values with heads before positions, under a bias."""
 
-    def mask(self, num_new: Any, bias: Tensor) -> Tensor:
+    def mask(self, num_new: Any, bias: Any) -> Any:
         """The bias of all layers, see `biased_attention`."""
         return bias
 
@@ -155,7 +155,9 @@ class PrefillProgram(nn.Layer):
         place_L = paddle.arange(input_ids.shape[1], dtype="int64")
         causal_LL = (place_L.unsqueeze(0) <= place_L.unsqueeze(1)).astype("float32")
         visible_BLL = causal_LL.unsqueeze(0) * attention_mask.astype("float32").unsqueeze(1)
-        inputs["score_bias"] = bias_of_groups((1.0 - visible_BLL) * MASKED_SCORE, self.groups)
+        inputs["score_bias"] = query_blocks((1.0 - visible_BLL) * MASKED_SCORE, self.groups)
+        text = self.config.text_config
+        inputs["rotary_pos_emb"].prepare([text.num_attention_heads, text.num_key_value_heads])
         kept = [NewKeys() for _ in range(len(self.language_model.layers))]
         hidden_TD = self.language_model.run(inputs, kept)
         hidden_BLD = hidden_TD.reshape([input_ids.shape[0], -1, hidden_TD.shape[-1]])
@@ -212,6 +214,7 @@ class DecodeProgram(nn.Layer):
         text = self.config.text_config
         key_heads = text.num_key_value_heads
         groups = text.num_attention_heads // key_heads
+        inputs["rotary_pos_emb"].prepare([text.num_attention_heads, key_heads])
         inputs["score_bias"] = hidden_BC.unsqueeze([1, 2]).tile([1, key_heads, groups, 1])
         return step_logits(self, input_ids, inputs, caches)
 

@@ -10,11 +10,13 @@ from paddle.incubate.nn.functional import fused_rms_norm
 
 from paddle_vl.nn.attention import biased_attention
 from paddle_vl.nn.cached_attention import CachedKeys, cached_attention
+from paddle_vl.nn.cpu.products import turned_by_product
+from paddle_vl.nn.linear import biased_linear
 from paddle_vl.nn.norm import layer_norm, rms_norm
 from paddle_vl.nn.operations import swiglu
+from paddle_vl.nn.rotary import RotaryTables, apply_rotary, rotate_half
 
 
-@rms_norm.register("cpu", "program", gradient=False)
 def _rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     """Paddle's own kernel, in float32 the same formula: one operation where there are six."""
     if x.dtype != paddle.float32 or weight_C.dtype != paddle.float32:
@@ -22,7 +24,6 @@ def _rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     return fused_rms_norm(x, weight_C, None, epsilon, len(x.shape) - 1)[0]
 
 
-@layer_norm.register("cpu", "program", gradient=False)
 def _layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
     """Paddle's own kernel, whose forward pass is thirteen times as fast as the composition."""
     if x.dtype != paddle.float32 or weight_C.dtype != paddle.float32:
@@ -30,7 +31,37 @@ def _layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> 
     return F.layer_norm(x, weight_C.shape, weight_C, bias_C, epsilon)
 
 
-@swiglu.register("cpu", "program", gradient=False)
+@biased_linear.register("cpu", gradient=False)
+def _biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return paddle.matmul(x, weight).add_(bias)
+
+
+@apply_rotary.register("cpu", gradient=False)
+def _apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+    return _rotated(q_TNH, tables), _rotated(k_TKH, tables)
+
+
+def _apply_rotary_in_program(
+    q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables
+) -> tuple[Tensor, Tensor]:
+    """As on the CPU; with the plain half turn where products may round (TF32)."""
+    turned = rotate_half
+    if paddle.get_device().startswith("cpu"):
+        turned = turned_by_product
+    rotated = []
+    for x in (q_TNH, k_TKH):
+        cos, sin = tables.of_heads(x.shape[-2])
+        wide = x.astype(cos.dtype)
+        rotated.append((wide * cos + turned(wide) * sin).astype(x.dtype))
+    return rotated[0], rotated[1]
+
+
+def _rotated(x: Tensor, tables: RotaryTables) -> Tensor:
+    cos, sin = tables.of_heads(x.shape[-2])
+    wide = x.astype(cos.dtype)
+    return (wide * cos).add_(turned_by_product(wide).multiply_(sin)).astype(x.dtype)
+
+
 def _swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Two kernels with vector instructions are faster than the fused one without them."""
     if up is None:
@@ -49,3 +80,10 @@ def _cached_attention(
     _, key_heads, capacity, _ = key_BKCH.shape
     bias_BKGC = cached.bias(batch, key_heads, heads // key_heads, capacity)
     return biased_attention(q_BLNH, key_BKCH, value_BKCH, bias_BKGC)
+
+
+# Not decorators: tracing a program would apply them again.
+rms_norm.register("cpu", "program", gradient=False)(_rms_norm)
+layer_norm.register("cpu", "program", gradient=False)(_layer_norm)
+apply_rotary.register("program", gradient=False)(_apply_rotary_in_program)
+swiglu.register("cpu", "program", gradient=False)(_swiglu)

@@ -44,29 +44,33 @@ class _Rotary(PyLayer):
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
         wide = x.astype(cos.dtype)
-        return (wide * cos).add_(_rotate_half(wide).multiply_(sin)).astype(x.dtype)
+        return (wide * cos).add_(turned_by_product(wide).multiply_(sin)).astype(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensor()
         wide = grad.astype(cos.dtype)
         # The transpose of rotate_half is its negative.
-        grad_x = (wide * cos).subtract_(_rotate_half(wide * sin))
+        grad_x = (wide * cos).subtract_(turned_by_product(wide * sin))
         return grad_x.astype(grad.dtype), None, None
 
 
-def _rotate_half(x: Tensor) -> Tensor:
+def turned_by_product(x: Tensor) -> Tensor:
     """A product with a signed permutation: exact, and faster than splitting and joining."""
-    return paddle.matmul(x, _swap(x.shape[-1], x.dtype))
+    # A traced program has constants of its own.
+    swap = _kept_swap if paddle.in_dynamic_mode() else _swap
+    return paddle.matmul(x, swap(x.shape[-1], x.dtype))
 
 
-@lru_cache(maxsize=16)
 def _swap(width: int, dtype: paddle.dtype) -> Tensor:
     half = width // 2
     swap = np.zeros((width, width), dtype=np.float32)
     swap[np.arange(half) + half, np.arange(half)] = -1.0
     swap[np.arange(half), np.arange(half) + half] = 1.0
     return paddle.to_tensor(swap, dtype=dtype)
+
+
+_kept_swap = lru_cache(maxsize=16)(_swap)
 
 
 @biased_linear.register("cpu")
