@@ -9,6 +9,7 @@ when a quantity exceeds its tolerance, a case kind is not supported, or no case 
 import argparse
 import logging
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -22,24 +23,30 @@ def main() -> int:
     parser.add_argument("--case", help="run only the case of this name")
     parser.add_argument("--tolerance-scale", type=float, default=1.0, help="multiplies tolerances")
     parser.add_argument("--device", default="cpu", help="cpu, gpu or gpu:N (default cpu)")
-    parser.add_argument("--dtype", default="float32", help="of parameters (default float32)")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"],
+        help="of parameters (default float32); on a CPU bfloat16 is emulated",
+    )  # fmt: skip
     args = parser.parse_args()
 
     import paddle
 
     from paddle_vl.compat import configure_cpu_runtime
+    from paddle_vl.testing import emulated_bfloat16
 
     logging.getLogger("paddle_vl").setLevel(logging.WARNING)
     paddle.device.set_device(args.device)
-    configure_cpu_runtime()
+    is_cpu = configure_cpu_runtime()
+    emulated = emulated_bfloat16() if is_cpu and args.dtype == "bfloat16" else nullcontext()
     try:
         family = import_module(FAMILIES[args.family])
         golden = family.GoldenFolders(args.folders)
         cases = [case for case in golden.cases if args.case in (None, case.name)]
         passed = failed = 0
-        for report in family.run_cases(golden, cases, args.tolerance_scale, args.dtype):
-            print(report.line(), *report.failure_lines(), sep="\n", flush=True)
-            passed, failed = passed + report.passed, failed + (not report.passed)
+        with emulated:
+            for report in family.run_cases(golden, cases, args.tolerance_scale, args.dtype):
+                print(report.line(), *report.failure_lines(), sep="\n", flush=True)
+                passed, failed = passed + report.passed, failed + (not report.passed)
     except ValueError as error:
         print(f"check_parity: {error}", file=sys.stderr)
         return 1

@@ -225,7 +225,8 @@ def _message(
     if first["type"] == "missing":
         meaning = described.get(name, ("", "a section of the configuration"))[1]
         return f"{name} is missing ({meaning})"
-    wanted = " or ".join(dict.fromkeys(item["msg"].replace("Input", "it", 1) for item in items))
+    texts = (item["msg"].replace("Input", "it", 1).removeprefix("Value error, ") for item in items)
+    wanted = " or ".join(dict.fromkeys(texts))
     return f"{name} is {_shown(first['input'])}; {wanted}"
 
 

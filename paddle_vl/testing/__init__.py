@@ -2,6 +2,7 @@
 
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.simulated.lockstep import RanksDisagreeError
+from paddle_vl.testing.bfloat16 import emulated_bfloat16
 from paddle_vl.testing.comparison import assert_equals_single_device
 from paddle_vl.testing.filling import copy_parameters
 from paddle_vl.testing.gathering import gather_gradients, gather_parameters
@@ -40,6 +41,7 @@ __all__ = [
     "Video",
     "assert_equals_single_device",
     "copy_parameters",
+    "emulated_bfloat16",
     "first_difference",
     "forbid_host_reads",
     "full_logits",

@@ -96,6 +96,14 @@ def test_unknown_section_lists_the_sections(write):
         ("train.max_steps='4'", 'train.max_steps is "4"; it should be a valid integer'),
         ("train.max_steps=4.0", "train.max_steps is 4.0; it should be a valid integer"),
         ("train.seed=true", "train.seed is true; it should be a valid integer"),
+        (
+            "model.compute_dtype=float16",
+            'is "float16"; its gradients underflow without loss scaling',
+        ),
+        (
+            "model.compute_dtype=fp8",
+            'model.compute_dtype is "fp8"; Paddle 3.3.1 has FP8 products on',
+        ),
         ("data.train=3", "data.train is 3; it should be a valid list"),
         ("data.train=[1]", "data.train[0] is 1; it should be a valid string"),
         ("model.config=3", "model.config is 3; it should be a valid string or it should be"),
