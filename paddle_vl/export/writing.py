@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from paddle_vl.export.folder import (
     ProgramEntry,
     as_tensor,
 )
-from paddle_vl.nn.operations import without_gradient
 
 # By dtype, relative to the largest value: sums in another order.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -40,11 +40,13 @@ class ProgramToExport:
         layer: its forward is traced; it has `input_spec()`.
         weights: name of the file of its weights; programs of one name have the same weights.
         example: arrays by the names of the input specs.
+        tracing: the context in which the forward is traced, to choose its operations.
     """
 
     layer: Any
     weights: str
     example: Mapping[str, np.ndarray]
+    tracing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _write(
     for name, program in model.programs.items():
         answer = _stored_answer(program, name)
         stored |= answer
-        with without_gradient():
+        with program.tracing():
             save_program(program.layer, folder / name)
         weights = f"{program.weights}.pdiparams"
         _keep_once(folder / f"{name}.pdiparams", folder / weights)

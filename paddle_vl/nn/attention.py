@@ -12,7 +12,7 @@ side.
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import paddle
@@ -171,83 +171,6 @@ def padded_segment_attention(
     out_SNLH = paddle.matmul(F.softmax(scores.astype("float32")).astype(v_SNLH.dtype), v_SNLH)
     out_QC = out_SNLH.transpose([0, 2, 1, 3]).reshape([-1, heads * width])
     return paddle.index_select(out_QC, segments.place).reshape([-1, heads, width])
-
-
-class QueryBlocks:
-    """The bias of prompts in a program, by blocks of queries; one object for all layers.
-
-    Not a tuple, which Paddle would search for tensors. See `query_blocks`.
-
-    Args:
-        rows: first and end row of each block, a row for each query and query head of a key head.
-        ends: number of keys that a block sees.
-        biases: float32 `[B, rows of a block, keys of a block]`.
-    """
-
-    def __init__(self, rows: list[tuple[Any, Any]], ends: list[Any], biases: list[Tensor]):
-        self.rows, self.ends, self.biases = rows, ends, biases
-
-
-def query_blocks(bias_BLL: Tensor, groups: int, number: int = 4) -> QueryBlocks:
-    """Blocks of queries, each multiplied with the keys up to its last query only.
-
-    Args:
-        bias_BLL: float32 added to the scores, 0 or `MASKED_SCORE`; it hides later keys.
-        groups: query heads per key head.
-        number: of blocks; some are empty if there are fewer queries.
-    """
-    length = bias_BLL.shape[1]
-    bias_BRL = paddle.stack([bias_BLL] * groups, axis=2).flatten(1, 2)
-    rows, ends, biases = [], [], []
-    for i in range(number):
-        begin, end = length * i // number, length * (i + 1) // number
-        rows.append((begin * groups, end * groups))
-        ends.append(end)
-        biases.append(bias_BRL[:, begin * groups : end * groups, :end])
-    return QueryBlocks(rows, ends, biases)
-
-
-def biased_attention(
-    q_BLNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, bias: Tensor | QueryBlocks
-) -> Tensor:
-    """Attention under an additive float32 bias, over keys and values with heads first.
-
-    Scores are scaled by H^-0.5 and computed in float32. Buffers that are written in place have
-    heads first.
-
-    Args:
-        bias: of a single query `[B, K, G, S]`; of the queries of prompts `QueryBlocks`.
-
-    Returns:
-        `[B, L, N, H]` in the dtype of the queries.
-    """
-    heads, width = q_BLNH.shape[2:]
-    key_heads = k_BKSH.shape[1]
-    groups = heads // key_heads
-    q_BLNH = q_BLNH * width**-0.5
-    if not isinstance(bias, QueryBlocks):
-        q_BKGH = q_BLNH.reshape([-1, key_heads, groups, width])
-        return _biased_rows(q_BKGH, k_BKSH, v_BKSH, bias).reshape([-1, 1, heads, width])
-    # The G query heads of a key head become rows of one product, so keys are never repeated.
-    q_BKLX = q_BLNH.reshape([0, 0, key_heads, groups * width]).transpose([0, 2, 1, 3])
-    q_BKRH = q_BKLX.reshape([0, key_heads, -1, width])
-    out_heads = []
-    # One key head at a time: Paddle's CPU kernels are slow at broadcasting a bias over heads, and
-    # the scores of all heads together take K times the memory.
-    for k in range(key_heads):
-        blocks = []
-        for i in range(len(bias.ends)):
-            begin, end = bias.rows[i]
-            keys, values = (x[:, k, : bias.ends[i]] for x in (k_BKSH, v_BKSH))
-            blocks.append(_biased_rows(q_BKRH[:, k, begin:end], keys, values, bias.biases[i]))
-        out_heads.append(paddle.concat(blocks, axis=1))
-    out_BKLX = paddle.stack(out_heads, axis=1).reshape([0, key_heads, -1, groups * width])
-    return out_BKLX.transpose([0, 2, 1, 3]).reshape([0, 0, heads, width])
-
-
-def _biased_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    scores = paddle.matmul(q, k, transpose_y=True).astype("float32") + bias
-    return paddle.matmul(F.softmax(scores).astype(v.dtype), v)
 
 
 @operation

@@ -79,10 +79,19 @@ class ExportedQwen3VL:
         on_logits: Callable[[np.ndarray], None] | None = None,
         **overrides: Any,
     ) -> Iterator[np.ndarray]:
-        """Generate tokens; as `Qwen3VLForConditionalGeneration.stream`."""
+        """Generate tokens; as `Qwen3VLForConditionalGeneration.stream`.
+
+        Raises:
+            ValueError: as there; or `prefill_chunk_size` is set.
+        """
         config = generation_config or self.generation_config or GenerationConfig()
         config = config.updated(**overrides)
         config.check_vocabulary(self._sizes.vocab_size)
+        if config.prefill_chunk_size is not None:
+            raise ValueError(
+                f"prefill_chunk_size is {config.prefill_chunk_size}, but an exported prefill runs "
+                "whole prompts: leave it out, here or in generation_config.json (null)"
+            )
         prompt_BL, mask_BL = checked_prompts(input_ids, attention_mask)
         images = _Items("image", pixel_values, image_grid_thw)
         videos = _Items("video", pixel_values_videos, video_grid_thw)

@@ -16,6 +16,7 @@ from paddle_vl.families.qwen3_vl.model import device_tensor
 from paddle_vl.families.qwen3_vl.moe import routed_rows
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.generation.loop import checked_prompts, chosen_tokens
+from paddle_vl.nn.cpu import inference as _kernels  # noqa: F401  Registers them.
 from paddle_vl.nn.operations import without_gradient
 from paddle_vl.nn.rotary import RotaryTables
 
@@ -95,7 +96,7 @@ def _chosen_tokens(
 
 
 def step_logits(
-    model: "Qwen3VLForConditionalGeneration",
+    model: Any,
     input_ids: Tensor,
     inputs: dict[str, Any],
     caches: list[Any],
@@ -105,7 +106,7 @@ def step_logits(
     No visual indices: a chosen placeholder is an ordinary token.
 
     Args:
-        model: or a program with its `language_model` and `lm_head`.
+        model: has `language_model` and `lm_head`: a model, or a program of one.
         input_ids: `[B, 1]` int64.
         inputs: of `LanguageModel.run`, without the hidden states.
         caches: one per layer, see `LanguageModel.run`.

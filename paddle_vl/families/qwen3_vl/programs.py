@@ -22,12 +22,14 @@ from paddle_vl.export.writing import DTYPES, ModelToExport, ProgramToExport
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
 from paddle_vl.families.qwen3_vl.generate import step_logits
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.families.qwen3_vl.program_caches import Buffers, NewKeys, Past
 from paddle_vl.nn.attention import (
     MASKED_SCORE,
     PaddedSegments,
-    biased_attention,
-    query_blocks,
 )
+from paddle_vl.nn.cached_attention import query_blocks
+from paddle_vl.nn.cpu import inference as _kernels  # noqa: F401  Registers them.
+from paddle_vl.nn.operations import without_gradient
 
 
 def spec(name: str, shape: Any, dtype: Any) -> InputSpec:
@@ -69,58 +71,6 @@ class TowerProgram(nn.Layer):
             spec("segment_bias", [None, None], "float32"),
             spec("segment_place", [None], "int64"),
         ]
-
-
-class HeadsFirst:
-    """A cache of a program: keys and values with heads before positions, under a bias."""
-
-    def mask(self, num_new: Any, bias: Any) -> Any:
-        """The bias of all layers, see `biased_attention`."""
-        return bias
-
-    def attend(self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, bias: Tensor) -> Tensor:
-        """Attention `[B, L, N, H]` over the keys so far and new ones."""
-        key_BKLH, value_BKLH = (x.transpose([0, 2, 1, 3]) for x in (key_BLKH, value_BLKH))
-        return biased_attention(q_BLNH, *self.append(key_BKLH, value_BKLH), bias)
-
-    def append(self, key_BKLH: Tensor, value_BKLH: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values; all that are attended to."""
-        raise NotImplementedError
-
-
-class NewKeys(HeadsFirst):
-    """Keeps the keys and values of one pass, `[B, K, L, H]`."""
-
-    def append(self, key_BKLH: Tensor, value_BKLH: Tensor) -> tuple[Tensor, Tensor]:
-        self.pair = key_BKLH, value_BKLH
-        return self.pair
-
-
-class Buffers(HeadsFirst):
-    """Buffers of fixed capacity, `[B, K, C, H]`; one position is written in place."""
-
-    def __init__(self, key_BKCH: Tensor, value_BKCH: Tensor, place_1: Tensor):
-        self.key_BKCH, self.value_BKCH, self.place_1 = key_BKCH, value_BKCH, place_1
-
-    def append(self, key_BKLH: Tensor, value_BKLH: Tensor) -> tuple[Tensor, Tensor]:
-        begin, end = self.place_1, self.place_1 + 1
-        self.key_BKCH[:, :, begin:end] = key_BKLH
-        self.value_BKCH[:, :, begin:end] = value_BKLH
-        return self.key_BKCH, self.value_BKCH
-
-
-class Past(NewKeys):
-    """The keys and values so far, `[B, K, S, H]`; new ones are appended to copies."""
-
-    def __init__(self, key_BKSH: Tensor, value_BKSH: Tensor):
-        self.past = key_BKSH, value_BKSH
-
-    def append(self, key_BKLH: Tensor, value_BKLH: Tensor) -> tuple[Tensor, Tensor]:
-        self.pair = (
-            paddle.concat([self.past[0], key_BKLH], axis=2),
-            paddle.concat([self.past[1], value_BKLH], axis=2),
-        )
-        return self.pair
 
 
 class PrefillProgram(nn.Layer):
@@ -278,9 +228,9 @@ def model_to_export(
             "merge": vision.spatial_merge_size,
         },
         {
-            "tower": ProgramToExport(TowerProgram(model), "tower", tower),
-            "prefill": ProgramToExport(PrefillProgram(model), "decoder", prompt),
-            "decode": ProgramToExport(DecodeProgram(model), "decoder", step),
+            "tower": ProgramToExport(TowerProgram(model), "tower", tower, without_gradient),
+            "prefill": ProgramToExport(PrefillProgram(model), "decoder", prompt, without_gradient),
+            "decode": ProgramToExport(DecodeProgram(model), "decoder", step, without_gradient),
         },
         save_files,
         {

@@ -8,8 +8,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 from paddle.incubate.nn.functional import fused_rms_norm
 
-from paddle_vl.nn.attention import biased_attention
-from paddle_vl.nn.cached_attention import CachedKeys, cached_attention
+from paddle_vl.nn.cached_attention import CachedKeys, biased_attention, cached_attention
 from paddle_vl.nn.cpu.products import turned_by_product
 from paddle_vl.nn.linear import biased_linear
 from paddle_vl.nn.norm import layer_norm, rms_norm
